@@ -1,0 +1,73 @@
+# The verbs of this repository; `make help` lists them. `demo`, `style` and `test` set up $(VENV) themselves.
+#
+#   VENV         folder of the virtual environment
+#   BASE_PYTHON  interpreter that creates it
+#   CONSTRAINTS  file of tested versions; empty lets pip choose within pyproject.toml's ranges
+#   PINS         further requirements, for instance PINS='transformers==5.17.*'
+#   WORKERS      processes `make test` uses
+#   ARGS         further arguments of the command that the verb runs
+#   PYTHON       for `test-gpu` and `bench`: use this interpreter as it is and install nothing
+
+VENV ?= .venv
+BASE_PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+PINS ?=
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PINS)
+FOR_DEMO := $(VENV)/.installed-plot
+FOR_DEV := $(VENV)/.installed-dev
+
+ifdef PYTHON
+GPU_PYTHON := $(PYTHON)
+FOR_GPU :=
+else
+GPU_PYTHON := $(BIN)/python
+FOR_GPU := $(FOR_DEV)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo style format test test-gpu bench clean
+
+help:  ## list the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
+
+demo: $(FOR_DEMO)  ## compare the schemes on the small reference model (CPU is enough)
+	$(BIN)/hfkvq demo $(ARGS)
+
+style: $(FOR_DEV)  ## lint, format check, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(FOR_DEV)  ## rewrite the files as `style` wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: $(FOR_DEV)  ## every test that needs no GPU and is not slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --timeout 300 $(ARGS)
+
+test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+# To come: `bench: test-gpu`, then $(GPU_PYTHON) -m hfkvq.cli bench kernels. No speed-up counts behind a red gate.
+bench:  ## kernel benchmarks (not there yet)
+	@echo "make bench: the kernel benchmarks ('hfkvq bench kernels') are not written yet" >&2; exit 1
+
+clean:  ## remove the environment, builds and caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find hfkvq evals tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(BASE_PYTHON) -m venv $(VENV)
+
+# Order-only: the interpreter's own date says nothing about the packages.
+$(FOR_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP_INSTALL) -e '.[plot]'
+	@touch $@
+
+$(FOR_DEV): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $@ $(FOR_DEMO)
