@@ -1,0 +1,13 @@
+"""hfkvq: KV caches for Hugging Face Transformers that stay compressed and are attended in place."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from .caches import KittyCache, MixedKVCache, SawInt4Cache, Scheme, get_scheme, list_schemes
+
+try:
+    __version__ = version("hfkvq")
+except PackageNotFoundError:
+    # A checkout on the path, not installed.
+    __version__ = "0.1.0"
+
+__all__ = ["KittyCache", "MixedKVCache", "SawInt4Cache", "Scheme", "__version__", "get_scheme", "list_schemes"]

@@ -1,0 +1,152 @@
+"""The attention and mask functions that Transformers finds under the name "hfkvq"."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from .handle import LazyKV
+
+NAME = "hfkvq"
+"""Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""
+
+
+def hfkvq_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attends to the pages behind handles; to plain tensors as the model would without us.
+
+    Args:
+        module: the attention module.
+        query: (B, Hq, Q, D), after RoPE.
+        key: handle or tensor (B, H, T, D).
+        value: handle or tensor (B, H, T, Dv).
+        attention_mask: what `hfkvq_mask` returned, or the user's own 4D mask.
+        dropout: for plain tensors.
+        scaling: factor on the logits; 1/sqrt(D) if None.
+        **kwargs: ``softcap``, ``s_aux`` or ``sinks``, ``position_bias`` are honoured.
+
+    Returns:
+        (B, Q, Hq, Dv) and None.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = key.hfkvq_layer if isinstance(key, LazyKV) and isinstance(value, LazyKV) else None
+    if (
+        layer is None
+        or value.hfkvq_layer is not layer  # type: ignore[union-attr]
+        or key.form != "bhsd"  # type: ignore[union-attr]
+        or value.form != "bhsd"  # type: ignore[union-attr]
+    ):
+        return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if layer.begin(attention_mask, query.shape[2]):
+        mask = attention_mask
+        bias = kwargs.get("position_bias")
+        if bias is not None:
+            mask = _added(bias, mask)
+        sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+        out = layer.attend(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks).transpose(1, 2).contiguous()
+    else:
+        keys, values = key.materialize(), value.materialize()  # type: ignore[union-attr]
+        out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
+    layer.finish(query)
+    return out, None
+
+
+def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """A position bias as part of an additive mask."""
+    if mask is None:
+        return bias
+    if mask.is_floating_point():
+        return bias + mask
+    return bias.masked_fill(~mask.bool(), torch.finfo(bias.dtype).min)
+
+
+def _plain(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Stock attention on plain tensors: sdpa, or the modeling file's own eager where sdpa lacks an argument."""
+    queries, columns = query.shape[2], key.shape[2]
+    if mask is None and 1 < queries < columns and kwargs.get("is_causal") is not False:
+        # Without a mask stock sdpa would align the triangle to the upper left.
+        mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)
+        window = kwargs.get("sliding_window")
+        if window:
+            mask = mask.triu(columns - queries - window + 1)
+        mask = mask[None, None]
+    if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
+        mask = mask.bool()
+    special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
+    if not special and not kwargs.get("output_attentions"):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    if mask is None and queries > 1 and kwargs.get("is_causal") is not False:
+        mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        shape, lowest = torch.broadcast_shapes(mask.shape, (1, 1, queries, columns)), torch.finfo(query.dtype).min
+        mask = torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)
+    return eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def hfkvq_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of sdpa, with two changes.
+
+    A plain causal decode step gets a view of the 2D padding mask: stock code asks the device whether it is all ones, a
+    synchronization in every step. And None is never returned for several queries on a longer cache, so that None
+    always means causal, aligned to the newest token.
+    """
+    if q_length == 1 and mask_function is causal_mask_function and not isinstance(q_offset, Tensor):
+        if attention_mask is None:
+            return None
+        columns = attention_mask[:, kv_offset : kv_offset + kv_length]
+        if columns.shape[1] == kv_length:
+            return columns[:, None, None, :]
+    if q_length > 1 and kv_length != q_length:
+        allow_is_causal_skip = False
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,  # type: ignore[arg-type]
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **kwargs,
+    )
+
+
+def register() -> None:
+    """Adds one key to each of Transformers' two tables; changes no other."""
+    AttentionInterface.register(NAME, hfkvq_attention)
+    AttentionMaskInterface.register(NAME, hfkvq_mask)

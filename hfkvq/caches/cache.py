@@ -1,0 +1,251 @@
+"""`MixedKVCache`: the cache a user passes to ``generate``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.configuration_utils import PreTrainedConfig
+
+from .attention import NAME, register
+from .layer import KVLayer, PaddingReader
+from .memory import MemoryReport
+from .scheme import Scheme, get_scheme
+from .store import StoreBytes
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SCHEME = "saw-int4"
+
+# Layer types whose models do not look at the attention implementation's name.
+_KNOWN_LAYERS = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "DummyLayer",
+}
+
+_BEFORE = "_hfkvq_replaced_implementation"
+
+
+def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    return config.get_text_config(decoder=True)
+
+
+def _head_dim(config: PreTrainedConfig) -> int | None:
+    """The head dim if the config says it plainly; latent attention (MLA) does not."""
+    if getattr(config, "kv_lora_rank", None):
+        return None
+    dim = getattr(config, "head_dim", None)
+    if dim is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
+        dim = config.hidden_size // config.num_attention_heads
+    return dim if isinstance(dim, int) else None
+
+
+class MixedKVCache(Cache):
+    """A KV cache that stays compressed and is attended in place.
+
+    ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes. Full-attention
+    layers are held in pages by the scheme; sliding-window and linear-attention layers stay as Transformers makes them.
+
+    By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
+    directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
+    lacks a feature). `detach` undoes it. With ``attach=False`` the config is left alone: stock sdpa is intercepted and
+    attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower.
+
+    Not finite keys and values: refused with ``debug=True``. Otherwise they are left out of every scale and stored as the
+    nearest end of their group, so they never change what other tokens' pages hold.
+
+    Args:
+        model_or_config: the model (needed for nothing but convenience), or its config.
+        scheme: preset name (see ``list_schemes``) or a `Scheme`.
+        max_cache_len: most tokens of a row, padding included; everything is allocated at the first update and more
+            tokens raise. None grows as needed.
+        attach: whether to switch the attention implementation.
+        debug: refuse keys and values that are not finite.
+
+    Raises:
+        ValueError: unknown scheme or knob, a head dim that the scheme cannot hold, or a model without attention layers.
+    """
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        scheme: Scheme | str = DEFAULT_SCHEME,
+        *,
+        max_cache_len: int | None = None,
+        attach: bool = True,
+        debug: bool = False,
+    ) -> None:
+        register()
+        config = getattr(model_or_config, "config", model_or_config)
+        if not isinstance(config, PreTrainedConfig):
+            raise ValueError(
+                f"model_or_config: got {type(model_or_config).__name__}, allowed a Transformers model or its config."
+            )
+        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+            raise ValueError(f"max_cache_len: got {max_cache_len!r}, allowed a positive number of tokens or None.")
+        self.scheme = get_scheme(scheme)
+        text = _text_config(config)
+        head_dim = _head_dim(text)
+        if head_dim is not None:
+            self.scheme.layout(head_dim, head_dim).check(head_dim, head_dim)
+        stock = DynamicCache(config=text).layers
+        sharing = getattr(text, "kv_sharing_modes", None)
+        shares = bool(getattr(text, "num_kv_shared_layers", 0))
+        reader = PaddingReader()
+        layers: list[Any] = []
+        for i, layer in enumerate(stock):
+            if type(layer) is DynamicLayer:
+                defer = sharing[i] == "store" if sharing else shares
+                layers.append(KVLayer(self.scheme, reader, max_cache_len, defer, debug))
+            else:
+                layers.append(layer)
+        if not any(isinstance(layer, KVLayer) for layer in layers):
+            if not any(isinstance(layer, DynamicLayer) for layer in layers):
+                raise ValueError(
+                    f"model_or_config: {type(config).__name__} has no attention layers, so there is no KV cache to compress."
+                )
+            logger.warning(
+                "%s has sliding-window attention only; its layers stay as Transformers makes them.", type(config).__name__
+            )
+        super().__init__(layers=layers)
+        self.config = text
+        if attach and all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock):
+            self._attach(config, text)
+
+    @staticmethod
+    def _attach(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+        """What ``set_attn_implementation`` does, for the decoder only: modules and masks read this attribute."""
+        for target in {id(c): c for c in (config, text)}.values() if config is text else (text,):
+            now = target._attn_implementation_internal
+            if now != NAME:
+                target.__dict__.setdefault(_BEFORE, now)
+                target._attn_implementation_internal = NAME
+
+    def detach(self) -> None:
+        """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""
+        if _BEFORE in self.config.__dict__:
+            self.config._attn_implementation_internal = self.config.__dict__.pop(_BEFORE)
+
+    @property
+    def compressed_layers(self) -> list[KVLayer]:
+        """The layers that are held in pages."""
+        return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+
+    def memory(self) -> MemoryReport:
+        """Exact memory: every tensor that the cache holds is counted (asks the device for the rows' lengths)."""
+        stores = [layer.store for layer in self.compressed_layers if layer.store is not None]
+        parts = sum((store.nbytes() for store in stores), StoreBytes())
+        elements = [store.elements() for store in stores]
+        bits = sum(store.code_bits() * n for store, n in zip(stores, elements, strict=True))
+        staged = [layer.staged for layer in self.compressed_layers if layer.staged is not None]
+        stock = 0
+        for layer in self.layers:
+            if not isinstance(layer, KVLayer):
+                stock += sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
+        return MemoryReport(
+            compressed=parts,
+            staged=sum(tensor.nbytes for pair in staged for tensor in pair),
+            stock=stock,
+            elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
+            code_bits=bits / sum(elements) if sum(elements) else float("nan"),
+            seen=self.get_seq_length(),
+        )
+
+    def __repr__(self) -> str:
+        """Scheme, tokens and memory in a line."""
+        used = [layer for layer in self.compressed_layers if layer.store is not None]
+        head = f"{type(self).__name__}({self.scheme!r}, layers={len(self.compressed_layers)}/{len(self.layers)}"
+        if not used:
+            return f"{head}, empty)"
+        memory = self.memory()
+        return (
+            f"{head}, batch={used[0].batch_size}, seen={self.get_seq_length()}, "
+            f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
+        """Independent layers; config and scheme are shared."""
+        new = copy.copy(self)
+        new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the config, which belongs to the model."""
+        return {key: value for key, value in self.__dict__.items() if key != "config"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
+        self.__dict__.update(state, config=PreTrainedConfig())
+        register()
+
+
+class KittyCache(MixedKVCache):
+    """`MixedKVCache` with the Kitty scheme: 2-bit pages whose strongest key channels get 4 bits.
+
+    ``KittyCache(model.config)`` is Kitty, ``KittyCache(model.config, boost_ratio=0.25)`` Kitty-Pro.
+
+    Args:
+        model_or_config: the model, or its config.
+        max_cache_len: see `MixedKVCache`.
+        attach: see `MixedKVCache`.
+        debug: see `MixedKVCache`.
+        **knobs: fields of `hfkvq.caches.schemes.Kitty`: ``boost_ratio`` (0.125), ``score`` ("k_abs"), ``sink_length``
+            (32), ``local_length`` (128), ``page_size`` (128).
+
+    Raises:
+        ValueError: unknown knob or one out of range; see `MixedKVCache`.
+    """
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        *,
+        max_cache_len: int | None = None,
+        attach: bool = True,
+        debug: bool = False,
+        **knobs: Any,
+    ) -> None:
+        scheme = get_scheme("kitty", **knobs)
+        super().__init__(model_or_config, scheme, max_cache_len=max_cache_len, attach=attach, debug=debug)
+
+
+class SawInt4Cache(MixedKVCache):
+    """`MixedKVCache` with the SAW-INT4 scheme: token-wise INT4 after a Hadamard rotation.
+
+    ``SawInt4Cache(model.config)`` rotates keys in blocks of up to 128; ``rotate="both"`` rotates values too.
+
+    Args:
+        model_or_config: the model, or its config.
+        max_cache_len: see `MixedKVCache`.
+        attach: see `MixedKVCache`.
+        debug: see `MixedKVCache`.
+        **knobs: fields of `hfkvq.caches.schemes.SawInt4`: ``rotate`` ("keys"), ``block`` (the largest up to 128),
+            ``sink_length`` (0), ``local_length`` (0), ``page_size`` (128).
+
+    Raises:
+        ValueError: unknown knob, one out of range, or a block that does not divide the head dim; see `MixedKVCache`.
+    """
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        *,
+        max_cache_len: int | None = None,
+        attach: bool = True,
+        debug: bool = False,
+        **knobs: Any,
+    ) -> None:
+        scheme = get_scheme("saw-int4", **knobs)
+        super().__init__(model_or_config, scheme, max_cache_len=max_cache_len, attach=attach, debug=debug)

@@ -1,0 +1,205 @@
+"""The handle that `update` returns: a tensor in shape only, which attention recognizes and anything else dequantizes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from hfkvq.kernels.pages import Side
+
+if TYPE_CHECKING:
+    from .layer import KVLayer
+
+# Reading these does not touch the data.
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "is_cuda",
+                 "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "names", "itemsize", "nbytes")
+    if hasattr(getattr(Tensor, name, None), "__get__")
+} | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.element_size, Tensor.get_device, Tensor.__len__,
+}  # fmt: skip
+
+
+class LazyKV(torch.Tensor):
+    """Stands for a layer's keys or values: (B, H, T, D) in logical shape, no storage.
+
+    The "hfkvq" attention, and PyTorch's `scaled_dot_product_attention`, attend to the pages behind it. ``repeat_kv`` and
+    no-op conversions give another handle. Any other function gets the dequantized tensor: right, only slower.
+
+    Attributes:
+        hfkvq_layer: the cache layer.
+        side: "keys" or "values".
+        repeats: query heads per KV head that the shape pretends to.
+        form: "bhsd", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
+    """
+
+    hfkvq_layer: KVLayer
+    side: Side
+    repeats: int
+    form: str
+
+    @staticmethod
+    def __new__(  # noqa: D102
+        cls, layer: KVLayer, side: Side, repeats: int = 1, form: str = "bhsd", shape: tuple[int, ...] | None = None
+    ) -> LazyKV:
+        handle = torch.Tensor._make_wrapper_subclass(
+            cls, layer.logical_shape(side) if shape is None else shape, dtype=layer.dtype, device=layer.device
+        )
+        handle.hfkvq_layer, handle.side, handle.repeats, handle.form = layer, side, repeats, form
+        return handle
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything happens in ``__new__``."""
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Side and logical shape; never the data."""
+        return f"LazyKV({self.side}, {tuple(self.shape)})"
+
+    def like(self, form: str, shape: tuple[int, ...], repeats: int | None = None) -> LazyKV:
+        """Another view of the same data."""
+        return LazyKV(self.hfkvq_layer, self.side, self.repeats if repeats is None else repeats, form, shape)
+
+    def materialize(self) -> Tensor:
+        """The dequantized tensor, in this handle's shape."""
+        dense = self.hfkvq_layer.dense(self.side)
+        if self.form == "bh1sd":
+            return dense[:, :, None]
+        if self.repeats == 1 and self.form == "bhsd":
+            return dense
+        batch, heads, length, dim = dense.shape
+        dense = dense[:, :, None].expand(batch, heads, self.repeats, length, dim)
+        return dense if self.form == "bhnsd" else dense.reshape(batch, heads * self.repeats, length, dim)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Metadata, then what handles know how to do, then dequantize on touch."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Reached from C++ (custom attention kernels): dequantize."""
+        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
+
+
+def _dense(x: Any) -> Any:
+    return x.materialize() if isinstance(x, LazyKV) else x
+
+
+def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else tuple(shape)
+
+
+def _getitem(handle: Any, index: Any) -> Any:
+    # repeat_kv: x[:, :, None, :, :]
+    if not isinstance(handle, LazyKV) or handle.form != "bhsd" or handle.repeats != 1:
+        return NotImplemented
+    whole = slice(None)
+    if not isinstance(index, tuple) or len(index) != 5:
+        return NotImplemented
+    if index[2] is not None or any(not isinstance(i, slice) or i != whole for i in (*index[:2], *index[3:])):
+        return NotImplemented
+    batch, heads, length, dim = handle.shape
+    return handle.like("bh1sd", (batch, heads, 1, length, dim))
+
+
+def _expand(handle: Any, *shape: Any) -> Any:
+    sizes = _sizes(shape)
+    if not isinstance(handle, LazyKV) or handle.form != "bh1sd" or len(sizes) != 5:
+        return NotImplemented
+    full = tuple(own if asked == -1 else asked for own, asked in zip(handle.shape, sizes, strict=True))
+    if full[:2] + full[3:] != tuple(handle.shape[:2] + handle.shape[3:]):
+        return NotImplemented
+    return handle.like("bhnsd", full, full[2])
+
+
+def _reshape(handle: Any, *shape: Any) -> Any:
+    sizes = _sizes(shape)
+    if not isinstance(handle, LazyKV) or handle.form != "bhnsd" or len(sizes) != 4:
+        return NotImplemented
+    batch, heads, repeats, length, dim = handle.shape
+    return handle.like("bhsd", sizes) if sizes == (batch, heads * repeats, length, dim) else NotImplemented
+
+
+def _same(handle: Any, *args: Any, **kwargs: Any) -> Any:
+    return handle
+
+
+def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.dtype) and x != handle.dtype:
+            return NotImplemented
+        if isinstance(x, (str, torch.device)) and torch.device(x) != handle.device:
+            return NotImplemented
+        if isinstance(x, Tensor):
+            return NotImplemented
+    return handle
+
+
+def _attend(
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """PyTorch's own attention, called on handles by a model that was not switched to "hfkvq"."""
+    if not isinstance(key, LazyKV) or not isinstance(value, LazyKV) or isinstance(query, LazyKV):
+        return NotImplemented
+    layer = key.hfkvq_layer
+    if value.hfkvq_layer is not layer or key.form != "bhsd" or value.form != "bhsd" or key.side == value.side:
+        return NotImplemented
+    queries, columns = query.shape[2], key.shape[2]
+    mask = attn_mask
+    if mask is None and queries > 1 and not (is_causal and queries == columns):
+        # Not the cache's own rule (newest queries, causal): say in full what PyTorch would do.
+        mask = torch.ones(1, 1, queries, columns, dtype=torch.bool, device=query.device)
+        mask = mask.tril() if is_causal else mask
+    # A query of one row per KV head group carries heads where tokens are expected (Transformers packs them so).
+    packed = query.shape[1] == layer.heads and queries > 1 and layer.staged_length == 1
+    if layer.begin(attn_mask, query.shape[2]):
+        if packed and mask is None:
+            mask = torch.ones(1, 1, 1, columns, dtype=torch.bool, device=query.device)
+        out = layer.attend(query, mask, query.shape[-1] ** -0.5 if scale is None else scale)
+    else:
+        out = F.scaled_dot_product_attention(
+            query,
+            key.materialize(),
+            value.materialize(),
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    layer.finish(query)
+    return out
+
+
+_HANDLERS: dict[Any, Any] = {
+    Tensor.__getitem__: _getitem,
+    Tensor.expand: _expand,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.contiguous: _same,
+    Tensor.detach: _same,
+    Tensor.to: _to,
+    F.scaled_dot_product_attention: _attend,
+}

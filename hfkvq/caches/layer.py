@@ -1,0 +1,431 @@
+"""One attention layer of the cache: Transformers' contract on the outside, a `KVStore` on the inside."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.pages import Side
+
+from .handle import LazyKV
+from .scheme import Layout, Scheme
+from .store import KVStore, Padding
+
+logger = logging.getLogger(__name__)
+
+ROLLBACK = 64
+"""Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
+
+
+class PaddingReader:
+    """Finds the padding in attention masks, once per mask: all layers of a forward are given the same one."""
+
+    def __init__(self) -> None:
+        self._mask: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, int, int] | None = None
+        self._found: Padding | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
+        """A fresh reader: it holds nothing worth copying."""
+        return PaddingReader()
+
+    def __reduce__(self) -> tuple[type[PaddingReader], tuple[()]]:
+        """A fresh reader: masks are not saved."""
+        return PaddingReader, ()
+
+    def read(self, mask: Tensor, seen: int, tokens: int, lengths: Tensor) -> Padding | None:
+        """Padding among the newest ``tokens`` of ``seen`` columns.
+
+        Args:
+            mask: (B or 1, heads or 1, Q or 1, L), True or nonzero where visible, or float and added to logits.
+            seen: logical columns, the new ones included.
+            tokens: new columns.
+            lengths: i32 (B,), tokens that each row has stored before.
+
+        Returns:
+            None if no new column is padding. One transfer to the host, for a mask not met before.
+        """
+        key = (mask._version, seen, tokens)
+        if self._mask is not None and self._mask() is mask and self._key == key:
+            return self._found
+        visible = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
+        visible = visible[:, 0]
+        if visible.shape[1] == tokens and tokens > 1:
+            # A token that is no padding sees itself, whatever else the mask hides.
+            valid = visible.diagonal(offset=seen - tokens, dim1=-2, dim2=-1)[:, :tokens]
+        else:
+            valid = visible[:, -1, seen - tokens : seen]
+        valid = valid.to(lengths.device).expand(lengths.shape[0], -1)
+        started = (lengths > 0)[:, None] | (valid.cumsum(1) > 0)
+        lead = (~started).sum(1, dtype=torch.int32)
+        holes = (started & ~valid).any().to(torch.int32).reshape(1)
+        *amounts, has_holes = torch.cat([lead, holes]).tolist()
+        found = None
+        if has_holes or any(amounts):
+            source = None
+            if has_holes:
+                column = torch.arange(tokens, device=valid.device).expand_as(valid)
+                before = torch.where(valid, column, -1).cummax(1).values
+                first = valid.to(torch.int8).argmax(1, keepdim=True)
+                source = torch.where(valid.any(1, keepdim=True), torch.where(before >= 0, before, first), column)
+            found = Padding(lead, frozenset(amounts), source)
+        self._mask, self._key, self._found = weakref.ref(mask), key, found
+        return found
+
+
+class KVLayer(CacheLayerMixin):
+    """Cache layer over compressed pages.
+
+    Order of events in a forward: `update` stages the new tokens and returns handles; the attention function calls
+    `begin`, then `attend` (or attends to `dense` tensors), then `finish`, which seals. If no attention function that
+    knows the handles runs, the next `update` does what is left.
+
+    Args:
+        scheme: the policy.
+        reader: finds padding; shared by the layers of a cache.
+        capacity: most tokens of a row, or None.
+        defer: later layers attend to this layer's handles too (KV sharing), so sealing waits for the next update.
+        debug: refuse keys and values that are not finite.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = True
+    is_croppable = True  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        reader: PaddingReader,
+        capacity: int | None = None,
+        defer: bool = False,
+        debug: bool = False,
+    ) -> None:
+        self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
+        self.record_past = False
+        self.is_initialized = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.seen = 0
+        self.store: KVStore | None = None
+        self.staged: tuple[Tensor, Tensor] | None = None
+        self.padding: Padding | None = None
+        self.uncommitted = False
+        self.query_sum: Tensor | None = None
+        self.query_count = 0
+
+    # What Transformers calls.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates for tensors of this shape, dtype and device."""
+        layout = self.scheme.layout(key_states.shape[-1], value_states.shape[-1])
+        self.store = KVStore(layout, self.scheme, key_states, value_states, self.capacity)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[LazyKV, LazyKV]:  # type: ignore[override]
+        """Stages new tokens and returns handles to everything the layer holds.
+
+        Args:
+            key_states: (B, H, t, Dk), after RoPE.
+            value_states: (B, H, t, Dv).
+            *args: ignored.
+            **kwargs: ignored.
+
+        Returns:
+            Handles of logical shape (B, H, seen, Dk) and (B, H, seen, Dv).
+
+        Raises:
+            ValueError: shape, dtype or device differ from the first update's, the capacity is exceeded, or, in debug
+                mode, an entry is not finite. Nothing is changed then.
+        """
+        self._check(key_states, value_states)
+        if self.store is None:
+            self.lazy_initialization(key_states, value_states)
+        self._settle()
+        self.staged = (key_states.detach(), value_states.detach())
+        self.seen += key_states.shape[2]
+        return LazyKV(self, "keys"), LazyKV(self, "values")
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+            raise ValueError(
+                f"update: got keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected (batch, heads, tokens, "
+                "dim) on both sides with the same batch, heads and tokens."
+            )
+        if not keys.is_floating_point():
+            raise ValueError(f"update: got keys of {keys.dtype}, allowed floating point.")
+        if keys.dtype != values.dtype or keys.device != values.device:
+            raise ValueError(
+                f"update: keys are {keys.dtype} on {keys.device} but values {values.dtype} on {values.device}; "
+                "they must agree."
+            )
+        if self.store is not None:
+            have = (self.batch_size, self.heads, self.store.dims["keys"], self.store.dims["values"])
+            got = (*keys.shape[:2], keys.shape[-1], values.shape[-1])
+            for name, a, b in zip(("batch size", "KV heads", "key dim", "value dim"), have, got, strict=True):
+                if a != b:
+                    raise ValueError(
+                        f"update: got {name} {b}, but this cache was first used with {a}; use a new cache, or call "
+                        "reset() first (what it holds is kept until then)."
+                    )
+            if keys.dtype != self.dtype or keys.device != self.device:
+                raise ValueError(
+                    f"update: got {keys.dtype} on {keys.device}, but this cache was first used with {self.dtype} on "
+                    f"{self.device}; use a new cache, or call reset() first."
+                )
+        if self.capacity is not None and self.seen + keys.shape[2] > self.capacity:
+            raise ValueError(
+                f"max_cache_len: {self.seen} tokens and {keys.shape[2]} new ones exceed the capacity of "
+                f"{self.capacity}; make the cache with a larger max_cache_len, or with none so that it grows."
+            )
+        if self.debug and not (keys.isfinite().all() and values.isfinite().all()):
+            raise ValueError(
+                "update: keys or values hold NaN or infinity; nothing was cached. Look for the layer that made them "
+                "(torch.autograd.detect_anomaly, or fp16 overflow: try bfloat16)."
+            )
+
+    def get_seq_length(self) -> int:
+        """Logical tokens seen, padding included, whatever is still stored."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Logical length and offset for the mask of the coming forward."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Capacity in tokens, or -1."""
+        return -1 if self.capacity is None else self.capacity
+
+    # Transformers 5.17 asks under this name as well.
+    get_max_cache_shape = get_max_length
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Dequantized keys (B, H, seen, D), a copy; None before the first update."""
+        return self.dense("keys") if self.seen else None
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        if value is not None:
+            raise AttributeError("keys: pages cannot be assigned; use update().")
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """Dequantized values (B, H, seen, D), a copy; None before the first update."""
+        return self.dense("values") if self.seen else None
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        if value is not None:
+            raise AttributeError("values: pages cannot be assigned; use update().")
+
+    def logical_shape(self, side: Side) -> tuple[int, int, int, int]:
+        """(B, H, seen, D) of a side."""
+        store = self._held()
+        return self.batch_size, self.heads, self.seen, store.dims[side]
+
+    def _held(self) -> KVStore:
+        if self.store is None:
+            raise RuntimeError("This cache layer is empty: call update() first.")
+        return self.store
+
+    def activate_past_recording(self) -> None:
+        """From now on the newest tokens stay unsealed long enough to be taken back by `crop`."""
+        self.record_past = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens.
+
+        Args:
+            tokens_to_remove: minus the number of tokens; 0 does nothing but seal what is due.
+
+        Raises:
+            ValueError: positive, or more tokens than the layer has seen. Nothing is changed then.
+        """
+        # Transformers 5.17 passes a tensor.
+        tokens = -int(tokens_to_remove)
+        if tokens < 0:
+            raise ValueError(
+                f"crop: got {-tokens}, allowed 0 or minus the number of tokens to remove from the end, e.g. crop(-3)."
+            )
+        if tokens > self.seen:
+            raise ValueError(f"crop: got {-tokens}, but only {self.seen} tokens are cached; nothing was removed.")
+        if self.store is None:
+            return
+        self._settle(commit=False)
+        if tokens:
+            self.store.crop(tokens, self.seen)
+            self.seen -= tokens
+        self._commit()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        if self.store is not None:
+            self._settle()
+            self.store.reorder(beam_idx)
+            self._rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times; the copies share the pages that are full."""
+        if self.store is not None:
+            self._settle()
+            rows = torch.arange(self.batch_size, device=self.device).repeat_interleave(repeats)
+            self.store.reorder(rows)
+            self._rows(rows)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows only (indices or a boolean mask)."""
+        if self.store is not None:
+            self._settle()
+            rows = torch.arange(self.batch_size, device=self.device)[indices.to(self.device)]
+            self.store.select(rows)
+            self._rows(rows)
+
+    def _rows(self, rows: Tensor) -> None:
+        self.batch_size = rows.shape[0]
+        if self.query_sum is not None:
+            self.query_sum = self.query_sum[rows.to(self.query_sum.device)]
+
+    def reset(self) -> None:
+        """Forgets everything. A cache of fixed capacity keeps its allocation for the next use of the same shape."""
+        store = self.store
+        self._forget()
+        if self.capacity is not None and store is not None:
+            store.clear()
+            self.store = store
+        else:
+            self.is_initialized = False
+
+    def offload(self) -> None:
+        """Moves everything to the CPU."""
+        if self.store is not None:
+            self._settle()
+            self.store.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        """Moves everything back."""
+        if self.store is not None and self.store.device != self.device:
+            self.store.to(self.device, non_blocking=True)
+
+    # What attention functions call.
+
+    @property
+    def staged_length(self) -> int:
+        """New tokens that are not in the store yet."""
+        return 0 if self.staged is None else self.staged[0].shape[2]
+
+    def begin(self, mask: Tensor | None, queries: int) -> bool:
+        """Prepares one attention call.
+
+        Args:
+            mask: the mask the attention was given, or None; shows where padding is.
+            queries: number of query rows.
+
+        Returns:
+            True if `attend` is to be called: the new tokens are in the store now. False for a prompt: attend to
+            `dense` keys and values, which hold the new tokens as they came.
+        """
+        store = self._held()
+        if self.staged is None:
+            return queries <= 16
+        keys, values = self.staged
+        tokens = keys.shape[2]
+        self.padding = None
+        if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
+            lengths = store.counters[LENGTH]
+            self.padding = self.reader.read(mask, self.seen, tokens, lengths)
+        if self._hold():
+            store.reserve_tail(self._hold())
+        if store.longest == 0 or not store.fits(tokens) or (self.padding and self.padding.source is not None):
+            return False
+        store.push(keys, values, self.padding)
+        self.staged, self.uncommitted = None, True
+        return True
+
+    def attend(
+        self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attends to the pages: (B, Hq, Q, D) to (B, Hq, Q, Dv); see `hfkvq.kernels.decode_attention`."""
+        return self._held().attend(query, mask, scaling, softcap, sinks)
+
+    def finish(self, query: Tensor) -> None:
+        """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""
+        if "query" in self.scheme.needs and (self.staged is not None or self.uncommitted):
+            self._observe(query)
+        if not self.defer:
+            self._settle()
+
+    def _observe(self, query: Tensor) -> None:
+        magnitude = query.detach().abs().float()
+        if self.padding is not None and query.shape[2] == self.staged_length:
+            column = torch.arange(query.shape[2], device=query.device)
+            real = column >= self.padding.lead.to(query.device)[:, None]
+            magnitude = magnitude * real[:, None, :, None]
+        total = magnitude.sum(2).unflatten(1, (self.heads, -1)).mean(2)
+        self.query_sum = total if self.query_sum is None else self.query_sum + total
+        self.query_count += query.shape[2]
+
+    def _hold(self) -> int:
+        return ROLLBACK if self.record_past else 0
+
+    def _query_mean(self) -> Tensor | None:
+        if self.query_sum is None:
+            return None
+        return self.query_sum / max(self.query_count, 1)
+
+    def _settle(self, commit: bool = True) -> None:
+        """Does what is left of the last update: staged tokens join the store, and what is due is sealed."""
+        store = self.store
+        if store is None:
+            return
+        if self.staged is not None:
+            (keys, values), self.staged = self.staged, None
+            before = store.states
+            store.extend(keys, values, self.padding, self._hold(), self._query_mean())
+            self.padding = None
+            self._forget_queries(any(a.keys < b.keys for a in before for b in store.states))
+        elif self.uncommitted and commit:
+            self._commit()
+        self.uncommitted = self.uncommitted and not commit
+
+    def _commit(self) -> None:
+        if self.store is not None:
+            self._forget_queries(self.store.commit(self._hold(), self._query_mean()))
+        self.uncommitted = False
+
+    def _forget_queries(self, sealed: bool) -> None:
+        if sealed:
+            self.query_sum, self.query_count = None, 0
+
+    def dense(self, side: Side) -> Tensor:
+        """Dequantized (B, H, seen, D) in logical order; newly staged tokens as they came."""
+        store = self._held()
+        new = None if self.staged is None else self.staged[side == "values"]
+        before = self.seen - self.staged_length
+        if new is not None and not before:
+            return new
+        old = store.dense(side, before)
+        return old if new is None else torch.cat([old, new], 2)
+
+    def layout(self) -> Layout:
+        """The static layout in use."""
+        return self._held().layout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVLayer:
+        """Independent tensors, shared scheme."""
+        new = copy.copy(self)
+        new.store = copy.deepcopy(self.store, memo)
+        new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
+        if self.staged is not None:
+            new.staged = (self.staged[0].clone(), self.staged[1].clone())
+        return new

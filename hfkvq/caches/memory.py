@@ -1,0 +1,86 @@
+"""What a cache costs: bytes by kind, bits an element, ratio to bf16."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .store import StoreBytes
+
+
+def format_bytes(count: float) -> str:
+    """``1234567`` as ``1.18 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Exact memory of a cache.
+
+    Attributes:
+        compressed: bytes of compressed layers, by kind (`StoreBytes`).
+        staged: bytes of tokens that are not in the store yet (between update and attention).
+        stock: bytes of layers left to Transformers (sliding windows, linear attention).
+        elements: key and value elements of the tokens in compressed layers.
+        code_bits: payload bits an element of sealed pages.
+        seen: logical tokens of the cache.
+    """
+
+    compressed: StoreBytes
+    staged: int
+    stock: int
+    elements: int
+    code_bits: float
+    seen: int
+
+    @property
+    def total(self) -> int:
+        """All bytes the cache holds: codes, metadata, windows, tables, staged and stock."""
+        return self.compressed.total + self.staged + self.stock
+
+    @property
+    def bf16(self) -> int:
+        """Bytes of the same tokens' keys and values in bf16, compressed layers only."""
+        return 2 * self.elements
+
+    @property
+    def total_bits(self) -> float:
+        """Bits an element, every byte of the compressed layers counted."""
+        return 8 * (self.compressed.total + self.staged) / self.elements if self.elements else float("nan")
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than bf16 the compressed layers are."""
+        held = self.compressed.total + self.staged
+        return self.bf16 / held if held else float("nan")
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(label, value) pairs for a table."""
+        parts = self.compressed
+        rows = [
+            ("codes", format_bytes(parts.codes)),
+            ("metadata", format_bytes(parts.metadata)),
+            ("windows", format_bytes(parts.windows)),
+            ("tables", format_bytes(parts.tables)),
+            ("  of these reserved", format_bytes(parts.reserved)),
+        ]
+        if self.staged:
+            rows.append(("staged", format_bytes(self.staged)))
+        if self.stock:
+            rows.append(("stock layers", format_bytes(self.stock)))
+        return [
+            *rows,
+            ("total", format_bytes(self.total)),
+            ("bf16", format_bytes(self.bf16)),
+            ("ratio to bf16", f"{self.ratio:.2f}x"),
+            ("code bits", f"{self.code_bits:.2f}"),
+            ("total bits", f"{self.total_bits:.2f}"),
+        ]
+
+    def __str__(self) -> str:
+        """A small table."""
+        width = max(len(label) for label, _ in self.rows())
+        return "\n".join(f"{label:<{width}}  {value:>12}" for label, value in self.rows())

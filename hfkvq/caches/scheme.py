@@ -1,0 +1,211 @@
+"""What a scheme is: frozen knobs, a static layout, and at most one function that returns widths."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hfkvq.kernels.hadamard import check_rotation
+from hfkvq.kernels.pages import PageFormat, StoreFormat
+
+_SCHEMES: dict[str, type[Scheme]] = {}
+_PRESETS: dict[str, tuple[type[Scheme], Mapping[str, Any]]] = {}
+
+
+def knob(
+    default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[Any, ...] | None = None
+) -> Any:
+    """A dataclass field that knows its legal range, for validation and for the tuner's search space."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class SideLayout:
+    """How the keys, or the values, of a layer are held.
+
+    Attributes:
+        formats: page format of each run, narrow to wide; several only if the scheme assigns token widths.
+        local: newest tokens that stay unquantized.
+        unit: tokens that are sealed together; a multiple of the page for formats per channel.
+        rotate: Hadamard block, 0 for none.
+    """
+
+    formats: tuple[PageFormat, ...]
+    local: int = 0
+    unit: int = 1
+    rotate: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Static layout of one layer: both sides and the sink they share.
+
+    Attributes:
+        keys: the key side.
+        values: the value side.
+        sink: first tokens of a row, never quantized.
+    """
+
+    keys: SideLayout
+    values: SideLayout
+    sink: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks what the store relies on."""
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            for fmt in side.formats:
+                if fmt.axis == "channel" and fmt.bits < 8 and side.unit % fmt.page_size:
+                    raise ValueError(
+                        f"{name}: got a seal unit of {side.unit} tokens, which must be a multiple of the page of "
+                        f"{fmt.page_size} tokens where scales are per channel."
+                    )
+        if len(self.keys.formats) > 1 and (self.keys.local, self.keys.unit) != (self.values.local, self.values.unit):
+            raise ValueError("local, unit: keys and values must leave the tail together where tokens have widths.")
+
+    @property
+    def store(self) -> StoreFormat:
+        """The format that kernels see."""
+        runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
+        return StoreFormat(runs, self.sink, self.keys.rotate, self.values.rotate)
+
+    def check(self, key_dim: int, value_dim: int) -> None:
+        """Raises ValueError if heads of these dimensions cannot be held."""
+        check_rotation("rotate (keys)", self.keys.rotate, key_dim)
+        check_rotation("rotate (values)", self.values.rotate, value_dim)
+        for side, dim in ((self.keys, key_dim), (self.values, value_dim)):
+            for fmt in side.formats:
+                fmt.check_head_dim(dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How many bits each channel and token deserves. Stateless: fields are knobs, state is passed in.
+
+    A subclass registers itself under ``name``, and its ``presets`` under their names. It defines ``layout`` and at most
+    one of ``channel_bits`` and ``token_bits``.
+    """
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Registers the scheme and its presets; a name can be taken once."""
+        super().__init_subclass__(**kwargs)
+        if not cls.name:
+            return
+        for name in (cls.name, *cls.presets):
+            owner = _PRESETS.get(name)
+            if owner is not None and owner[0].__qualname__ != cls.__qualname__:
+                raise ValueError(f"preset: {name!r} is taken by {owner[0].__name__}; choose another name.")
+        _SCHEMES[cls.name] = cls
+        _PRESETS.setdefault(cls.name, (cls, {}))
+        for name, knobs in cls.presets.items():
+            _PRESETS[name] = (cls, knobs)
+
+    def __post_init__(self) -> None:
+        """Checks every knob against its range."""
+        for field in dataclasses.fields(self):
+            value, low, high = getattr(self, field.name), field.metadata.get("low"), field.metadata.get("high")
+            choices = field.metadata.get("choices")
+            if choices is not None and value not in choices:
+                raise ValueError(f"{field.name}: got {value!r}, allowed {', '.join(map(repr, choices))}.")
+            if value is None or (low is None and high is None):
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{field.name}: got {value!r}, allowed a number.")
+            if isinstance(field.default, int) and not isinstance(value, int):
+                raise ValueError(f"{field.name}: got {value!r}, allowed a whole number.")
+            if (low is not None and value < low) or (high is not None and value > high) or value != value:
+                raise ValueError(
+                    f"{field.name}: got {value!r}, allowed {'-inf' if low is None else low} to "
+                    f"{'inf' if high is None else high}."
+                )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the scheme must observe: a subset of {"query"}."""
+        return frozenset()
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """Static layout for heads of these dimensions."""
+        raise NotImplementedError(f"{type(self).__name__} defines no layout.")
+
+    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
+        """Width of every channel of pages about to be sealed.
+
+        Args:
+            keys: (B, H, n, G, D) in the model's dtype; entries of rows with nothing due are arbitrary.
+            q_abs: f32 (B, H, D), mean |query| of each channel since the last seal, if ``needs`` has "query" and the
+                attention showed queries.
+
+        Returns:
+            u8 (B, H, n, D), or None to raise no channel.
+        """
+        return None
+
+    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor) -> Tensor | None:
+        """Width of every token about to be sealed, for layouts with several runs.
+
+        Args:
+            keys: (B, H, m, Dk), entries beyond what a row has due are arbitrary.
+            values: (B, H, m, Dv), likewise.
+            position: i32 (B, m), row position of each token.
+
+        Returns:
+            u8 (B, m): one of the key formats' widths; None gives every token the widest.
+        """
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain description, ``{"scheme": name, knob: value, ...}``."""
+        return {"scheme": self.name, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def from_dict(description: Mapping[str, Any]) -> Scheme:
+        """Inverse of `to_dict`; missing knobs take their defaults."""
+        knobs = dict(description)
+        return get_scheme(knobs.pop("scheme"), **knobs)
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A sentence naming the nearest known names, then all of them."""
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"{hint}Known: {', '.join(known)}."
+
+
+def list_schemes() -> dict[str, Scheme]:
+    """Every preset by name, with the scheme it stands for."""
+    return {name: get_scheme(name) for name in _PRESETS}
+
+
+def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
+    """A scheme from a preset's name and overrides: ``get_scheme("kitty", boost_ratio=0.2)``.
+
+    Args:
+        name: a preset (see `list_schemes`), or a scheme whose knobs are to be changed.
+        knobs: overrides.
+
+    Returns:
+        The frozen scheme.
+
+    Raises:
+        ValueError: unknown preset or knob (the nearest names are shown), or a knob out of range.
+    """
+    if isinstance(name, Scheme):
+        cls, base = type(name), dataclasses.asdict(name)
+    elif name in _PRESETS:
+        cls, base = _PRESETS[name][0], dict(_PRESETS[name][1])
+    else:
+        raise ValueError(f"scheme: got {name!r}, which is unknown; {nearest(name, list(_PRESETS))}")
+    known = [field.name for field in dataclasses.fields(cls)]
+    for knob_name in knobs:
+        if knob_name not in known:
+            raise ValueError(f"{cls.name}: knob {knob_name!r} is unknown; {nearest(knob_name, known)}")
+    return cls(**(base | knobs))

@@ -1,0 +1,81 @@
+"""Kitty: 2-bit pages whose strongest key channels get 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.pages import PageFormat
+
+from ..scheme import Layout, Scheme, SideLayout, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kitty(Scheme):
+    """2-bit KV cache in which the strongest key channels of each page get 4 bits.
+
+    Layout: the first ``sink_length`` tokens and the newest ``local_length`` values stay whole. Keys are quantized per
+    channel over a page, values per token over the whole head; both are sealed a page at a time.
+
+    Paper: Xia et al., arXiv:2511.18643. Eq. (2) is `channel_bits`; section 4.1 is the ``high`` plane of `PageFormat`;
+    Figure 1 is `layout`.
+    Differs from the paper: nothing known.
+    Differs from the released code: codes are computed against scale and minimum as stored in f16; any dtype, any head
+    dim, any prompt length, several tokens at once and padding work; ``Pro`` is 25 % as in the paper (its scripts: 20 %).
+
+    Attributes:
+        boost_ratio: share of key channels raised to 4 bits, per page and KV head. Kitty 0.125, Kitty-Pro 0.25.
+        score: what ranks channels: mean |K| of the page ("k_abs", the paper's), its variance, or mean |K| times mean
+            |Q| of the queries seen since the last seal ("qk_abs").
+        sink_length: S, first tokens kept whole.
+        local_length: R, newest values kept whole.
+        page_size: G, tokens per page and per key scale.
+    """
+
+    name = "kitty"
+    paper = "arXiv:2511.18643"
+    presets = {"kitty-pro": {"boost_ratio": 0.25}}
+
+    boost_ratio: float = knob(0.125, low=0.0, high=1.0)
+    score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs"))
+    sink_length: int = knob(32, low=0, high=1024)
+    local_length: int = knob(128, low=0, high=4096)
+    page_size: int = knob(128, low=8, high=1024)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Queries, if they take part in the score."""
+        return frozenset({"query"}) if self.score == "qk_abs" else frozenset()
+
+    def boosted(self, head_dim: int) -> int:
+        """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
+        return int(self.boost_ratio * head_dim + 0.5)
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """Sink, 2-bit pages with raised key channels, local window on the values."""
+        count = self.boosted(key_dim)
+        raised = ((4, count),) if count else ()
+        keys = PageFormat(2, "channel", self.page_size, self.page_size, raised)
+        values = PageFormat(2, "token", value_dim, self.page_size)
+        return Layout(
+            SideLayout((keys,), unit=self.page_size),
+            SideLayout((values,), local=self.local_length, unit=self.page_size),
+            self.sink_length,
+        )
+
+    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
+        """Eq. (2): the channels of greatest mean |K| over the page get 4 bits."""
+        count = self.boosted(keys.shape[-1])
+        if not count:
+            return None
+        if self.score == "variance":
+            score = keys.float().var(-2, unbiased=False)
+        else:
+            score = keys.abs().mean(-2, dtype=torch.float32)
+            if self.score == "qk_abs" and q_abs is not None:
+                score = score * q_abs[:, :, None]
+        # A channel with a bad entry must not hide the ranking of the others.
+        top = torch.nan_to_num(score, 0.0).topk(count, dim=-1).indices
+        return torch.full_like(score, 2, dtype=torch.uint8).scatter_(-1, top, 4)

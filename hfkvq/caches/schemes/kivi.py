@@ -1,0 +1,47 @@
+"""KIVI: the uniform 2-bit and 4-bit baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfkvq.kernels.pages import PageFormat
+
+from ..scheme import Layout, Scheme, SideLayout, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kivi(Scheme):
+    """Keys per channel, values per token, all of one width; the newest tokens stay whole.
+
+    Layout: keys are sealed ``local_length`` tokens at a time, each channel of ``group_size`` tokens with its own scale;
+    values leave the local window one by one, each ``group_size`` channels with their own scale.
+
+    Paper: Liu et al., arXiv:2402.02750, section 3.2 and Algorithm 1 (G = 32, R = 128).
+    Differs from the paper: nothing known.
+    Differs from the released code: scale and minimum are f16 whatever the model's dtype, and codes are computed against
+    them as stored; rounds half up.
+
+    Attributes:
+        bits: width of keys and values, 2 or 4.
+        group_size: g, tokens (keys) or channels (values) that share a scale.
+        local_length: R, tokens sealed together on the key side and kept whole on the value side.
+        sink_length: first tokens kept whole (0 in the paper).
+    """
+
+    name = "kivi"
+    paper = "arXiv:2402.02750"
+    presets = {"kivi-2": {"bits": 2}, "kivi-4": {"bits": 4}}
+
+    bits: int = knob(2, choices=(2, 4))
+    group_size: int = knob(32, low=8, high=1024)
+    local_length: int = knob(128, low=8, high=1024)
+    sink_length: int = knob(0, low=0, high=1024)
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """One page is one residual block of R tokens."""
+        page = self.local_length
+        keys = PageFormat(self.bits, "channel", self.group_size, page)
+        values = PageFormat(self.bits, "token", self.group_size, page)
+        return Layout(
+            SideLayout((keys,), unit=page), SideLayout((values,), local=self.local_length), self.sink_length
+        )

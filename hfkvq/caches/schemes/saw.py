@@ -1,0 +1,55 @@
+"""SAW-INT4: rotate, then token-wise INT4."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfkvq.kernels.hadamard import largest_block
+from hfkvq.kernels.pages import PageFormat
+
+from ..scheme import Layout, Scheme, SideLayout, knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class SawInt4(Scheme):
+    """Token-wise INT4 after a block-diagonal Hadamard rotation, which spreads outlier channels over their block.
+
+    Layout: every token is INT4 from the step after it was written; no sink and no local window unless asked for. The
+    query is rotated as the keys are, the output is rotated back where the values are.
+
+    Paper: Jia et al., arXiv:2604.19157, section 3; block 128, keys only, is its default.
+    Differs from the paper: scale and minimum are stored in f16 (4.25 bits an element) instead of scale and zero point in
+    f32 (4.5), which also keeps constant vectors exact. The newest tokens are attended before they are quantized, and
+    prompts attend to their own unquantized keys and values.
+    Differs from the released code: as above; any head dim with a power of two in it; no environment variables.
+
+    Attributes:
+        rotate: what is rotated: "keys", "both", or "none" (plain token-wise INT4, a baseline).
+        block: h, order of the Hadamard blocks, a power of two that divides head_dim; None takes the largest up to 128.
+        sink_length: first tokens kept whole (0 in the paper).
+        local_length: newest tokens kept whole (0 in the paper).
+        page_size: G, tokens per page.
+    """
+
+    name = "saw-int4"
+    paper = "arXiv:2604.19157"
+    presets = {"saw-int4-kv": {"rotate": "both"}, "int4": {"rotate": "none"}}
+
+    rotate: str = knob("keys", choices=("keys", "both", "none"))
+    block: int | None = knob(None, low=2, high=1024)
+    sink_length: int = knob(0, low=0, high=1024)
+    local_length: int = knob(0, low=0, high=4096)
+    page_size: int = knob(128, low=8, high=1024)
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """4-bit pages per token on both sides."""
+
+        def side(dim: int, rotated: bool) -> SideLayout:
+            block = (min(128, largest_block(dim)) if self.block is None else self.block) if rotated else 0
+            # A block of one channel rotates nothing.
+            return SideLayout(
+                (PageFormat(4, "token", dim, self.page_size),), self.local_length, rotate=block if block > 1 else 0
+            )
+
+        keys = side(key_dim, self.rotate in ("keys", "both"))
+        return Layout(keys, side(value_dim, self.rotate == "both"), self.sink_length)

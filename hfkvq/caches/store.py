@@ -1,0 +1,690 @@
+"""What one layer holds: `sink | runs of pages | tail`, keys beside values, in place and with counters on the device.
+
+Invariants, each with a test:
+
+1. Full pages never change. Reordering rows moves tables and copies windows and open pages only.
+2. Everything in a store is in the rotated basis: rotated at the door, queries once, outputs once.
+3. Keys and values of a run share one page table and name the same tokens in the same order.
+4. ``length`` counts tokens stored; ``start + length`` is the number of logical columns, padding included.
+5. Codes are computed against scale and zero as stored.
+6. A row's bytes depend on that row alone: its token 0 is its first real token, wherever the padding put it.
+7. A format per channel takes whole pages and gives none back, but for `crop`, which reopens what it cuts.
+8. Leading padding is not stored at all; a padded column within a row holds its neighbour's vector, which widens no scale.
+
+The host never asks the device how long a row is: it keeps the set of lengths that rows *may* have (one for every
+amount of padding in the batch), which says whether a seal is due and how much room to reserve.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfkvq import kernels
+from hfkvq.kernels.decode import LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
+from hfkvq.kernels.pages import RunView, Side
+
+from .scheme import Layout, Scheme, SideLayout
+
+SIDES: tuple[Side, Side] = ("keys", "values")
+
+MAX_STEP = 16
+"""Most tokens that a step may append to the tail before attention; longer input is a prompt."""
+
+GROWTH = 1.25
+"""Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
+
+
+class RowState(NamedTuple):
+    """One possible state of a row, as the host knows it."""
+
+    length: int
+    keys: int
+    values: int
+
+    def sealed(self, side: Side) -> int:
+        """Tokens sealed on a side."""
+        return self.keys if side == "keys" else self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Padding among newly arrived tokens.
+
+    Attributes:
+        lead: i32 (B,), new columns before each row's first real token.
+        amounts: the distinct values of ``lead``, on the host.
+        source: i64 (B, t), new column whose vector each new column takes, or None if there are no holes.
+    """
+
+    lead: Tensor
+    amounts: frozenset[int]
+    source: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBytes:
+    """Bytes a store holds, by kind; their sum is the sum of its tensors.
+
+    Attributes:
+        codes: payload of pages, raised channels included.
+        metadata: scales, zeros and channel indices.
+        windows: sink and tail.
+        tables: page tables, positions and counters.
+        reserved: the part of codes and metadata in pages that hold no token yet.
+    """
+
+    codes: int = 0
+    metadata: int = 0
+    windows: int = 0
+    tables: int = 0
+    reserved: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.codes + self.metadata + self.windows + self.tables
+
+    def __add__(self, other: StoreBytes) -> StoreBytes:
+        """Sum by kind."""
+        return StoreBytes(
+            self.codes + other.codes,
+            self.metadata + other.metadata,
+            self.windows + other.windows,
+            self.tables + other.tables,
+            self.reserved + other.reserved,
+        )
+
+
+def _target(rest: int, sealed: int, side: SideLayout, hold: int) -> int:
+    """Tokens behind the sink that should be sealed when ``rest`` are there."""
+    return max(sealed, max(rest - max(side.local, hold), 0) // side.unit * side.unit)
+
+
+class KVStore:
+    """Storage of one layer.
+
+    Args:
+        layout: static layout of both sides.
+        scheme: decides widths at sealing.
+        keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
+        values: (B, H, t, Dv), likewise.
+        capacity: most tokens of a row, allocated at once; None grows.
+    """
+
+    def __init__(
+        self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
+    ) -> None:
+        layout.check(keys.shape[-1], values.shape[-1])
+        self.layout, self.format, self.scheme = layout, layout.store, scheme
+        self.batch, self.heads = keys.shape[:2]
+        self.dims = {"keys": keys.shape[-1], "values": values.shape[-1]}
+        self.dtype, self.device, self.capacity = keys.dtype, keys.device, capacity
+        runs = self.format.runs
+        self.counters = torch.zeros(RUNS + 2 * len(runs), self.batch, dtype=torch.int32, device=self.device)
+        self.windows = [
+            self._window(layout.sink, "keys"),
+            self._window(layout.sink, "values"),
+            self._window(MAX_STEP, "keys"),
+            self._window(MAX_STEP, "values"),
+        ]
+        self.runs = [
+            RunView(
+                torch.empty(self.batch, 0, dtype=torch.int32, device=self.device),
+                None if self.format.ordered else torch.empty(self.batch, 0, dtype=torch.int32, device=self.device),
+                key_format.allocate("keys", 0, self.heads, self.dims["keys"], self.dtype, self.device),
+                value_format.allocate("values", 0, self.heads, self.dims["values"], self.dtype, self.device),
+            )
+            for key_format, value_format in runs
+        ]
+        self.states = frozenset({RowState(0, 0, 0)})
+        # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
+        self.tail_limit: dict[Side, int] = {"keys": 0, "values": 0}
+        self.reserve_tail(0)
+        if capacity is not None:
+            for side in ("keys", "values"):
+                self._grow_tail(side, self.tail_limit[side])
+            for run in range(len(runs)):
+                self._grow(run, -(-max(capacity - layout.sink, 0) // runs[run][0].page_size))
+
+    def _window(self, length: int, side: Side) -> Tensor:
+        return torch.zeros(self.batch, self.heads, length, self.dims[side], dtype=self.dtype, device=self.device)
+
+    def flat_runs(self) -> list[Tensor]:
+        """All runs' tensors in the order ops take them."""
+        return [tensor for run in self.runs for tensor in run.flat()]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the store holds."""
+        return [self.counters, *self.windows, *self.flat_runs()]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a row may hold."""
+        return max(state.length for state in self.states)
+
+    # Tokens arrive and leave the tail.
+
+    def _tail_need(self, side: Side, tokens: int) -> int:
+        """Slots of the tail in use once ``tokens`` more have joined it."""
+        return max(max(state.length - self.layout.sink, 0) + tokens - state.sealed(side) for state in self.states)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether ``tokens`` more can join the tail before anything is sealed."""
+        return tokens <= MAX_STEP and all(self._tail_need(side, tokens) <= self.tail_limit[side] for side in SIDES)
+
+    def _rotated(self, x: Tensor, side: Side) -> Tensor:
+        return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
+
+    def _advance(self, tokens: int, padding: Padding | None) -> None:
+        """Counts new tokens, on the device and among the host's states."""
+        leads = frozenset({0}) if padding is None else padding.amounts
+        self.states = frozenset(
+            state._replace(length=state.length + tokens - (0 if state.length else lead))
+            for state in self.states
+            for lead in leads
+        )
+        if padding is None:
+            self.counters[LENGTH] += tokens
+        else:
+            self.counters[START] += padding.lead
+            self.counters[LENGTH] += tokens - padding.lead
+
+    def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
+        """Appends a few tokens to sink and tail; seals nothing. ``fits`` must hold.
+
+        Args:
+            keys: (B, H, t, Dk), t <= 16, not rotated.
+            values: (B, H, t, Dv).
+            padding: padding among them, or None.
+        """
+        keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
+        for side in SIDES:
+            self._grow_tail(side, self._tail_need(side, keys.shape[2]))
+        plain = padding is None and min(state.length for state in self.states) >= self.layout.sink
+        old = self.counters[LENGTH].clone()
+        self._advance(keys.shape[2], padding)
+        if not plain:
+            self._fill_windows(keys, values, old, padding)
+            return
+        behind = (old - self.layout.sink)[:, None] + torch.arange(keys.shape[2], dtype=torch.int32, device=self.device)
+        rows = torch.arange(self.batch, device=self.device)[:, None]
+        for tail, x in zip(self.windows[2:], (keys, values), strict=True):
+            tail[rows, :, behind % tail.shape[2]] = x.transpose(1, 2)
+
+    def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
+        """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
+        sink = self.layout.sink
+        # Column of row token x among the new ones.
+        shift = (0 if padding is None else padding.lead) - old
+        rest = (self.counters[LENGTH] - sink)[:, None]
+        for at, x in enumerate((keys, values, keys, values)):
+            window = self.windows[at]
+            slot = torch.arange(window.shape[2], dtype=torch.int32, device=self.device)[None]
+            token = slot
+            if at >= 2:
+                behind = rest - 1 - (rest - 1 - slot) % window.shape[2]
+                token = torch.where(behind >= 0, behind + sink, -1)
+            column = token + shift[:, None]
+            new = (token >= old[:, None]) & (column >= 0) & (column < x.shape[2])
+            if x.shape[2] and window.shape[2]:
+                index = column.clamp(0, x.shape[2] - 1).long()[:, None, :, None]
+                picked = x.gather(2, index.expand(-1, self.heads, -1, x.shape[3]))
+                window.copy_(torch.where(new[:, None, :, None], picked, window))
+
+    def extend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        padding: Padding | None = None,
+        hold: int = 0,
+        q_abs: Tensor | None = None,
+    ) -> None:
+        """Takes a prompt: seals what may be sealed straight from it and keeps the rest in the windows.
+
+        Args:
+            keys: (B, H, t, Dk), not rotated.
+            values: (B, H, t, Dv).
+            padding: padding among them, or None.
+            hold: newest tokens that must stay unsealed, beyond what the layout says (see `reserve_tail`).
+            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+        """
+        if padding is not None and padding.source is not None:
+            source = padding.source[:, None, :, None]
+            keys = keys.gather(2, source.expand_as(keys))
+            values = values.gather(2, source.expand_as(values))
+        keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
+        old, fresh = self.counters[LENGTH].clone(), self.longest == 0
+        self._advance(keys.shape[2], padding)
+        # Column of row token x in `source`: new tokens stand behind the tail, if there is one.
+        shift = (0 if padding is None else padding.lead) - old
+
+        def source_of(x: Tensor, tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            width = 0 if fresh else tail.shape[2]
+
+            def columns(behind: Tensor) -> Tensor:
+                new = behind + self.layout.sink + shift[:, None]
+                return new if fresh else torch.where(new >= 0, new + width, behind % width)
+
+            return (x if fresh else torch.cat([tail, x], 2)), columns
+
+        self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs)
+        for side in SIDES:
+            self._grow_tail(side, self._tail_need(side, 1))
+        self._fill_windows(keys, values, old, padding)
+
+    def commit(self, hold: int = 0, q_abs: Tensor | None = None) -> bool:
+        """Seals what has left the windows; does nothing, and asks the device nothing, when nothing is due.
+
+        Args:
+            hold: newest tokens that must stay unsealed, beyond what the layout says.
+            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+
+        Returns:
+            Whether a seal was due in some row.
+        """
+
+        def ring(tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+            return tail, lambda behind: behind % tail.shape[2]
+
+        return self._seal(ring(self.windows[2]), ring(self.windows[3]), hold, q_abs)
+
+    def due(self, side: Side, hold: int = 0) -> int:
+        """Most tokens that a row has to seal on a side now."""
+        layout = self.layout.keys if side == "keys" else self.layout.values
+        return max(
+            _target(max(state.length - self.layout.sink, 0), state.sealed(side), layout, hold) - state.sealed(side)
+            for state in self.states
+        )
+
+    def _seal(
+        self,
+        keys: tuple[Tensor, Callable[[Tensor], Tensor]],
+        values: tuple[Tensor, Callable[[Tensor], Tensor]],
+        hold: int,
+        q_abs: Tensor | None,
+    ) -> bool:
+        sides: tuple[tuple[Side, SideLayout, tuple[Tensor, Callable[[Tensor], Tensor]]], ...] = (
+            ("keys", self.layout.keys, keys),
+            ("values", self.layout.values, values),
+        )
+        due = {side: self.due(side, hold) for side, _, _ in sides}
+        if not any(due.values()):
+            return False
+        rest = (self.counters[LENGTH] - self.layout.sink).clamp(min=0)
+        states = frozenset(
+            RowState(
+                state.length,
+                *(
+                    _target(max(state.length - self.layout.sink, 0), state.sealed(side), layout, hold)
+                    for side, layout, _ in sides
+                ),
+            )
+            for state in self.states
+        )
+        if not self.format.ordered:
+            self._seal_by_width(keys, values, rest, due["keys"], hold)
+            self.states = states
+            return True
+        page = self.format.runs[0][0].page_size
+        room = max(-(-max(state.keys, state.values) // page) for state in states)
+        self._grow(0, room)
+        new_counts = []
+        for side, layout, (source, columns) in sides:
+            count = run_count(self.counters, 0, side)
+            target = (rest - max(layout.local, hold)).clamp(min=0) // layout.unit * layout.unit
+            new = (target - count).clamp(min=0)
+            new_counts.append((RUNS + (side == "values"), new))
+            if due[side]:
+                behind = count[:, None] + torch.arange(due[side], dtype=torch.int32, device=self.device)
+                self._seal_run(0, side, count, new, source, columns(behind), q_abs)
+        for row, new in new_counts:
+            self.counters[row] += new
+        self.states = states
+        return True
+
+    def _seal_run(
+        self,
+        run: int,
+        side: Side,
+        count: Tensor,
+        new: Tensor,
+        source: Tensor,
+        index: Tensor,
+        q_abs: Tensor | None = None,
+    ) -> None:
+        fmt = self.format.runs[run][side == "values"]
+        view = self.runs[run]
+        index = index.clamp(0, source.shape[2] - 1).to(torch.int32)
+        widths = None
+        if fmt.raised:
+            pages = source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
+            widths = self.scheme.channel_bits(pages.unflatten(2, (-1, fmt.page_size)), q_abs)
+        parts = view.keys if side == "keys" else view.values
+        kernels.seal(parts, view.table, count, new, source, index, widths, fmt, side)
+
+    def _seal_by_width(
+        self,
+        keys: tuple[Tensor, Callable[[Tensor], Tensor]],
+        values: tuple[Tensor, Callable[[Tensor], Tensor]],
+        rest: Tensor,
+        bound: int,
+        hold: int,
+    ) -> None:
+        """Routes the tokens that leave the tail to the run of their width.
+
+        Tokens that do not fill a page of a format per channel go to the next wider run.
+        """
+        layout = self.layout.keys
+        sealed = sealed_count(self.counters, "keys")
+        target = (rest - max(layout.local, hold)).clamp(min=0) // layout.unit * layout.unit
+        new = (target - sealed).clamp(min=0)
+        step = torch.arange(bound, dtype=torch.int32, device=self.device)
+        behind = sealed[:, None] + step
+        position = behind + self.layout.sink
+        indices = [columns(behind).clamp(0, source.shape[2] - 1) for source, columns in (keys, values)]
+        gathered = [
+            source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
+            for (source, _), index in zip((keys, values), indices, strict=True)
+        ]
+        bits = self.scheme.token_bits(gathered[0], gathered[1], position)
+        run_of = torch.full_like(position, len(self.runs) - 1)
+        if bits is not None:
+            for i in range(len(self.runs) - 1):
+                run_of = torch.where(bits == self.format.runs[i][0].bits, i, run_of)
+        run_of = torch.where(step < new[:, None], run_of, len(self.runs))
+        for i, (fmt, _) in enumerate(self.format.runs):
+            mine = run_of == i
+            taken = mine.sum(1, dtype=torch.int32)
+            if fmt.axis == "channel" and fmt.bits < 8:
+                whole = taken // fmt.page_size * fmt.page_size
+                rank = mine.cumsum(1)
+                run_of = torch.where(mine & (rank > whole[:, None]), i + 1, run_of)
+                mine, taken = run_of == i, whole
+            order = torch.argsort(mine.to(torch.int8), dim=1, descending=True, stable=True)
+            count = run_count(self.counters, i, "keys").clone()
+            # Widths come from data, so the room they need does too: the one place where the host asks the device.
+            most, need = torch.stack([taken.max(), (count + taken).max()]).tolist()
+            if not most:
+                continue
+            self._grow(i, -(-need // fmt.page_size))
+            span = -(-most // fmt.page_size) * fmt.page_size
+            order = torch.nn.functional.pad(order, (0, max(span - bound, 0)))[:, :span]
+            view = self.runs[i]
+            if view.pos is None:
+                raise AssertionError("a run of several has positions")
+            slot = count[:, None] + torch.arange(span, device=self.device)
+            at = slot.clamp(max=view.pos.shape[1] - 1).long()
+            inside = torch.arange(span, device=self.device) < taken[:, None]
+            rows = torch.arange(self.batch, device=self.device)[:, None].expand_as(at)[inside]
+            view.pos[rows, at[inside]] = position.gather(1, order)[inside]
+            for side, (source, _), index in zip(("keys", "values"), (keys, values), indices, strict=True):
+                self._seal_run(i, side, count, taken, source, index.gather(1, order))  # type: ignore[arg-type]
+            self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] += taken
+
+    # Room.
+
+    def _grow(self, run: int, blocks: int) -> None:
+        """Reserves at least ``blocks`` pages a row; existing pages keep their numbers."""
+        view = self.runs[run]
+        have = view.table.shape[1]
+        if blocks <= have:
+            return
+        if have:
+            blocks = max(blocks, int(have * GROWTH) + 1)
+        first, extra = view.keys[0].shape[0], self.batch * (blocks - have)
+        ids = torch.arange(first, first + extra, dtype=torch.int32, device=self.device).view(self.batch, -1)
+        view.table = torch.cat([view.table, ids], 1)
+        page = self.format.runs[run][0].page_size
+        if view.pos is not None:
+            view.pos = torch.nn.functional.pad(view.pos, (0, (blocks - have) * page))
+        self._enlarge(run, extra)
+
+    def _enlarge(self, run: int, pages: int) -> None:
+        view = self.runs[run]
+        for side in ("keys", "values"):
+            fmt, parts = self.format.runs[run][side == "values"], view.keys if side == "keys" else view.values
+            extra = fmt.allocate(side, pages, self.heads, self.dims[side], self.dtype, self.device)
+            parts[:] = [torch.cat([part, more]) if part.shape[0] else more for part, more in zip(parts, extra, strict=True)]
+
+    def reserve_tail(self, hold: int) -> None:
+        """Lets the tail grow to hold ``hold`` tokens that stay unsealed."""
+        for side in SIDES:
+            layout = self.layout.keys if side == "keys" else self.layout.values
+            limit = max(layout.local, hold) + layout.unit - 1 + MAX_STEP
+            self.tail_limit[side] = max(self.tail_limit[side], limit)
+
+    def _grow_tail(self, side: Side, need: int) -> None:
+        """Makes the tail at least ``need`` slots long; by doubling, up to its limit. Slots move: they count modulo it."""
+        at = 2 if side == "keys" else 3
+        tail = self.windows[at]
+        have = tail.shape[2]
+        if need <= have:
+            return
+        # A crop may leave more in the tail than the layout would, hence the outer max.
+        need = max(need, min(2 * have, self.tail_limit[side]))
+        where = column_positions(self.format, self.counters, self.runs, have, side)[:, -have:]
+        # Slots that hold nothing share one target outside the window and are cut off with it.
+        slot = torch.where(where >= 0, (where - self.layout.sink) % need, need).long()
+        grown = torch.nn.functional.pad(self._window(need, side), (0, 0, 0, 1))
+        grown.scatter_(2, slot[:, None, :, None].expand(-1, self.heads, -1, tail.shape[3]), tail)
+        self.windows[at] = grown[:, :, :need].contiguous()
+
+    # Reading.
+
+    def attend(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the newest queries over everything held; see `kernels.decode_attention`."""
+        return kernels.decode_attention(
+            query, self.counters, self.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
+        )
+
+    def dense(self, side: Side, columns: int) -> Tensor:
+        """(B, H, columns, D) in logical order, rotated back; 0 at padding."""
+        return kernels.gather_rows(self.counters, self.windows, self.flat_runs(), columns, self.format, side)
+
+    # Rows and lengths change.
+
+    def crop(self, tokens: int, seen: int) -> None:
+        """Forgets the newest ``tokens`` logical columns of ``seen``.
+
+        Tokens of a page that is cut return to the tail as that page has them (exact for 16-bit pages).
+        """
+        sink = self.layout.sink
+        length = (self.counters[LENGTH] - tokens).clamp(min=0)
+        rest = (length - sink).clamp(min=0)
+        states = set()
+        for state in self.states:
+            left = max(state.length - tokens, 0)
+            behind = max(left - sink, 0)
+            keys, values = (
+                min(state.sealed(side), behind // layout.unit * layout.unit)
+                for side, layout in (("keys", self.layout.keys), ("values", self.layout.values))
+            )
+            states.add(RowState(left, keys, values))
+        reopens = any(state.length and max(state.length - tokens, 0) - sink < max(state[1:]) for state in self.states)
+        if reopens and not self.format.ordered:
+            raise NotImplementedError(
+                "crop: cannot remove tokens that are already sealed where tokens have widths of their own; "
+                "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
+            )
+        if reopens:
+            for at, side, layout in ((2, "keys", self.layout.keys), (3, "values", self.layout.values)):
+                self._reopen(at, side, layout, rest)  # type: ignore[arg-type]
+        self.counters[LENGTH] = length
+        self.counters[START] = self.counters[START].clamp(max=seen - tokens)
+        self.states = frozenset(states)
+
+    def _reopen(self, at: int, side: Side, layout: SideLayout, rest: Tensor) -> None:
+        count = run_count(self.counters, 0, side)
+        kept = torch.minimum(count, rest // layout.unit * layout.unit)
+        pages = dense_columns(self.format, self.windows, self.runs, side)
+        pages = pages[:, :, self.layout.sink : pages.shape[2] - self.windows[at].shape[2]]
+        self._grow_tail(side, layout.unit)
+        behind = kept[:, None] + torch.arange(layout.unit, dtype=torch.int32, device=self.device)
+        index = behind.clamp(0, max(pages.shape[2] - 1, 0)).long()
+        back = behind < torch.minimum(count, rest)[:, None]
+        tail = self.windows[at]
+        values = pages.gather(2, index[:, None, :, None].expand(-1, self.heads, -1, pages.shape[3])).to(self.dtype)
+        padded = torch.nn.functional.pad(tail, (0, 0, 0, 1))
+        slot = torch.where(back, behind % tail.shape[2], tail.shape[2]).long()
+        padded.scatter_(2, slot[:, None, :, None].expand_as(values), values)
+        self.windows[at] = padded[:, :, : tail.shape[2]].contiguous()
+        self.counters[RUNS + (side == "values")] = kept
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row b becomes what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
+        rows = rows.to(self.device)
+        grown = rows.shape[0] - self.batch
+        for run, view in enumerate(self.runs):
+            if grown > 0:
+                self._enlarge(run, grown * view.table.shape[1])
+            self._share(run, rows)
+            if view.pos is not None:
+                view.pos = view.pos[rows]
+        self.counters = self.counters[:, rows].contiguous()
+        self.windows = [window[rows] for window in self.windows]
+        self.batch = rows.shape[0]
+
+    def _share(self, run: int, rows: Tensor) -> None:
+        """New table after a reorder: full pages as they are, every other block a page that nobody reads."""
+        view = self.runs[run]
+        blocks = view.table.shape[1]
+        if not blocks:
+            view.table = view.table[rows]
+            return
+        page = self.format.runs[run][0].page_size
+        counts = torch.stack([run_count(self.counters, run, "keys"), run_count(self.counters, run, "values")])
+        full = (counts.amin(0) // page)[rows]
+        table = view.table[rows]
+        shared = torch.arange(blocks, device=self.device) < full[:, None]
+        pages = view.keys[0].shape[0]
+        used = torch.zeros(pages + 1, dtype=torch.int8, device=self.device)
+        used[torch.where(shared, table, pages).long().flatten()] = 1
+        free = torch.argsort(used[:pages], stable=True)
+        rank = (~shared).flatten().cumsum(0) - 1
+        fresh = free[rank.clamp(min=0)].view(table.shape).to(torch.int32)
+        view.table = torch.where(shared, table, fresh)
+        # Keys run ahead of values by at most the local window and a seal unit; those blocks are copied.
+        ahead = max(self.layout.keys.local, self.layout.values.local)
+        ahead += max(self.layout.keys.unit, self.layout.values.unit)
+        offset = torch.arange(min(-(-ahead // page) + 1, blocks), device=self.device)
+        block = (full[:, None] + offset).clamp(max=blocks - 1).long()
+        source, target = table.gather(1, block).long(), view.table.gather(1, block).long()
+        for part in (*view.keys, *view.values):
+            raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+            raw[target.flatten()] = raw[source.flatten()]
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back."""
+        rows = rows.to(self.device)
+        for view in self.runs:
+            ids = view.table[rows].flatten().long()
+            view.keys[:] = [self._rows(part, ids) for part in view.keys]
+            view.values[:] = [self._rows(part, ids) for part in view.values]
+            shape = (rows.shape[0], view.table.shape[1])
+            view.table = torch.arange(ids.shape[0], dtype=torch.int32, device=self.device).view(shape)
+            if view.pos is not None:
+                view.pos = view.pos[rows]
+        self.counters = self.counters[:, rows].contiguous()
+        self.windows = [window[rows] for window in self.windows]
+        self.batch = rows.shape[0]
+
+    @staticmethod
+    def _rows(part: Tensor, ids: Tensor) -> Tensor:
+        if part.dtype == torch.float8_e4m3fn:
+            return part.view(torch.uint8)[ids].view(part.dtype)
+        return part[ids]
+
+    def clear(self) -> None:
+        """Forgets all tokens; keeps the allocation."""
+        self.counters.zero_()
+        self.states = frozenset({RowState(0, 0, 0)})
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
+        """Moves every tensor."""
+        self.counters = self.counters.to(device, non_blocking=non_blocking)
+        self.windows = [window.to(device, non_blocking=non_blocking) for window in self.windows]
+        for view in self.runs:
+            view.table = view.table.to(device, non_blocking=non_blocking)
+            view.pos = None if view.pos is None else view.pos.to(device, non_blocking=non_blocking)
+            view.keys[:] = [part.to(device, non_blocking=non_blocking) for part in view.keys]
+            view.values[:] = [part.to(device, non_blocking=non_blocking) for part in view.values]
+        self.device = self.counters.device
+
+    def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
+        """Independent tensors, shared layout and scheme."""
+        new = copy.copy(self)
+        new.tail_limit = dict(self.tail_limit)
+        new.counters = self.counters.clone()
+        new.windows = [window.clone() for window in self.windows]
+        new.runs = [
+            RunView(
+                view.table.clone(),
+                None if view.pos is None else view.pos.clone(),
+                [part.clone() for part in view.keys],
+                [part.clone() for part in view.values],
+            )
+            for view in self.runs
+        ]
+        return new
+
+    # Accounting.
+
+    def nbytes(self) -> StoreBytes:
+        """Exact bytes by kind (asks the device for the rows' lengths)."""
+        codes = metadata = tables = 0
+        reserved = 0.0
+        for i, (view, formats) in enumerate(zip(self.runs, self.format.runs, strict=True)):
+            tables += view.table.nbytes + (0 if view.pos is None else view.pos.nbytes)
+            size = 0
+            for fmt, parts in zip(formats, (view.keys, view.values), strict=True):
+                for name, part in zip(fmt.names, parts, strict=True):
+                    size += part.nbytes
+                    if name in ("codes", "high", "full"):
+                        codes += part.nbytes
+                    else:
+                        metadata += part.nbytes
+            pages = view.keys[0].shape[0]
+            if pages:
+                held = torch.maximum(run_count(self.counters, i, "keys"), run_count(self.counters, i, "values"))
+                blocks = -(-held // formats[0].page_size)
+                inside = torch.arange(view.table.shape[1], device=self.device) < blocks[:, None]
+                used = view.table[inside].unique().numel()
+                reserved += size * (pages - used) / pages
+        windows = sum(window.nbytes for window in self.windows)
+        return StoreBytes(codes, metadata, windows, tables + self.counters.nbytes, round(reserved))
+
+    def elements(self) -> int:
+        """Key and value elements of all stored tokens (asks the device)."""
+        return int(self.counters[LENGTH].sum()) * self.heads * (self.dims["keys"] + self.dims["values"])
+
+    def code_bits(self) -> float:
+        """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
+
+        While nothing is sealed: of the widest run.
+        """
+        own = 8 * torch.empty((), dtype=self.dtype).element_size()
+        total = bits = 0.0
+        for i, formats in enumerate(self.format.runs):
+            for side, fmt in zip(("keys", "values"), formats, strict=True):
+                dim = self.dims[side]
+                weight = float(run_count(self.counters, i, side).sum()) * dim  # type: ignore[arg-type]
+                total += weight
+                bits += weight * (own if fmt.bits == 16 else fmt.code_bits(dim))
+        if total:
+            return bits / total
+        keys, values = self.format.runs[-1]
+        width = [own if fmt.bits == 16 else fmt.code_bits(self.dims[s]) for s, fmt in (("keys", keys), ("values", values))]
+        return (width[0] * self.dims["keys"] + width[1] * self.dims["values"]) / sum(self.dims.values())

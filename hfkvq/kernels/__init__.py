@@ -1,0 +1,26 @@
+"""Bytes and arithmetic: page formats and the operations over them. Knows torch and Triton, nothing of models or policies."""
+
+from .decode import decode_attention, gather_rows
+from .dispatch import use_interpreter, use_reference
+from .hadamard import hadamard
+from .pages import PageFormat, RunView, StoreFormat
+from .qk import qk_pages
+from .quantize import dequantize_pages, quantize_pages
+from .seal import seal
+from .sv import sv_pages
+
+__all__ = [
+    "PageFormat",
+    "RunView",
+    "StoreFormat",
+    "decode_attention",
+    "dequantize_pages",
+    "gather_rows",
+    "hadamard",
+    "qk_pages",
+    "quantize_pages",
+    "seal",
+    "sv_pages",
+    "use_interpreter",
+    "use_reference",
+]

@@ -1,0 +1,249 @@
+"""Attention of a few new queries over everything a layer holds: the contract and its torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .dispatch import define, triton_slot
+from .hadamard import hadamard
+from .pages import RunView, Side, StoreFormat, split_runs
+from .qk import qk_pages, table_pages
+from .sv import sv_pages
+
+START, LENGTH, RUNS = 0, 1, 2
+"""Rows of ``counters``: leading padding, stored tokens, then (keys, values) sealed in each run."""
+
+
+def run_count(counters: Tensor, run: int, side: Side) -> Tensor:
+    """i32 (B,): tokens of ``side`` that each row has sealed in a run."""
+    return counters[RUNS + 2 * run + (side == "values")]
+
+
+def sealed_count(counters: Tensor, side: Side) -> Tensor:
+    """i32 (B,): tokens of ``side`` that each row has sealed in all runs."""
+    return counters[RUNS + (side == "values") :: 2].sum(0, dtype=torch.int32)
+
+
+def column_positions(
+    store: StoreFormat, counters: Tensor, runs: Sequence[RunView], tail_length: int, side: Side
+) -> Tensor:
+    """Row position of every column of `sink | runs | tail`: i32 (B, N), -1 where the row has no such token."""
+    length = counters[LENGTH, :, None]
+    rest = (length - store.sink).clamp(min=0)
+
+    def columns(count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.int32, device=counters.device)[None]
+
+    sink = columns(store.sink)
+    positions = [torch.where(sink < length, sink, -1)]
+    for i, (run, (fmt, _)) in enumerate(zip(runs, store.runs, strict=True)):
+        slot = columns(run.table.shape[1] * fmt.page_size)
+        where = slot + store.sink if run.pos is None else run.pos
+        positions.append(torch.where(slot < run_count(counters, i, side)[:, None], where, -1))
+    sealed = sealed_count(counters, side)[:, None]
+    newest = sealed + (columns(tail_length) - sealed) % tail_length
+    positions.append(torch.where(newest < rest, newest + store.sink, -1))
+    return torch.cat(positions, 1)
+
+
+def dense_columns(
+    store: StoreFormat, windows: Sequence[Tensor], runs: Sequence[RunView], side: Side
+) -> Tensor:
+    """Dequantized columns `sink | runs | tail` in the basis of the store: f32 (B, H, N, D)."""
+    sink, tail = (windows[0], windows[2]) if side == "keys" else (windows[1], windows[3])
+    parts = [sink.float()]
+    for run, formats in zip(runs, store.runs, strict=True):
+        fmt, tensors = (formats[0], run.keys) if side == "keys" else (formats[1], run.values)
+        pages = table_pages(tensors, run.table, fmt, side, sink.shape[-1])
+        parts.append(pages.transpose(1, 2).flatten(2, 3))
+    return torch.cat([*parts, tail.float()], 2)
+
+
+@define("gather_rows")
+def _gather_rows(
+    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
+) -> Tensor:
+    form = StoreFormat.parse(store)
+    which: Side = "keys" if side == "keys" else "values"
+    views = split_runs(form, runs)
+    sink, tail = (windows[0], windows[2]) if which == "keys" else (windows[1], windows[3])
+    positions = column_positions(form, counters, views, tail.shape[2], which)
+    batch, count = positions.shape
+    logical = torch.where(positions >= 0, positions + counters[START, :, None], columns).long()
+    origin = torch.full((batch, columns + 1), -1, device=sink.device)
+    origin.scatter_(1, logical.clamp(max=columns), torch.arange(count, device=sink.device).expand(batch, count))
+    origin = origin[:, None, :columns, None]
+    dense = dense_columns(form, windows, views, which)
+    dense = dense.gather(2, origin.clamp(min=0).expand(-1, dense.shape[1], -1, dense.shape[3]))
+    dense = dense.masked_fill(origin < 0, 0.0)
+    block = form.rotate_keys if which == "keys" else form.rotate_values
+    return hadamard(dense, block).to(sink.dtype)
+
+
+@_gather_rows.register_fake
+def _(
+    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
+) -> Tensor:
+    sink = windows[0] if side == "keys" else windows[1]
+    return sink.new_empty((sink.shape[0], sink.shape[1], columns, sink.shape[3]))
+
+
+def gather_rows(
+    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: StoreFormat, side: Side
+) -> Tensor:
+    """Dense keys or values in logical order, rotated back: the way to attention functions that know no pages.
+
+    Args:
+        counters: i32 (2 + 2*runs, B), see `decode_attention`.
+        windows: sink and tail tensors, see `decode_attention`.
+        runs: flat tensors of all runs.
+        columns: number of logical columns, padding included.
+        store: the layer's format.
+        side: "keys" or "values".
+
+    Returns:
+        (B, H, columns, D) in the model's dtype; 0 at padding.
+    """
+    return _gather_rows(counters, list(windows), list(runs), columns, store.spec, side)
+
+
+@define("decode_attention")
+def _decode_attention(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: str,
+) -> Tensor:
+    form = StoreFormat.parse(store)
+    views = split_runs(form, runs)
+    sink_k, sink_v, tail_k, tail_v = windows
+    batch, query_heads, queries, head_dim = q.shape
+    heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
+    share = query_heads // heads
+    q_rows = hadamard(q.float(), form.rotate_keys).mul(scaling).reshape(batch, heads, share * queries, head_dim)
+
+    where = column_positions(form, counters, views, tail_k.shape[2], "keys")
+    logits = torch.cat(
+        [
+            q_rows @ sink_k.float().transpose(-1, -2),
+            *(
+                qk_pages(q_rows, run.table, run_count(counters, i, "keys"), run.keys, formats[0])
+                for i, (run, formats) in enumerate(zip(views, form.runs, strict=True))
+            ),
+            q_rows @ tail_k.float().transpose(-1, -2),
+        ],
+        -1,
+    )
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    logits = logits.view(batch, heads, share, queries, -1)
+    visible = (where >= 0)[:, None, None, None]
+    if mask is None:
+        newest = counters[LENGTH, :, None] - queries + torch.arange(queries, device=q.device)
+        visible = visible & (where[:, None] <= newest[..., None])[:, None, None]
+    else:
+        column = (where + counters[START, :, None]).clamp(0, mask.shape[-1] - 1).long()
+        shown = mask.expand(batch, -1, queries, -1)
+        shown = shown.gather(-1, column[:, None, None].expand(-1, shown.shape[1], queries, -1))
+        shown = shown.unflatten(1, (heads, share)) if shown.shape[1] > 1 else shown[:, :, None]
+        if mask.is_floating_point():
+            logits = logits + shown
+        else:
+            visible = visible & shown.bool()
+    logits = logits.masked_fill(~visible, -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        extra = sinks.float().view(1, heads, share, 1, 1)
+        top = torch.maximum(top, extra)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    probs = torch.exp(logits - top)
+    total = probs.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(extra - top)
+    probs = (probs / total.clamp(min=1e-30)).flatten(2, 3)
+
+    # Keys and values leave the tail at different steps, so probabilities go through row positions.
+    bound = form.sink + max(run.table.shape[1] for run in views) * form.runs[0][0].page_size * len(views)
+    bound += max(tail_k.shape[2], tail_v.shape[2])
+    by_row = probs.new_zeros((*probs.shape[:-1], bound + 1))
+    at = torch.where(where >= 0, where, bound).long()[:, None, None]
+    by_row.scatter_(-1, at.expand_as(probs), probs)
+    by_row[..., bound] = 0.0
+    where = column_positions(form, counters, views, tail_v.shape[2], "values")
+    at = torch.where(where >= 0, where, bound).long()[:, None, None]
+    probs = by_row.gather(-1, at.expand(*probs.shape[:-1], -1))
+
+    sizes = [form.sink, *(run.table.shape[1] * fmt.page_size for run, (fmt, _) in zip(views, form.runs, strict=True))]
+    parts = probs.split([*sizes, tail_v.shape[2]], -1)
+    has = (where >= 0)[:, None, :, None]
+    last = has.shape[2] - tail_v.shape[2]
+    out = parts[0] @ sink_v.float().masked_fill(~has[:, :, : form.sink], 0.0)
+    out = out + parts[-1] @ tail_v.float().masked_fill(~has[:, :, last:], 0.0)
+    for i, (run, formats) in enumerate(zip(views, form.runs, strict=True)):
+        count = run_count(counters, i, "values")
+        out = out + sv_pages(parts[1 + i], run.table, count, run.values, formats[1], value_dim)
+    return hadamard(out, form.rotate_values).view(batch, query_heads, queries, value_dim).to(q.dtype)
+
+
+@_decode_attention.register_fake
+def _(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: str,
+) -> Tensor:
+    return q.new_empty((*q.shape[:3], windows[1].shape[-1]))
+
+
+triton_slot("decode_attention", "decode:decode_attention_triton")
+
+
+def decode_attention(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: StoreFormat,
+) -> Tensor:
+    """Attention over `sink | runs | tail`: ``softmax(scaling * q K̂^T + mask) V̂``, K̂ and V̂ as stored.
+
+    A row's token x (0 = its first real token) stands in the sink if ``x < sink``, in a run if sealed, and else in slot
+    ``(x - sink) mod W`` of the tail, whose W may differ between keys and values. Its logical column, by which masks
+    are indexed, is ``start + x``.
+
+    Args:
+        q: (B, Hq, Q, D), after RoPE, not scaled, not rotated; the queries of the newest Q tokens, already appended.
+        counters: i32 (2 + 2*runs, B): leading padding ``start``, stored tokens ``length``, then for each run the
+            tokens sealed of keys and of values.
+        windows: sink keys (B, H, S, D), sink values, tail keys (B, H, W, D), tail values; model dtype, store's basis.
+        runs: flat tensors of all runs (`RunView.flat`).
+        mask: (B or 1, Hq or 1, Q or 1, L) over logical columns: True or nonzero where visible, or float, added to the
+            logits. None means causal over all stored tokens.
+        sinks: (Hq,) logits that join the denominator only (gpt-oss), or None.
+        scaling: factor on the logits.
+        softcap: ``softcap * tanh(logit / softcap)`` before masking; 0 for none.
+        store: the layer's format.
+
+    Returns:
+        (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
+    """
+    return _decode_attention(
+        q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec
+    )

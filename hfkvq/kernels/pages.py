@@ -1,0 +1,280 @@
+"""The byte contract: how tokens of one KV head become words, defined once for references, kernels and accounting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Side = Literal["keys", "values"]
+Axis = Literal["channel", "token"]
+
+CHANNELS_PER_WORD_ROW = 8
+"""Raised channels are stored in multiples of eight, so that the two extra bits of each fill whole 16-bit words."""
+
+_SPEC = re.compile(r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<raised>(\+\d+x\d+)*)")
+
+
+@dataclass(frozen=True, slots=True)
+class PageFormat:
+    """How G tokens x D channels of one KV head become bytes.
+
+    A code is affine: ``x̂ = code * scale + zero`` in fp32, with scale and zero as stored (f16). Codes are fields of
+    16-bit words: a token has ``E = ceil(D * bits / 16)`` words, and field f of word e, bits [f*bits, (f+1)*bits), holds
+    channel ``f*E + e``. Keys are token-major and values channel-major, so that the axis a dot product sums over is
+    contiguous in memory.
+
+    For one side of one layer, with P pages, H KV heads and page size G:
+
+    ============  =======================================  =====================================================
+    tensor        keys                                     values
+    ============  =======================================  =====================================================
+    codes         i16 (P, H, G, E)                         i16 (P, H, E, G)
+    codes, 8 bit  fp8 e4m3 (P, H, G, D)                    fp8 e4m3 (P, H, G, D)
+    codes, 16     model dtype (P, H, G, D)                 model dtype (P, H, G, D)
+    scale, zero   f16 (P, H, G/g, D) per channel           f16 (P, H, D/g, G) per token (both sides)
+    high          i16 (P, H, G, n4*2/16)                   never
+    high_index    u8 (P, H, n4)                            never
+    full          model dtype (P, H, G, n16)               never
+    full_index    u8 (P, H, n16)                           never
+    ============  =======================================  =====================================================
+
+    8-bit pages have a scale and no zero; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
+    of its code in ``codes`` and the upper two in ``high``; a channel raised to 16 bits has scale, zero and code 0 in
+    the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r; unused
+    ranks hold zeros, which add nothing. The dense keys of a page are therefore::
+
+        code = unpack(codes)                                # (G, D)
+        code.scatter_add(channel, high_index, 4 * unpack(high))
+        x = code * scale + zero                             # scale, zero repeated over the g tokens of their group
+        x.scatter_add(channel, full_index, full)
+
+    Attributes:
+        bits: width of a code: 2 or 4 (integer), 8 (fp8 e4m3) or 16 (the model's own dtype, unquantized).
+        axis: the axis that keeps its own scale: "channel" (KIVI keys) or "token".
+        group_size: g, elements along the other axis that share a scale.
+        page_size: G, tokens in a page.
+        raised: ((width, count), ...): room for that many channels of greater width per page and head. Widths 4 (only
+            over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys, per channel, only.
+    """
+
+    bits: int
+    axis: Axis
+    group_size: int
+    page_size: int = 128
+    raised: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks the relations that the layout really requires."""
+        if self.bits not in (2, 4, 8, 16):
+            raise ValueError(f"bits: got {self.bits}, allowed 2, 4, 8 (fp8) or 16 (unquantized).")
+        if self.axis not in ("channel", "token"):
+            raise ValueError(f"axis: got {self.axis!r}, allowed 'channel' or 'token'.")
+        if self.page_size < 8 or self.page_size % 8:
+            raise ValueError(f"page_size: got {self.page_size}, allowed multiples of 8; use 128 unless memory is tiny.")
+        if self.group_size < 1:
+            raise ValueError(f"group_size: got {self.group_size}, allowed 1 or more.")
+        if self.bits == 8 and self.axis != "token":
+            raise ValueError("axis: 8-bit (fp8) pages are scaled per token; use axis='token'.")
+        if self.axis == "channel" and self.bits < 8 and self.page_size % self.group_size:
+            raise ValueError(
+                f"group_size: got {self.group_size}, which does not divide the page of {self.page_size} tokens; "
+                "per-channel groups lie within one page, so choose a divisor of page_size."
+            )
+        if self.raised and (self.axis != "channel" or self.bits not in (2, 4)):
+            raise ValueError("raised: only channels of 2-bit or 4-bit per-channel pages can be raised.")
+        for width, count in self.raised:
+            if width not in (4, 16) or width <= self.bits or count < 1:
+                raise ValueError(
+                    f"raised: got {count} channels of width {width}, allowed one or more of width 4 (over 2-bit) or 16."
+                )
+
+    def check_head_dim(self, head_dim: int) -> None:
+        """Raises ValueError if a head of ``head_dim`` channels cannot be stored in this format."""
+        if self.axis == "token" and self.bits < 16 and head_dim % self.group_size:
+            raise ValueError(
+                f"group_size: got {self.group_size}, which does not divide head_dim {head_dim}; "
+                "per-token groups lie within one head, so choose a divisor of head_dim."
+            )
+        if self.raised and head_dim > 256:
+            raise ValueError(f"head_dim: got {head_dim}, allowed up to 256 where channels are raised (u8 indices).")
+        if sum(count for _, count in self.raised) > head_dim:
+            raise ValueError(f"raised: got {self.raised}, more channels than head_dim {head_dim} has.")
+
+    @property
+    def spec(self) -> str:
+        """Short, reversible name, e.g. ``"2c128p128+4x16"``; ops take it as their static argument."""
+        raised = "".join(f"+{width}x{count}" for width, count in self.raised)
+        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{raised}"
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def parse(spec: str) -> PageFormat:
+        """The format whose ``spec`` this is."""
+        match = _SPEC.fullmatch(spec)
+        if match is None:
+            raise ValueError(f"page format: got {spec!r}, expected something like '2c128p128+4x16'.")
+        raised = tuple(
+            (int(width), int(count)) for width, count in (part.split("x") for part in match["raised"].split("+")[1:])
+        )
+        axis: Axis = "channel" if match["axis"] == "c" else "token"
+        return PageFormat(int(match["bits"]), axis, int(match["group"]), int(match["page"]), raised)
+
+    def words(self, head_dim: int) -> int:
+        """E, 16-bit words that one token's codes take (integer widths)."""
+        return -(-head_dim * self.bits // 16)
+
+    def raised_count(self, width: int) -> int:
+        """Channels a page has room for at ``width``, as asked for (before rounding up to whole words)."""
+        return dict(self.raised).get(width, 0)
+
+    def raised_room(self, width: int) -> int:
+        """Channels a page stores at ``width``: the count rounded up to a multiple of eight."""
+        return -(-self.raised_count(width) // CHANNELS_PER_WORD_ROW) * CHANNELS_PER_WORD_ROW
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors a side of this format holds, in the order in which ops take them."""
+        names = ["codes"]
+        if self.bits < 16:
+            names.append("scale")
+        if self.bits < 8:
+            names.append("zero")
+        if self.raised_count(4):
+            names += ["high", "high_index"]
+        if self.raised_count(16):
+            names += ["full", "full_index"]
+        return tuple(names)
+
+    def shapes(self, side: Side, heads: int, head_dim: int) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Shape of one page (without P) and dtype of each tensor; dtype None stands for the model's dtype."""
+        page, words = self.page_size, self.words(head_dim)
+        if self.bits == 16:
+            shapes: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {"codes": ((heads, page, head_dim), None)}
+        elif self.bits == 8:
+            shapes = {"codes": ((heads, page, head_dim), torch.float8_e4m3fn)}
+        else:
+            shapes = {"codes": ((heads, page, words) if side == "keys" else (heads, words, page), torch.int16)}
+        if self.axis == "channel":
+            scale = (heads, page // self.group_size, head_dim) if self.bits < 8 else (heads, 1, head_dim)
+        else:
+            scale = (heads, head_dim // self.group_size, page) if self.bits < 16 else (heads, 1, page)
+        room4, room16 = self.raised_room(4), self.raised_room(16)
+        shapes |= {
+            "scale": (scale, torch.float16),
+            "zero": (scale, torch.float16),
+            "high": ((heads, page, room4 // 8), torch.int16),
+            "high_index": ((heads, room4), torch.uint8),
+            "full": ((heads, page, room16), None),
+            "full_index": ((heads, room16), torch.uint8),
+        }
+        return {name: shapes[name] for name in self.names}
+
+    def allocate(
+        self, side: Side, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> list[Tensor]:
+        """Uninitialized tensors for ``pages`` pages, in the order of ``names``."""
+        return [
+            torch.empty((pages, *shape), dtype=own or dtype, device=device)
+            for shape, own in self.shapes(side, heads, head_dim).values()
+        ]
+
+    def code_bits(self, head_dim: int) -> float:
+        """Payload bits an element: codes alone, no scale, index or window."""
+        return self.bits + sum((width - self.bits) * count for width, count in self.raised) / head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFormat:
+    """Static description of everything one layer holds: `sink | runs of pages | tail`, keys beside values.
+
+    A *run* is a set of tokens kept in one pair of formats. Its keys and values share one page table. With a single run
+    the tokens are in order: run token j is the row's token ``sink + j``. With several runs each has a table of
+    positions as well.
+
+    Attributes:
+        runs: (key format, value format) of each run, narrow to wide; both have the same page size.
+        sink: first tokens of a row, never quantized.
+        rotate_keys: Hadamard block of the stored keys (queries are rotated to match), 0 for none.
+        rotate_values: Hadamard block of the stored values (outputs are rotated back), 0 for none.
+    """
+
+    runs: tuple[tuple[PageFormat, PageFormat], ...]
+    sink: int = 0
+    rotate_keys: int = 0
+    rotate_values: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks that keys and values of a run can share a page table."""
+        if not self.runs:
+            raise ValueError("runs: got none, at least one pair of page formats is needed.")
+        for keys, values in self.runs:
+            if keys.page_size != values.page_size:
+                raise ValueError(
+                    f"page_size: keys have {keys.page_size} and values {values.page_size}; a run shares one page "
+                    "table, so use the same."
+                )
+            if values.raised or (values.axis == "channel" and values.bits < 16):
+                raise ValueError("values: only per-token formats without raised channels are supported.")
+
+    @property
+    def ordered(self) -> bool:
+        """Whether run token j is the row's token ``sink + j`` (a single run)."""
+        return len(self.runs) == 1
+
+    @property
+    def spec(self) -> str:
+        """Reversible name; ops take it as their static argument."""
+        runs = "|".join(f"{keys.spec}/{values.spec}" for keys, values in self.runs)
+        return f"s{self.sink};k{self.rotate_keys};v{self.rotate_values};{runs}"
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def parse(spec: str) -> StoreFormat:
+        """The store format whose ``spec`` this is."""
+        sink, rotate_keys, rotate_values, runs = spec.split(";")
+        pairs = tuple(
+            (PageFormat.parse(keys), PageFormat.parse(values))
+            for keys, values in (run.split("/") for run in runs.split("|"))
+        )
+        return StoreFormat(pairs, int(sink[1:]), int(rotate_keys[1:]), int(rotate_values[1:]))
+
+
+@dataclass(slots=True)
+class RunView:
+    """The tensors of one run, by name, as ops receive them in a flat list.
+
+    Attributes:
+        table: i32 (B, n): the page that holds (or is reserved for) block i of a row.
+        pos: i32 (B, n*G): row position of each token of the run, or None where the run is ordered.
+        keys: tensors of the key format, in the order of ``PageFormat.names``.
+        values: tensors of the value format.
+    """
+
+    table: Tensor
+    pos: Tensor | None
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    def flat(self) -> list[Tensor]:
+        """The flat list that ``split_runs`` takes apart again."""
+        return [self.table, *([] if self.pos is None else [self.pos]), *self.keys, *self.values]
+
+
+def split_runs(store: StoreFormat, parts: Sequence[Tensor]) -> list[RunView]:
+    """Takes the flat list of all runs' tensors apart, following the store's format."""
+    views, at = [], 0
+    for keys, values in store.runs:
+        table, pos, at = parts[at], None, at + 1
+        if not store.ordered:
+            pos, at = parts[at], at + 1
+        split = at + len(keys.names)
+        end = split + len(values.names)
+        views.append(RunView(table, pos, list(parts[at:split]), list(parts[split:end])))
+        at = end
+    return views

@@ -1,0 +1,50 @@
+"""Logits of queries against paged keys: the contract and its torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .dispatch import define
+from .pages import PageFormat, Side
+from .quantize import dequantize_pages
+
+
+def table_pages(parts: Sequence[Tensor], table: Tensor, fmt: PageFormat, side: Side, head_dim: int) -> Tensor:
+    """Dense pages of every row, f32 (B, n, H, G, D); reserved pages hold anything, NaN included."""
+    ids = table.flatten().long()
+    picked = [part.view(torch.uint8)[ids].view(part.dtype) if fmt.bits == 8 else part[ids] for part in parts]
+    return dequantize_pages(picked, fmt, side, head_dim).unflatten(0, table.shape)
+
+
+@define("qk_pages")
+def _qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str) -> Tensor:
+    form = PageFormat.parse(fmt)
+    keys = table_pages(parts, table, form, "keys", q.shape[-1])
+    logits = (q.float()[:, None] @ keys.transpose(-1, -2)).permute(0, 2, 3, 1, 4).flatten(-2)
+    column = torch.arange(logits.shape[-1], device=q.device)
+    return logits.masked_fill(column >= count[:, None, None, None], -torch.inf)
+
+
+@_qk_pages.register_fake
+def _(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str) -> Tensor:
+    page = PageFormat.parse(fmt).page_size
+    return q.new_empty((*q.shape[:3], table.shape[1] * page), dtype=torch.float32)
+
+
+def qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat) -> Tensor:
+    """Logits of queries against paged keys: ``out[b, h, i, t] = sum_d q[b, h, i, d] * k̂[b, h, t, d]``.
+
+    Args:
+        q: (B, H, r, D), already scaled by 1/sqrt(D), in the basis of the pages.
+        table: i32 (B, n), page of each block.
+        count: i32 (B,), tokens that the row has in these pages; later columns are -inf.
+        parts: key tensors in the order of ``fmt.names``.
+        fmt: their format.
+
+    Returns:
+        f32 (B, H, r, n*G).
+    """
+    return _qk_pages(q, table, count, list(parts), fmt.spec)

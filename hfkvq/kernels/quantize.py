@@ -1,0 +1,182 @@
+"""Quantize and dequantize pages: the contract and its torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .dispatch import define
+from .pages import PageFormat, Side
+
+F16_MAX = 65504.0
+FP8_MAX = 448.0
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Packs codes (..., D) of ``bits`` bits into i16 words (..., E); field f of word e holds channel f*E + e."""
+    fields = 16 // bits
+    words = -(-codes.shape[-1] // fields)
+    codes = torch.nn.functional.pad(codes.to(torch.int32), (0, words * fields - codes.shape[-1]))
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)
+    packed = (codes.unflatten(-1, (fields, words)) << shifts[:, None]).sum(-2, dtype=torch.int32)
+    # Words above 0x7fff wrap to negative i16: the bit pattern is what counts.
+    return torch.where(packed > 0x7FFF, packed - 0x10000, packed).to(torch.int16)
+
+
+def unpack_words(words: Tensor, bits: int, head_dim: int) -> Tensor:
+    """Inverse of `pack_words`: i16 words (..., E) to i16 codes (..., head_dim)."""
+    shifts = torch.arange(0, 16, bits, dtype=torch.int16, device=words.device)
+    # The arithmetic shift smears the sign bit into fields that the mask removes.
+    codes = (words.unsqueeze(-2) >> shifts[:, None]) & (2**bits - 1)
+    return codes.flatten(-2)[..., :head_dim]
+
+
+def _affine(x: Tensor, levels: Tensor | float, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and zero of groups along ``dim``, computed against scale and zero as stored in f16.
+
+    Elements that are not finite in f16 are left out of the range, so one bad token cannot widen its neighbours' scale;
+    they take the nearest end of their group (NaN: the lower).
+    """
+    finite = x.abs() <= F16_MAX
+    low = torch.where(finite, x, torch.inf).amin(dim, keepdim=True)
+    high = torch.where(finite, x, -torch.inf).amax(dim, keepdim=True)
+    empty = low > high
+    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+    zero = low.half()
+    scale = ((high - low) / levels).clamp(max=F16_MAX).half()
+    inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+    code = torch.floor((x - zero.float()) * inverse + 0.5)
+    # NaN compares false with everything, so it is replaced before the clamp.
+    code = torch.where(torch.isnan(code), 0.0, code).clamp(min=0.0)
+    code = torch.minimum(code, torch.as_tensor(levels, dtype=code.dtype, device=code.device))
+    return code.to(torch.int32), scale, zero
+
+
+def _ranks(widths: Tensor, width: int, count: int, room: int) -> tuple[Tensor, Tensor]:
+    """Channels of ``width`` in a (N, H, D) map: indices (N, H, room), and which of these ranks are used."""
+    chosen = widths == width
+    order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)[..., :count]
+    order = torch.nn.functional.pad(order, (0, room - order.shape[-1]))
+    used = torch.arange(room, device=widths.device) < chosen.sum(-1, keepdim=True).clamp(max=count)
+    return torch.where(used, order, 0), used
+
+
+def quantize_pages(x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None = None) -> list[Tensor]:
+    """Quantizes whole pages: ``code = floor((x - zero) / scale + 1/2)``, ``scale = (max - min) / (2^bits - 1)``.
+
+    Args:
+        x: (N, H, G, D), any float dtype, in the basis of the store.
+        fmt: the page format.
+        side: "keys" or "values"; decides which axis of the codes is contiguous.
+        widths: u8 (N, H, D), bits of each channel, one of ``fmt.bits`` and the raised widths; None raises none. More
+            channels of a width than the format has room for: the first (lowest channel) ones are raised.
+
+    Returns:
+        Tensors in the order of ``fmt.names``, shaped as `PageFormat` says with P = N.
+    """
+    if fmt.bits == 16:
+        return [x]
+    n, heads, page, head_dim = x.shape
+    source, x = x, x.float()
+    if fmt.bits == 8:
+        groups = x.unflatten(-1, (-1, fmt.group_size))
+        magnitude = groups.abs()
+        scale = torch.where(magnitude <= F16_MAX, magnitude, 0.0).amax(-1, keepdim=True) / FP8_MAX
+        scale = scale.half()
+        inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+        code = (torch.nan_to_num(groups, 0.0, F16_MAX, -F16_MAX) * inverse).clamp(-FP8_MAX, FP8_MAX)
+        return [code.flatten(-2).to(torch.float8_e4m3fn), scale.squeeze(-1).transpose(-1, -2).contiguous()]
+
+    out: dict[str, Tensor] = {}
+    if fmt.axis == "token":
+        code, scale, zero = _affine(x.unflatten(-1, (-1, fmt.group_size)), float(2**fmt.bits - 1), -1)
+        code = code.flatten(-2)
+        out["scale"], out["zero"] = (t.squeeze(-1).transpose(-1, -2).contiguous() for t in (scale, zero))
+    else:
+        levels: Tensor | float = float(2**fmt.bits - 1)
+        if widths is None:
+            widths = torch.full((n, heads, head_dim), fmt.bits, dtype=torch.uint8, device=x.device)
+        raised = {
+            width: _ranks(widths, width, count, fmt.raised_room(width)) for width, count in fmt.raised
+        }
+        if 4 in raised:
+            index, used = raised[4]
+            is_raised = torch.zeros(n, heads, head_dim, device=x.device).scatter_add_(-1, index, used.float()) > 0
+            levels = torch.where(is_raised, 15.0, float(levels))[:, :, None, None, :]
+        code, scale, zero = _affine(x.unflatten(2, (-1, fmt.group_size)), levels, 3)
+        code, scale, zero = code.flatten(2, 3), scale.squeeze(3), zero.squeeze(3)
+        if 16 in raised:
+            index, used = raised[16]
+            whole = torch.zeros(n, heads, head_dim, device=x.device).scatter_add_(-1, index, used.float()) > 0
+            code, scale, zero = (t.masked_fill(whole[:, :, None, :], 0) for t in (code, scale, zero))
+            gathered = source.gather(-1, index[:, :, None, :].expand(n, heads, page, -1))
+            out["full"] = gathered.masked_fill(~used[:, :, None, :], 0)
+            out["full_index"] = index.to(torch.uint8)
+        if 4 in raised:
+            index, used = raised[4]
+            upper = (code >> fmt.bits).gather(-1, index[:, :, None, :].expand(n, heads, page, -1))
+            out["high"] = pack_words(upper.masked_fill(~used[:, :, None, :], 0), 2)
+            out["high_index"] = index.to(torch.uint8)
+            code = code & (2**fmt.bits - 1)
+        out["scale"], out["zero"] = scale, zero
+    words = pack_words(code, fmt.bits)
+    out["codes"] = words if side == "keys" else words.transpose(-1, -2)
+    return [out[name] for name in fmt.names]
+
+
+@define("dequantize_pages")
+def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: int) -> Tensor:
+    form = PageFormat.parse(fmt)
+    named = dict(zip(form.names, parts, strict=True))
+    codes = named["codes"]
+    if not codes.shape[0]:
+        return codes.new_empty((0, codes.shape[1], form.page_size, head_dim), dtype=torch.float32)
+    if form.bits == 16:
+        return codes.to(torch.float32, copy=True)
+    if form.bits == 8:
+        scale = named["scale"].float().transpose(-1, -2)[..., None]
+        return (codes.float().unflatten(-1, (-1, form.group_size)) * scale).flatten(-2)
+    if side == "values":
+        codes = codes.transpose(-1, -2)
+    x = unpack_words(codes, form.bits, head_dim).float()
+    page = x.shape[-2]
+    if "high" in named:
+        index = named["high_index"].long()[:, :, None, :]
+        upper = unpack_words(named["high"], 2, index.shape[-1]).float()
+        x.scatter_add_(-1, index.expand_as(upper), upper * 4.0)
+    scale, zero = named["scale"].float(), named["zero"].float()
+    if form.axis == "channel":
+        x = (x.unflatten(-2, (page // form.group_size, -1)) * scale.unsqueeze(-2) + zero.unsqueeze(-2)).flatten(-3, -2)
+    else:
+        groups = x.unflatten(-1, (-1, form.group_size))
+        scale, zero = scale.transpose(-1, -2)[..., None], zero.transpose(-1, -2)[..., None]
+        x = (groups * scale + zero).flatten(-2)
+    if "full" in named:
+        index = named["full_index"].long()[:, :, None, :]
+        full = named["full"].float()
+        x.scatter_add_(-1, index.expand_as(full), full)
+    return x
+
+
+@_dequantize_pages.register_fake
+def _(parts: Sequence[Tensor], fmt: str, side: str, head_dim: int) -> Tensor:
+    codes = parts[0]
+    page = PageFormat.parse(fmt).page_size
+    return codes.new_empty((codes.shape[0], codes.shape[1], page, head_dim), dtype=torch.float32)
+
+
+def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int) -> Tensor:
+    """Dense values of pages: ``x̂ = code * scale + zero``.
+
+    Args:
+        parts: tensors of N pages, in the order of ``fmt.names``.
+        fmt: their format.
+        side: "keys" or "values".
+        head_dim: D.
+
+    Returns:
+        f32 (N, H, G, D), in the basis of the store.
+    """
+    return _dequantize_pages(list(parts), fmt.spec, side, head_dim)
