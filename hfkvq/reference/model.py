@@ -36,7 +36,9 @@ def load_reference(
     """Return the reference model, ready for `generate`, and its tokenizer (left padding, with the chat template)."""
     path = reference_path()
     model = Qwen3ForCausalLM.from_pretrained(path, dtype=dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(path)
+    # The wrapper around PreTrainedModel.to confuses type checkers.
+    nn.Module.to(model, torch.device(device))
+    return model.eval(), AutoTokenizer.from_pretrained(path)
 
 
 def with_outliers(model: ModelT, factor: float = 8.0, pairs: int = 2) -> ModelT:
@@ -53,15 +55,13 @@ def with_outliers(model: ModelT, factor: float = 8.0, pairs: int = 2) -> ModelT:
         pairs: number of rotary pairs per layer.
     """
     changed = copy.deepcopy(model)
-    norms = [
-        (module.q_norm.weight, module.k_norm.weight)
-        for module in changed.modules()
-        if hasattr(module, "q_norm") and hasattr(module, "k_norm")
-    ]
-    if not norms:
+    weights = dict(changed.named_parameters())
+    key_names = [name for name in weights if name.endswith("k_norm.weight")]
+    if not key_names:
         raise ValueError(f"model={type(model).__name__} has no q_norm and k_norm; use a Qwen3 model")
     with torch.no_grad():
-        for q_weight, k_weight in norms:
+        for name in key_names:
+            k_weight, q_weight = weights[name], weights[name.replace("k_norm", "q_norm")]
             half = k_weight.shape[0] // 2
             if not 1 <= pairs <= half:
                 raise ValueError(f"pairs={pairs} must be between 1 and half the head dimension, {half}")
