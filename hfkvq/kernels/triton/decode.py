@@ -1,0 +1,394 @@
+"""Split-KV decode attention over `sink | runs of pages | tail`: partial softmax sums, then one merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode import _decode_attention
+from ..hadamard import hadamard
+from ..pages import PageFormat, RunView, StoreFormat, split_runs
+from ._lib import field_channels, load_page, multiprocessors, on_device, power, reference_of
+
+PROGRAMS_PER_SM = 8
+"""Aim of the split count: enough programs to keep every multiprocessor's memory pipe full to the end."""
+
+_DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def load_ring(ring, o_slot, m_t, o_c, m_c, D: tl.constexpr):
+    """f32 [BT, C] of a window's slots, 0 where masked."""
+    p_x = ring + o_slot.to(tl.int64)[:, None] * D + o_c[None, :]
+    return tl.load(p_x, mask=m_t[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def soft_cap(b_s, softcap):
+    """``softcap * tanh(s / softcap)``; a series near 0, where the exponential form would cancel."""
+    b_y = b_s / softcap
+    b_abs = tl.abs(b_y)
+    b_exp = tl.exp(-2.0 * b_abs)
+    b_far = (1.0 - b_exp) / (1.0 + b_exp)
+    b_sq = b_y * b_y
+    b_near = b_y * (1.0 + b_sq * (-1.0 / 3 + b_sq * (2.0 / 15 + b_sq * (-17.0 / 315 + b_sq * (62.0 / 2835)))))
+    return softcap * tl.where(b_abs < 0.25, b_near, tl.where(b_y < 0.0, -b_far, b_far))
+
+
+@triton.jit
+def attend(
+    b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_mask, i_start, L, scaling, softcap,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens at row positions ``o_x`` joins the running softmax of all query rows."""
+    # [BM, BT]
+    b_s = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision="ieee") * scaling
+    if SOFTCAP:
+        b_s = soft_cap(b_s, softcap)
+    if MASK == 0:
+        m_s = m_t[None, :] & (o_x[None, :] <= o_last[:, None])
+    else:
+        o_column = tl.minimum(tl.maximum(o_x + i_start, 0), L - 1).to(tl.int64)
+        m_s = m_t[None, :] & (o_last >= 0)[:, None]
+        b_mask = tl.load(p_mask[:, None] + o_column[None, :] * s_mask, mask=m_s, other=0)
+        if MASK == 1:
+            m_s = m_s & (b_mask != 0)
+        else:
+            b_s += b_mask.to(tl.float32)
+    b_s = tl.where(m_s, b_s, float("-inf"))
+    b_new = tl.maximum(b_top, tl.max(b_s, 1))
+    # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN.
+    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_shrink = tl.exp(b_top - b_safe)
+    b_p = tl.exp(b_s - b_safe[:, None])
+    b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(DOT), b_v.to(DOT), b_acc * b_shrink[:, None], input_precision="ieee")
+    return b_acc, b_new, b_sum
+
+
+@triton.jit
+def decode_attention_kernel(
+    q, counters, table, pos, sink_k, sink_v, tail_k, tail_v,
+    k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, v_codes, v_scale, v_zero,
+    mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
+    B, N, L, SPLITS, FIRST, PAGED, WINDOWED,
+    H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
+    WK: tl.constexpr, WV: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, G: tl.constexpr,
+    K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
+    V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr,
+):  # fmt: skip
+    """One split of one row's tokens against BM of the queries that share a KV head.
+
+    Splits [0, PAGED) divide the pages of run RUN, the next WINDOWED ones what keys and values both hold in a window.
+    """
+    i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_b, i_h = i_bh // H, i_bh % H
+    ROWS: tl.constexpr = SHARE * Q
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < ROWS
+    i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
+
+    i_start = tl.load(counters + i_b)
+    i_length = tl.load(counters + B + i_b)
+    n_k = tl.load(counters + (2 + 2 * RUN) * B + i_b)
+    n_v = tl.load(counters + (3 + 2 * RUN) * B + i_b)
+    n_sealed = 0
+    n_sealed_v = 0
+    for i_run in tl.static_range(RUNS):
+        n_sealed += tl.load(counters + (2 + 2 * i_run) * B + i_b)
+        n_sealed_v += tl.load(counters + (3 + 2 * i_run) * B + i_b)
+    n_sealed = tl.maximum(n_sealed, n_sealed_v)
+    n_run = tl.maximum(n_k, n_v)
+    n_window = tl.minimum(i_length, S) + tl.maximum(i_length - S - n_sealed, 0)
+
+    CHUNKS: tl.constexpr = (G + BT - 1) // BT
+    n_blocks = (n_run + G - 1) // G * CHUNKS
+    per_page = (n_blocks + PAGED - 1) // tl.maximum(PAGED, 1)
+    i_first = tl.minimum(i_s * per_page, n_blocks)
+    i_end = tl.where(i_s < PAGED, tl.minimum(i_first + per_page, n_blocks), i_first)
+    w_blocks = (n_window + BT - 1) // BT
+    per_window = (w_blocks + WINDOWED - 1) // tl.maximum(WINDOWED, 1)
+    w_first = tl.minimum(tl.maximum(i_s - PAGED, 0) * per_window, w_blocks)
+    w_end = tl.where(i_s < PAGED, w_first, tl.minimum(w_first + per_window, w_blocks))
+    if (i_first >= i_end) & (w_first >= w_end):
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+        return
+
+    FIELDS_K: tl.constexpr = 16 // K_BITS
+    FIELDS_V: tl.constexpr = 16 // V_BITS
+    o_k, m_k = field_channels(tl.arange(0, BEK), DK, (DK + FIELDS_K - 1) // FIELDS_K, FIELDS_K, BEK)
+    o_v, m_v = field_channels(tl.arange(0, BEV), DV, (DV + FIELDS_V - 1) // FIELDS_V, FIELDS_V, BEV)
+    i_q = o_m % Q
+    i_hq = i_h * SHARE + o_m // Q
+    p_q = q + i_b * s_qb + i_hq * s_qh + i_q * s_qt
+    # [BM, FIELDS_K * BEK]
+    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0).to(DOT)
+    # Padding rows see nothing.
+    o_last = tl.where(m_m, i_length - Q + i_q, -1)
+    if MASK == 0:
+        p_mask = o_last
+    else:
+        o_last = tl.where(m_m, 0, -1)
+        p_mask = mask + i_b * s_mb + i_hq * s_mh + i_q * s_mq
+    o_t = tl.arange(0, BT)
+    b_acc = tl.zeros([BM, FIELDS_V * BEV], tl.float32)
+    b_top = tl.full([BM], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+
+    for i_block in range(i_first, i_end):
+        i_slot = i_block % CHUNKS * BT
+        i_j = i_block // CHUNKS * G + i_slot
+        o_j = i_j + o_t
+        m_t = (o_j < n_run) & (i_slot + o_t < G)
+        if pos is None:
+            o_x = o_j + S
+        else:
+            o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
+        i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
+        m_paged = m_t & (o_j < n_k)
+        b_k = load_page(
+            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_paged,
+            DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
+        )  # fmt: skip
+        # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
+        if (n_k < n_run) & (i_j + BT > n_k):
+            b_k += load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
+        m_paged = m_t & (o_j < n_v)
+        b_v = load_page(
+            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_paged,
+            DV, G, V_BITS, V_GROUP, False, V_BITS == 16, 0, 0, BT, BEV,
+        )  # fmt: skip
+        if (n_v < n_run) & (i_j + BT > n_v):
+            b_v += load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
+        b_acc, b_top, b_sum = attend(
+            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
+            MASK, SOFTCAP, DOT,
+        )  # fmt: skip
+
+    for i_block in range(w_first, w_end):
+        o_u = i_block * BT + o_t
+        m_t = o_u < n_window
+        m_sink = m_t & (o_u < S)
+        m_tail = m_t & (o_u >= S)
+        o_x = tl.where(o_u < S, o_u, o_u + n_sealed)
+        b_k = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_tail, o_k, m_k, DK)
+        b_v = load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_tail, o_v, m_v, DV)
+        if S > 0:
+            b_k += load_ring(sink_k + i_bh * (S * DK), o_x, m_sink, o_k, m_k, DK)
+            b_v += load_ring(sink_v + i_bh * (S * DV), o_x, m_sink, o_v, m_v, DV)
+        b_acc, b_top, b_sum = attend(
+            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
+            MASK, SOFTCAP, DOT,
+        )  # fmt: skip
+
+    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
+    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
+    tl.store(out_top + i_row + o_m, b_top, mask=m_m)
+    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+
+
+@triton.jit
+def merge_splits_kernel(
+    part, part_top, part_sum, sinks, out, SPLITS,
+    HQ: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One query: splits weighted by exp(top - common top), over the sum of all weights and the sink logit."""
+    i_m, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_row = i_bh * SPLITS * ROWS + i_m
+    o_s = tl.arange(0, BS)
+    o_d = tl.arange(0, BD)
+    b_acc = tl.zeros([BD], tl.float32)
+    b_sum = tl.zeros([1], tl.float32)
+    b_top = tl.full([1], float("-inf"), tl.float32)
+    if sinks is not None:
+        i_hq = i_bh * (ROWS // Q) % HQ + i_m // Q
+        b_top = tl.zeros([1], tl.float32) + tl.load(sinks + i_hq).to(tl.float32)
+        b_sum += 1.0
+    for i_s in range(0, SPLITS, BS):
+        p_s = i_row + (i_s + o_s) * ROWS
+        b_tops = tl.load(part_top + p_s, mask=i_s + o_s < SPLITS, other=float("-inf"))
+        # A split without tokens stores a top of -inf and nothing else.
+        m_s = b_tops > float("-inf")
+        b_new = tl.maximum(b_top, tl.max(b_tops, 0))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = tl.where(b_top == float("-inf"), 0.0, tl.exp(b_top - b_safe))
+        # [BS]
+        b_weight = tl.where(m_s, tl.exp(b_tops - b_safe), 0.0)
+        b_sums = tl.load(part_sum + p_s, mask=m_s, other=0.0)
+        # [BS, BD]
+        b_part = tl.load(part + p_s[:, None] * DV + o_d[None, :], mask=m_s[:, None] & (o_d < DV)[None, :], other=0.0)
+        b_sum = b_sum * b_shrink + tl.sum(b_weight * b_sums, 0)
+        b_acc = b_acc * b_shrink + tl.sum(b_weight[:, None] * b_part, 0)
+        b_top = b_new
+    b_acc = b_acc / tl.maximum(b_sum, 1e-30)
+    p_out = out + (i_bh * ROWS + i_m) * DV + o_d
+    tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
+
+
+def _supported(form: StoreFormat, q: Tensor, value_dim: int) -> bool:
+    """Whether there is a kernel: not for fp8 pages, wider heads than any model has, or exotic dtypes."""
+    integer = all(keys.bits != 8 and values.bits != 8 for keys, values in form.runs)
+    return integer and q.dtype in _DOT_DTYPES and max(q.shape[-1], value_dim) <= 512
+
+
+def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, list[int], int, int]:
+    """The mask as the kernel reads it: tensor, four strides (0 where it broadcasts), length, kind."""
+    if mask is None:
+        return None, [0, 0, 0, 0], 1, 0
+    kind = 2 if mask.is_floating_point() else 1
+    strides = [stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)]
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, strides, mask.shape[-1], kind
+
+
+def _split_counts(
+    form: StoreFormat, views: Sequence[RunView], window: int, block: int, programs: int, sms: int
+) -> tuple[list[int], int]:
+    """Splits of each run and of the windows, from shapes alone: the lengths are on the device."""
+    aim = -(-sms * PROGRAMS_PER_SM // programs)
+    runs = []
+    for view, (keys, _) in zip(views, form.runs, strict=True):
+        blocks = view.table.shape[1] * -(-keys.page_size // block)
+        runs.append(min(blocks, aim, 128))
+    return runs, max(1, min(-(-window // block), aim))
+
+
+def _page_arguments(
+    view: RunView, keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int
+) -> tuple[list[Any], dict[str, Any]]:
+    """A run's tensors in the kernel's order, and the constants that describe them."""
+    key = dict(zip(keys.names, view.keys, strict=True))
+    value = dict(zip(values.names, view.values, strict=True))
+    names = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
+    parts = [key.get(name) for name in names] + [value.get(name) for name in names[:3]]
+    assert all(part is None or part.is_contiguous() for part in parts), "pages are contiguous"
+    constants = {
+        "G": keys.page_size,
+        "K_BITS": keys.bits,
+        "K_GROUP": keys.group_size,
+        "K_CHANNEL": keys.axis == "channel",
+        "N4": keys.raised_room(4),
+        "N16": keys.raised_room(16),
+        "V_BITS": values.bits,
+        "V_GROUP": values.group_size,
+        "BEK": power(keys.words(head_dim)),
+        "BEV": power(values.words(value_dim)),
+    }
+    return parts, constants
+
+
+def decode_attention_triton(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: str,
+) -> Tensor:
+    """Launcher of `hfkvq.kernels.decode_attention`; what `_supported` rules out takes the reference."""
+    form = StoreFormat.parse(store)
+    sink_k, sink_v, tail_k, tail_v = (window.contiguous() for window in windows)
+    batch, query_heads, queries, head_dim = q.shape
+    heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
+    if not _supported(form, q, value_dim):
+        return reference_of(_decode_attention)(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+    views = split_runs(form, runs)
+    dtype, rows = q.dtype, query_heads // heads * queries
+    # The interpreter has no bf16 arithmetic: it dots the raw words and truncates where it should round.
+    interpreted = not q.is_cuda
+    dot = tl.float32 if interpreted else _DOT_DTYPES[dtype]
+    if form.rotate_keys:
+        q = hadamard(q.float(), form.rotate_keys)
+    elif q.stride(-1) != 1:
+        q = q.contiguous()
+
+    wide = max(power(head_dim), power(value_dim))
+    block_m = min(32, max(16, power(rows)))
+    page = form.runs[0][0].page_size
+    block_t = min(64 if wide <= 128 else 32, max(16, power(page)))
+    tiles = triton.cdiv(rows, block_m)
+    paged, windowed = _split_counts(
+        form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, multiprocessors(q.device)
+    )
+    splits = sum(paged) + windowed
+    part = torch.empty((batch * heads, splits, rows, value_dim), dtype=torch.float32, device=q.device)
+    part_top, part_sum = torch.empty((2, batch * heads, splits, rows), dtype=torch.float32, device=q.device)
+    mask, mask_strides, mask_length, mask_kind = _mask_arguments(mask)
+    counters = counters.contiguous()
+    out_dtype = torch.float32 if form.rotate_values or interpreted else dtype
+    out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
+
+    first = 0
+    with on_device(q):
+        for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
+            parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
+            # The windows go with the first run.
+            own = windowed if i == 0 else 0
+            decode_attention_kernel[(paged[i] + own, batch * heads, tiles)](
+                q,
+                counters,
+                view.table.contiguous(),
+                None if view.pos is None else view.pos.contiguous(),
+                sink_k,
+                sink_v,
+                tail_k,
+                tail_v,
+                *parts,
+                mask,
+                part,
+                part_top,
+                part_sum,
+                *q.stride()[:3],
+                *mask_strides,
+                scaling,
+                softcap,
+                batch,
+                view.table.shape[1],
+                mask_length,
+                splits,
+                first,
+                paged[i],
+                own,
+                H=heads,
+                SHARE=query_heads // heads,
+                Q=queries,
+                DK=head_dim,
+                DV=value_dim,
+                S=form.sink,
+                WK=tail_k.shape[2],
+                WV=tail_v.shape[2],
+                RUN=i,
+                RUNS=len(views),
+                MASK=mask_kind,
+                SOFTCAP=softcap > 0,
+                DOT=dot,
+                BM=block_m,
+                BT=block_t,
+                num_warps=4,
+                **constants,
+            )
+            first += paged[i] + own
+        merge_splits_kernel[(rows, batch * heads)](
+            part,
+            part_top,
+            part_sum,
+            sinks,
+            out,
+            splits,
+            HQ=query_heads,
+            ROWS=rows,
+            Q=queries,
+            DV=value_dim,
+            BS=16,
+            BD=power(value_dim),
+            num_warps=4,
+        )
+    return hadamard(out, form.rotate_values).to(dtype)
