@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -14,13 +15,15 @@ import pytest
 
 from hfkvq.kernels import use_interpreter
 
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
-@pytest.fixture(params=["reference", "interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
-def backend(request):
-    """Device on which operations run; within the test they dispatch to this backend."""
-    if request.param == "reference":
+
+@contextlib.contextmanager
+def _dispatch_to(backend):
+    """Yields the device on which operations run; within the context they dispatch to the backend."""
+    if backend == "reference":
         yield torch.device("cpu")
-    elif request.param == "cuda":
+    elif backend == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         yield torch.device("cuda")
@@ -31,15 +34,15 @@ def backend(request):
             yield torch.device("cpu")
 
 
-@pytest.fixture(params=["interpret", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["reference", "interpret", GPU])
+def backend(request):
+    """The torch reference or the kernels."""
+    with _dispatch_to(request.param) as device:
+        yield device
+
+
+@pytest.fixture(params=["interpret", GPU])
 def triton_backend(request):
-    """As `backend`, kernels only: for tests that hold them against the reference bit for bit."""
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        yield torch.device("cuda")
-    elif torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
-    else:
-        with use_interpreter():
-            yield torch.device("cpu")
+    """The kernels only: for tests that hold them against the reference bit for bit."""
+    with _dispatch_to(request.param) as device:
+        yield device

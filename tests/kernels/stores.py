@@ -51,9 +51,7 @@ class Case:
 
     @property
     def store(self) -> StoreFormat:
-        formats = tuple(
-            tuple(PageFormat.parse(spec) for spec in pair.split("/")) for pair in self.runs.split("|")
-        )
+        formats = tuple(tuple(PageFormat.parse(spec) for spec in pair.split("/")) for pair in self.runs.split("|"))
         return StoreFormat(formats, self.sink, self.rotate_keys, self.rotate_values)
 
 
@@ -84,7 +82,8 @@ def _order(case: Case, row: int) -> list[Tensor]:
     # What is sealed of keys only (or of values only) is the newest of all sealed tokens.
     both = [min(k, v) for k, v in zip(case.keys[row], case.values[row], strict=True)]
     old = torch.randperm(sum(both)).split(both)
-    new = (torch.randperm(sum(sealed) - sum(both)) + sum(both)).split([a - b for a, b in zip(sealed, both, strict=True)])
+    new = torch.randperm(sum(sealed) - sum(both)) + sum(both)
+    new = new.split([a - b for a, b in zip(sealed, both, strict=True)])
     return [torch.cat([a.sort().values, b.sort().values]) + case.sink for a, b in zip(old, new, strict=True)]
 
 
@@ -100,13 +99,14 @@ def build(case: Case, seed: int = 0) -> Layer:
 
     flat: list[Tensor] = []
     views: list[RunView] = []
+    pool, device = batch * case.pages + 3, torch.device("cpu")
     for i, (fmt_k, fmt_v) in enumerate(store.runs):
-        table = torch.randperm(batch * case.pages + 3)[: batch * case.pages].view(batch, case.pages).int()
+        table = torch.randperm(pool)[: batch * case.pages].view(batch, case.pages).int()
         pos = poison(torch.empty(batch, case.pages * fmt_k.page_size, dtype=torch.int32))
         for row in range(batch):
             pos[row, : len(orders[row][i])] = orders[row][i]
         parts = [
-            [poison(x) for x in fmt.allocate(side, batch * case.pages + 3, case.heads, dim, case.dtype, torch.device("cpu"))]
+            [poison(x) for x in fmt.allocate(side, pool, case.heads, dim, case.dtype, device)]
             for side, fmt, dim in (("keys", fmt_k, case.head_dim), ("values", fmt_v, case.value_dim))
         ]
         views.append(RunView(table, None if store.ordered else pos, *parts))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from hfkvq.kernels import decode_attention, gather_rows, use_interpreter
-from hfkvq.kernels.decode import _decode_attention
 
+from hfkvq.kernels import decode_attention, gather_rows
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
 
 CASES = {
@@ -24,9 +21,19 @@ CASES = {
     "8-8": Case(runs="8t64p32/8t64p32", dtype=torch.bfloat16),
     "16-4": Case(runs="16c64p32/4t64p32", dtype=torch.float16),
     "page-128": Case(
-        runs="2c128p128+4x16/2t128p128", head_dim=128, value_dim=128, heads=1, pages=3, tail=(150, 130), sink=32,
-        lengths=[32 + 256 + 100], starts=[5], keys=[[256]], values=[[356 - 90]], dtype=torch.bfloat16,
-    ),  # fmt: skip
+        runs="2c128p128+4x16/2t128p128",
+        head_dim=128,
+        value_dim=128,
+        heads=1,
+        pages=3,
+        tail=(150, 130),
+        sink=32,
+        lengths=[32 + 256 + 100],
+        starts=[5],
+        keys=[[256]],
+        values=[[356 - 90]],
+        dtype=torch.bfloat16,
+    ),
     "page-24": Case(runs="2c12p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
     "r1": Case(share=1),
@@ -41,7 +48,7 @@ CASES = {
     "no-sink": Case(sink=0, lengths=[81, 35], values=[[70], [32]]),
     "only-sink": Case(lengths=[4, 2], keys=[[0], [0]], values=[[0], [0]]),
     "no-pages": Case(lengths=[30, 7], keys=[[0], [0]], values=[[0], [0]]),
-    "one-empty-row": Case(lengths=[85, 0]),
+    "one-empty-row": Case(lengths=[85, 0], keys=[[64], [0]], values=[[70], [0]]),
     "dim-80": Case(runs="2c32p32+4x10/2t16p32", head_dim=80, value_dim=80),
     "dim-96": Case(runs="4c16p32/2t96p32", head_dim=96, value_dim=96, dtype=torch.float16),
     "dim-256": Case(runs="2c32p32/2t256p32", head_dim=256, value_dim=256, heads=1, dtype=torch.bfloat16),
@@ -49,15 +56,21 @@ CASES = {
     "rotated": Case(runs="4t64p32/4t64p32", rotate_keys=64, rotate_values=64, dtype=torch.bfloat16),
     "rotated-blocks": Case(runs="2c32p32/2t80p32", head_dim=96, value_dim=80, rotate_keys=32, rotate_values=16),
     "two-runs": Case(
-        runs="2c32p32+4x8/2t64p32|4c32p32/4t64p32", tail=(40, 64), lengths=[4 + 128 + 20, 4 + 64 + 3],
-        keys=[[64, 64], [32, 32]], values=[[50, 64], [32, 20]],
-    ),  # fmt: skip
+        runs="2c32p32+4x8/2t64p32|4c32p32/4t64p32",
+        tail=(40, 64),
+        lengths=[4 + 128 + 20, 4 + 64 + 3],
+        keys=[[64, 64], [32, 32]],
+        values=[[50, 64], [32, 20]],
+    ),
     "two-runs-token": Case(
-        runs="2t64p32/2t64p32|4t64p32/4t32p32", tail=(40, 40), lengths=[4 + 110 + 20, 4 + 30 + 3],
-        keys=[[60, 50], [30, 0]], values=[[61, 50], [30, 3]], dtype=torch.bfloat16,
-    ),  # fmt: skip
-}  # fmt: skip
-CASES["one-empty-row"] = replace(CASES["one-empty-row"], keys=[[64], [0]], values=[[70], [0]])
+        runs="2t64p32/2t64p32|4t64p32/4t32p32",
+        tail=(40, 40),
+        lengths=[4 + 110 + 20, 4 + 30 + 3],
+        keys=[[60, 50], [30, 0]],
+        values=[[61, 50], [30, 3]],
+        dtype=torch.bfloat16,
+    ),
+}
 
 
 def decode(layer, device, scaling, mask=None, sinks=None, softcap=0.0):
@@ -75,3 +88,115 @@ def test_decode(backend, name):
     assert got.dtype == layer.case.dtype
     exact, plain = attend(layer, torch.float64, scaling), attend(layer, layer.case.dtype, scaling)
     assert_as_good_as_torch(got, exact, plain)
+
+
+def columns_of(layer):
+    """Logical columns of a mask: the longest padded row, and a few more as static masks have."""
+    return max(a + b for a, b in zip(layer.case.starts, layer.case.lengths, strict=True)) + 3
+
+
+FEATURES = {
+    "plain": Case(queries=3),
+    "raised-bf16": Case(runs="2c32p32+4x16+16x5/2t64p32", dtype=torch.bfloat16, share=5),
+    "rotated": Case(runs="4t64p32/4t64p32", rotate_keys=64, rotate_values=64, queries=2),
+    "two-runs": CASES["two-runs"],
+}
+
+
+@pytest.mark.parametrize("kind", ["bool", "int", "float", "bfloat16", "heads", "row", "queries"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_masks(backend, name, kind):
+    """Masks select logical columns; every axis but the last may be broadcast."""
+    layer = build(FEATURES[name])
+    case, scaling = layer.case, 0.3
+    shape = {
+        "heads": (len(case.lengths), case.heads * case.share, case.queries),
+        "row": (1, 1, 1),
+        "queries": (1, 1, case.queries),
+    }.get(kind, (len(case.lengths), 1, case.queries))
+    mask = torch.rand(*shape, columns_of(layer)) > 0.4
+    if kind == "int":
+        mask = mask.long() * 3
+    elif kind in ("float", "bfloat16"):
+        mask = torch.randn(mask.shape).masked_fill(~mask, -torch.inf).to(getattr(torch, kind))
+    elif kind == "heads":
+        # As models hand it over: a view that is expanded and sliced.
+        mask = torch.cat([mask, mask], -1)[..., : mask.shape[-1]]
+    got = decode(layer, backend, scaling, mask)
+    exact = attend(layer, torch.float64, scaling, mask)
+    assert_as_good_as_torch(got, exact, attend(layer, case.dtype, scaling, mask))
+
+
+def test_a_query_that_sees_nothing_is_zero(backend):
+    layer = build(Case(queries=2))
+    mask = torch.ones(2, 1, 2, columns_of(layer), dtype=torch.bool)
+    mask[0, :, 1] = False
+    got = decode(layer, backend, 0.3, mask).cpu()
+    assert not got[0, :, 1].any()
+    assert got[0, :, 0].any()
+    sinks = torch.zeros(layer.q.shape[1])
+    assert not decode(layer, backend, 0.3, mask, sinks).cpu()[0, :, 1].any()
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_sinks(backend, name):
+    layer = build(FEATURES[name])
+    sinks = torch.randn(layer.q.shape[1]).mul(4).to(layer.case.dtype)
+    got = decode(layer, backend, 0.2, None, sinks)
+    exact = attend(layer, torch.float64, 0.2, None, sinks)
+    assert_as_good_as_torch(got, exact, attend(layer, layer.case.dtype, 0.2, None, sinks))
+    assert (exact - attend(layer, torch.float64, 0.2)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+@pytest.mark.parametrize("name", FEATURES)
+def test_softcap(backend, name, softcap):
+    layer = build(FEATURES[name])
+    mask = torch.rand(1, 1, layer.case.queries, columns_of(layer)) > 0.2
+    got = decode(layer, backend, 0.2, mask, None, softcap)
+    exact = attend(layer, torch.float64, 0.2, mask, None, softcap)
+    assert_as_good_as_torch(got, exact, attend(layer, layer.case.dtype, 0.2, mask, None, softcap))
+
+
+@pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "values-lag", "two-runs", "rotated-blocks"])
+def test_a_row_is_the_same_alone(backend, name):
+    """What the batch mates of a row hold changes nothing, not even which splits add up to it."""
+    case = CASES[name]
+    layer, other = build(case), build(case, seed=1)
+    for own, foreign in ((layer.q, other.q), *zip(layer.windows, other.windows, strict=True)):
+        own[1] = foreign[1]
+    layer.counters[1, 1] -= 5
+    expected = decode(build(case), backend, 0.2).cpu()
+    assert torch.equal(decode(layer, backend, 0.2).cpu()[0], expected[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_gather_rows(backend, name, side):
+    layer = build(CASES[name])
+    case = layer.case
+    columns = columns_of(layer)
+    _, counters, windows, runs = layer.to(backend)
+    got = gather_rows(counters, windows, runs, columns, case.store, side)
+    assert got.dtype == case.dtype
+    dense = layer.dense_keys if side == "keys" else layer.dense_values
+    for row, (start, length) in enumerate(zip(case.starts, case.lengths, strict=True)):
+        exact = dense[row, :, :length]
+        close = torch.allclose(
+            got[row, :, start : start + length].cpu().double(), exact, rtol=torch.finfo(case.dtype).eps, atol=2e-6
+        )
+        assert close
+        assert not got[row, :, :start].any()
+        assert not got[row, :, start + length :].any()
+
+
+@pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "two-runs", "rotated"])
+def test_opcheck(backend, name):
+    layer = build(CASES[name])
+    # The checker compares arguments with themselves, which NaN fails.
+    q, counters, windows, runs = layer.to(backend)
+    for x in (*windows, *runs):
+        if x.is_floating_point():
+            x.nan_to_num_(0.0)
+    arguments = (q, counters, windows, runs, None, None, 0.1, 0.0, layer.case.store.spec)
+    torch.library.opcheck(torch.ops.hfkvq.decode_attention.default, arguments)

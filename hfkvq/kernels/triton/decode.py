@@ -232,9 +232,10 @@ def merge_splits_kernel(
 
 
 def _supported(form: StoreFormat, q: Tensor, value_dim: int) -> bool:
-    """Whether there is a kernel: not for fp8 pages, wider heads than any model has, or exotic dtypes."""
-    integer = all(keys.bits != 8 and values.bits != 8 for keys, values in form.runs)
-    return integer and q.dtype in _DOT_DTYPES and max(q.shape[-1], value_dim) <= 512
+    """Whether there is a kernel: not for fp8 pages, f64, or heads whose tiles outgrow shared memory."""
+    plain = all(keys.bits != 8 and values.bits != 8 for keys, values in form.runs)
+    widest = 256 if q.dtype == torch.float32 else 512
+    return plain and q.dtype in _DOT_DTYPES and max(q.shape[-1], value_dim) <= widest
 
 
 def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, list[int], int, int]:
@@ -310,10 +311,12 @@ def decode_attention_triton(
     elif q.stride(-1) != 1:
         q = q.contiguous()
 
+    # Tiles of tokens times channels that registers and shared memory hold; f32 dots stage both operands in the latter.
     wide = max(power(head_dim), power(value_dim))
-    block_m = min(32, max(16, power(rows)))
+    room = 4096 if dtype == torch.float32 else 8192
     page = form.runs[0][0].page_size
-    block_t = min(64 if wide <= 128 else 32, max(16, power(page)))
+    block_t = max(16, min(64, room // wide, power(page)))
+    block_m = min(32 if wide * 32 <= room else 16, max(16, power(rows)))
     tiles = triton.cdiv(rows, block_m)
     paged, windowed = _split_counts(
         form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, multiprocessors(q.device)
@@ -372,7 +375,7 @@ def decode_attention_triton(
                 DOT=dot,
                 BM=block_m,
                 BT=block_t,
-                num_warps=4,
+                num_warps=8 if wide > 256 else 4,
                 **constants,
             )
             first += paged[i] + own

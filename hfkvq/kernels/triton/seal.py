@@ -294,6 +294,7 @@ def seal_triton(
             BG=block,
             BE=width,
             BD=power(head_dim),
+            num_warps=8 if block * fields * width > 4096 else 4,
             **counts,
             **shape,
         )
@@ -313,6 +314,7 @@ def seal_triton(
                 BE4=power(room4 // 8),
                 B16=power(room16),
                 BD=power(head_dim),
+                num_warps=8 if block * max(room4, room16) > 4096 else 4,
                 enable_fp_fusion=False,
                 **counts,
             )
