@@ -41,7 +41,7 @@ def hfkvq_attention(
     Returns:
         (B, Q, Hq, Dv) and None.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     layer = key.hfkvq_layer if isinstance(key, LazyKV) and isinstance(value, LazyKV) else None
     if (
         layer is None

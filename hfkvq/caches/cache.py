@@ -11,7 +11,6 @@ from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
 )
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -55,16 +54,17 @@ def _head_dim(config: PreTrainedConfig) -> int | None:
 class MixedKVCache(Cache):
     """A KV cache that stays compressed and is attended in place.
 
-    ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes. Full-attention
-    layers are held in pages by the scheme; sliding-window and linear-attention layers stay as Transformers makes them.
+    ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
+    Full-attention layers are held in pages by the scheme; sliding-window and linear-attention layers stay as
+    Transformers makes them.
 
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
     lacks a feature). `detach` undoes it. With ``attach=False`` the config is left alone: stock sdpa is intercepted and
     attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower.
 
-    Not finite keys and values: refused with ``debug=True``. Otherwise they are left out of every scale and stored as the
-    nearest end of their group, so they never change what other tokens' pages hold.
+    Keys and values that are not finite are refused with ``debug=True``. Otherwise they are left out of every scale and
+    stored as the nearest end of their group, so they never change what other tokens' pages hold.
 
     Args:
         model_or_config: the model (needed for nothing but convenience), or its config.
@@ -114,10 +114,12 @@ class MixedKVCache(Cache):
         if not any(isinstance(layer, KVLayer) for layer in layers):
             if not any(isinstance(layer, DynamicLayer) for layer in layers):
                 raise ValueError(
-                    f"model_or_config: {type(config).__name__} has no attention layers, so there is no KV cache to compress."
+                    f"model_or_config: {type(config).__name__} has no attention layers, so there is no KV cache to "
+                    "compress; run this model without hfkvq."
                 )
             logger.warning(
-                "%s has sliding-window attention only; its layers stay as Transformers makes them.", type(config).__name__
+                "%s has sliding-window attention only; its layers stay as Transformers makes them.",
+                type(config).__name__,
             )
         super().__init__(layers=layers)
         self.config = text
@@ -150,10 +152,15 @@ class MixedKVCache(Cache):
         elements = [store.elements() for store in stores]
         bits = sum(store.code_bits() * n for store, n in zip(stores, elements, strict=True))
         staged = [layer.staged for layer in self.compressed_layers if layer.staged is not None]
+        notes = {id(tensor): tensor.nbytes for layer in self.compressed_layers for tensor in layer.notes()}
+        parts += StoreBytes(tables=sum(notes.values()))
         stock = 0
         for layer in self.layers:
             if not isinstance(layer, KVLayer):
-                stock += sum(x.nbytes for x in vars(layer).values() if isinstance(x, torch.Tensor))
+                for x in vars(layer).values():
+                    # Linear attention keeps its states in dicts.
+                    held = x.values() if isinstance(x, dict) else (x,)
+                    stock += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
         return MemoryReport(
             compressed=parts,
             staged=sum(tensor.nbytes for pair in staged for tensor in pair),

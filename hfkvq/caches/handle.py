@@ -1,4 +1,4 @@
-"""The handle that `update` returns: a tensor in shape only, which attention recognizes and anything else dequantizes."""
+"""The handle that `update` returns: a tensor in shape only; attention knows it, anything else dequantizes it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _METADATA = {
 class LazyKV(torch.Tensor):
     """Stands for a layer's keys or values: (B, H, T, D) in logical shape, no storage.
 
-    The "hfkvq" attention, and PyTorch's `scaled_dot_product_attention`, attend to the pages behind it. ``repeat_kv`` and
-    no-op conversions give another handle. Any other function gets the dequantized tensor: right, only slower.
+    The "hfkvq" attention, and PyTorch's `scaled_dot_product_attention`, attend to the pages behind it. ``repeat_kv``
+    and no-op conversions give another handle. Any other function gets the dequantized tensor: right, only slower.
 
     Attributes:
         hfkvq_layer: the cache layer.
@@ -45,7 +45,7 @@ class LazyKV(torch.Tensor):
     form: str
 
     @staticmethod
-    def __new__(  # noqa: D102
+    def __new__(
         cls, layer: KVLayer, side: Side, repeats: int = 1, form: str = "bhsd", shape: tuple[int, ...] | None = None
     ) -> LazyKV:
         handle = torch.Tensor._make_wrapper_subclass(

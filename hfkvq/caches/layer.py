@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.decode import LENGTH, sealed_count
 from hfkvq.kernels.pages import Side
 
 from .handle import LazyKV
@@ -30,7 +30,7 @@ class PaddingReader:
     def __init__(self) -> None:
         self._mask: weakref.ref[Tensor] | None = None
         self._key: tuple[int, int, int] | None = None
-        self._found: Padding | None = None
+        self.found: Padding | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
         """A fresh reader: it holds nothing worth copying."""
@@ -52,9 +52,10 @@ class PaddingReader:
         Returns:
             None if no new column is padding. One transfer to the host, for a mask not met before.
         """
-        key = (mask._version, seen, tokens)
+        # Tensors of inference mode count no versions; nobody may change them in place either, but within that mode.
+        key = (0 if mask.is_inference() else mask._version, seen, tokens)
         if self._mask is not None and self._mask() is mask and self._key == key:
-            return self._found
+            return self.found
         visible = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
         visible = visible[:, 0]
         if visible.shape[1] == tokens and tokens > 1:
@@ -76,7 +77,7 @@ class PaddingReader:
                 first = valid.to(torch.int8).argmax(1, keepdim=True)
                 source = torch.where(valid.any(1, keepdim=True), torch.where(before >= 0, before, first), column)
             found = Padding(lead, frozenset(amounts), source)
-        self._mask, self._key, self._found = weakref.ref(mask), key, found
+        self._mask, self._key, self.found = weakref.ref(mask), key, found
         return found
 
 
@@ -120,7 +121,8 @@ class KVLayer(CacheLayerMixin):
         self.padding: Padding | None = None
         self.uncommitted = False
         self.query_sum: Tensor | None = None
-        self.query_count = 0
+        self.query_count: Tensor | None = None
+        self.new_columns = 0
 
     # What Transformers calls.
 
@@ -149,7 +151,7 @@ class KVLayer(CacheLayerMixin):
                 mode, an entry is not finite. Nothing is changed then.
         """
         self._check(key_states, value_states)
-        if self.store is None:
+        if self.store is None or (not self.seen and self._kind(key_states, value_states) != self._kind_held()):
             self.lazy_initialization(key_states, value_states)
         self._settle()
         self.staged = (key_states.detach(), value_states.detach())
@@ -159,8 +161,8 @@ class KVLayer(CacheLayerMixin):
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
             raise ValueError(
-                f"update: got keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected (batch, heads, tokens, "
-                "dim) on both sides with the same batch, heads and tokens."
+                f"update: got keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected (batch, heads, "
+                "tokens, dim) on both sides with the same batch, heads and tokens."
             )
         if not keys.is_floating_point():
             raise ValueError(f"update: got keys of {keys.dtype}, allowed floating point.")
@@ -169,19 +171,20 @@ class KVLayer(CacheLayerMixin):
                 f"update: keys are {keys.dtype} on {keys.device} but values {values.dtype} on {values.device}; "
                 "they must agree."
             )
-        if self.store is not None:
-            have = (self.batch_size, self.heads, self.store.dims["keys"], self.store.dims["values"])
-            got = (*keys.shape[:2], keys.shape[-1], values.shape[-1])
+        # An empty layer takes anything: what it had allocated is for reuse, not a promise.
+        if self.store is not None and self.seen:
+            *have, dtype, device = self._kind_held()
+            *got, new_dtype, new_device = self._kind(keys, values)
             for name, a, b in zip(("batch size", "KV heads", "key dim", "value dim"), have, got, strict=True):
                 if a != b:
                     raise ValueError(
                         f"update: got {name} {b}, but this cache was first used with {a}; use a new cache, or call "
                         "reset() first (what it holds is kept until then)."
                     )
-            if keys.dtype != self.dtype or keys.device != self.device:
+            if (dtype, device) != (new_dtype, new_device):
                 raise ValueError(
-                    f"update: got {keys.dtype} on {keys.device}, but this cache was first used with {self.dtype} on "
-                    f"{self.device}; use a new cache, or call reset() first."
+                    f"update: got {new_dtype} on {new_device}, but this cache was first used with {dtype} on "
+                    f"{device}; use a new cache, or call reset() first."
                 )
         if self.capacity is not None and self.seen + keys.shape[2] > self.capacity:
             raise ValueError(
@@ -193,6 +196,14 @@ class KVLayer(CacheLayerMixin):
                 "update: keys or values hold NaN or infinity; nothing was cached. Look for the layer that made them "
                 "(torch.autograd.detect_anomaly, or fp16 overflow: try bfloat16)."
             )
+
+    @staticmethod
+    def _kind(keys: Tensor, values: Tensor) -> tuple[Any, ...]:
+        return (*keys.shape[:2], keys.shape[-1], values.shape[-1], keys.dtype, keys.device)
+
+    def _kind_held(self) -> tuple[Any, ...]:
+        dims = self._held().dims
+        return self.batch_size, self.heads, dims["keys"], dims["values"], self.dtype, self.device
 
     def get_seq_length(self) -> int:
         """Logical tokens seen, padding included, whatever is still stored."""
@@ -210,7 +221,7 @@ class KVLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Dequantized keys (B, H, seen, D), a copy; None before the first update."""
         return self.dense("keys") if self.seen else None
 
@@ -220,7 +231,7 @@ class KVLayer(CacheLayerMixin):
             raise AttributeError("keys: pages cannot be assigned; use update().")
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Dequantized values (B, H, seen, D), a copy; None before the first update."""
         return self.dense("values") if self.seen else None
 
@@ -293,8 +304,9 @@ class KVLayer(CacheLayerMixin):
 
     def _rows(self, rows: Tensor) -> None:
         self.batch_size = rows.shape[0]
-        if self.query_sum is not None:
-            self.query_sum = self.query_sum[rows.to(self.query_sum.device)]
+        if self.query_sum is not None and self.query_count is not None:
+            rows = rows.to(self.query_sum.device)
+            self.query_sum, self.query_count = self.query_sum[rows], self.query_count[rows]
 
     def reset(self) -> None:
         """Forgets everything. A cache of fixed capacity keeps its allocation for the next use of the same shape."""
@@ -339,7 +351,7 @@ class KVLayer(CacheLayerMixin):
         if self.staged is None:
             return queries <= 16
         keys, values = self.staged
-        tokens = keys.shape[2]
+        self.new_columns = tokens = keys.shape[2]
         self.padding = None
         if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
             lengths = store.counters[LENGTH]
@@ -367,21 +379,30 @@ class KVLayer(CacheLayerMixin):
 
     def _observe(self, query: Tensor) -> None:
         magnitude = query.detach().abs().float()
-        if self.padding is not None and query.shape[2] == self.staged_length:
-            column = torch.arange(query.shape[2], device=query.device)
+        batch, _, queries, _ = query.shape
+        real = torch.ones(batch, queries, dtype=torch.bool, device=query.device)
+        if self.padding is not None:
+            # The newest queries may be all there are; a packed step (see `handle`) has several of its one column.
+            column = (torch.arange(queries, device=query.device) + self.new_columns - queries).clamp(min=0)
             real = column >= self.padding.lead.to(query.device)[:, None]
+            if self.padding.source is not None:
+                real = real & (self.padding.source.to(query.device)[:, column] == column)
             magnitude = magnitude * real[:, None, :, None]
-        total = magnitude.sum(2).unflatten(1, (self.heads, -1)).mean(2)
-        self.query_sum = total if self.query_sum is None else self.query_sum + total
-        self.query_count += query.shape[2]
+        total, count = magnitude.sum(2).unflatten(1, (self.heads, -1)).mean(2), real.sum(1)
+        if self.query_sum is None or self.query_count is None:
+            self.query_sum, self.query_count = total, count
+        else:
+            self.query_sum, self.query_count = self.query_sum + total, self.query_count + count
 
     def _hold(self) -> int:
         return ROLLBACK if self.record_past else 0
 
     def _query_mean(self) -> Tensor | None:
-        if self.query_sum is None:
+        if self.query_sum is None or self.query_count is None:
             return None
-        return self.query_sum / max(self.query_count, 1)
+        count = self.query_count[:, None, None]
+        # A row that has shown no query since its last seal weighs its channels alike.
+        return torch.where(count > 0, self.query_sum / count.clamp(min=1), 1.0)
 
     def _settle(self, commit: bool = True) -> None:
         """Does what is left of the last update: staged tokens join the store, and what is due is sealed."""
@@ -390,22 +411,35 @@ class KVLayer(CacheLayerMixin):
             return
         if self.staged is not None:
             (keys, values), self.staged = self.staged, None
-            before = store.states
+            before = sealed_count(store.counters, "keys")
             store.extend(keys, values, self.padding, self._hold(), self._query_mean())
             self.padding = None
-            self._forget_queries(any(a.keys < b.keys for a in before for b in store.states))
+            self._forget_queries(before)
         elif self.uncommitted and commit:
             self._commit()
         self.uncommitted = self.uncommitted and not commit
 
     def _commit(self) -> None:
-        if self.store is not None:
-            self._forget_queries(self.store.commit(self._hold(), self._query_mean()))
-        self.uncommitted = False
+        store = self.store
+        if store is not None:
+            before = None if self.query_sum is None else sealed_count(store.counters, "keys")
+            if store.commit(self._hold(), self._query_mean()) and before is not None:
+                self._forget_queries(before)
+        self.padding, self.uncommitted = None, False
 
-    def _forget_queries(self, sealed: bool) -> None:
-        if sealed:
-            self.query_sum, self.query_count = None, 0
+    def _forget_queries(self, before: Tensor) -> None:
+        """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates."""
+        if self.query_sum is not None and self.query_count is not None:
+            sealed = sealed_count(self._held().counters, "keys") > before
+            self.query_sum = self.query_sum.masked_fill(sealed[:, None, None], 0.0)
+            self.query_count = self.query_count.masked_fill(sealed, 0)
+
+    def notes(self) -> list[Tensor]:
+        """Small tensors beside the store: query statistics and the padding last found."""
+        found = [self.query_sum, self.query_count]
+        for padding in (self.padding, self.reader.found):
+            found += [] if padding is None else [padding.lead, padding.source]
+        return [tensor for tensor in found if tensor is not None]
 
     def dense(self, side: Side) -> Tensor:
         """Dequantized (B, H, seen, D) in logical order; newly staged tokens as they came."""

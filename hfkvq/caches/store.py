@@ -9,7 +9,8 @@ Invariants, each with a test:
 5. Codes are computed against scale and zero as stored.
 6. A row's bytes depend on that row alone: its token 0 is its first real token, wherever the padding put it.
 7. A format per channel takes whole pages and gives none back, but for `crop`, which reopens what it cuts.
-8. Leading padding is not stored at all; a padded column within a row holds its neighbour's vector, which widens no scale.
+8. Leading padding is not stored at all; a padded column within a row holds its neighbour's vector and widens
+   no scale.
 
 The host never asks the device how long a row is: it keeps the set of lengths that rows *may* have (one for every
 amount of padding in the batch), which says whether a seal is due and how much room to reserve.
@@ -450,7 +451,9 @@ class KVStore:
         for side in ("keys", "values"):
             fmt, parts = self.format.runs[run][side == "values"], view.keys if side == "keys" else view.values
             extra = fmt.allocate(side, pages, self.heads, self.dims[side], self.dtype, self.device)
-            parts[:] = [torch.cat([part, more]) if part.shape[0] else more for part, more in zip(parts, extra, strict=True)]
+            parts[:] = [
+                torch.cat([part, more]) if part.shape[0] else more for part, more in zip(parts, extra, strict=True)
+            ]
 
     def reserve_tail(self, hold: int) -> None:
         """Lets the tail grow to hold ``hold`` tokens that stay unsealed."""
@@ -460,7 +463,7 @@ class KVStore:
             self.tail_limit[side] = max(self.tail_limit[side], limit)
 
     def _grow_tail(self, side: Side, need: int) -> None:
-        """Makes the tail at least ``need`` slots long; by doubling, up to its limit. Slots move: they count modulo it."""
+        """Makes the tail at least ``need`` slots long, by doubling, up to its limit; tokens move to their new slots."""
         at = 2 if side == "keys" else 3
         tail = self.windows[at]
         have = tail.shape[2]
@@ -510,10 +513,10 @@ class KVStore:
             behind = max(left - sink, 0)
             keys, values = (
                 min(state.sealed(side), behind // layout.unit * layout.unit)
-                for side, layout in (("keys", self.layout.keys), ("values", self.layout.values))
+                for side, layout in zip(SIDES, (self.layout.keys, self.layout.values), strict=True)
             )
             states.add(RowState(left, keys, values))
-        reopens = any(state.length and max(state.length - tokens, 0) - sink < max(state[1:]) for state in self.states)
+        reopens = any(max(state.length - tokens - sink, 0) < max(state[1:]) for state in self.states)
         if reopens and not self.format.ordered:
             raise NotImplementedError(
                 "crop: cannot remove tokens that are already sealed where tokens have widths of their own; "
@@ -686,5 +689,7 @@ class KVStore:
         if total:
             return bits / total
         keys, values = self.format.runs[-1]
-        width = [own if fmt.bits == 16 else fmt.code_bits(self.dims[s]) for s, fmt in (("keys", keys), ("values", values))]
+        width = [
+            own if fmt.bits == 16 else fmt.code_bits(self.dims[s]) for s, fmt in (("keys", keys), ("values", values))
+        ]
         return (width[0] * self.dims["keys"] + width[1] * self.dims["values"]) / sum(self.dims.values())

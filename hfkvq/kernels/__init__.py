@@ -1,4 +1,4 @@
-"""Bytes and arithmetic: page formats and the operations over them. Knows torch and Triton, nothing of models or policies."""
+"""Bytes and arithmetic: page formats and the operations over them. Knows nothing of models or policies."""
 
 from .decode import decode_attention, gather_rows
 from .dispatch import use_interpreter, use_reference

@@ -49,9 +49,7 @@ def column_positions(
     return torch.cat(positions, 1)
 
 
-def dense_columns(
-    store: StoreFormat, windows: Sequence[Tensor], runs: Sequence[RunView], side: Side
-) -> Tensor:
+def dense_columns(store: StoreFormat, windows: Sequence[Tensor], runs: Sequence[RunView], side: Side) -> Tensor:
     """Dequantized columns `sink | runs | tail` in the basis of the store: f32 (B, H, N, D)."""
     sink, tail = (windows[0], windows[2]) if side == "keys" else (windows[1], windows[3])
     parts = [sink.float()]
@@ -160,13 +158,13 @@ def _decode_attention(
             visible = visible & shown.bool()
     logits = logits.masked_fill(~visible, -torch.inf)
     top = logits.amax(-1, keepdim=True)
-    if sinks is not None:
-        extra = sinks.float().view(1, heads, share, 1, 1)
+    extra = None if sinks is None else sinks.float().view(1, heads, share, 1, 1)
+    if extra is not None:
         top = torch.maximum(top, extra)
     top = top.masked_fill(top == -torch.inf, 0.0)
     probs = torch.exp(logits - top)
     total = probs.sum(-1, keepdim=True)
-    if sinks is not None:
+    if extra is not None:
         total = total + torch.exp(extra - top)
     probs = (probs / total.clamp(min=1e-30)).flatten(2, 3)
 
@@ -244,6 +242,4 @@ def decode_attention(
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
-    return _decode_attention(
-        q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec
-    )
+    return _decode_attention(q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec)

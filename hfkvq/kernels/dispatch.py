@@ -1,4 +1,4 @@
-"""One dispatch point for every operation: PyTorch's own. A torch reference on any device, Triton where it is registered."""
+"""One dispatch point for every operation, PyTorch's own: a torch reference anywhere, Triton where registered."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 _OPS: dict[str, CustomOpDef] = {}
 _INTERPRETED: set[str] = set()

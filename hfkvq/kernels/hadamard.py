@@ -38,6 +38,18 @@ def check_rotation(name: str, block: int, head_dim: int) -> None:
 
 @define("hadamard")
 def _hadamard(x: Tensor, block: int) -> Tensor:
+    # Butterflies, not a matmul: a library's order of sums depends on the shape, and then a token's bits would depend
+    # on the chunk and the batch it came in.
+    y, step = x.float().unflatten(-1, (-1, block)), 1
+    while step < block:
+        upper, lower = y.unflatten(-1, (-1, 2, step)).unbind(-2)
+        y, step = torch.stack([upper + lower, upper - lower], -2).flatten(-3), 2 * step
+    return (y * block**-0.5).flatten(-2).to(x.dtype)
+
+
+@_hadamard.register_kernel("cuda")
+def _(x: Tensor, block: int) -> Tensor:
+    # One launch instead of one for every butterfly.
     blocks = x.float().unflatten(-1, (-1, block))
     return (blocks @ sylvester(block, x.device)).flatten(-2).to(x.dtype)
 

@@ -98,9 +98,7 @@ def quantize_pages(x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None
         levels: Tensor | float = float(2**fmt.bits - 1)
         if widths is None:
             widths = torch.full((n, heads, head_dim), fmt.bits, dtype=torch.uint8, device=x.device)
-        raised = {
-            width: _ranks(widths, width, count, fmt.raised_room(width)) for width, count in fmt.raised
-        }
+        raised = {width: _ranks(widths, width, count, fmt.raised_room(width)) for width, count in fmt.raised}
         if 4 in raised:
             index, used = raised[4]
             is_raised = torch.zeros(n, heads, head_dim, device=x.device).scatter_add_(-1, index, used.float()) > 0
@@ -143,7 +141,8 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
     x = unpack_words(codes, form.bits, head_dim).float()
     page = x.shape[-2]
     if "high" in named:
-        index = named["high_index"].long()[:, :, None, :]
+        # The clamps keep what a reserved page holds, anything, from indexing past the head.
+        index = named["high_index"].long().clamp(max=head_dim - 1)[:, :, None, :]
         upper = unpack_words(named["high"], 2, index.shape[-1]).float()
         x.scatter_add_(-1, index.expand_as(upper), upper * 4.0)
     scale, zero = named["scale"].float(), named["zero"].float()
@@ -154,7 +153,7 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
         scale, zero = scale.transpose(-1, -2)[..., None], zero.transpose(-1, -2)[..., None]
         x = (groups * scale + zero).flatten(-2)
     if "full" in named:
-        index = named["full_index"].long()[:, :, None, :]
+        index = named["full_index"].long().clamp(max=head_dim - 1)[:, :, None, :]
         full = named["full"].float()
         x.scatter_add_(-1, index.expand_as(full), full)
     return x

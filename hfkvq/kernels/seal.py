@@ -36,7 +36,9 @@ def _seal(
     x = source.transpose(1, 2)[row[:, None], columns].transpose(1, 2)
     if step > 1:
         chosen = None if widths is None else widths[row, :, block]
-        for part, made in zip(parts, quantize_pages(x, form, "keys" if side == "keys" else "values", chosen), strict=True):
+        for part, made in zip(
+            parts, quantize_pages(x, form, "keys" if side == "keys" else "values", chosen), strict=True
+        ):
             part[ids] = made
         return
     slot = token % page

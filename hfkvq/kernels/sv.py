@@ -13,9 +13,7 @@ from .qk import table_pages
 
 
 @define("sv_pages")
-def _sv_pages(
-    probs: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str, head_dim: int
-) -> Tensor:
+def _sv_pages(probs: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str, head_dim: int) -> Tensor:
     form = PageFormat.parse(fmt)
     values = table_pages(parts, table, form, "values", head_dim)
     slot = torch.arange(table.shape[1] * form.page_size, device=probs.device).view(-1, 1, form.page_size, 1)

@@ -23,7 +23,7 @@ class Kitty(Scheme):
     Figure 1 is `layout`.
     Differs from the paper: nothing known.
     Differs from the released code: codes are computed against scale and minimum as stored in f16; any dtype, any head
-    dim, any prompt length, several tokens at once and padding work; ``Pro`` is 25 % as in the paper (its scripts: 20 %).
+    dim, any prompt length, several tokens at once and padding work; Pro is 25 % as in the paper (its scripts: 20 %).
 
     Attributes:
         boost_ratio: share of key channels raised to 4 bits, per page and KV head. Kitty 0.125, Kitty-Pro 0.25.

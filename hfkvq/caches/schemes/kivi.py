@@ -42,6 +42,4 @@ class Kivi(Scheme):
         page = self.local_length
         keys = PageFormat(self.bits, "channel", self.group_size, page)
         values = PageFormat(self.bits, "token", self.group_size, page)
-        return Layout(
-            SideLayout((keys,), unit=page), SideLayout((values,), local=self.local_length), self.sink_length
-        )
+        return Layout(SideLayout((keys,), unit=page), SideLayout((values,), local=self.local_length), self.sink_length)

@@ -18,8 +18,8 @@ class SawInt4(Scheme):
     query is rotated as the keys are, the output is rotated back where the values are.
 
     Paper: Jia et al., arXiv:2604.19157, section 3; block 128, keys only, is its default.
-    Differs from the paper: scale and minimum are stored in f16 (4.25 bits an element) instead of scale and zero point in
-    f32 (4.5), which also keeps constant vectors exact. The newest tokens are attended before they are quantized, and
+    Differs from the paper: scale and minimum are stored in f16 (4.25 bits an element), not scale and zero point in f32
+    (4.5), which also keeps constant vectors exact. The newest tokens are attended before they are quantized, and
     prompts attend to their own unquantized keys and values.
     Differs from the released code: as above; any head dim with a power of two in it; no environment variables.
 
