@@ -226,7 +226,7 @@ class KVLayer(CacheLayerMixin):
         return self.dense("keys") if self.seen else None
 
     @keys.setter
-    def keys(self, value: Any) -> None:
+    def keys(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if value is not None:
             raise AttributeError("keys: pages cannot be assigned; use update().")
 
@@ -236,7 +236,7 @@ class KVLayer(CacheLayerMixin):
         return self.dense("values") if self.seen else None
 
     @values.setter
-    def values(self, value: Any) -> None:
+    def values(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if value is not None:
             raise AttributeError("values: pages cannot be assigned; use update().")
 
