@@ -77,8 +77,13 @@ class PaddingReader:
                 first = valid.to(torch.int8).argmax(1, keepdim=True)
                 source = torch.where(valid.any(1, keepdim=True), torch.where(before >= 0, before, first), column)
             found = Padding(lead, frozenset(amounts), source)
-        self._mask, self._key, self.found = weakref.ref(mask), key, found
+        self._mask, self._key, self.found = weakref.ref(mask, self._forget), key, found
         return found
+
+    def _forget(self, mask: weakref.ref[Tensor]) -> None:
+        # What was found is of no use without the mask, and would be memory that nobody asked for.
+        if mask is self._mask:
+            self._mask = self.found = None
 
 
 class KVLayer(CacheLayerMixin):

@@ -1,0 +1,263 @@
+"""Feeds a cache layer by hand, and looks at what it holds: random rows, a plain attention call, stored bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from hfkvq import Scheme, get_scheme, list_schemes
+from hfkvq.caches.attention import hfkvq_mask
+from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.kernels.decode import LENGTH, RUNS, START
+
+HEADS, SHARE, DIM = 2, 2, 32
+
+# So small that a few dozen tokens cross many page borders.
+SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8}
+
+
+def small(name: str | Scheme, **knobs: Any) -> Scheme:
+    """A preset with small pages and windows, as far as it has these knobs."""
+    scheme = get_scheme(name)
+    own = {field.name for field in fields(scheme)}
+    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | knobs)
+
+
+def cases() -> dict[str, Scheme]:
+    """Every preset with small pages, and the corners of its windows: none, and lengths that divide nothing."""
+    found: dict[str, Scheme] = {}
+    for name in list_schemes():
+        scheme = found[name] = small(name)
+        own = {field.name for field in fields(scheme)}
+        if {"local_length", "sink_length", "page_size"} <= own:
+            found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
+            found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
+    # Same code as their siblings; one corner of each is enough.
+    for name in ("kitty-pro-bare", "saw-int4-kv-odd", "int4-odd", "kivi-4-bare"):
+        found.pop(name, None)
+    return found
+
+
+def unit(scheme: Scheme) -> int:
+    """Tokens of a page."""
+    return scheme.layout(DIM, DIM).keys.formats[0].page_size
+
+
+def make(scheme: Scheme, **kwargs: Any) -> KVLayer:
+    """A layer outside any cache."""
+    return KVLayer(scheme, PaddingReader(), **kwargs)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence: queries (Hq, T, D), keys and values (H, T, D)."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __getitem__(self, tokens: slice) -> Row:
+        return Row(self.queries[:, tokens], self.keys[:, tokens], self.values[:, tokens])
+
+    def __len__(self) -> int:
+        return self.keys.shape[1]
+
+
+def row(
+    seed: int,
+    tokens: int,
+    *,
+    heads: int = HEADS,
+    share: int = SHARE,
+    dim: int = DIM,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Row:
+    """A random sequence whose key channels differ in size and sign, as real ones do."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    size, offset = (normal(heads, 1, dim) * 0.7).exp(), normal(heads, 1, dim)
+    made = (
+        normal(heads * share, tokens, dim),
+        normal(heads, tokens, dim) * size + offset,
+        normal(heads, tokens, value_dim or dim),
+    )
+    return Row(*(x.to(device=device, dtype=dtype) for x in made))
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Plain attention in f32: (B, Hq, Q, D) over (B, H, T, D); None is causal, aligned to the newest token."""
+    share = queries.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
+    logits = queries.float() @ keys.transpose(-1, -2) * scaling
+    count, columns = logits.shape[-2:]
+    if mask is None:
+        mask = torch.ones(count, columns, dtype=torch.bool, device=logits.device).tril(columns - count)
+    logits = logits + mask if mask.is_floating_point() else logits.masked_fill(~mask.bool(), -torch.inf)
+    return (torch.softmax(logits, -1).nan_to_num(0.0) @ values).to(queries.dtype)
+
+
+def mask_of(layer: KVLayer, valid: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    """The mask that the model would be given for ``tokens`` new columns; ``valid`` is the 2D mask of all columns."""
+    length, offset = layer.get_mask_sizes(tokens)
+    return hfkvq_mask(
+        batch_size=batch,
+        q_length=tokens,
+        kv_length=length,
+        q_offset=layer.get_seq_length(),
+        kv_offset=offset,
+        mask_function=causal_mask_function,
+        attention_mask=valid,
+        device="cpu" if valid is None else valid.device,
+    )
+
+
+def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> Tensor:
+    """One attention call, in the order of the "hfkvq" attention: (B, Hq, t, D)."""
+    scaling = queries.shape[-1] ** -0.5
+    mask = mask_of(layer, valid, keys.shape[0], keys.shape[2])
+    layer.update(keys, values)
+    if layer.begin(mask, queries.shape[2]):
+        out = layer.attend(queries, mask, scaling)
+    else:
+        out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, scaling)
+    layer.finish(queries)
+    return out
+
+
+def feed(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int], pads: Sequence[int] | None = None) -> list[Tensor]:
+    """Feeds left-padded rows in chunks; returns each row's outputs (Hq, T, D) at its real tokens.
+
+    The padding holds large vectors, so that whoever looks at it is found out.
+
+    Args:
+        layer: the layer, empty.
+        rows: the sequences; row b starts at column ``pads[b]`` and what stands behind the last chunk is not fed.
+        chunks: columns of each call.
+        pads: padding of each row; None for none, without a mask then.
+    """
+    leads = [0] * len(rows) if pads is None else list(pads)
+    chunks = list(chunks)
+    columns = sum(chunks)
+    padded = [_padded(row, lead, columns) for row, lead in zip(rows, leads, strict=True)]
+    queries, keys, values = (torch.stack([getattr(x, side) for x in padded]) for side in ("queries", "keys", "values"))
+    valid = None
+    if pads is not None:
+        valid = torch.arange(columns, device=keys.device) >= torch.tensor(leads, device=keys.device)[:, None]
+    outs, at = [], 0
+    for chunk in chunks:
+        new = slice(at, at + chunk)
+        at += chunk
+        seen = None if valid is None else valid[:, :at]
+        outs.append(forward(layer, queries[:, :, new], keys[:, :, new], values[:, :, new], seen))
+    out = torch.cat(outs, 2)
+    return [out[b, :, lead:] for b, lead in enumerate(leads)]
+
+
+def _padded(row: Row, lead: int, columns: int) -> Row:
+    def pad(x: Tensor) -> Tensor:
+        junk = torch.full((x.shape[0], lead, x.shape[2]), 1000.0, dtype=x.dtype, device=x.device)
+        return torch.cat([junk * torch.linspace(-1, 1, x.shape[2], device=x.device).to(x.dtype), x], 1)[:, :columns]
+
+    return Row(pad(row.queries), pad(row.keys), pad(row.values))
+
+
+def join(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of one length as a batch of queries, keys and values."""
+    return tuple(torch.stack([getattr(x, side) for x in rows]) for side in ("queries", "keys", "values"))  # type: ignore[return-value]
+
+
+def stored(layer: KVLayer, index: int) -> dict[str, Tensor]:
+    """Everything a row holds, bit for bit, in the row's own order: counts, windows, codes, scales, positions."""
+    store = layer.store
+    assert store is not None
+    counters = store.counters[:, index].tolist()
+    sink = store.layout.sink
+    length = counters[LENGTH]
+    held: dict[str, Tensor] = {"counts": torch.tensor([length, *counters[RUNS:]])}
+    sealed = {"keys": 0, "values": 0}
+    for run, (view, formats) in enumerate(zip(store.runs, store.format.runs, strict=True)):
+        for side, fmt, parts in zip(("keys", "values"), formats, (view.keys, view.values), strict=True):
+            count = counters[RUNS + 2 * run + (side == "values")]
+            sealed[side] += count
+            if view.pos is not None:
+                held[f"{run} {side} positions"] = view.pos[index, :count].clone()
+            for name, part in zip(fmt.names, parts, strict=True):
+                pages = []
+                for block in range(-(-count // fmt.page_size)):
+                    page = part[view.table[index, block].long()]
+                    axis = _token_axis(name, fmt, side)
+                    used = min(count - block * fmt.page_size, fmt.page_size)
+                    pages.append(page if axis is None else page.narrow(axis, 0, used))
+                held |= {f"{run} {side} {name} {i}": page.clone() for i, page in enumerate(pages)}
+    for side, whole, tail in zip(("keys", "values"), store.windows[:2], store.windows[2:], strict=True):
+        held[f"{side} sink"] = whole[index, :, : min(length, sink)].clone()
+        slots = torch.arange(sealed[side], max(length - sink, 0), device=tail.device) % tail.shape[2]
+        held[f"{side} tail"] = tail[index][:, slots]
+    return held
+
+
+def _token_axis(name: str, fmt: Any, side: str) -> int | None:
+    if name in ("scale", "zero"):
+        return 2 if fmt.axis == "token" else None
+    if name in ("high_index", "full_index"):
+        return None
+    return 2 if name == "codes" and side == "values" and fmt.bits < 8 else 1
+
+
+def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal names, shapes and bits."""
+    assert got["counts"].tolist() == expected["counts"].tolist()
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        assert x.shape == expected[name].shape, name
+        ours, theirs = (t.cpu().contiguous().view(torch.uint8) for t in (x, expected[name]))
+        assert torch.equal(ours, theirs), f"{name}: {(ours != theirs).sum()} bytes differ"
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+    """Equal but for the order of f32 sums."""
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def start_of(layer: KVLayer, index: int) -> int:
+    """Padding that a row began with."""
+    assert layer.store is not None
+    return int(layer.store.counters[START, index])
+
+
+def tensors_of(thing: Any) -> list[Tensor]:
+    """Every tensor that an object reaches through attributes, lists, tuples and dicts; views of one memory once."""
+    found: dict[tuple[Any, ...], Tensor] = {}
+    met: set[int] = set()
+
+    def walk(x: Any) -> None:
+        if id(x) in met:
+            return
+        met.add(id(x))
+        if isinstance(x, Tensor):
+            found[(x.data_ptr(), x.nbytes) if x.nbytes else (id(x),)] = x
+        elif isinstance(x, dict):
+            for value in x.values():
+                walk(value)
+        elif isinstance(x, (list, tuple, set, frozenset)):
+            for value in x:
+                walk(value)
+        elif is_dataclass(x) and not isinstance(x, type):
+            for field in fields(x):
+                walk(getattr(x, field.name))
+        elif hasattr(x, "__dict__") and not isinstance(x, type) and not callable(x):
+            walk(vars(x))
+
+    walk(thing)
+    return list(found.values())

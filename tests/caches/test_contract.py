@@ -1,0 +1,979 @@
+"""What every scheme must do, with the smallest pages that cross borders; each test says what a user would lose."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hfkvq import MixedKVCache, get_scheme, list_schemes
+from hfkvq.caches import scheme as registry
+from hfkvq.caches.layer import ROLLBACK
+from hfkvq.caches.scheme import Layout, Scheme, SideLayout, knob
+from hfkvq.kernels import PageFormat
+from tests.caches.driver import (
+    DIM,
+    HEADS,
+    Row,
+    assert_close,
+    assert_same_bits,
+    attention,
+    cases,
+    feed,
+    forward,
+    join,
+    make,
+    row,
+    small,
+    start_of,
+    stored,
+    tensors_of,
+    unit,
+)
+from tests.caches.models import build, config, prompt
+
+CASES = cases()
+
+on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys())
+on_every_preset = pytest.mark.parametrize("name", list_schemes())
+
+
+def assert_dense_agrees(layer, queries, mask=None):
+    """`attend` is attention over `dense`: the fused road and the universal one."""
+    scaling = queries.shape[-1] ** -0.5
+    fused = layer.attend(queries, mask, scaling)
+    plain = attention(queries, layer.dense("keys"), layer.dense("values"), mask, scaling)
+    assert_close(fused, plain)
+
+
+def assert_rows_alone(layer, rows, scheme, chunks):
+    """Every row holds the bits that it holds when it is fed alone, in these chunks of tokens."""
+    for i, own in enumerate(rows):
+        alone = make(scheme)
+        feed(alone, [own], chunks(len(own)))
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+
+
+def prompt_then_steps(prompt_length):
+    return lambda tokens: [min(prompt_length, tokens), *[1] * max(tokens - prompt_length, 0)]
+
+
+# Reading.
+
+
+@on_every_preset
+def test_fused_attention_is_attention_over_dense(name, backend, device):
+    """Prompt, then decode over two page borders, one row padded; one border where each step takes a second."""
+    scheme = small(name)
+    page = unit(scheme)
+    layer = make(scheme)
+    start, steps = (21, 2 * page + 3) if backend == "reference" else (2 * page + 2, 4)
+    rows, pads = [row(i, start + steps, device=device) for i in (1, 2)], [0, 6]
+    valid = torch.arange(start + steps, device=device) >= torch.tensor(pads, device=device)[:, None]
+    feed(layer, rows, [start], pads)
+    sealed = layer.store.counters[2:].clone()
+    for i in range(start, start + steps):
+        queries, keys, values = join([x[i - pad : i + 1 - pad] for x, pad in zip(rows, pads, strict=True)])
+        out = forward(layer, queries, keys, values, valid[:, : i + 1])
+        assert torch.isfinite(out).all()
+        assert_dense_agrees(layer, queries, valid[:, None, None, : i + 1])
+    crossed = layer.store.counters[2:] - sealed
+    assert (crossed >= page).all() if backend == "reference" else crossed.any()
+
+
+@on_every_case
+def test_decode_output_is_attention_with_the_new_token_whole(scheme):
+    """A step attends before it seals: what came out used the new token as it came."""
+    layer = make(scheme)
+    own = row(3, 60)
+    feed(layer, [own], [41])
+    for i in range(41, 60):
+        queries, keys, values = join([own[i : i + 1]])
+        before = [layer.dense(side) for side in ("keys", "values")]
+        expected = attention(
+            queries, torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2), None, DIM**-0.5
+        )
+        assert_close(forward(layer, queries, keys, values), expected)
+
+
+@on_every_case
+def test_prompt_attends_to_itself_unquantized(scheme):
+    layer = make(scheme)
+    own = row(3, 50)
+    (out,) = feed(layer, [own], [50])
+    queries, keys, values = join([own])
+    assert_close(out[None], attention(queries, keys, values, None, DIM**-0.5))
+
+
+@on_every_case
+@pytest.mark.parametrize("extra", ["one", "sink", "before border", "border", "long"])
+def test_prompts_of_every_length(scheme, extra):
+    """Lengths 1, S, S+G-1, S+G and several pages; each continues over a border, as if it had been decoded."""
+    sink, page = max(scheme.layout(DIM, DIM).sink, 1), unit(scheme)
+    length = {"one": 1, "sink": sink, "before border": sink + page - 1, "border": sink + page, "long": 5 * page + 3}
+    length = length[extra]
+    own = row(4, length + page + 2)
+    layer, stepped = make(scheme), make(scheme)
+    feed(layer, [own], [length] + [1] * (page + 2))
+    feed(stepped, [own], [1] * len(own))
+    assert_same_bits(stored(layer, 0), stored(stepped, 0))
+    assert_dense_agrees(layer, own.queries[None, :, -1:])
+    assert layer.get_seq_length() == len(own)
+
+
+@on_every_preset
+def test_paper_defaults_hold_a_long_row(name):
+    """Presets as published, over two borders of their own pages."""
+    scheme = get_scheme(name)
+    page = unit(scheme)
+    layer = make(scheme)
+    own = row(5, 2 * page + 60)
+    feed(layer, [own], [page + 50, *[16] * ((page - 16) // 16), *[1] * 26])
+    assert_dense_agrees(layer, own.queries[None, :, -1:])
+    assert int(layer.store.counters[2, 0]) >= page
+    sink, local = scheme.layout(DIM, DIM).sink, scheme.layout(DIM, DIM).values.local
+    seen = layer.get_seq_length()
+    # Sink and local window come back whole.
+    torch.testing.assert_close(layer.dense("keys")[0, :, :sink], own.keys[:, :sink], rtol=1e-5, atol=1e-5)
+    if local:
+        whole = slice(seen - local, seen)
+        torch.testing.assert_close(layer.dense("values")[0, :, whole], own.values[:, whole], rtol=1e-5, atol=1e-5)
+
+
+@on_every_case
+def test_dense_is_close_to_what_was_given(scheme):
+    """No token is lost, swapped or doubled: every column is nearest to its own original."""
+    layer = make(scheme)
+    own = row(6, 90)
+    feed(layer, [own], [70] + [1] * 20)
+    for side in ("keys", "values"):
+        dense, given = layer.dense(side)[0], getattr(own, side)
+        distance = torch.cdist(dense.transpose(0, 1).flatten(1), given.transpose(0, 1).flatten(1))
+        assert distance.argmin(1).tolist() == list(range(90))
+
+
+# Rows and padding.
+
+
+@on_every_case
+def test_padded_row_is_the_same_row_alone(scheme):
+    """Codes, scales and windows bit for bit: padding leaves no trace."""
+    page = unit(scheme)
+    rows, pads = [row(i, 60) for i in (1, 2, 3)], [0, 7, page + 2]
+    layer = make(scheme)
+    outs = feed(layer, rows, [44] + [1] * 16, pads)
+    for i, pad in enumerate(pads):
+        alone = make(scheme)
+        (out,) = feed(alone, [rows[i][: 60 - pad]], [44 - pad] + [1] * 16)
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+        assert start_of(layer, i) == pad
+        assert_close(outs[i], out)
+
+
+@on_every_preset
+def test_padded_row_is_the_same_row_alone_in_kernels(name, backend, device):
+    """As above on every backend, on a small shape."""
+    scheme = small(name)
+    rows, pads = [row(i, 30, device=device) for i in (1, 2)], [0, 9]
+    layer = make(scheme)
+    outs = feed(layer, rows, [27, 1, 1, 1], pads)
+    for i, pad in enumerate(pads):
+        alone = make(scheme)
+        (out,) = feed(alone, [rows[i][: 30 - pad]], [27 - pad, 1, 1, 1])
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+        assert_close(outs[i], out)
+
+
+@on_every_preset
+def test_backends_store_the_same_bits(name):
+    """The interpreter's pages are the reference's."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
+    from hfkvq.kernels import use_interpreter
+
+    scheme, rows, pads = small(name), [row(i, 40) for i in (1, 2)], [0, 5]
+    layers = [make(scheme), make(scheme)]
+    expected = feed(layers[0], rows, [30, 1, 9], pads)
+    with use_interpreter():
+        got = feed(layers[1], rows, [30, 1, 9], pads)
+    for i in range(2):
+        assert_same_bits(stored(layers[1], i), stored(layers[0], i))
+        assert_close(got[i], expected[i])
+
+
+@on_every_case
+def test_row_does_not_depend_on_its_batch_mates(scheme):
+    first, others = row(1, 50), [row(2, 50), row(3, 50)]
+    held, outs = [], []
+    for other, pad in zip(others, (0, 11), strict=True):
+        layer = make(scheme)
+        outs.append(feed(layer, [first, other], [33] + [1] * 10 + [7], [0, pad])[0])
+        held.append(stored(layer, 0))
+    assert_same_bits(held[1], held[0])
+    assert_close(outs[1], outs[0])
+
+
+@on_every_case
+def test_chunks_do_not_matter(scheme):
+    """Odd chunks, shorter and longer than a step, and one that is padding only for two of the rows."""
+    rows, pads = [row(i, 80) for i in (1, 2, 3, 4)], [0, 3, 20, 38]
+    for chunks in ([17, 20, 5, 1, 1, 9, 27], [3, 2, 1, 6, 8, 16, 16, 1, 27], [39, 41], [1] * 30 + [50]):
+        layer = make(scheme)
+        feed(layer, rows, chunks, pads)
+        assert [start_of(layer, i) for i in range(4)] == pads
+        for i, pad in enumerate(pads):
+            alone = make(scheme)
+            feed(alone, [rows[i][: 80 - pad]], [80 - pad])
+            assert_same_bits(stored(layer, i), stored(alone, 0))
+        valid = torch.arange(80) >= torch.tensor(pads)[:, None]
+        assert_dense_agrees(layer, torch.stack([x.queries[:, :1] for x in rows]), valid[:, None, None])
+
+
+@on_every_case
+def test_hole_in_a_row_widens_no_scale(scheme):
+    """Right padding inside a prompt holds its neighbour's vector, however large what stands there is."""
+    own, tokens = row(1, 60), 50
+    queries, keys, values = (x.clone() for x in join([own[:tokens]]))
+    valid = torch.ones(1, tokens, dtype=torch.bool)
+    valid[:, 20:26] = False
+    clean = [x.clone() for x in (keys, values)]
+    for x in clean:
+        x[:, :, 20:26] = x[:, :, 19:20]
+    for x in (keys, values):
+        x[:, :, 20:26] = 1e4
+    layer, expected = make(scheme), make(scheme)
+    forward(layer, queries, keys, values, valid)
+    forward(expected, queries, *clean)
+    assert_same_bits(stored(layer, 0), stored(expected, 0))
+
+
+@on_every_preset
+def test_left_padding_in_a_model(name):
+    """A padded prompt continues with the tokens that it continues with alone."""
+    model = build("llama")
+    scheme, ids = small(name), prompt(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    together = _generate(model, scheme, input_ids=ids, attention_mask=mask)
+    for i, pad in enumerate((0, 11)):
+        alone = _generate(model, scheme, input_ids=ids[i : i + 1, pad:])
+        assert together[i, 30:].tolist() == alone[0, 30 - pad :].tolist()
+
+
+def _generate(model, scheme, **inputs):
+    cache = MixedKVCache(model, scheme)
+    return model.generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
+
+
+# Rows move.
+
+
+def _started(scheme, lengths=(50, 41, 30), total=50):
+    """A layer whose rows have different lengths, and the rows."""
+    rows, pads = [row(i + 1, 90) for i in range(len(lengths))], [total - length for length in lengths]
+    layer = make(scheme)
+    feed(layer, rows, [total - 4, 1, 1, 1, 1], pads)
+    return layer, rows, pads
+
+
+def _continue(layer, batch, pads, steps, at):
+    """Decodes ``steps`` tokens of rows (each a `Row` of what comes next) with ``at`` columns before."""
+    outs = []
+    for i in range(steps):
+        queries, keys, values = join([x[i : i + 1] for x in batch])
+        valid = torch.arange(at + i + 1) >= torch.tensor(pads)[:, None]
+        outs.append(forward(layer, queries, keys, values, valid))
+    return torch.cat(outs, 2)
+
+
+def _replayed(scheme, history, tail):
+    """A row fed alone: its history, then its new tokens one at a time."""
+    alone = make(scheme)
+    whole = Row(*(torch.cat([getattr(history, s), getattr(tail, s)], 1) for s in ("queries", "keys", "values")))
+    (out,) = feed(alone, [whole], [len(history) - 4, 1, 1, 1, 1] + [1] * len(tail))
+    return stored(alone, 0), out[:, len(history) :]
+
+
+def _assert_moved(layer, scheme, rows, pads, order, steps=20):
+    """Rows moved by ``order`` and then given tokens of their own are the rows fed alone."""
+    tails = [row(100 + i, steps) for i in range(len(order))]
+    out = _continue(layer, tails, [pads[i] for i in order], steps, 50)
+    for b, source in enumerate(order):
+        held, expected = _replayed(scheme, rows[source][: 50 - pads[source]], tails[b])
+        assert_same_bits(stored(layer, b), held)
+        assert_close(out[b], expected)
+
+
+@on_every_case
+@pytest.mark.parametrize("order", [[1, 1, 0], [2, 0, 2], [0, 0, 0]], ids=str)
+def test_reordered_rows_are_the_rows_fed_alone(scheme, order):
+    """Beams: rows of different lengths trade places, share their past, and part again without touching each other."""
+    layer, rows, pads = _started(scheme)
+    layer.reorder_cache(torch.tensor(order))
+    _assert_moved(layer, scheme, rows, pads, order)
+
+
+@on_every_case
+def test_reorder_at_every_step(scheme):
+    """As beam search does: a new order at each token, over two page borders."""
+    layer, rows, pads = _started(scheme)
+    generator = torch.Generator().manual_seed(5)
+    histories, leads = [rows[i][: 50 - pads[i]] for i in range(3)], list(pads)
+    prefix = [len(x) for x in histories]
+    for step in range(36):
+        order = torch.randint(0, 3, (3,), generator=generator)
+        layer.reorder_cache(order)
+        new = [row(1000 + 3 * step + i, 1) for i in range(3)]
+        histories = [
+            Row(*(torch.cat([getattr(histories[o], s), getattr(n, s)], 1) for s in ("queries", "keys", "values")))
+            for o, n in zip(order.tolist(), new, strict=True)
+        ]
+        leads, prefix = [leads[o] for o in order.tolist()], [prefix[o] for o in order.tolist()]
+        _continue(layer, new, leads, 1, 50 + step)
+    for b in range(3):
+        alone = make(scheme)
+        feed(alone, [histories[b]], [prefix[b], *[1] * 36])
+        assert_same_bits(stored(layer, b), stored(alone, 0))
+
+
+@on_every_case
+def test_repeated_rows_are_independent(scheme):
+    layer, rows, pads = _started(scheme)
+    layer.batch_repeat_interleave(2)
+    assert layer.batch_size == 6
+    _assert_moved(layer, scheme, rows, pads, [0, 0, 1, 1, 2, 2])
+
+
+@on_every_case
+@pytest.mark.parametrize("select", [torch.tensor([2, 0]), torch.tensor([True, False, True])], ids=["indices", "mask"])
+def test_selected_rows_go_on(scheme, select):
+    layer, rows, pads = _started(scheme)
+    before = sum(x.nbytes for x in layer.store.tensors())
+    layer.batch_select_indices(select)
+    assert layer.batch_size == 2
+    assert sum(x.nbytes for x in layer.store.tensors()) < before
+    _assert_moved(layer, scheme, rows, pads, [2, 0] if select.dtype == torch.int64 else [0, 2])
+
+
+@on_every_preset
+def test_shared_pages_are_given_back_after_select(name):
+    """Repeat, part ways, select: no row reads a page that another writes."""
+    scheme = small(name)
+    layer, rows, pads = _started(scheme)
+    layer.batch_repeat_interleave(3)
+    layer.batch_select_indices(torch.tensor([1, 4, 8]))
+    layer.reorder_cache(torch.tensor([2, 1, 1]))
+    _assert_moved(layer, scheme, rows, pads, [2, 1, 1])
+
+
+@on_every_case
+def test_full_pages_are_shared_not_copied(scheme):
+    """Repeating rows adds tables, windows and room, but no page changes."""
+    layer, _, _ = _started(scheme)
+    full = [
+        (part[view.table[0, 0].long()].clone(), part)
+        for view in layer.store.runs
+        for part in (*view.keys, *view.values)
+    ]
+    table = layer.store.runs[0].table[0, 0].item()
+    layer.batch_repeat_interleave(2)
+    assert layer.store.runs[0].table[:2, 0].tolist() == [table, table]
+    for (before, _), now in zip(full, (p for v in layer.store.runs for p in (*v.keys, *v.values)), strict=True):
+        assert torch.equal(before.view(torch.uint8), now[table].contiguous().view(torch.uint8))
+
+
+# Over time.
+
+
+@on_every_case
+def test_second_prompt_on_a_used_cache(scheme):
+    """Attends to the dequantized first turn, and stores as if fed at once."""
+    own, layer, at_once = row(1, 90), make(scheme), make(scheme)
+    feed(layer, [own], [40] + [1] * 5)
+    before = [layer.dense(side) for side in ("keys", "values")]
+    queries, keys, values = join([own[45:90]])
+    out = forward(layer, queries, keys, values)
+    expected = attention(queries, torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2), None, DIM**-0.5)
+    assert_close(out, expected)
+    feed(at_once, [own], [90])
+    assert_same_bits(stored(layer, 0), stored(at_once, 0))
+
+
+@on_every_case
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_reset_reuses(scheme, capacity):
+    layer, fresh = make(scheme, capacity=capacity), make(scheme, capacity=capacity)
+    feed(layer, [row(1, 60), row(2, 60)], [50] + [1] * 10, [0, 5])
+    layer.reset()
+    assert layer.get_seq_length() == 0
+    rows = [row(3, 40), row(4, 40)]
+    outs = [feed(x, rows, [30] + [1] * 10, [9, 0]) for x in (layer, fresh)]
+    for i in range(2):
+        assert_same_bits(stored(layer, i), stored(fresh, i))
+        assert_close(outs[0][i], outs[1][i])
+
+
+@on_every_case
+def test_deepcopy_is_independent(scheme):
+    """Prefix reuse: a copy that goes on leaves the original as it was, and the other way round."""
+    own = row(1, 90)
+    layer = make(scheme)
+    feed(layer, [own], [50] + [1] * 5)
+    held = stored(layer, 0)
+    twin = copy.deepcopy(layer)
+    mine = {x.data_ptr() for x in layer.store.tensors() if x.numel()}
+    assert not mine & {x.data_ptr() for x in twin.store.tensors() if x.numel()}
+    out = _continue(twin, [own[55:90]], [0], 35, 55)
+    assert_same_bits(stored(layer, 0), held)
+    assert_close(_continue(layer, [own[55:90]], [0], 35, 55), out)
+    assert_same_bits(stored(layer, 0), stored(twin, 0))
+
+
+@on_every_preset
+def test_deepcopy_between_update_and_attention(name):
+    """Tokens that are staged are copied as well."""
+    layer, own = make(small(name)), row(1, 30)
+    queries, keys, values = join([own])
+    layer.update(keys, values)
+    twin = copy.deepcopy(layer)
+    for x in (layer, twin):
+        x.begin(None, 30)
+        x.finish(queries)
+    assert_same_bits(stored(layer, 0), stored(twin, 0))
+
+
+@on_every_preset
+@pytest.mark.parametrize("road", ["pickle", "torch.save"])
+def test_saved_cache_goes_on(name, road):
+    model = build("llama")
+    cache = MixedKVCache(model, small(name))
+    ids = prompt(2, 60)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    with torch.no_grad():
+        model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
+        if road == "pickle":
+            loaded = pickle.loads(pickle.dumps(cache))
+        else:
+            file = io.BytesIO()
+            torch.save(cache, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+        assert loaded.get_seq_length() == 50
+        assert loaded.scheme == cache.scheme
+        for i in range(50, 60):
+            logits = [
+                model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=x).logits
+                for x in (cache, loaded)
+            ]
+            assert torch.equal(*logits)
+    assert str(loaded.memory()) == str(cache.memory())
+
+
+@on_every_preset
+def test_seen_grows_by_one_per_step(name):
+    model = build("llama")
+    cache, ids = MixedKVCache(model, small(name)), prompt(1, 40)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        for i in range(20, 40):
+            assert cache.get_seq_length() == i
+            assert all(layer.get_seq_length() == i for layer in cache.layers)
+            model(ids[:, i : i + 1], past_key_values=cache)
+    assert cache.get_seq_length() == 40
+
+
+# Taking tokens back.
+
+
+@on_every_case
+def test_crop_within_the_tail_is_exact(scheme):
+    """Tokens that were never sealed go without a trace."""
+    own, layer, never = row(1, 90), make(scheme), make(scheme)
+    feed(layer, [own], [61])
+    held = stored(layer, 0)
+    sealed = max(held["counts"][1:].tolist())
+    spare = 61 - scheme.layout(DIM, DIM).sink - sealed
+    if not spare:
+        pytest.skip("nothing stays unsealed in this scheme")
+    layer.crop(-spare)
+    feed(never, [own], [61 - spare])
+    # A per-token side that sealed earlier than it would have keeps what it sealed.
+    for side in ("keys", "values"):
+        dense, given = layer.dense(side), never.dense(side)
+        assert dense.shape == given.shape
+        if stored(layer, 0)["counts"].tolist() == stored(never, 0)["counts"].tolist():
+            assert torch.equal(dense, given)
+    assert layer.get_seq_length() == 61 - spare
+    out = _continue(layer, [own[61 - spare : 61]], [0], spare, 61 - spare)
+    assert torch.isfinite(out).all()
+    if stored(never, 0)["counts"].tolist() == stored(layer, 0)["counts"].tolist():
+        assert_same_bits(stored(layer, 0), held)
+
+
+@on_every_case
+@pytest.mark.parametrize("tokens", [1, 5, 17, 38, 58, 60])
+def test_crop_keeps_what_dense_showed(scheme, tokens):
+    """Into sealed pages, and into the sink: what is left is what was there, dequantized."""
+    rows, pads = [row(1, 90), row(2, 90)], [0, 9]
+    layer = make(scheme)
+    feed(layer, rows, [53] + [1] * 8, pads)
+    before = [layer.dense(side) for side in ("keys", "values")]
+    layer.crop(-tokens)
+    left = 61 - tokens
+    assert layer.get_seq_length() == left
+    exact = scheme.layout(DIM, DIM).keys.formats[0].bits == 16
+    for dense, side in zip(before, ("keys", "values"), strict=True):
+        got = layer.dense(side)
+        assert got.shape[2] == left
+        if exact:
+            assert torch.equal(got, dense[:, :, :left])
+        else:
+            assert_close(got, dense[:, :, :left])
+    # What follows is attended with what is left.
+    steps = min(20, tokens)
+    batch = [x[left - pad : 61 - pad] for x, pad in zip(rows, pads, strict=True)] if left > 9 else None
+    if batch:
+        kept = [layer.dense(side) for side in ("keys", "values")]
+        valid = torch.arange(61) >= torch.tensor(pads)[:, None]
+        first = join([x[:1] for x in batch])
+        expected = attention(
+            first[0],
+            torch.cat([kept[0], first[1]], 2),
+            torch.cat([kept[1], first[2]], 2),
+            valid[:, None, None, : left + 1],
+            DIM**-0.5,
+        )
+        out = _continue(layer, batch, pads, steps, left)
+        assert_close(out[:, :, :1], expected)
+        assert_dense_agrees(layer, first[0], valid[:, None, None, : left + steps])
+
+
+def test_crop_of_lossless_pages_is_as_if_never_fed():
+    scheme = small("full", page_size=8)
+    for tokens in range(1, 61, 7):
+        rows, pads = [row(1, 90), row(2, 90)], [0, 9]
+        layer, never = make(scheme), make(scheme)
+        feed(layer, rows, [53] + [1] * 8, pads)
+        layer.crop(-tokens)
+        feed(never, rows, [61 - tokens], pads)
+        for i in range(2):
+            assert_same_bits(stored(layer, i), stored(never, i))
+        if tokens < 45:
+            feed_on = [x[61 - tokens - pad :] for x, pad in zip(rows, pads, strict=True)]
+            for x in (layer, never):
+                _continue(x, feed_on, pads, 20, 61 - tokens)
+            for i in range(2):
+                assert_same_bits(stored(layer, i), stored(never, i))
+
+
+@on_every_case
+def test_crop_then_a_row_that_had_not_started(scheme):
+    """Cropping back into one row's padding: it starts again where its first token comes."""
+    rows, layer, never = [row(1, 60), row(2, 60)], make(scheme), make(scheme)
+    feed(layer, rows, [40], [0, 30])
+    layer.crop(-20)
+    assert start_of(layer, 1) == 20
+    valid = torch.arange(60) >= torch.tensor([0, 30])[:, None]
+    junk = Row(*(torch.full_like(x[:, :10], 1000.0) for x in (rows[1].queries, rows[1].keys, rows[1].values)))
+    for new in (slice(20, 30), slice(30, 50)):
+        other = junk if new.start == 20 else rows[1][:20]
+        queries, keys, values = join([rows[0][new], other])
+        forward(layer, queries, keys, values, valid[:, : new.stop])
+    feed(never, [rows[1]], [20])
+    assert start_of(layer, 1) == 30
+    assert_same_bits(stored(layer, 1), stored(never, 0))
+
+
+@on_every_preset
+def test_crop_nothing_and_tensor_valued(name):
+    """Transformers 5.17 passes a tensor; crop(0) seals what is due and removes nothing."""
+    scheme, own = small(name), row(1, 60)
+    layer, other = make(scheme), make(scheme)
+    feed(layer, [own], [50])
+    held = stored(layer, 0)
+    layer.crop(0)
+    assert_same_bits(stored(layer, 0), held)
+    feed(other, [own], [50])
+    layer.crop(torch.tensor(-3))
+    other.crop(-3)
+    assert isinstance(layer.get_seq_length(), int)
+    assert layer.get_seq_length() == 47
+    assert_same_bits(stored(layer, 0), stored(other, 0))
+
+
+@on_every_preset
+def test_crop_of_everything_starts_again(name):
+    scheme, own = small(name), row(1, 90)
+    layer, fresh = make(scheme), make(scheme)
+    feed(layer, [row(2, 50)], [50])
+    layer.crop(-50)
+    assert layer.get_seq_length() == 0
+    for x in (layer, fresh):
+        feed(x, [own], [60] + [1] * 20)
+    assert_same_bits(stored(layer, 0), stored(fresh, 0))
+
+
+@on_every_case
+def test_recording_the_past_keeps_the_newest_unsealed(scheme):
+    """Assisted decoding takes back up to 64 tokens exactly; sealing catches up when they are settled."""
+    own, layer, plain = row(1, 200), make(scheme), make(scheme)
+    layer.activate_past_recording()
+    feed(layer, [own], [90] + [5] * 10)
+    layer.crop(0)
+    sink, most = scheme.layout(DIM, DIM).sink, max(stored(layer, 0)["counts"][1:].tolist())
+    assert most <= 140 - sink - ROLLBACK
+    assert most > 140 - sink - ROLLBACK - 2 * unit(scheme) - 16
+    for side in ("keys", "values"):
+        newest = slice(140 - ROLLBACK, 140)
+        assert_close(layer.dense(side)[0, :, newest], getattr(own, side)[:, newest])
+    # A rejected draft takes nothing with it: the tokens before it are still whole, and later pages those of a cache
+    # that never waited.
+    for _ in range(3):
+        forward(layer, *join([row(9, 7)]))
+        layer.crop(-7)
+    for side in ("keys", "values"):
+        newest = slice(140 - ROLLBACK + 7, 140)
+        assert_close(layer.dense(side)[0, :, newest], getattr(own, side)[:, newest])
+    _continue(layer, [own[140:200]], [0], 60, 140)
+    feed(plain, [own], [200])
+    ours, theirs = stored(layer, 0), stored(plain, 0)
+    count = int(ours["counts"][1])
+    for side in ("keys", "values"):
+        kept = slice(0, sink + min(count, int(ours["counts"][2])))
+        assert torch.equal(layer.dense(side)[:, :, kept], plain.dense(side)[:, :, kept])
+    assert count <= int(theirs["counts"][1])
+
+
+# Size.
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "qwen3-next", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["kitty", "kivi-4", "saw-int4-kv", "full"])
+def test_memory_is_the_sum_of_all_tensors(family, name):
+    """Nothing is held that the report does not count."""
+    if family == "mistral-sliding" and name != "full":
+        pytest.skip("nothing to compress")
+    model = build(family)
+    cache, ids = MixedKVCache(model, small(name)), prompt(2, 50)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    with torch.no_grad():
+        model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+        for i in range(40, 50):
+            model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache)
+    assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
+
+
+@pytest.mark.parametrize("when", ["staged", "padded", "queries"])
+def test_memory_counts_what_is_held_in_passing(when):
+    """Staged tokens, the padding found in a mask, the query statistics."""
+    model = build("llama")
+    scheme = small("kitty", score="qk_abs") if when == "queries" else small("kitty")
+    cache, ids = MixedKVCache(model, scheme), prompt(2, 50)
+    if when == "staged":
+        cache.update(*(torch.randn(2, 2, 40, 32) for _ in range(2)), 0)
+        assert cache.memory().staged == 2 * 2 * 2 * 40 * 32 * 4
+    else:
+        mask = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
+        if when == "padded":
+            mask[0, :, :, :9] = False
+        with torch.no_grad():
+            model(ids[:, :40], attention_mask=mask, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+    assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "keys", "values"),
+    [
+        ("kivi-2", 128, 2, 2),
+        ("kivi-4", 128, 4, 4),
+        ("kitty", 128, 2.25, 2),
+        ("kitty-pro", 128, 2.5, 2),
+        ("kitty", 64, 2.25, 2),
+        ("saw-int4", 128, 4, 4),
+        ("saw-int4-kv", 128, 4, 4),
+        ("int4", 128, 4, 4),
+        ("full", 128, 16, 16),
+    ],
+)
+def test_nominal_code_bits(name, dim, keys, values):
+    """The papers' numbers, for a bf16 model: Kitty 2 + 2 * 16/128 on keys."""
+    layout = get_scheme(name).layout(dim, dim)
+    assert layout.keys.formats[0].code_bits(dim) == keys
+    assert layout.values.formats[0].code_bits(dim) == values
+    cache = MixedKVCache(config("llama", head_dim=dim), name)
+    states = [torch.randn(1, 2, 600, dim, dtype=torch.bfloat16) for _ in range(2)]
+    cache.update(*states, 0)
+    cache.update(*(x[:, :, :1] for x in states), 0)
+    page = get_scheme(name).layout(dim, dim)
+    # Keys run ahead by the values' local window, so the mean leans to their side.
+    sealed = (601 - 1 - page.sink) // page.keys.unit * page.keys.unit
+    late = max(600 - page.sink - page.values.local, 0) // page.values.unit * page.values.unit
+    assert cache.memory().code_bits == pytest.approx((keys * sealed + values * late) / (sealed + late))
+
+
+# Bits an element of a page, codes, scale, zero and index: head dim 128, pages of 128.
+#   kitty keys: 2 + (scale, zero of 128 tokens) 32/128 + (high) 2*16/128 + (index) 8*16/(128*128)
+#   kitty values: 2 + 32/128.  saw: 4 + 32/128.  kivi (g = 32): b + 32/32.
+TOTAL_BITS = {
+    "kitty": (2 + 0.25 + 0.25 + 0.0078125, 2.25),
+    "kitty-pro": (2 + 0.25 + 0.5 + 0.015625, 2.25),
+    "saw-int4": (4.25, 4.25),
+    "kivi-2": (3, 3),
+    "kivi-4": (5, 5),
+    "full": (16, 16),
+}
+
+
+@pytest.mark.parametrize("name", TOTAL_BITS)
+def test_total_bits_approach_the_layout(name):
+    """Bytes of a long row: pages as computed by hand, and windows and tables that stop growing."""
+    keys, values = TOTAL_BITS[name]
+    layout = get_scheme(name).layout(128, 128)
+    tokens = layout.sink + 48 * 128
+    layer = make(get_scheme(name), capacity=tokens)
+    states = [torch.randn(1, 1, tokens, 128, dtype=torch.bfloat16) for _ in range(2)]
+    layer.update(*states)
+    layer.begin(None, tokens)
+    layer.finish(states[0])
+    sizes = layer.store.nbytes()
+    assert sizes.codes + sizes.metadata == 48 * 128 * 128 * (keys + values) / 8
+    # Sink; tail of one unit (kitty, kivi: a page; else a token) less one, and 16 for a step; values: also the local
+    # window.
+    tails = sum(side.local + side.unit - 1 + 16 for side in (layout.keys, layout.values))
+    assert sizes.windows == (2 * layout.sink + tails) * 128 * 2
+    # One page number for 128 tokens, and four counters.
+    assert sizes.tables == 48 * 4 + 4 * 4
+    total = 8 * sizes.total / (2 * tokens * 128)
+    assert (keys + values) / 2 < total < (keys + values) / 2 + 0.9
+    if name == "kitty":
+        assert sizes.reserved == 0 or sizes.reserved < 48 * 128 * 128 * (keys + values) / 8 / 48 + 1
+
+
+@on_every_preset
+def test_growth_leaves_at_most_a_fifth_unused(name):
+    """Eager growth: reserved room stays small beside what is held, once a few pages are full."""
+    layer = make(small(name))
+    own = row(1, 400)
+    for at in range(0, 400, 10):
+        forward(layer, *join([own[at : at + 10]]))
+        sizes = layer.store.nbytes()
+        if at > 150:
+            assert sizes.reserved <= 0.35 * (sizes.codes + sizes.metadata)
+
+
+# Static capacity.
+
+
+@on_every_case
+def test_fixed_capacity_never_moves(scheme):
+    """The addresses of a step are those of every step, which CUDA graphs rely on."""
+    layer = make(scheme, capacity=100)
+    rows = [row(1, 100), row(2, 100)]
+    first = [x[:30] for x in rows]
+    feed(layer, first, [30], [0, 7])
+    addresses = [x.data_ptr() for x in layer.store.tensors()]
+    shapes = [x.shape for x in layer.store.tensors()]
+    valid = torch.arange(100) >= torch.tensor([0, 7])[:, None]
+    for at, t in [(30, 1), (31, 20), *((51 + i, 1) for i in range(40)), (91, 9)]:
+        queries, keys, values = join([rows[0][at : at + t], rows[1][at - 7 : at - 7 + t]])
+        forward(layer, queries, keys, values, valid[:, : at + t])
+        assert [x.data_ptr() for x in layer.store.tensors()] == addresses
+        assert [x.shape for x in layer.store.tensors()] == shapes
+    assert layer.get_max_length() == layer.get_seq_length() == 100
+    grown = make(scheme)
+    feed(grown, rows, [100], [0, 7])
+    for i in range(2):
+        assert_same_bits(stored(layer, i), stored(grown, i))
+
+
+@on_every_case
+def test_exceeding_the_capacity_changes_nothing(scheme):
+    layer = make(scheme, capacity=50)
+    feed(layer, [row(1, 45)], [40] + [1] * 5)
+    held = stored(layer, 0)
+    for t in (6, 500):
+        with pytest.raises(ValueError, match=r"max_cache_len: 45 tokens and \d+ new ones exceed the capacity of 50"):
+            forward(layer, *join([row(2, t)]))
+        assert layer.get_seq_length() == 45
+        assert layer.staged is None
+        assert_same_bits(stored(layer, 0), held)
+    forward(layer, *join([row(2, 5)]))
+    assert layer.get_seq_length() == 50
+
+
+# Widths per token.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternating(Scheme):
+    """Even row positions get 4 bits, odd ones 2; enough to show that tokens of two widths live together."""
+
+    page_size: int = knob(8, low=8)
+    unit: int = knob(8, low=1)
+    local: int = knob(3, low=0)
+    sink: int = knob(2, low=0)
+
+    def layout(self, key_dim, value_dim):
+        narrow, wide = PageFormat(2, "channel", 4, self.page_size), PageFormat(4, "token", key_dim, self.page_size)
+        values = PageFormat(2, "token", value_dim, self.page_size), PageFormat(4, "token", value_dim, self.page_size)
+        # Even and odd tokens in turn: a seal unit of two pages holds a page of each.
+        units = {"local": self.local, "unit": self.unit * 2}
+        return Layout(SideLayout((narrow, wide), **units), SideLayout(values, **units), self.sink)
+
+    def token_bits(self, keys, values, position):
+        return torch.where(position % 2 == 0, 4, 2).to(torch.uint8)
+
+
+@pytest.fixture
+def alternating(monkeypatch):
+    """The toy scheme under a name, gone again after the test."""
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+
+    class Named(Alternating):
+        """See `Alternating`."""
+
+        name = "alternating"
+        presets = {"alternating-bare": {"sink": 0, "local": 0}}  # noqa: RUF012
+
+    return Named
+
+
+def test_toy_scheme_is_registered_only_within_its_test(alternating):
+    assert {"alternating", "alternating-bare"} <= set(list_schemes())
+
+
+@pytest.mark.parametrize("earlier", ["alternating", "alternating-bare"])
+def test_toy_scheme_is_gone(earlier):
+    assert earlier not in list_schemes()
+
+
+class TestTokenWidths:
+    """A store with two runs."""
+
+    def test_tokens_go_to_the_run_of_their_width(self, alternating):
+        layer, own = make(alternating()), row(1, 60)
+        feed(layer, [own], [50])
+        # 50 - 2 (sink) - 3 (local) = 45: two units of 16, so 32 tokens are sealed: 16 odd ones in 2 bits.
+        assert stored(layer, 0)["counts"].tolist() == [50, 16, 16, 16, 16]
+        held = stored(layer, 0)
+        assert held["0 keys positions"].tolist() == list(range(3, 34, 2))
+        assert held["1 keys positions"].tolist() == list(range(2, 34, 2))
+
+    def test_residual_tokens_go_to_the_wider_run(self, alternating, monkeypatch):
+        """2-bit pages per channel are whole: of 16 tokens 11 are to be narrow, 8 fit, the last 3 are widened."""
+
+        def bits(self, keys, values, position):
+            return torch.where((position - 2) % 16 < 11, 2, 4).to(torch.uint8)
+
+        monkeypatch.setattr(alternating, "token_bits", bits)
+        layer = make(alternating())
+        feed(layer, [row(1, 60)], [50])
+        held = stored(layer, 0)
+        # Sealed at once, 32 tokens: narrow are 2..12 and 18..28, 22 of them; 16 fill two pages.
+        narrow = [*range(2, 13), *range(18, 23)]
+        assert held["0 keys positions"].tolist() == narrow
+        assert held["1 keys positions"].tolist() == [p for p in range(2, 34) if p not in narrow]
+        stepped = make(alternating())
+        feed(stepped, [row(1, 60)], [1] * 50)
+        # Sealed unit by unit: 8 of each 11.
+        assert stored(stepped, 0)["0 keys positions"].tolist() == [*range(2, 10), *range(18, 26)]
+
+    def test_without_widths_every_token_is_wide(self, alternating, monkeypatch):
+        monkeypatch.setattr(alternating, "token_bits", lambda *args: None)
+        layer = make(alternating())
+        feed(layer, [row(1, 60)], [50])
+        assert stored(layer, 0)["counts"].tolist() == [50, 0, 0, 32, 32]
+
+    @pytest.mark.parametrize("knobs", [{}, {"sink": 0, "local": 0}, {"sink": 5, "local": 7, "unit": 4}])
+    def test_dense_has_every_token_in_order(self, alternating, knobs):
+        layer, own = make(alternating(**knobs)), row(1, 120)
+        feed(layer, [own], [50, 7, 1, 1, 30] + [1] * 31)
+        for side in ("keys", "values"):
+            dense, given = layer.dense(side)[0], getattr(own, side)
+            distance = torch.cdist(dense.transpose(0, 1).flatten(1), given.transpose(0, 1).flatten(1))
+            assert distance.argmin(1).tolist() == list(range(120))
+            error = (dense - given)[:, 5:100].square().mean((0, 2))
+            if side == "values":
+                # Even positions, 4 bits: a fifth of the step of 2 bits.
+                assert error[1::2].mean() < error[::2].mean() / 10
+
+    def test_attend_is_attention_over_dense(self, alternating, backend, device):
+        layer = make(alternating())
+        rows, pads = [row(i, 60, device=device) for i in (1, 2)], [0, 9]
+        feed(layer, rows, [40] + [1] * (20 if backend == "reference" else 8), pads)
+        columns = layer.get_seq_length()
+        valid = torch.arange(columns, device=device) >= torch.tensor(pads, device=device)[:, None]
+        assert_dense_agrees(layer, torch.stack([x.queries[:, :1] for x in rows]), valid[:, None, None])
+
+    def test_padded_row_is_the_row_alone(self, alternating):
+        rows, pads = [row(i, 70) for i in (1, 2)], [0, 13]
+        layer = make(alternating())
+        feed(layer, rows, [50] + [1] * 20, pads)
+        for i, pad in enumerate(pads):
+            alone = make(alternating())
+            feed(alone, [rows[i]], [50 - pad] + [1] * 20)
+            assert_same_bits(stored(layer, i), stored(alone, 0))
+
+    def test_rows_move(self, alternating):
+        scheme = alternating()
+        layer, rows, pads = _started(scheme)
+        layer.reorder_cache(torch.tensor([2, 0, 0]))
+        _assert_moved(layer, scheme, rows, pads, [2, 0, 0])
+        layer, rows, pads = _started(scheme)
+        layer.batch_repeat_interleave(2)
+        layer.batch_select_indices(torch.tensor([5, 0, 1]))
+        _assert_moved(layer, scheme, rows, pads, [2, 0, 0])
+
+    def test_crop_within_the_tail(self, alternating):
+        layer, own = make(alternating()), row(1, 80)
+        feed(layer, [own], [50])
+        held = stored(layer, 0)
+        before = layer.dense("keys")
+        layer.crop(-14)
+        assert torch.equal(layer.dense("keys"), before[:, :, :36])
+        _continue(layer, [own[36:50]], [0], 14, 36)
+        assert_same_bits(stored(layer, 0), held)
+
+    def test_crop_into_sealed_pages_is_refused_and_loses_nothing(self, alternating):
+        layer, own = make(alternating()), row(1, 80)
+        feed(layer, [own], [50])
+        held = stored(layer, 0)
+        with pytest.raises(NotImplementedError, match=r"crop: cannot remove tokens that are already sealed.*deepcopy"):
+            layer.crop(-17)
+        assert layer.get_seq_length() == 50
+        assert_same_bits(stored(layer, 0), held)
+
+    def test_crop_into_the_sink_when_nothing_is_sealed(self, alternating):
+        layer, own = make(alternating(sink=4)), row(1, 80)
+        feed(layer, [own], [10])
+        layer.crop(-8)
+        assert layer.get_seq_length() == 2
+        assert_close(layer.dense("keys")[0], own.keys[:, :2])
+
+    def test_fixed_capacity(self, alternating):
+        layer, grown = make(alternating(), capacity=80), make(alternating())
+        rows = [row(1, 80), row(2, 80)]
+        addresses = None
+        for x in (layer, grown):
+            feed(x, rows, [40] + [1] * 40, [0, 7])
+        for i in range(2):
+            assert_same_bits(stored(layer, i), stored(grown, i))
+        layer.reset()
+        addresses = [x.data_ptr() for x in layer.store.tensors()]
+        feed(layer, rows, [40] + [1] * 40, [0, 7])
+        assert [x.data_ptr() for x in layer.store.tensors()] == addresses
+
+    def test_memory_counts_positions(self, alternating):
+        cache = MixedKVCache(config("llama"), alternating())
+        cache.update(*(torch.randn(1, HEADS, 50, DIM) for _ in range(2)), 0)
+        cache.layers[0].crop(0)
+        assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
+        assert cache.memory().code_bits == 3
