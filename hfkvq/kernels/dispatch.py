@@ -11,6 +11,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 _OPS: dict[str, CustomOpDef] = {}
+_REFERENCES: dict[str, Callable[..., Any]] = {}
 _INTERPRETED: set[str] = set()
 # Leaving these contexts would switch the kernels on again, so they are kept.
 _SWITCHED_OFF: list[contextlib.AbstractContextManager[None]] = []
@@ -21,10 +22,15 @@ def define(name: str, mutates: Iterable[str] = ()) -> Callable[[Callable[..., An
 
     def wrap(function: Callable[..., Any]) -> CustomOpDef:
         op = torch.library.custom_op(f"hfkvq::{name}", function, mutates_args=tuple(mutates))
-        _OPS[name] = op
+        _OPS[name], _REFERENCES[name] = op, function
         return op
 
     return wrap
+
+
+def reference(name: str) -> Callable[..., Any]:
+    """The torch body of an op, for launchers that meet a format they have no kernel for."""
+    return _REFERENCES[name]
 
 
 def triton_slot(name: str, launcher: str) -> None:

@@ -45,12 +45,14 @@ def _affine(x: Tensor, levels: Tensor | float, dim: int) -> tuple[Tensor, Tensor
     empty = low > high
     low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
     zero = low.half()
+    # A tensor: CUDA divides by a Python number by multiplying with its rounded reciprocal.
+    levels = levels if isinstance(levels, Tensor) else torch.full_like(low, levels)
     scale = ((high - low) / levels).clamp(max=F16_MAX).half()
     inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     code = torch.floor((x - zero.float()) * inverse + 0.5)
     # NaN compares false with everything, so it is replaced before the clamp.
     code = torch.where(torch.isnan(code), 0.0, code).clamp(min=0.0)
-    code = torch.minimum(code, torch.as_tensor(levels, dtype=code.dtype, device=code.device))
+    code = torch.minimum(code, levels)
     return code.to(torch.int32), scale, zero
 
 

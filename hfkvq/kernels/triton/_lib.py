@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -11,14 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import CustomOpDef
 
 F16_MAX = tl.constexpr(65504.0)
-
-
-def reference_of(op: CustomOpDef) -> Callable[..., Any]:
-    """The torch body of an op, for launchers that meet a format they have no kernel for."""
-    return op._init_fn
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode import _decode_attention
+from ..dispatch import reference
 from ..hadamard import hadamard
 from ..pages import PageFormat, RunView, StoreFormat, split_runs
-from ._lib import field_channels, load_page, multiprocessors, on_device, power, reference_of
+from ._lib import field_channels, load_page, multiprocessors, on_device, power
 
 PROGRAMS_PER_SM = 8
 """Aim of the split count: enough programs to keep every multiprocessor's memory pipe full to the end."""
@@ -71,14 +71,15 @@ def attend(
     return b_acc, b_new, b_sum
 
 
-@triton.jit
+# Lengths that change from step to step must not compile anew.
+@triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WINDOWED", "WK", "WV"])
 def decode_attention_kernel(
     q, counters, table, pos, sink_k, sink_v, tail_k, tail_v,
     k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, v_codes, v_scale, v_zero,
     mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, N, L, SPLITS, FIRST, PAGED, WINDOWED,
+    B, N, L, SPLITS, FIRST, PAGED, WINDOWED, WK, WV,
     H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
-    WK: tl.constexpr, WV: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, G: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr, G: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr,
@@ -193,7 +194,7 @@ def decode_attention_kernel(
     tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SPLITS"])
 def merge_splits_kernel(
     part, part_top, part_sum, sinks, out, SPLITS,
     HQ: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
@@ -300,7 +301,7 @@ def decode_attention_triton(
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
     if not _supported(form, q, value_dim):
-        return reference_of(_decode_attention)(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+        return reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     views = split_runs(form, runs)
     dtype, rows = q.dtype, query_heads // heads * queries
     # The interpreter has no bf16 arithmetic: it dots the raw words and truncates where it should round.
@@ -360,14 +361,14 @@ def decode_attention_triton(
                 first,
                 paged[i],
                 own,
+                tail_k.shape[2],
+                tail_v.shape[2],
                 H=heads,
                 SHARE=query_heads // heads,
                 Q=queries,
                 DK=head_dim,
                 DV=value_dim,
                 S=form.sink,
-                WK=tail_k.shape[2],
-                WV=tail_v.shape[2],
                 RUN=i,
                 RUNS=len(views),
                 MASK=mask_kind,

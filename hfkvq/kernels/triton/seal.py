@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..dispatch import reference
 from ..pages import PageFormat
-from ..seal import _seal
-from ._lib import F16_MAX, field_channels, fields_of, on_device, pack_fields, power, reference_of
+from ._lib import F16_MAX, field_channels, fields_of, on_device, pack_fields, power
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def ranked_channels(p_widths, o_r, WIDTH: tl.constexpr, COUNT: tl.constexpr, D: 
     return b_channel, tl.sum(m_rank.to(tl.int32), 1) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "M"])
 def seal_channel_kernel(
     codes, scale, zero, table, count, new, source, index, widths, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
@@ -115,7 +115,7 @@ def seal_channel_kernel(
     tl.store(p_word, pack_fields(b_code, BITS, FIELDS, BE, BG), mask=m_t[:, None] & (o_e < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "M"])
 def seal_raised_kernel(
     high, high_index, full, full_index, table, count, new, source, index, widths, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr,
@@ -170,7 +170,7 @@ def seal_raised_kernel(
             tl.store(full_index + i_head * N16 + o_r, b_channel.to(tl.uint8), mask=o_r < N16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "M"])
 def seal_token_kernel(
     codes, scale, zero, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
@@ -240,7 +240,7 @@ def seal_triton(
     # Triton's interpreter truncates where bf16 should be rounded.
     truncates = not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype
     if form.bits == 8 or truncates:
-        return reference_of(_seal)(parts, table, count, new, source, index, widths, fmt, side)
+        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side)
     assert all(part.is_contiguous() for part in parts), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
     tokens, page = index.shape[1], form.page_size
