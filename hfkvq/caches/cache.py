@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ _KNOWN_LAYERS = {
     "DummyLayer",
 }
 
-_BEFORE = "_hfkvq_replaced_implementation"
+# What "hfkvq" has replaced, by id of the config: anything noted on the config itself would be saved with the model.
+_REPLACED: dict[int, str | None] = {}
 
 
 def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -124,21 +126,21 @@ class MixedKVCache(Cache):
         super().__init__(layers=layers)
         self.config = text
         if attach and all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock):
-            self._attach(config, text)
+            self._attach(text)
 
     @staticmethod
-    def _attach(config: PreTrainedConfig, text: PreTrainedConfig) -> None:
+    def _attach(text: PreTrainedConfig) -> None:
         """What ``set_attn_implementation`` does, for the decoder only: modules and masks read this attribute."""
-        for target in {id(c): c for c in (config, text)}.values() if config is text else (text,):
-            now = target._attn_implementation_internal
-            if now != NAME:
-                target.__dict__.setdefault(_BEFORE, now)
-                target._attn_implementation_internal = NAME
+        if text._attn_implementation_internal != NAME:
+            if id(text) not in _REPLACED:
+                weakref.finalize(text, _REPLACED.pop, id(text), None)
+            _REPLACED[id(text)] = text._attn_implementation_internal
+            text._attn_implementation_internal = NAME
 
     def detach(self) -> None:
         """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""
-        if _BEFORE in self.config.__dict__:
-            self.config._attn_implementation_internal = self.config.__dict__.pop(_BEFORE)
+        if self.config._attn_implementation_internal == NAME and id(self.config) in _REPLACED:
+            self.config._attn_implementation_internal = _REPLACED[id(self.config)]
 
     @property
     def compressed_layers(self) -> list[KVLayer]:

@@ -110,19 +110,20 @@ def _fresh(name: str, changes: dict[str, Any], seed: int) -> transformers.PreTra
     return model.eval().float()
 
 
-def build(name: str, *, attention: str = "sdpa", seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
     """A tiny model in float32 on the CPU; the same weights for the same name and seed.
 
     Args:
         name: key of `FAMILIES`.
-        attention: attention implementation.
+        attention: attention implementation, if not the one the model has by itself.
         seed: of the weights.
         **changes: config fields.
     """
     state = torch.random.get_rng_state()
     model = _fresh(name, changes, seed)
     torch.random.set_rng_state(state)
-    model.set_attn_implementation(attention)
+    if attention is not None:
+        model.set_attn_implementation(attention)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model

@@ -1,0 +1,385 @@
+"""`generate` and raw forwards: the lossless scheme is `DynamicCache`, token for token, and nobody else notices."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from hfkvq import KittyCache, MixedKVCache, SawInt4Cache, get_scheme, list_schemes
+from hfkvq.caches.layer import KVLayer
+from tests.caches.driver import small
+from tests.caches.models import FAMILIES, build, prompt
+
+LENGTH, NEW = 40, 20
+FULL = get_scheme("full", page_size=8)
+
+
+def _generate(model, cache, ids=None, **kwargs):
+    ids = prompt(1, LENGTH) if ids is None else ids
+    options = {"max_new_tokens": NEW, "do_sample": False} | kwargs
+    return model.generate(ids, past_key_values=cache, **options)
+
+
+def greedy(model, make):
+    return _generate(model, make(), prompt(2, LENGTH))
+
+
+def padding(model, make):
+    ids = prompt(3, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, :9], mask[2, :23] = 0, 0
+    return _generate(model, make(), ids, attention_mask=mask)
+
+
+def beams(model, make):
+    ids = prompt(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    return _generate(model, make(), ids, attention_mask=mask, num_beams=3, num_return_sequences=2)
+
+
+def sampling(model, make):
+    torch.manual_seed(5)
+    return _generate(model, make(), do_sample=True, top_k=20, num_return_sequences=3)
+
+
+def assisted(model, make):
+    return _generate(model, make(), assistant_model=build("llama", seed=1))
+
+
+def lookup(model, make):
+    # A prompt that repeats itself, so that there is something to look up.
+    return _generate(model, make(), prompt(1, LENGTH // 4).repeat(1, 4), prompt_lookup_num_tokens=5)
+
+
+def chunked(model, make):
+    ids = prompt(2, LENGTH)
+    mask = torch.ones_like(ids)
+    # Row 1 begins within the second chunk, so its first chunk is padding only.
+    mask[1, :17] = 0
+    return _generate(model, make(), ids, attention_mask=mask, prefill_chunk_size=13)
+
+
+def turns(model, make):
+    cache, ids = make(), prompt(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    for turn in range(3):
+        ids = _generate(model, cache, ids, attention_mask=mask, max_new_tokens=10)
+        more = prompt(2, 9, seed=turn)
+        mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1] + 9, dtype=mask.dtype)], 1)
+        ids = torch.cat([ids, more], 1)
+    return ids
+
+
+def prefix(model, make):
+    cache, ids = make(), prompt(1, LENGTH)
+    with torch.no_grad():
+        model(ids[:, :30], past_key_values=cache)
+    out = []
+    for seed in (1, 2):
+        question = torch.cat([ids[:, :30], prompt(1, 10, seed)], 1)
+        out.append(_generate(model, copy.deepcopy(cache), question))
+    assert cache.get_seq_length() == 30
+    return torch.cat(out)
+
+
+MODES = {f.__name__: f for f in (greedy, padding, beams, sampling, assisted, lookup, chunked, turns, prefix)}
+
+
+def forwards(model, make, mask=True):
+    """Logits of raw forwards with mixed chunk sizes, at real tokens."""
+    cache, ids = make(), prompt(2, 70)
+    valid = torch.ones_like(ids)
+    valid[1, :11] = 0
+    logits, at = [], 0
+    with torch.no_grad():
+        for chunk in (20, 1, 1, 17, 3, 1, 16, 1, 10):
+            new = slice(at, at + chunk)
+            at += chunk
+            seen = {"attention_mask": valid[:, :at]} if mask else {}
+            # Positions as generate counts them.
+            places = {"position_ids": (valid.cumsum(1) - 1).clamp(min=0)[:, new]} if mask else {}
+            logits.append(model(ids[:, new], past_key_values=cache, **seen, **places).logits)
+    logits = torch.cat(logits, 1)
+    return torch.cat([logits[0], logits[1, 11:]]) if mask else logits
+
+
+def reference(family, attention, run, **kwargs):
+    model = build(family, attention=attention)
+    return run(model, lambda: DynamicCache(config=model.config), **kwargs)
+
+
+def ours(family, attention, run, scheme=FULL, **kwargs):
+    """``attention`` None: switched to "hfkvq" by the constructor."""
+    model = build(family, attention=attention)
+    return run(model, lambda: MixedKVCache(model, scheme, attach=attention is None), **kwargs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lossless_is_dynamic_cache(family, mode):
+    """Attached: attention over pages."""
+    if family == "qwen3-next" and mode in ("assisted", "lookup", "chunked"):
+        pytest.skip("linear attention states are not taken back, nor padded away, in stock Transformers either")
+    expected = reference(family, None, MODES[mode])
+    assert torch.equal(ours(family, None, MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("mode", ["padding", "beams", "turns", "lookup"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss", "deepseek-v3"])
+def test_lossless_without_attaching(family, mode, attention):
+    """Stock sdpa is intercepted; eager gets dequantized tensors."""
+    if family == "gpt-oss" and attention == "sdpa":
+        pytest.skip("this model has no sdpa attention")
+    expected = reference(family, attention, MODES[mode])
+    assert torch.equal(ours(family, attention, MODES[mode]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("gpt-oss", "gemma2", "qwen3-next")])
+def test_lossless_without_attaching_everywhere(family, mode, attention):
+    """Every family and mode on the stock roads."""
+    expected = reference(family, attention, MODES[mode])
+    assert torch.equal(ours(family, attention, MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("mask", [True, False], ids=["padded", "no mask"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_raw_forwards(family, mask):
+    """Chunks shorter and longer than a step, with padding and without any mask, on all three roads."""
+    if family == "qwen3-next" and mask:
+        pytest.skip("stock linear attention takes padding for tokens in later chunks")
+    roads = [None, "eager"] if family in ("gpt-oss", "gemma2") else [None, "sdpa", "eager"]
+    expected = reference(family, None, forwards, mask=mask)
+    for attention in roads:
+        got = ours(family, attention, forwards, mask=mask)
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4, msg=lambda m, a=attention: f"{a}: {m}")
+
+
+@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_lossy_schemes_agree_on_every_road(name, attention):
+    """The same pages give the same logits, fused, intercepted or dequantized; all are finite."""
+    # Eager attention never shows its mask, so there padding is stored with the rest.
+    padded = attention == "sdpa"
+    expected = ours("llama", None, forwards, small(name), mask=padded)
+    got = ours("llama", attention, forwards, small(name), mask=padded)
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_lossy_schemes_run_in_every_mode(name):
+    model = build("llama")
+    for mode, run in MODES.items():
+        out = run(model, lambda: MixedKVCache(model, small(name)))
+        assert out.shape[1] >= LENGTH + (0 if mode == "turns" else NEW), mode
+    logits = forwards(model, lambda: MixedKVCache(model, small(name)))
+    assert torch.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_lossy_schemes_differ_from_lossless(name):
+    """Guards the tests above: a store that forgot to quantize would pass them all."""
+    expected = reference("llama", "sdpa", forwards)
+    got = ours("llama", None, forwards, small(name))
+    differ = (got - expected).abs().max()
+    assert (differ < 2e-4) if name == "full" else (differ > 1e-2)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gemma3", "qwen3-next", "glm4"])
+@pytest.mark.parametrize("name", ["kitty", "saw-int4-kv"])
+def test_lossy_schemes_on_other_attention(name, family):
+    """Latent attention (key and value dims differ), hybrids, small heads."""
+    run = greedy if family == "qwen3-next" else padding
+    out = ours(family, None, run, small(name))
+    assert out.shape[1] == LENGTH + NEW
+
+
+def test_bfloat16_and_defaults():
+    """The models people run: bf16, the default preset, nothing but the model."""
+    model = build("llama").to(torch.bfloat16)
+    out = _generate(model, MixedKVCache(model), prompt(2, 300), max_new_tokens=8)
+    assert out.shape == (2, 308)
+
+
+def test_inference_mode():
+    """Masks made in inference mode count no versions."""
+    model = build("llama")
+    with torch.inference_mode():
+        got = padding(model, lambda: MixedKVCache(model, FULL))
+    assert torch.equal(got, reference("llama", "sdpa", padding))
+
+
+# Who else is affected.
+
+
+def test_constructors_agree():
+    """A model or its config, a preset's name or the scheme: one and the same."""
+    for first, second in [
+        (lambda m: MixedKVCache(m, "kitty-pro"), lambda m: MixedKVCache(m.config, "kitty-pro")),
+        (lambda m: MixedKVCache(m, "kitty-pro"), lambda m: MixedKVCache(m, get_scheme("kitty", boost_ratio=0.25))),
+        (lambda m: MixedKVCache(m, "kitty"), KittyCache),
+        (lambda m: MixedKVCache(m, "saw-int4"), SawInt4Cache),
+        (lambda m: MixedKVCache(m), SawInt4Cache),
+        (lambda m: MixedKVCache(m, "saw-int4-kv"), lambda m: SawInt4Cache(m.config, rotate="both")),
+    ]:
+        models = [build("llama"), build("llama")]
+        caches = [make(m) for make, m in zip((first, second), models, strict=True)]
+        assert caches[0].scheme == caches[1].scheme
+        assert all(m.config._attn_implementation == "hfkvq" for m in models)
+        logits = [forwards(m, lambda c=c: c) for m, c in zip(models, caches, strict=True)]
+        assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mistral-sliding", "deepseek-v3"])
+def test_other_caches_are_unharmed(family):
+    """Once attached, a model's other caches, and no cache at all, give the logits they gave before."""
+    model, ids = build(family), prompt(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+
+    def logits():
+        out = []
+        for make in (
+            lambda: None,
+            lambda: DynamicCache(config=model.config),
+            lambda: StaticCache(config=model.config, max_cache_len=64),
+        ):
+            for masks in ({"attention_mask": mask}, {}):
+                cache = make()
+                with torch.no_grad():
+                    if cache is None:
+                        out.append(model(ids, use_cache=False, **masks).logits)
+                        continue
+                    prefill = {"attention_mask": mask[:, :30]} if masks else {}
+                    model(ids[:, :30], past_key_values=cache, **prefill)
+                    out.append(
+                        model(ids[:, 30:39], past_key_values=cache, **{k: m[:, :39] for k, m in masks.items()}).logits
+                    )
+                    out.append(model(ids[:, 39:], past_key_values=cache, **masks).logits)
+        return out
+
+    before = logits()
+    MixedKVCache(model)
+    assert model.config._attn_implementation == "hfkvq"
+    for a, b in zip(logits(), before, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_gpt_oss_other_caches_are_unharmed():
+    """Sinks need the model's own eager."""
+    model, ids = build("gpt-oss", attention="eager"), prompt(2, 40)
+    with torch.no_grad():
+        before = model(ids).logits
+        MixedKVCache(model)
+        assert model.config._attn_implementation == "hfkvq"
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_detach_restores_the_name(attention):
+    model = build("llama", attention=attention)
+    first, second = MixedKVCache(model), MixedKVCache(model, "kitty")
+    assert model.config._attn_implementation == "hfkvq"
+    second.detach()
+    assert model.config._attn_implementation == attention
+    # Twice, and through another cache of the model: nothing left to undo.
+    first.detach()
+    assert model.config._attn_implementation == attention
+    # What the user has chosen since is not undone.
+    third = MixedKVCache(model)
+    model.set_attn_implementation("eager")
+    third.detach()
+    assert model.config._attn_implementation == "eager"
+    MixedKVCache(model).detach()
+    assert model.config._attn_implementation == "eager"
+    # A cache outlives its detachment.
+    model.set_attn_implementation(attention)
+    out = _generate(model, MixedKVCache(model, FULL, attach=False))
+    assert torch.equal(out, reference("llama", attention, lambda m, make: _generate(m, make())))
+
+
+def test_detach_with_tokens_inside():
+    model, ids = build("llama"), prompt(1, 60)
+    cache, whole = MixedKVCache(model, FULL), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        cache.detach()
+        got = model(ids[:, 40:], past_key_values=cache).logits
+        model(ids[:, :40], past_key_values=whole)
+        torch.testing.assert_close(got, model(ids[:, 40:], past_key_values=whole).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_attach_false_leaves_the_config_alone():
+    model = build("llama")
+    before = dict(vars(model.config))
+    MixedKVCache(model, attach=False)
+    assert vars(model.config) == before
+
+
+def test_saving_a_model_is_not_affected(tmp_path):
+    """No trace of hfkvq in what save_pretrained writes, and the saved model loads without it."""
+    plain, attached = build("llama"), build("llama")
+    cache = MixedKVCache(attached, FULL)
+    _generate(attached, cache)
+    for name, model in (("plain", plain), ("attached", attached)):
+        model.save_pretrained(tmp_path / name)
+    for file in ("config.json", "generation_config.json"):
+        saved = [json.loads((tmp_path / name / file).read_text()) for name in ("plain", "attached")]
+        assert saved[0] == saved[1]
+        assert "hfkvq" not in (tmp_path / "attached" / file).read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "attached")
+    assert loaded.config._attn_implementation == "sdpa"
+    assert torch.equal(_generate(loaded, None), _generate(plain, None))
+    assert "hfkvq" not in json.dumps(attached.config.to_dict(), default=str)
+    assert "hfkvq" not in json.dumps(attached.config.to_diff_dict(), default=str)
+
+
+@pytest.mark.parametrize(
+    ("family", "compressed"),
+    [
+        ("llama", [True, True]),
+        ("mistral-sliding", [False, False]),
+        ("gemma2", [False, True]),
+        ("gemma3", [False, True, False]),
+        ("gpt-oss", [False, True]),
+        ("qwen3-next", [False, True]),
+        ("deepseek-v3", [True, True]),
+    ],
+)
+def test_only_full_attention_is_compressed(family, compressed):
+    """Sliding and linear layers stay what DynamicCache makes them."""
+    model = build(family)
+    cache, stock = MixedKVCache(model), DynamicCache(config=model.config)
+    assert [isinstance(layer, KVLayer) for layer in cache.layers] == compressed
+    for ours_, theirs in zip(cache.layers, stock.layers, strict=True):
+        if not isinstance(ours_, KVLayer):
+            assert type(ours_) is type(theirs)
+    assert len(cache.compressed_layers) == sum(compressed)
+
+
+def test_sliding_only_models_warn(caplog):
+    MixedKVCache(build("mistral-sliding"))
+    assert "MistralConfig has sliding-window attention only" in caplog.text
+    caplog.clear()
+    MixedKVCache(build("llama"))
+    assert not caplog.text
+
+
+def test_repr_shows_scheme_tokens_and_memory():
+    model = build("llama")
+    cache = MixedKVCache(model, "kitty")
+    assert repr(cache).startswith("MixedKVCache(Kitty(boost_ratio=0.125")
+    assert repr(cache).endswith("layers=2/2, empty)")
+    _generate(model, cache)
+    # The last token was chosen, not fed.
+    assert f"batch=1, seen={LENGTH + NEW - 1}, " in repr(cache)
