@@ -95,7 +95,8 @@ class MixedKVCache(Cache):
             raise ValueError(
                 f"model_or_config: got {type(model_or_config).__name__}, allowed a Transformers model or its config."
             )
-        if max_cache_len is not None and (not isinstance(max_cache_len, int) or max_cache_len < 1):
+        # type(), because True is an int.
+        if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len: got {max_cache_len!r}, allowed a positive number of tokens or None.")
         self.scheme = get_scheme(scheme)
         text = _text_config(config)

@@ -115,11 +115,13 @@ class Scheme:
             choices = field.metadata.get("choices")
             if choices is not None and value not in choices:
                 raise ValueError(f"{field.name}: got {value!r}, allowed {', '.join(map(repr, choices))}.")
-            if value is None or (low is None and high is None):
+            if (value is None and field.default is None) or (low is None and high is None):
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{field.name}: got {value!r}, allowed a number.")
-            if isinstance(field.default, int) and not isinstance(value, int):
+            # Where the default is None, the bounds tell what is counted.
+            whole = isinstance(low if field.default is None else field.default, int)
+            if whole and not isinstance(value, int):
                 raise ValueError(f"{field.name}: got {value!r}, allowed a whole number.")
             if (low is not None and value < low) or (high is not None and value > high) or value != value:
                 raise ValueError(
@@ -200,7 +202,7 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
     """
     if isinstance(name, Scheme):
         cls, base = type(name), dataclasses.asdict(name)
-    elif name in _PRESETS:
+    elif isinstance(name, str) and name in _PRESETS:
         cls, base = _PRESETS[name][0], dict(_PRESETS[name][1])
     else:
         raise ValueError(f"scheme: got {name!r}, which is unknown; {nearest(name, list(_PRESETS))}")

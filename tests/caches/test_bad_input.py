@@ -1,0 +1,317 @@
+"""Every mistake gets an error that names it, what was given, what is allowed and what to do; nothing cached is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MambaConfig
+
+from hfkvq import KittyCache, MixedKVCache, SawInt4Cache, get_scheme, list_schemes
+from tests.caches.driver import DIM, HEADS, assert_same_bits, cases, feed, forward, make, row, small, stored, unit
+from tests.caches.models import build, config, prompt
+
+
+def filled(scheme, **kwargs):
+    layer = make(scheme, **kwargs)
+    feed(layer, [row(1, 40), row(2, 40)], [30] + [1] * 10, [0, 7])
+    return layer
+
+
+def states(batch=2, heads=HEADS, tokens=1, key_dim=DIM, value_dim=DIM, dtype=torch.float32, value_dtype=None):
+    return (
+        torch.randn(batch, heads, tokens, key_dim, dtype=dtype),
+        torch.randn(batch, heads, tokens, value_dim, dtype=value_dtype or dtype),
+    )
+
+
+@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"batch": 3},
+            r"update: got batch size 3, but this cache was first used with 2; use a new cache, or call reset",
+        ),
+        ({"batch": 1}, r"update: got batch size 1, but this cache was first used with 2"),
+        ({"heads": 4}, r"update: got KV heads 4, but this cache was first used with 2"),
+        ({"key_dim": 16}, r"update: got key dim 16, but this cache was first used with 32"),
+        ({"value_dim": 64}, r"update: got value dim 64, but this cache was first used with 32"),
+        (
+            {"dtype": torch.bfloat16},
+            r"update: got torch.bfloat16 on cpu, .* first used with torch.float32 on cpu; use",
+        ),
+        (
+            {"value_dtype": torch.float16},
+            r"keys are torch.float32 on cpu but values torch.float16 on cpu; they must",
+        ),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_other_tensors_than_the_first(name, given, message):
+    layer = filled(small(name))
+    held = [stored(layer, i) for i in range(2)]
+    dense = layer.dense("keys")
+    with pytest.raises(ValueError, match=message):
+        layer.update(*states(**given))
+    assert layer.get_seq_length() == 40
+    assert layer.staged is None
+    assert torch.equal(layer.dense("keys"), dense)
+    for i in range(2):
+        assert_same_bits(stored(layer, i), held[i])
+    # And it goes on.
+    layer.update(*states())
+    assert layer.get_seq_length() == 41
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        (
+            torch.randn(2, 3, 4),
+            torch.randn(2, 3, 4),
+            r"got keys \(2, 3, 4\).*expected \(batch, heads, tokens, dim\)",
+        ),
+        (torch.randn(2, 2, 3, 4), torch.randn(2, 2, 4, 4), r"got keys \(2, 2, 3, 4\) and values \(2, 2, 4, 4\)"),
+        (
+            torch.ones(1, 1, 2, 32).int(),
+            torch.ones(1, 1, 2, 32).int(),
+            r"keys of torch.int32, allowed floating point",
+        ),
+        (
+            torch.empty(1, 1, 2, 32, device="meta"),
+            torch.randn(1, 1, 2, 32),
+            r"are torch.float32 on meta but values",
+        ),
+    ],
+)
+def test_malformed_tensors(keys, values, message):
+    layer = make(small("kitty"))
+    with pytest.raises(ValueError, match=message):
+        layer.update(keys, values)
+    assert layer.get_seq_length() == 0
+    assert not layer.is_initialized
+
+
+def test_other_device_than_the_first():
+    layer = filled(small("kitty"))
+    with pytest.raises(ValueError, match=r"update: got torch.float32 on meta, but this cache was first used with"):
+        layer.update(*(x.to("meta") for x in states()))
+    assert layer.get_seq_length() == 40
+
+
+def test_model_called_with_another_batch_size():
+    """The error reaches the user through generate, and the cache can be reset and used again."""
+    model = build("llama")
+    cache = MixedKVCache(model, small("kitty"))
+    with torch.no_grad():
+        model(prompt(2, 30), past_key_values=cache)
+        memory = str(cache.memory())
+        with pytest.raises(ValueError, match="got batch size 3, but this cache was first used with 2"):
+            model(prompt(3, 1), past_key_values=cache)
+        assert str(cache.memory()) == memory
+        assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
+
+
+@pytest.mark.parametrize("capacity", [None, 60])
+@pytest.mark.parametrize(
+    "given",
+    [{"batch": 3}, {"heads": 1}, {"key_dim": 64, "value_dim": 16}, {"dtype": torch.bfloat16}],
+    ids=lambda x: next(iter(x)),
+)
+def test_reset_takes_any_tensors(capacity, given):
+    """The remedy that the error names works, also where the allocation is kept."""
+    layer = filled(small("kitty"), capacity=capacity)
+    layer.reset()
+    keys, values = states(tokens=30, **given)
+    forward(layer, keys, keys, values)
+    assert layer.dense("values").shape == values.shape
+    assert layer.dense("keys").dtype == keys.dtype
+
+
+# Not finite.
+
+
+@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
+def test_debug_refuses_what_is_not_finite(name, bad, side):
+    layer = filled(small(name), debug=True)
+    held = [stored(layer, i) for i in range(2)]
+    given = states(tokens=3)
+    given[side][1, 0, 2, 5] = bad
+    with pytest.raises(ValueError, match=r"update: keys or values hold NaN or infinity; nothing was cached\. Look for"):
+        layer.update(*given)
+    assert layer.get_seq_length() == 40
+    for i in range(2):
+        assert_same_bits(stored(layer, i), held[i])
+    layer.update(*states(tokens=3))
+
+
+@pytest.mark.parametrize("scheme", cases().values(), ids=cases().keys())
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_bad_token_harms_no_other(scheme, bad):
+    """Without debug: one token whose vector is bad leaves every other token as it would have been without it."""
+    own, other = row(1, 70), row(2, 70)
+    spoiled = row(1, 70)
+    # Behind every sink, in a page's middle.
+    where = 4 + unit(scheme) + 5
+    spoiled.keys[:, where], spoiled.values[:, where] = bad, bad
+    clean = row(1, 70)
+    # Left out of the range: what a copy of a neighbour would not widen either.
+    clean.keys[:, where], clean.values[:, where] = clean.keys[:, where - 1], clean.values[:, where - 1]
+    layers = [make(scheme), make(scheme), make(scheme)]
+    for layer, first in zip(layers, (own, spoiled, clean), strict=True):
+        feed(layer, [first, other], [60] + [1] * 10)
+    # The batch mate has the same bits.
+    assert_same_bits(stored(layers[1], 1), stored(layers[0], 1))
+    rest = torch.arange(70) != where
+    exact = scheme.layout(DIM, DIM).keys.formats[0].bits == 16
+    block = slice(unit(scheme) * 2 + 4, None)
+    for side in ("keys", "values"):
+        got, expected = layers[1].dense(side)[0], layers[2].dense(side)[0]
+        assert torch.isfinite(got[:, rest]).all()
+        if not exact:
+            assert torch.isfinite(got[:, where]).all() or not (layers[1].store.counters[2:, 0] > where).all()
+        assert torch.equal(got[:, block], expected[:, block])
+        # Raised channels are ranked without the bad entry, so its own page may rank as the neighbour's copy does not.
+        if not getattr(scheme, "boost_ratio", 0) or side == "values":
+            assert torch.equal(got[:, rest], expected[:, rest])
+
+
+def test_debug_in_a_model():
+    model = build("llama")
+    cache = MixedKVCache(model, small("kitty"), debug=True)
+    with torch.no_grad():
+        model(prompt(1, 30), past_key_values=cache)
+        model.model.layers[0].self_attn.v_proj.weight[0, 0] = float("nan")
+        with pytest.raises(ValueError, match="update: keys or values hold NaN"):
+            model(prompt(1, 1), past_key_values=cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
+
+
+# Shapes that a scheme cannot hold.
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "dim", "message"),
+    [
+        ("saw-int4", {"block": 64}, 96, r"rotate \(keys\): got block 64, .* head_dim 96; the largest block .* is 32"),
+        ("saw-int4", {"block": 48}, 96, r"rotate \(keys\): got block 48, allowed 0 \(no rotation\) or a power of two"),
+        ("saw-int4-kv", {"block": 64}, 32, r"rotate \(keys\): got block 64, which does not divide head_dim 32"),
+        (
+            "kivi",
+            {"group_size": 32},
+            48,
+            r"group_size: got 32, which does not divide head_dim 48.*choose a divisor",
+        ),
+        ("kivi", {"group_size": 24}, 48, r"group_size: got 24, which does not divide the page of 128 tokens"),
+        ("kitty", {"page_size": 20}, 64, r"page_size: got 20, allowed multiples of 8"),
+        ("kitty", {}, 512, r"head_dim: got 512, allowed up to 256 where channels are raised"),
+    ],
+)
+def test_scheme_that_cannot_hold_the_model(name, knobs, dim, message):
+    """At construction, before any token."""
+    with pytest.raises(ValueError, match=message):
+        MixedKVCache(config("llama", head_dim=dim), get_scheme(name, **knobs))
+
+
+def test_latent_attention_is_checked_at_its_first_update():
+    """The config does not say plainly how long MLA's heads are."""
+    cache = MixedKVCache(config("deepseek-v3"), get_scheme("saw-int4", block=16))
+    with pytest.raises(ValueError, match=r"got block 16, which does not divide head_dim 24; the largest .* is 8"):
+        cache.update(torch.randn(1, 4, 5, 24), torch.randn(1, 4, 5, 16), 0)
+    assert cache.get_seq_length() == 0
+
+
+# Construction.
+
+
+@pytest.mark.parametrize("make_cache", [MixedKVCache, KittyCache, SawInt4Cache])
+def test_models_without_attention(make_cache):
+    with pytest.raises(ValueError, match=r"model_or_config: MambaConfig has no attention layers, so there is no"):
+        make_cache(MambaConfig(hidden_size=32, num_hidden_layers=2))
+
+
+@pytest.mark.parametrize("first", [None, "meta-llama/Llama-3.1-8B", 3, {}, torch.nn.Linear(2, 2)])
+def test_wrong_first_argument(first):
+    with pytest.raises(ValueError, match=r"model_or_config: got \w+, allowed a Transformers model or its config"):
+        MixedKVCache(first)
+
+
+@pytest.mark.parametrize("length", [0, -5, 2.5, "100", True, torch.tensor(5)])
+def test_invalid_capacity(length):
+    with pytest.raises(ValueError, match=r"max_cache_len: got .*, allowed a positive number of tokens or None"):
+        MixedKVCache(config("llama"), max_cache_len=length)
+
+
+@pytest.mark.parametrize("scheme", [None, 4, ["kitty"], "kittyy"])
+def test_invalid_scheme(scheme):
+    with pytest.raises(ValueError, match=r"scheme: got .*, which is unknown; .*Known: full, kitty"):
+        MixedKVCache(config("llama"), scheme)
+
+
+@pytest.mark.parametrize(("make_cache", "name"), [(KittyCache, "kitty"), (SawInt4Cache, "saw-int4")])
+def test_named_classes_refuse_foreign_knobs(make_cache, name):
+    with pytest.raises(ValueError, match=rf"{name}: knob 'bits' is unknown; .*Known: "):
+        make_cache(config("llama"), bits=2)
+
+
+def test_failed_construction_leaves_the_config_alone():
+    model = build("llama")
+    for bad in ({"scheme": "nope"}, {"max_cache_len": 0}, {"scheme": get_scheme("saw-int4", block=64)}):
+        with pytest.raises(ValueError, match="got"):
+            MixedKVCache(model, **bad)
+        assert model.config._attn_implementation == "sdpa"
+
+
+def test_generate_beyond_the_capacity():
+    model = build("llama")
+    cache = MixedKVCache(model, "full", max_cache_len=45)
+    with pytest.raises(ValueError, match=r"max_cache_len: 45 tokens and 1 new ones exceed the capacity of 45; make"):
+        model.generate(prompt(1, 40), past_key_values=cache, max_new_tokens=20, do_sample=False)
+    assert [layer.get_seq_length() for layer in cache.layers] == [45, 45]
+
+
+# Cropping.
+
+
+@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (3, r"crop: got 3, allowed 0 or minus the number of tokens to remove from the end, e\.g\. crop\(-3\)"),
+        (-41, r"crop: got -41, but only 40 tokens are cached; nothing was removed"),
+        (torch.tensor(-41), r"crop: got -41, but only 40"),
+    ],
+    ids=["positive", "beyond", "tensor"],
+)
+def test_crop_refusals_lose_nothing(name, tokens, message):
+    layer = filled(small(name))
+    held = [stored(layer, i) for i in range(2)]
+    with pytest.raises(ValueError, match=message):
+        layer.crop(tokens)
+    assert layer.get_seq_length() == 40
+    for i in range(2):
+        assert_same_bits(stored(layer, i), held[i])
+
+
+def test_reading_an_empty_layer():
+    layer = make(small("kitty"))
+    assert layer.keys is None
+    assert layer.values is None
+    with pytest.raises(RuntimeError, match=r"This cache layer is empty: call update\(\) first"):
+        layer.dense("keys")
+    # Verbs that have nothing to do.
+    layer.crop(0)
+    layer.reorder_cache(torch.tensor([0]))
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0]))
+    layer.reset()
+    assert layer.get_seq_length() == 0
+
+
+def test_pages_cannot_be_assigned():
+    layer = filled(small("kitty"))
+    for side in ("keys", "values"):
+        with pytest.raises(AttributeError, match=rf"{side}: pages cannot be assigned; use update\(\)"):
+            setattr(layer, side, torch.zeros(1))

@@ -1,0 +1,364 @@
+"""Each scheme's equations with numbers small enough to check by hand, and the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from hfkvq import Scheme, get_scheme, list_schemes
+from hfkvq.caches import scheme as registry
+from hfkvq.caches.scheme import Layout, SideLayout, knob
+from hfkvq.caches.schemes import Full, Kitty, Kivi, SawInt4
+from hfkvq.kernels import PageFormat
+from tests.caches.driver import Row, feed, forward, make, row
+
+# Kitty.
+
+
+def test_kitty_ranks_channels_by_mean_magnitude():
+    """Eq. (2): mean |K| over the page, per page and head; signs do not matter, single spikes count by their share."""
+    keys = torch.zeros(1, 2, 2, 4, 8)
+    # Head 0, page 0: means 3, 2 (negative), 1.5 (one spike of 6), 1; the strongest two are channels 5 and 1.
+    keys[0, 0, 0, :, 5] = 3
+    keys[0, 0, 0, :, 1] = -2
+    keys[0, 0, 0, 0, 7] = 6
+    keys[0, 0, 0, :, 2] = 1
+    # Head 0, page 1 and head 1: others.
+    keys[0, 0, 1, :, [0, 6]] = 1
+    keys[0, 1, 0, :, [3, 4]] = -1
+    keys[0, 1, 1, :, [2, 7]] = 5
+    bits = Kitty(boost_ratio=0.25).channel_bits(keys, None)
+    assert bits.dtype == torch.uint8
+    raised = [[(bits[0, h, n] == 4).nonzero().flatten().tolist() for n in range(2)] for h in range(2)]
+    assert raised == [[[1, 5], [0, 6]], [[3, 4], [2, 7]]]
+    assert set(bits.unique().tolist()) == {2, 4}
+
+
+def test_kitty_other_scores():
+    keys = torch.zeros(1, 1, 1, 4, 8)
+    keys[..., 0] = 10
+    keys[..., 1] = torch.tensor([-2.0, 2, -2, 2])
+    keys[..., 2] = 3
+    q_abs = torch.zeros(1, 1, 8)
+    q_abs[..., 2] = 1
+    q_abs[..., 1] = 1
+
+    def first(score, q):
+        return Kitty(boost_ratio=0.125, score=score).channel_bits(keys, q).argmax().item()
+
+    # Mean |K| 10, 2, 3; variance 0, 4, 0; times mean |Q| 0, 2, 3.
+    assert first("k_abs", q_abs) == 0
+    assert first("variance", q_abs) == 1
+    assert first("qk_abs", q_abs) == 2
+    # No query seen yet.
+    assert first("qk_abs", None) == 0
+    assert [Kitty(score=s).needs for s in ("k_abs", "variance", "qk_abs")] == [set(), set(), {"query"}]
+
+
+def test_kitty_ranks_past_a_bad_entry():
+    keys = torch.ones(1, 1, 1, 4, 8)
+    keys[..., 6] = 2
+    keys[0, 0, 0, 1, 3] = float("nan")
+    assert Kitty(boost_ratio=0.125).channel_bits(keys, None).argmax().item() == 6
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dim", "count"),
+    [(0.125, 128, 16), (0.25, 128, 32), (0.125, 64, 8), (0.2, 128, 26), (0, 128, 0), (1, 64, 64)],
+)
+def test_kitty_boosts_its_share(ratio, dim, count):
+    scheme = Kitty(boost_ratio=ratio)
+    assert scheme.boosted(dim) == count
+    fmt = scheme.layout(dim, dim).keys.formats[0]
+    assert fmt.raised == (((4, count),) if count else ())
+    if not count:
+        assert scheme.channel_bits(torch.ones(1, 1, 1, 128, dim), None) is None
+
+
+def test_kitty_layout():
+    """Figure 1: sink 32, keys 2 bits per channel over 128 tokens, values 2 bits per token over the head, 128 local."""
+    layout = Kitty().layout(128, 64)
+    assert layout.sink == 32
+    assert layout.keys == SideLayout((PageFormat(2, "channel", 128, 128, ((4, 16),)),), local=0, unit=128)
+    assert layout.values == SideLayout((PageFormat(2, "token", 64, 128),), local=128, unit=128)
+    assert get_scheme("kitty-pro").boost_ratio == 0.25
+
+
+def test_kitty_page_by_hand():
+    """One page: codes of a raised channel have 15 steps, of the others 3."""
+    scheme = Kitty(boost_ratio=0.5, sink_length=0, local_length=0, page_size=8)
+    ramp = torch.arange(8.0)
+    keys = torch.zeros(1, 1, 8, 2)
+    # Channel 0: 0..7 in 3 steps of 7/3 (as f16). Channel 1: 30 * that in 15 steps of 14.
+    keys[0, 0, :, 0] = ramp
+    keys[0, 0, :, 1] = 30 * ramp
+    layer = make(scheme)
+    forward(layer, torch.zeros(1, 1, 8, 2), keys, keys.clone())
+    dense = layer.dense("keys")[0, 0]
+    step = float(torch.tensor(7 / 3).half())
+    # 0/2.333 .. 7/2.333 = 0, .43, .86, 1.29, 1.71, 2.14, 2.57, 3, rounded half up.
+    assert dense[:, 0].tolist() == pytest.approx([step * code for code in (0, 0, 1, 1, 2, 2, 3, 3)])
+    # 30 x / 14 = 0, 2.14, 4.29, 6.43, 8.57, 10.7, 12.9, 15.
+    assert dense[:, 1].tolist() == [14.0 * code for code in (0, 2, 4, 6, 9, 11, 13, 15)]
+
+
+@pytest.mark.parametrize("score", ["qk_abs", "variance"])
+def test_kitty_page_follows_its_score(score):
+    """What is stored is raised by the score that was asked for."""
+    scheme = Kitty(boost_ratio=0.125, score=score, sink_length=0, local_length=0, page_size=16)
+    layer, own = make(scheme), row(1, 16, dim=16)
+    # Queries whose channels differ much.
+    own = Row(own.queries * torch.linspace(-2, 2, 16).exp(), own.keys, own.values)
+    feed(layer, [own], [16])
+    index = layer.store.runs[0].keys[scheme.layout(16, 16).keys.formats[0].names.index("high_index")]
+    keys = own.keys[None, :, None]
+    q_abs = own.queries.abs().mean(1).unflatten(0, (2, 2)).mean(1)[None]
+    expected = scheme.channel_bits(keys, q_abs)[0, :, 0]
+    for head in range(2):
+        assert sorted(index[0, head, :2].tolist()) == (expected[head] == 4).nonzero().flatten().tolist()
+    other = Kitty(boost_ratio=0.125).channel_bits(keys, None)[0, :, 0]
+    assert not torch.equal(other, expected)
+
+
+# KIVI.
+
+
+def test_kivi_layout():
+    """Section 3.2: G = 32, R = 128."""
+    layout = Kivi().layout(128, 64)
+    assert layout.sink == 0
+    assert layout.keys == SideLayout((PageFormat(2, "channel", 32, 128),), local=0, unit=128)
+    assert layout.values == SideLayout((PageFormat(2, "token", 32, 128),), local=128, unit=1)
+    assert get_scheme("kivi-4").bits == 4
+    assert get_scheme("kivi-2").bits == 2
+
+
+def test_kivi_groups_by_hand():
+    """Keys: each channel of 8 tokens has its scale. Values: each 8 channels of a token."""
+    layer = make(Kivi(group_size=8, local_length=16))
+    keys, values = torch.zeros(1, 1, 40, 16), torch.zeros(1, 1, 40, 16)
+    # Channel 3 jumps from 0..7 to 100..107 at token 8: with a common scale the ramp would be lost.
+    keys[0, 0, :8, 3], keys[0, 0, 8:16, 3] = torch.arange(8.0), 100 + torch.arange(8.0)
+    values[0, 0, 5, :8], values[0, 0, 5, 8:] = torch.arange(8.0), 100 + torch.arange(8.0)
+    forward(layer, torch.zeros(1, 1, 40, 16), keys, values)
+    step = float(torch.tensor(7 / 3).half())
+    ramp = [step * code for code in (0, 0, 1, 1, 2, 2, 3, 3)]
+    expected = ramp + [100 + x for x in ramp]
+    assert layer.dense("keys")[0, 0, :16, 3].tolist() == pytest.approx(expected, abs=1e-5)
+    assert layer.dense("values")[0, 0, 5].tolist() == pytest.approx(expected, abs=1e-5)
+    # Algorithm 1: keys in blocks of R = 16, values all but the newest R.
+    assert layer.store.counters[2:, 0].tolist() == [32, 24]
+
+
+# SAW-INT4.
+
+
+def test_saw_layout():
+    layout = SawInt4().layout(128, 64)
+    assert layout.sink == 0
+    assert layout.keys == SideLayout((PageFormat(4, "token", 128, 128),), 0, rotate=128)
+    assert layout.values == SideLayout((PageFormat(4, "token", 64, 128),), 0, rotate=0)
+    assert SawInt4().layout(256, 256).keys.rotate == 128
+    assert SawInt4().layout(96, 96).keys.rotate == 32
+    assert SawInt4().layout(15, 15).keys.rotate == 0
+    assert SawInt4(block=16).layout(96, 96).keys.rotate == 16
+    both = get_scheme("saw-int4-kv").layout(128, 64)
+    assert (both.keys.rotate, both.values.rotate) == (128, 64)
+    none = get_scheme("int4").layout(128, 64)
+    assert (none.keys.rotate, none.values.rotate) == (0, 0)
+
+
+def test_saw_rotation_and_codec_by_hand():
+    """(4, 0, 0, 0) rotates to (2, 2, 2, 2), a constant: exact. (1, 2, 3, 5) to (5.5, -1.5, -2.5, .5): steps of 8/15."""
+    layer = make(SawInt4(page_size=8, block=4))
+    keys = torch.tensor([[4.0, 0, 0, 0], [1, 2, 3, 5]])[None, None]
+    forward(layer, torch.zeros(1, 1, 2, 4), keys, keys.clone())
+    step = float(torch.tensor(8 / 15).half())
+    parts = dict(zip(("codes", "scale", "zero"), layer.store.runs[0].keys, strict=True))
+    page = layer.store.runs[0].table[0, 0].item()
+    assert parts["zero"][page, 0, 0, :2].tolist() == [2.0, -2.5]
+    assert parts["scale"][page, 0, 0, :2].tolist() == [0.0, pytest.approx(step)]
+    # Four 4-bit codes of a token in one word, lowest channel first: (8, 1 -> 2, 0, 3 -> 6) / step = 15, 1.9, 0, 5.6.
+    assert parts["codes"][page, 0, :2, 0].tolist() == [0, (15 | 2 << 4 | 0 << 8 | 6 << 12)]
+    rotated = [step * code - 2.5 for code in (15, 2, 0, 6)]
+    signs = [(1, 1, 1, 1), (1, -1, 1, -1), (1, 1, -1, -1), (1, -1, -1, 1)]
+    back = [sum(s * x for s, x in zip(row_, rotated, strict=True)) / 2 for row_ in signs]
+    assert layer.dense("keys")[0, 0, 0].tolist() == [4.0, 0.0, 0.0, 0.0]
+    assert layer.dense("keys")[0, 0, 1].tolist() == pytest.approx(back, abs=1e-5)
+    # Values are not rotated: 4 / 15 and 4 / 15 (from 1 to 5).
+    step = float(torch.tensor(4 / 15).half())
+    assert layer.dense("values")[0, 0, 1].tolist() == pytest.approx(
+        [1 + step * code for code in (0, 4, 8, 15)], abs=1e-5
+    )
+
+
+def test_saw_spreads_outliers():
+    """Why it rotates: a channel 50 times the others costs plain INT4 most of its accuracy."""
+    error = {}
+    own = row(1, 64, dim=64)
+    keys = own.keys.clone()
+    keys[:, :, 7] *= 50
+    for name in ("saw-int4", "int4"):
+        layer = make(get_scheme(name))
+        feed(layer, [Row(own.queries, keys, own.values)], [64])
+        error[name] = (layer.dense("keys")[0] - keys)[..., torch.arange(64) != 7].square().mean()
+    assert error["saw-int4"] < error["int4"] / 2
+
+
+# Full.
+
+
+def test_full_layout():
+    side = SideLayout((PageFormat(16, "token", 1, 128),))
+    assert Full().layout(128, 64) == Layout(side, side, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_full_is_exact_in_every_dtype(dtype):
+    layer, own = make(Full(page_size=8)), row(1, 50, dtype=dtype)
+    feed(layer, [own], [30] + [1] * 20)
+    assert torch.equal(layer.dense("keys")[0], own.keys)
+    assert torch.equal(layer.dense("values")[0], own.values)
+
+
+# Registry.
+
+
+def test_presets():
+    """One list; every preset is a scheme with knobs of its own."""
+    presets = list_schemes()
+    assert set(presets) == {
+        "full", "kitty", "kitty-pro", "kivi", "kivi-2", "kivi-4", "saw-int4", "saw-int4-kv", "int4",
+    }  # fmt: skip
+    for name, scheme in presets.items():
+        assert get_scheme(name) == scheme
+        assert isinstance(scheme, Scheme)
+        assert type(scheme).__doc__
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_description_round_trip(name):
+    scheme = get_scheme(name)
+    described = json.loads(json.dumps(scheme.to_dict()))
+    assert described["scheme"] == type(scheme).name
+    assert Scheme.from_dict(described) == scheme
+    # Knobs that are not named take the scheme's defaults.
+    assert Scheme.from_dict({"scheme": name}) == scheme
+
+
+def test_descriptions_carry_overrides():
+    scheme = get_scheme("kitty-pro", page_size=64, score="variance")
+    assert (scheme.boost_ratio, scheme.page_size, scheme.score) == (0.25, 64, "variance")
+    assert Scheme.from_dict(scheme.to_dict()) == scheme
+    assert get_scheme(scheme, page_size=32) == get_scheme("kitty-pro", page_size=32, score="variance")
+
+
+def test_schemes_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Kitty().page_size = 64
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("kity", "'kitty'"), ("kitty_pro", "'kitty-pro'"), ("saw", "'saw-int4'"), ("kivi2", "'kivi-2'")],
+)
+def test_unknown_preset_shows_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=rf"scheme: got '{name}', which is unknown; did you mean .*{nearest}") as error:
+        get_scheme(name)
+    for known in list_schemes():
+        assert known in str(error.value)
+
+
+def test_nothing_near_shows_all():
+    with pytest.raises(ValueError, match=r"which is unknown; Known: full, kitty") as error:
+        get_scheme("zzzzzz")
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("make_scheme", [get_scheme, lambda n, **k: Scheme.from_dict({"scheme": n} | k)])
+def test_unknown_knob_shows_the_nearest(make_scheme):
+    with pytest.raises(ValueError, match=r"kitty: knob 'boost' is unknown; did you mean 'boost_ratio'.*page_size"):
+        make_scheme("kitty-pro", boost=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "message"),
+    [
+        ("kitty", {"boost_ratio": 1.5}, r"boost_ratio: got 1\.5, allowed 0\.0 to 1\.0"),
+        ("kitty", {"boost_ratio": -0.1}, r"boost_ratio: got -0\.1, allowed"),
+        ("kitty", {"boost_ratio": float("nan")}, r"boost_ratio: got nan, allowed"),
+        ("kitty", {"boost_ratio": "0.2"}, r"boost_ratio: got '0\.2', allowed a number"),
+        ("kitty", {"score": "k"}, r"score: got 'k', allowed 'k_abs', 'variance', 'qk_abs'"),
+        ("kitty", {"page_size": 4}, r"page_size: got 4, allowed 8 to 1024"),
+        ("kitty", {"page_size": 64.0}, r"page_size: got 64\.0, allowed a whole number"),
+        ("kitty", {"page_size": True}, r"page_size: got True, allowed a number"),
+        ("kitty", {"page_size": None}, r"page_size: got None, allowed"),
+        ("kitty", {"sink_length": -1}, r"sink_length: got -1, allowed 0 to 1024"),
+        ("kivi", {"bits": 3}, r"bits: got 3, allowed 2, 4"),
+        ("kivi", {"local_length": 0}, r"local_length: got 0, allowed 8 to 1024"),
+        ("saw-int4", {"rotate": "values"}, r"rotate: got 'values', allowed 'keys', 'both', 'none'"),
+        ("saw-int4", {"block": 1}, r"block: got 1, allowed 2 to 1024"),
+        ("saw-int4", {"block": 2.5}, r"block: got 2\.5, allowed a whole number"),
+        ("full", {"page_size": 2000}, r"page_size: got 2000, allowed 8 to 1024"),
+    ],
+)
+def test_knob_out_of_range(name, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        get_scheme(name, **knobs)
+
+
+@pytest.fixture
+def restored(monkeypatch):
+    """The registry as it was."""
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+
+
+def test_names_are_taken_once(restored):
+    with pytest.raises(ValueError, match=r"preset: 'kitty' is taken by Kitty; choose another name"):
+
+        class Other(Scheme):
+            name = "kitty"
+
+    with pytest.raises(ValueError, match=r"preset: 'kitty-pro' is taken by Kitty"):
+
+        class Another(Scheme):
+            name = "another"
+            presets = {"kitty-pro": {}}  # noqa: RUF012
+
+    assert type(get_scheme("kitty")) is Kitty
+    assert get_scheme("kitty-pro").boost_ratio == 0.25
+    # Refused as a whole.
+    assert "another" not in list_schemes()
+
+
+def test_a_new_scheme_is_known_at_once(restored):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class New(Scheme):
+        name = "new"
+        presets = {"new-big": {"page_size": 64}}  # noqa: RUF012
+        page_size: int = knob(8, low=8)
+
+    assert list_schemes()["new-big"].page_size == 64
+    assert get_scheme("new") == New()
+    with pytest.raises(NotImplementedError, match="New defines no layout"):
+        New().layout(8, 8)
+
+
+def test_abstract_schemes_have_no_name(restored):
+    class Base(Scheme):
+        pass
+
+    assert not any(type(x) is Base for x in list_schemes().values())
+
+
+def test_layout_checks_what_the_store_relies_on():
+    narrow, wide = PageFormat(2, "channel", 8, 8), PageFormat(4, "token", 8, 8)
+    values = SideLayout((PageFormat(2, "token", 8, 8),))
+    with pytest.raises(ValueError, match=r"keys: got a seal unit of 1 tokens, .* multiple of the page of 8"):
+        Layout(SideLayout((narrow,)), values)
+    with pytest.raises(ValueError, match="local, unit: keys and values must leave the tail together"):
+        Layout(SideLayout((narrow, wide), unit=8), SideLayout((wide, wide), local=8, unit=8))
