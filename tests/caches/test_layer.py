@@ -1,0 +1,523 @@
+"""The seam: traps of Transformers' masks, attention functions and calls, each met once by somebody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfkvq import MixedKVCache
+from hfkvq.caches.attention import NAME, hfkvq_attention, hfkvq_mask
+from hfkvq.caches.handle import LazyKV
+from tests.caches.driver import (
+    DIM,
+    HEADS,
+    SHARE,
+    assert_close,
+    assert_same_bits,
+    attention,
+    feed,
+    forward,
+    join,
+    make,
+    row,
+    small,
+    stored,
+)
+from tests.caches.models import build, config, prompt
+
+SCALING = DIM**-0.5
+
+
+class Module(torch.nn.Module):
+    """What attention functions look at."""
+
+    num_key_value_groups = SHARE
+    is_causal = True
+
+
+def call(layer, queries, keys, values, mask=None, **kwargs):
+    """One call of the registered attention, as a model makes it: (B, Hq, Q, D)."""
+    handles = layer.update(keys, values)
+    out, weights = hfkvq_attention(Module(), queries, *handles, mask, scaling=SCALING, **kwargs)
+    assert weights is None
+    return out.transpose(1, 2)
+
+
+def lossless(tokens, count=2, **kwargs):
+    """A lossless layer with tokens inside, and the rows."""
+    layer, rows = make(small("full"), **kwargs), [row(i + 1, 100) for i in range(count)]
+    feed(layer, [x[:tokens] for x in rows], [tokens])
+    return layer, rows
+
+
+def expected(rows, stop, queries, mask=None):
+    """Attention of the last ``queries`` of ``stop`` tokens."""
+    q, k, v = join([x[:stop] for x in rows])
+    return attention(q[:, :, stop - queries :], k, v, mask, SCALING)
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 30], ids=["step", "steps", "prompt"])
+@pytest.mark.parametrize("low", ["min", "inf"])
+def test_additive_masks(tokens, low):
+    """finfo.min and -inf, also where a whole row is masked: padding is found, and nothing becomes NaN."""
+    own, pad = row(1, 100), 9
+    lowest = torch.finfo(torch.float32).min if low == "min" else -torch.inf
+    layer, alone = make(small("kitty")), make(small("kitty"))
+    at = 0
+    junk = [torch.full_like(x, 1000.0) for x in join([own[:pad]])]
+    whole = [torch.cat([j, x], 2) for j, x in zip(junk, join([own]), strict=True)]
+    for chunk in (35, tokens, tokens):
+        new = slice(at, at + chunk)
+        at += chunk
+        visible = torch.ones(chunk, at, dtype=torch.bool).tril(at - chunk)
+        visible[:, :pad] = False
+        mask = torch.zeros(1, 1, chunk, at).masked_fill(~visible, lowest)
+        out = call(layer, *(x[:, :, new] for x in whole), mask)
+        real = slice(max(pad - new.start, 0), None)
+        assert torch.isfinite(out[:, :, real]).all()
+    feed(alone, [own[: at - pad]], [35 - pad, tokens, tokens])
+    assert_same_bits(stored(layer, 0), stored(alone, 0))
+    q, k, v = join([own[at - pad - 1 : at - pad]])
+    last = attention(q, alone.dense("keys"), alone.dense("values"), None, SCALING)
+    assert_close(layer.attend(q, mask[:, :, -1:], SCALING), last)
+    assert k.shape == v.shape
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 17, 40])
+def test_no_mask_is_causal_from_the_bottom_right(tokens):
+    """Stock sdpa without a mask aligns to the upper left; steps and prompts on a used cache must not."""
+    layer, rows = lossless(30)
+    out = call(layer, *join([x[30 : 30 + tokens] for x in rows]))
+    assert_close(out, expected(rows, 30 + tokens, tokens))
+
+
+@pytest.mark.parametrize("tokens", [4, 16, 30])
+def test_fewer_queries_than_new_tokens(tokens):
+    """Gemma 4 slices queries to the last positions after the masks are made."""
+    for mask in (True, False):
+        layer, rows = lossless(30)
+        queries, keys, values = join([x[30 : 30 + tokens] for x in rows])
+        shown = torch.ones(tokens, 30 + tokens, dtype=torch.bool).tril(30)[None, None, -2:] if mask else None
+        out = call(layer, queries[:, :, -2:], keys, values, shown)
+        assert_close(out, expected(rows, 30 + tokens, 2))
+        assert layer.get_seq_length() == 30 + tokens
+        assert_close(layer.dense("keys"), join([x[: 30 + tokens] for x in rows])[1])
+
+
+def test_padding_is_found_where_queries_are_fewer():
+    """Sliced masks show the padding in their last row."""
+    own, pad = row(1, 60), 7
+    layer, alone = make(small("kitty")), make(small("kitty"))
+    queries, keys, values = (torch.cat([torch.full_like(x[:, :, :pad], 1000.0), x[:, :, :50]], 2) for x in join([own]))
+    mask = torch.ones(57, 57, dtype=torch.bool).tril()[None, None].clone()
+    mask[..., :pad] = False
+    call(layer, queries[:, :, -1:], keys, values, mask[:, :, -1:])
+    feed(alone, [own[:50]], [50])
+    assert_same_bits(stored(layer, 0), stored(alone, 0))
+
+
+def test_mask_in_integers():
+    """2D padding masks come as int64, and a view of them is what a step gets."""
+    layer, rows = lossless(30)
+    mask = torch.ones(2, 31, dtype=torch.int64)
+    mask[1, 3:6] = 0
+    visible = mask.bool()[:, None, None]
+    assert_close(call(layer, *join([x[30:31] for x in rows]), mask[:, None, None]), expected(rows, 31, 1, visible))
+
+
+def test_bidirectional_blocks_in_a_prompt():
+    """Image tokens see each other; that is no padding."""
+    layer, rows = make(small("full")), [row(1, 40)]
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+    mask[10:20, 10:20] = True
+    out = call(layer, *join(rows), mask[None, None])
+    assert_close(out, expected(rows, 40, 40, mask[None, None]))
+    assert layer.store.counters[:2, 0].tolist() == [0, 40]
+
+
+@pytest.mark.parametrize("kind", ["softcap", "sinks", "s_aux", "position_bias"])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_extras_of_attention(kind, tokens):
+    """Softcap, sinks and biases, in steps over pages."""
+    layer, rows = lossless(30)
+    queries, keys, values = join([x[: 30 + tokens] for x in rows])
+    bias = torch.randn(1, HEADS * SHARE, tokens, 30 + tokens)
+    sinks = torch.randn(HEADS * SHARE) + 1
+    out = call(
+        layer,
+        *join([x[30 : 30 + tokens] for x in rows]),
+        torch.ones(tokens, 30 + tokens, dtype=torch.bool).tril(30)[None, None],
+        **{"softcap": 2.0} if kind == "softcap" else {kind: bias if kind == "position_bias" else sinks},
+    )
+    keys, values = (x.repeat_interleave(SHARE, 1) for x in (keys, values))
+    logits = queries[:, :, 30:] @ keys.transpose(-1, -2) * SCALING
+    if kind == "softcap":
+        logits = 2 * torch.tanh(logits / 2)
+    if kind == "position_bias":
+        logits = logits + bias
+    logits = logits.masked_fill(torch.ones(tokens, 30 + tokens, dtype=torch.bool).triu(31), -torch.inf)
+    if kind in ("sinks", "s_aux"):
+        logits = torch.cat([logits, sinks[None, :, None, None].expand(2, -1, tokens, 1)], -1)
+    assert_close(out, torch.softmax(logits, -1)[..., : 30 + tokens] @ values)
+
+
+def test_mask_and_attention_are_registered():
+    """An attention name without a mask function gets no mask at all, and padding is lost."""
+    MixedKVCache(config("llama"))
+    assert ALL_ATTENTION_FUNCTIONS[NAME] is hfkvq_attention
+    assert ALL_MASK_ATTENTION_FUNCTIONS[NAME] is hfkvq_mask
+    assert not any(word in NAME for word in ("flash", "sdpa", "flex_attention", "/", "paged|"))
+
+
+def test_plain_step_gets_a_view_of_the_padding_mask():
+    """No function of the mask is computed, so none is waited for."""
+    mask = torch.ones(2, 31, dtype=torch.int64)
+    got = hfkvq_mask(2, 1, 31, q_offset=30, attention_mask=mask)
+    assert got.shape == (2, 1, 1, 31)
+    assert got.data_ptr() == mask.data_ptr()
+    assert hfkvq_mask(2, 1, 31, q_offset=30) is None
+
+
+class Watched(torch.Tensor):
+    """Tells when somebody asks for its value on the host."""
+
+    asked = False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__):
+            Watched.asked = True
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_plain_step_asks_the_device_nothing():
+    """Neither the mask function nor the layer waits; a prompt may, once."""
+    layer = make(small("kitty"))
+    rows, pads = [row(1, 80), row(2, 80)], [0, 9]
+    feed(layer, rows, [50], pads)
+    mask = torch.ones(2, 51, dtype=torch.int64).as_subclass(Watched)
+    Watched.asked = False
+    got = hfkvq_mask(2, 1, 51, q_offset=50, attention_mask=mask)
+    queries, keys, values = (x.as_subclass(Watched) for x in join([x[40:41] for x in rows]))
+    layer.store.counters = layer.store.counters.as_subclass(Watched)
+    call(layer, queries, keys, values, got)
+    assert not Watched.asked
+    # The watch works.
+    assert bool(mask.all())
+    assert Watched.asked
+
+
+@pytest.mark.parametrize(
+    ("queries", "columns", "function", "padded"),
+    [
+        (20, 20, causal_mask_function, True),
+        (5, 25, causal_mask_function, False),
+        (5, 25, causal_mask_function, True),
+        (1, 25, and_masks(causal_mask_function, lambda b, h, q, k: k > q - 8), True),
+        (1, 25, and_masks(causal_mask_function, lambda b, h, q, k: k > q - 8), False),
+    ],
+)
+def test_other_masks_are_those_of_sdpa(queries, columns, function, padded):
+    mask = torch.ones(2, columns, dtype=torch.bool)
+    mask[1, :4] = False
+    arguments = {
+        "batch_size": 2,
+        "q_length": queries,
+        "kv_length": columns,
+        "q_offset": columns - queries,
+        "mask_function": function,
+        "attention_mask": mask if padded else None,
+        # As Transformers says it for a window.
+        "local_size": None if function is causal_mask_function else 8,
+    }
+    theirs = sdpa_mask(**arguments, allow_is_causal_skip=False)
+    assert torch.equal(hfkvq_mask(**arguments), theirs)
+
+
+def test_none_always_means_bottom_right():
+    """Several queries on a longer cache: stock code may skip the mask, this one may not."""
+    for queries, columns in ((5, 25), (20, 64)):
+        got = hfkvq_mask(1, queries, columns, q_offset=columns - queries)
+        assert got is not None
+        assert got[0, 0].tolist() == torch.ones(queries, columns, dtype=torch.bool).tril(columns - queries).tolist()
+    # A prompt alone: both corners are one.
+    assert hfkvq_mask(1, 20, 20) is None
+
+
+# What schemes see of the queries.
+
+
+@pytest.mark.parametrize("chunks", [[44], [20, 12, 12], [5, 5, 5, 16, 13]], ids=str)
+@pytest.mark.parametrize("pads", [[0, 9], [13, 0], [17, 22]], ids=str)
+def test_padded_queries_do_not_pollute_statistics(chunks, pads):
+    """A row ranks its channels as it does alone, whatever the padding and whenever its batch mates seal."""
+    scheme = small("kitty", score="qk_abs")
+    scale = torch.linspace(-2, 2, DIM).exp()
+    rows = [row(i + 1, 80) for i in range(2)]
+    rows = [type(x)(x.queries * scale, x.keys, x.values) for x in rows]
+    layer = make(scheme)
+    feed(layer, rows, [*chunks, *[1] * 30], pads)
+    for i, pad in enumerate(pads):
+        alone = make(scheme)
+        left, own = pad, []
+        for chunk in chunks:
+            own.append(max(chunk - left, 0))
+            left = max(left - chunk, 0)
+        feed(alone, [rows[i]], [*(c for c in own if c), *[1] * 30])
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+
+
+def test_query_statistics_change_what_is_stored():
+    """Guards the test above: with these queries "qk_abs" and "k_abs" do raise different channels."""
+    scale = torch.linspace(-2, 2, DIM).exp()
+    own = row(1, 60)
+    own = type(own)(own.queries * scale, own.keys, own.values)
+    held = []
+    for score in ("qk_abs", "k_abs"):
+        layer = make(small("kitty", score=score))
+        feed(layer, [own], [50])
+        held.append(stored(layer, 0)["0 keys high_index 0"])
+    assert not torch.equal(*held)
+
+
+def test_holes_do_not_count_as_queries():
+    scheme = small("kitty", score="qk_abs")
+    queries, keys, values = join([row(1, 40)])
+    queries[:, :, 10:15] = 1000.0 * torch.linspace(-1, 1, DIM)
+    valid = torch.ones(1, 40, dtype=torch.bool)
+    valid[:, 10:15] = False
+    mask = torch.ones(40, 40, dtype=torch.bool).tril() & valid
+    layer, other = make(scheme), make(scheme)
+    call(layer, queries, keys, values, mask[None, None])
+    queries[:, :, 10:15] = 0.0
+    call(other, queries, keys, values, mask[None, None])
+    assert_same_bits(stored(layer, 0), stored(other, 0))
+
+
+def test_statistics_follow_their_rows():
+    """Reorder and select between two seals."""
+    scheme = small("kitty", score="qk_abs")
+    scale = torch.linspace(-2, 2, DIM).exp()
+    rows = [row(i + 1, 60) for i in range(3)]
+    rows = [type(x)(x.queries * scale.roll(11 * i), x.keys, x.values) for i, x in enumerate(rows)]
+    layer = make(scheme)
+    feed(layer, [x[:30] for x in rows], [30])
+    layer.reorder_cache(torch.tensor([2, 1, 0]))
+    layer.batch_select_indices(torch.tensor([0, 2]))
+    for i in range(30, 60):
+        forward(layer, *join([rows[2][i : i + 1], rows[0][i : i + 1]]))
+    for i, source in enumerate((2, 0)):
+        alone = make(scheme)
+        feed(alone, [rows[source]], [30] + [1] * 30)
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+
+
+# Handles.
+
+
+def test_update_detaches():
+    """Keys that carry a graph would hold every activation alive."""
+    layer = make(small("kitty"))
+    queries, keys, values = join([row(1, 40)])
+    keys.requires_grad_()
+    for tokens in (slice(0, 30), slice(30, 31), slice(31, 40)):
+        call(layer, queries[:, :, tokens], keys[:, :, tokens] * 1.0, values[:, :, tokens])
+        if layer.staged is not None:
+            assert not layer.staged[0].requires_grad
+    assert not any(x.requires_grad for x in layer.store.tensors())
+
+
+@pytest.mark.parametrize("share", [1, 2, 4])
+@pytest.mark.parametrize("masked", [True, False])
+def test_packed_queries(share, masked):
+    """5.23 packs a step's query heads where tokens are expected: (B, Hkv, n_rep, D)."""
+    rows = [row(i + 1, 40, share=share) for i in range(2)]
+    layer = make(small("full"))
+    feed(layer, [x[:30] for x in rows], [30])
+    queries, keys, values = join([x[30:31] for x in rows])
+    packed = queries.view(2, HEADS, share, DIM)
+    mask = torch.ones(2, 1, 1, 31, dtype=torch.bool)
+    mask[1, ..., :5] = False
+    handles = layer.update(keys, values)
+    out = F.scaled_dot_product_attention(packed, *handles, attn_mask=mask if masked else None)
+    q, k, v = join([x[:31] for x in rows])
+    assert_close(out.view(2, HEADS * share, 1, DIM), attention(q[:, :, 30:], k, v, mask if masked else None, SCALING))
+    assert layer.staged is None
+
+
+def test_packed_queries_are_counted_once():
+    """Statistics of a packed step are those of the plain one."""
+    scheme = small("kitty", score="qk_abs")
+    plain, packed, own = make(scheme), make(scheme), row(1, 60)
+    for layer in (plain, packed):
+        feed(layer, [own[:30]], [30])
+    for i in range(30, 60):
+        queries, keys, values = join([own[i : i + 1]])
+        forward(plain, queries, keys, values)
+        handles = packed.update(keys, values)
+        F.scaled_dot_product_attention(queries.view(1, HEADS, SHARE, DIM), *handles)
+    assert_same_bits(stored(packed, 0), stored(plain, 0))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 16, 25, 40])
+def test_intercepted_sdpa(tokens):
+    """Stock sdpa on handles: enable_gqa, repeated heads, explicit masks and is_causal."""
+    mask = torch.ones(tokens, 30 + tokens, dtype=torch.bool).tril(30)[None, None]
+    for repeat in (False, True):
+        layer, rows = lossless(30)
+        queries, keys, values = join([x[30 : 30 + tokens] for x in rows])
+        handles = layer.update(keys, values)
+        if repeat:
+            # repeat_kv
+            length = 30 + tokens
+            spread = [x[:, :, None, :, :].expand(2, HEADS, SHARE, length, DIM) for x in handles]
+            handles = [x.reshape(2, HEADS * SHARE, length, DIM) for x in spread]
+        assert all(isinstance(x, LazyKV) for x in handles)
+        out = F.scaled_dot_product_attention(queries, *handles, attn_mask=mask, enable_gqa=not repeat)
+        assert type(out) is torch.Tensor
+        assert_close(out, expected(rows, 30 + tokens, tokens))
+        assert layer.staged is None
+    # Not the cache's own rule: no mask and not causal means that all see all.
+    layer, rows = lossless(30)
+    queries, keys, values = join([x[30 : 30 + tokens] for x in rows])
+    out = F.scaled_dot_product_attention(queries, *layer.update(keys, values), enable_gqa=True)
+    everything = torch.ones(1, 1, tokens, 30 + tokens, dtype=torch.bool)
+    assert_close(out, expected(rows, 30 + tokens, tokens, everything))
+
+
+def test_handles_have_shape_and_no_storage():
+    layer, rows = lossless(30)
+    _, keys, values = join([x[30:31] for x in rows])
+    handle, other = layer.update(keys, values)
+    assert handle.shape == other.shape == (2, HEADS, 31, DIM)
+    assert (handle.dtype, handle.device, handle.ndim) == (torch.float32, keys.device, 4)
+    assert not handle.requires_grad
+    assert handle.to(torch.float32) is handle
+    assert handle.contiguous() is handle
+    assert repr(handle) == "LazyKV(keys, (2, 2, 31, 32))"
+    # Anything else dequantizes.
+    assert type(handle + 0) is torch.Tensor
+    assert type(handle.to(torch.bfloat16)) is torch.Tensor
+    dense = join([x[:31] for x in rows])[1]
+    assert torch.equal(handle + 0, dense)
+    assert torch.equal(handle[:, :, -3:], dense[:, :, -3:])
+    assert torch.equal(torch.cat([handle, handle], 2), torch.cat([dense, dense], 2))
+    assert torch.equal(handle.transpose(2, 3), dense.transpose(2, 3))
+
+
+def test_an_attention_that_never_calls_back_loses_nothing():
+    """Whoever takes the tensors and leaves: the next update seals what was staged."""
+    layer, seen = make(small("kitty")), make(small("kitty"))
+    own = row(1, 60)
+    at = 0
+    for chunk in (40, 1, 1, 18):
+        _, keys, values = join([own[at : at + chunk]])
+        keys_handle, _ = layer.update(keys, values)
+        at += chunk
+        assert (keys_handle * 1).shape[2] == at
+    layer.crop(0)
+    feed(seen, [own], [60])
+    assert_same_bits(stored(layer, 0), stored(seen, 0))
+
+
+def test_shared_layers_attend_before_the_producer_seals():
+    """KV sharing: a later layer attends to the same handles, so sealing waits for the next update."""
+    layer, rows = lossless(30, defer=True)
+    for i in range(30, 60):
+        queries, keys, values = join([x[i : i + 1] for x in rows])
+        handles = layer.update(keys, values)
+        first, _ = hfkvq_attention(Module(), queries, *handles, None, scaling=SCALING)
+        again, _ = hfkvq_attention(Module(), queries * 2, *handles, None, scaling=SCALING / 2)
+        assert_close(again, first)
+        assert layer.uncommitted
+    layer.crop(0)
+    plain = make(small("full"))
+    feed(plain, [x[:60] for x in rows], [60])
+    for i in range(2):
+        assert_same_bits(stored(layer, i), stored(plain, i))
+
+
+# Cache verbs that Transformers calls.
+
+
+def test_sizes_before_and_after_update():
+    layer = make(small("kitty"), capacity=100)
+    assert layer.get_seq_length() == 0
+    assert layer.get_mask_sizes(30) == (30, 0)
+    feed(layer, [row(1, 30)], [30])
+    assert layer.get_mask_sizes(1) == (31, 0)
+    assert layer.get_max_length() == layer.get_max_cache_shape() == 100
+    assert make(small("kitty")).get_max_length() == -1
+    assert (layer.is_sliding, layer.is_compileable, layer.is_croppable) == (False, False, True)
+
+
+def test_early_initialization():
+    """Allocated by shape alone; then used, also by heads of other dims than foreseen."""
+    cache = MixedKVCache(config("llama"), small("kitty"), max_cache_len=50)
+    cache.early_initialization(2, HEADS, DIM, torch.float32, torch.device("cpu"))
+    assert all(layer.is_initialized for layer in cache.layers)
+    assert cache.get_seq_length() == 0
+    fresh = make(small("kitty"), capacity=50)
+    for layer in (cache.layers[0], fresh):
+        feed(layer, [row(1, 40), row(2, 40)], [40], [0, 3])
+    for i in range(2):
+        assert_same_bits(stored(cache.layers[0], i), stored(fresh, i))
+    forward(cache.layers[1], *(torch.randn(1, 4, 9, 24) for _ in range(3)))
+    assert cache.layers[1].dense("keys").shape == (1, 4, 9, 24)
+
+
+def test_offload_and_prefetch():
+    layer = make(small("kitty"))
+    feed(layer, [row(1, 50)], [50])
+    held = stored(layer, 0)
+    layer.offload()
+    layer.prefetch()
+    assert_same_bits(stored(layer, 0), held)
+
+
+def test_cache_verbs_reach_every_layer():
+    """Through the cache object, with stock layers beside compressed ones."""
+    model, ids = build("gemma3"), prompt(3, 40)
+    caches = [MixedKVCache(model, small("full")), DynamicCache(config=model.config)]
+    logits = []
+    for cache in caches:
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.reorder_cache(torch.tensor([2, 2, 0]))
+            model(ids[:, :1], past_key_values=cache)
+            cache.batch_select_indices(torch.tensor([1, 2]))
+            cache.batch_repeat_interleave(2)
+            logits.append(model(ids[:1, :4].expand(4, -1), past_key_values=cache).logits)
+        assert cache.get_seq_length() == 45
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_is_read_once_per_mask():
+    """All layers of a forward are given the same mask; only the first asks the device."""
+    model, ids = build("llama", num_hidden_layers=4), prompt(2, 40)
+    cache = MixedKVCache(model, small("kitty"))
+    reader, asked = cache.layers[0].reader, []
+    assert all(layer.reader is reader for layer in cache.layers)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    before = torch.Tensor.tolist
+
+    def tolist(self):
+        asked.append(self.shape)
+        return before(self)
+
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        assert len(asked) == 1
+        for _ in range(3):
+            mask = torch.cat([mask, mask[:, -1:]], 1)
+            model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+        assert len(asked) == 1
