@@ -1,0 +1,255 @@
+"""The demo's result as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from .run import BASELINE, Result, Row
+
+
+def short_name(task: str) -> str:
+    """Column title: "recall-80" over two lines."""
+    return task.replace("arithmetic", "arith.").replace("-", "\n")
+
+
+def _kl(row: Row) -> tuple[float, float]:
+    """Mean and 99.9 % quantile; NaN if nothing was measured."""
+    kl = row.kl
+    # Rounding makes a few of the smallest negative.
+    return (max(0.0, float(kl.mean())), max(0.0, float(kl.quantile(0.999)))) if len(kl) else (math.nan, math.nan)
+
+
+def _number(value: float, digits: int) -> str:
+    if math.isnan(value):
+        return "–"
+    least = 10.0**-digits
+    return f"<{least:.{digits}f}" if 0 < value < least / 2 else f"{value:.{digits}f}"
+
+
+def _speed(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:,.0f}"
+
+
+def _percent(share: float) -> str:
+    """Rounded, but 100.0 only for everything."""
+    return "–" if math.isnan(share) else f"{100 if share == 1 else min(100 * share, 99.9):.1f}"
+
+
+def table(result: Result, wide: bool = True) -> Table:
+    """One row per cache; ``wide`` takes up to 120 columns, otherwise 100."""
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    view.add_column("cache", no_wrap=True, vertical="bottom")
+    titles = ["total\nbits", "code\nbits", "held\nMiB", *(["bf16\nMiB"] if wide else []), "bf16 /\nheld"]
+    titles += [short_name(task) for task in result.rows[0].tasks]
+    titles += ["agree\n%", "KLD\nmean", "KLD\n99.9%", *(["tok/s\nprompt"] if wide else []), "tok/s\ndecode"]
+    for title in titles:
+        view.add_column(title, justify="right", no_wrap=True, vertical="bottom")
+    for row in result.rows:
+        memory = row.memory
+        assert memory is not None
+        mean, high = _kl(row)
+        baseline = row.scheme is None
+        view.add_row(
+            row.name,
+            f"{memory.total_bits:.2f}",
+            _number(memory.code_bits, 2),
+            f"{memory.held / 2**20:.2f}",
+            *([f"{memory.bf16 / 2**20:.2f}"] if wide else []),
+            f"{memory.bf16 / memory.held:.2f}",
+            *(f"{task.right}/{task.total}" for task in row.tasks.values()),
+            "" if baseline else _percent(row.agreement),
+            "" if baseline else _number(mean, 4),
+            "" if baseline else _number(high, 4),
+            *([_speed(row.prompt_speed)] if wide else []),
+            _speed(row.decode_speed),
+            end_section=baseline,
+        )
+    return view
+
+
+def notes(result: Result) -> list[str]:
+    """How to read the table, a sentence or two each."""
+    base = result.rows[0]
+    assert base.memory is not None
+    said = [
+        f"{result.model}, {result.dtype}, on {result.device}: {result.settings.samples} examples a task, greedy, "
+        f"seed {result.settings.seed}, {result.seconds:.0f} s.",
+        f"Memory is read after {result.memory_rows} answers to {result.memory_task}, at {base.memory.tokens:,} tokens "
+        "of context, with every window, scale, table and reserved page. bf16 is the same tokens without padding, "
+        f"{base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. Windows that are kept whole weigh much at "
+        "this length; `hfkvq schemes` shows what remains at long context.",
+        f"agree and KLD compare with {BASELINE}, from the second token of each answer on: the first comes from the "
+        f"prompt's own attention and reads no cache. KLD is in nats, fed with {BASELINE}'s answers, over "
+        f"{len(base.kl):,} positions.",
+    ]
+    if result.device == "cpu":
+        said.append("On the CPU, tokens/s time the PyTorch reference; they say nothing about the GPU kernels.")
+    if result.dtype == "float32":
+        said.append("A float32 model's windows are float32 too, so total bits are higher than they are in bf16.")
+    return said
+
+
+def _finite(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _describe(row: Row) -> dict[str, Any]:
+    memory = row.memory
+    assert memory is not None
+    mean, high = _kl(row)
+    return {
+        "name": row.name,
+        "scheme": row.scheme.to_dict() if row.scheme else None,
+        "total_bits": memory.total_bits,
+        "code_bits": _finite(memory.code_bits),
+        "held_bytes": memory.held,
+        "bf16_bytes": memory.bf16,
+        "ratio": memory.bf16 / memory.held,
+        "context_tokens": memory.tokens,
+        "accuracy": row.accuracy,
+        "agreement": _finite(row.agreement),
+        "kl_mean": _finite(mean),
+        "kl_999": _finite(high),
+        "kl_positions": len(row.kl),
+        "prompt_tokens_per_second": row.prompt_speed,
+        "decode_tokens_per_second": _finite(row.decode_speed),
+        "tasks": {
+            name: {
+                "right": task.right,
+                "total": task.total,
+                "agreeing_tokens": task.agreeing,
+                "compared_tokens": task.compared,
+                "kl_mean": float(task.kl.mean()) if len(task.kl) else None,
+                "kl_positions": len(task.kl),
+            }
+            for name, task in row.tasks.items()
+        },
+    }
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Everything in the table, and what it takes to repeat it."""
+    cuda = result.device == "cuda"
+    return {
+        "model": result.model,
+        "dtype": result.dtype,
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "device_type": result.device,
+        "threads": torch.get_num_threads(),
+        "settings": dataclasses.asdict(result.settings),
+        "memory": {"task": result.memory_task, "rows": result.memory_rows},
+        "seconds": result.seconds,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "transformers")},
+            "hfkvq": _own_version(),
+        },
+        "rows": [_describe(row) for row in result.rows],
+    }
+
+
+def _own_version() -> str:
+    import hfkvq
+
+    return hfkvq.__version__
+
+
+def save_picture(result: Result, path: Path) -> None:
+    """Accuracy and KL divergence against total bits, as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    points = [(row.name, row.memory.total_bits, 100 * row.accuracy, _kl(row)[0]) for row in result.rows if row.memory]
+    colors = {point[0]: f"C{number % 10}" for number, point in enumerate(points)}
+    drawn = [(left, [(name, bits, accuracy) for name, bits, accuracy, _ in points])]
+    drawn.append((right, [(name, bits, kl) for name, bits, _, kl in points if name != BASELINE and kl > 0]))
+    for axes, data in drawn:
+        axes.set_xscale("log", base=2)
+        for name, bits, value in data:
+            axes.scatter(bits, value, s=42, color=colors[name], zorder=3)
+        axes.set_xlabel("total bits an element, everything counted")
+        axes.grid(alpha=0.25)
+        # Room for names beside the outermost points.
+        low, high = min(p[1] for p in points), max(p[1] for p in points)
+        low, high = low / 1.35, high * 1.35
+        axes.set_xlim(low, high)
+        ticks = [bits for bits in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if low <= bits <= high]
+        axes.set_xticks(ticks, [str(bits) for bits in ticks])
+        axes.minorticks_off()
+    lowest = min(point[2] for point in points)
+    margin = max(4.0, 0.12 * (100 - lowest))
+    left.set_ylim(lowest - 2 * margin, 100 + 2 * margin)
+    left.set_yticks([tick for tick in range(0, 101, 20 if lowest < 60 else 5) if tick >= lowest - 2 * margin])
+    left.set_ylabel("right answers, %")
+    right.set_ylabel(f"mean KL divergence to {BASELINE}, nats")
+    if drawn[1][1]:
+        values = [value for _, _, value in drawn[1][1]]
+        right.set_yscale("log")
+        right.set_ylim(min(values) / 4, max(values) * 4)
+    total = sum(task.total for task in result.rows[0].tasks.values())
+    figure.suptitle(f"{result.model}: {total} examples of {', '.join(result.rows[0].tasks)}", fontsize=11)
+    # Positions are known only after a layout.
+    canvas.draw()
+    for axes, data in drawn:
+        _label(axes, canvas, [(name, (bits, value)) for name, bits, value in data], colors)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def _label(
+    axes: Any, canvas: Any, points: list[tuple[str, tuple[float, float]]], colors: dict[str, str]
+) -> None:
+    """Writes each name at the first place near its point that is still free."""
+    from matplotlib.text import Text
+
+    taken = []
+    for _, at in points:
+        x, y = axes.transData.transform(at)
+        taken.append((x - 5, y - 5, x + 5, y + 5))
+    frame = axes.get_window_extent()
+    steps = [(8, 0), (-8, 0), (0, 8), (0, -8)]
+    steps += [(dx, sign * 13 * k) for k in range(1, 11) for sign in (1, -1) for dx in (10, -10, 40, -40)]
+    for name, at in sorted(points, key=lambda point: point[1]):
+        best = None
+        for dx, dy in steps:
+            text = axes.annotate(
+                name,
+                at,
+                xytext=(dx, dy),
+                textcoords="offset points",
+                fontsize=8.5,
+                color=colors[name],
+                ha="center" if dx == 0 else "left" if dx > 0 else "right",
+                va="center" if dx else "bottom" if dy > 0 else "top",
+                # A line to the point, where the name had to move away.
+                arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "0.5"} if abs(dy) > 12 else None,
+            )
+            # Of the words alone: an annotation's own extent takes in its line.
+            text.update_positions(canvas.get_renderer())
+            window = Text.get_window_extent(text, canvas.get_renderer())
+            box_ = (window.x0, window.y0, window.x1, window.y1)
+            inside = frame.x0 <= box_[0] and box_[2] <= frame.x1 and frame.y0 <= box_[1] and box_[3] <= frame.y1
+            free = all(box_[2] < a or c < box_[0] or box_[3] < b or d < box_[1] for a, b, c, d in taken)
+            if inside and free:
+                best = box_
+                break
+            text.remove()
+        if best is None:
+            axes.annotate(name, at, xytext=(8, 0), textcoords="offset points", fontsize=8.5, va="center", color=colors[name])
+        else:
+            taken.append(best)
