@@ -65,6 +65,18 @@ def prompt_then_steps(prompt_length):
 # Reading.
 
 
+def test_reserved_memory_is_poisoned():
+    """Guards every test here: what hfkvq allocates holds NaN and nonsense until it is written."""
+    codes, scale, _, _, index = PageFormat(2, "channel", 8, 8, ((4, 8),)).allocate(
+        "keys", 2, 1, 16, torch.float32, torch.device("cpu")
+    )
+    assert scale.isnan().all()
+    assert (codes == 0x5A5A).all()
+    assert (index == 255).all()
+    (whole,) = PageFormat(16, "token", 1, 8).allocate("keys", 2, 1, 16, torch.bfloat16, torch.device("cpu"))
+    assert whole.isnan().all()
+
+
 @on_every_preset
 def test_fused_attention_is_attention_over_dense(name, backend, device):
     """Prompt, then decode over two page borders, one row padded; one border where each step takes a second."""
