@@ -150,8 +150,8 @@ def demo(
     tasks: Annotated[
         str, typer.Option(help="recall, arithmetic, tools; also with a size, e.g. recall-40.")
     ] = "recall,arithmetic,tools",
-    samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 10,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts run together.")] = 10,
+    samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts run together.")] = 8,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=2, help="Most tokens of an answer. [default: by task; 256 with --model]")
     ] = None,

@@ -211,9 +211,7 @@ def save_picture(result: Result, path: Path) -> None:
     figure.savefig(path, dpi=150, format="png")
 
 
-def _label(
-    axes: Any, canvas: Any, points: list[tuple[str, tuple[float, float]]], colors: dict[str, str]
-) -> None:
+def _label(axes: Any, canvas: Any, points: list[tuple[str, tuple[float, float]]], colors: dict[str, str]) -> None:
     """Writes each name at the first place near its point that is still free."""
     from matplotlib.text import Text
 
@@ -250,6 +248,7 @@ def _label(
                 break
             text.remove()
         if best is None:
-            axes.annotate(name, at, xytext=(8, 0), textcoords="offset points", fontsize=8.5, va="center", color=colors[name])
+            # Nothing is free: better over others than not at all.
+            axes.annotate(name, at, xytext=(8, 0), textcoords="offset points", fontsize=8.5, color=colors[name])
         else:
             taken.append(best)

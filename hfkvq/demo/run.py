@@ -44,8 +44,8 @@ class Settings:
 
     tasks: tuple[str, ...] = tuple(SIZES)
     schemes: tuple[str, ...] = ()
-    samples: int = 10
-    batch_size: int = 10
+    samples: int = 8
+    batch_size: int = 8
     max_new_tokens: int | None = None
     kl_tokens: int = 512
     seed: int = 0
