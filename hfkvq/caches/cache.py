@@ -143,6 +143,24 @@ class MixedKVCache(Cache):
         if self.config._attn_implementation_internal == NAME and id(self.config) in _REPLACED:
             self.config._attn_implementation_internal = _REPLACED[id(self.config)]
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stages new tokens of a layer; see `KVLayer.update`.
+
+        A refusal (`ValueError`) in a later layer takes the tokens of the same forward out of the earlier ones again, so
+        that no layer is ahead of the others.
+        """
+        try:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except ValueError:
+            refused = self.layers[layer_idx].get_seq_length()
+            for layer in self.compressed_layers:
+                ahead = layer.get_seq_length() - refused
+                if ahead > 0:
+                    layer.crop(-ahead)
+            raise
+
     @property
     def compressed_layers(self) -> list[KVLayer]:
         """The layers that are held in pages."""

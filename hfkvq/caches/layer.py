@@ -377,8 +377,10 @@ class KVLayer(CacheLayerMixin):
 
     def finish(self, query: Tensor) -> None:
         """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""
-        if "query" in self.scheme.needs and (self.staged is not None or self.uncommitted):
+        # Once for the tokens of an update: with shared keys and values, later layers come here too.
+        if "query" in self.scheme.needs and self.new_columns:
             self._observe(query)
+        self.new_columns = 0
         if not self.defer:
             self._settle()
 

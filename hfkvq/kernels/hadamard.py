@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from .dispatch import define
-
-
-@lru_cache(maxsize=32)
-def sylvester(order: int, device: torch.device) -> Tensor:
-    """Sylvester's Hadamard matrix over sqrt(order): f32 (order, order), symmetric and its own inverse."""
-    matrix = torch.ones(1, 1, device=device)
-    block = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device)
-    while matrix.shape[0] < order:
-        matrix = torch.kron(block, matrix)
-    return matrix / order**0.5
+from .dispatch import define, triton_slot
 
 
 def largest_block(head_dim: int) -> int:
@@ -47,16 +35,12 @@ def _hadamard(x: Tensor, block: int) -> Tensor:
     return (y * block**-0.5).flatten(-2).to(x.dtype)
 
 
-@_hadamard.register_kernel("cuda")
-def _(x: Tensor, block: int) -> Tensor:
-    # One launch instead of one for every butterfly.
-    blocks = x.float().unflatten(-1, (-1, block))
-    return (blocks @ sylvester(block, x.device)).flatten(-2).to(x.dtype)
-
-
 @_hadamard.register_fake
 def _(x: Tensor, block: int) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+triton_slot("hadamard", "hadamard:hadamard_triton")
 
 
 def hadamard(x: Tensor, block: int) -> Tensor:

@@ -189,7 +189,6 @@ def test_debug_in_a_model():
     assert [layer.get_seq_length() for layer in cache.layers] == [30, 30]
 
 
-@pytest.mark.xfail(reason="a layer cannot take back what earlier layers of the same forward have cached")
 def test_debug_refusal_in_a_later_layer():
     """Nothing of the refused step stays in any layer."""
     model = build("llama")
