@@ -22,8 +22,8 @@ app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
 )
 
-# What is piped has no width of its own; rich's 80 columns would fold the tables.
-_PIPED_WIDTH = 120
+# What is piped has no width of its own; the 80 columns that rich then takes would fold the tables.
+_PIPED_WIDTH, _UNKNOWN_WIDTH = 120, 80
 
 
 class DType(str, Enum):
@@ -36,10 +36,8 @@ class DType(str, Enum):
 
 
 def _console() -> Console:
-    import os
-
     console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPED_WIDTH)
+    return console if console.is_terminal or console.width != _UNKNOWN_WIDTH else Console(width=_PIPED_WIDTH)
 
 
 def _fail(message: object) -> NoReturn:
