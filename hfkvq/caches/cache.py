@@ -154,7 +154,7 @@ class MixedKVCache(Cache):
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
-            refused = self.layers[layer_idx].get_seq_length()
+            refused = self.get_seq_length(layer_idx)
             for layer in self.compressed_layers:
                 ahead = layer.get_seq_length() - refused
                 if ahead > 0:
