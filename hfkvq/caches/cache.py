@@ -23,7 +23,7 @@ from .store import StoreBytes
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SCHEME = "saw-int4"
+DEFAULT_SCHEME = "kitty-pro"
 
 # Layer types whose models do not look at the attention implementation's name.
 _KNOWN_LAYERS = {
@@ -63,7 +63,8 @@ class MixedKVCache(Cache):
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
     lacks a feature). `detach` undoes it. With ``attach=False`` the config is left alone: stock sdpa is intercepted and
-    attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower.
+    attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower, and since
+    such an implementation never shows its mask, left padding is then stored as if it were tokens.
 
     Keys and values that are not finite are refused with ``debug=True``. Otherwise they are left out of every scale and
     stored as the nearest end of their group, so they never change what other tokens' pages hold.

@@ -39,9 +39,9 @@ class PageFormat:
     codes, 16     model dtype (P, H, G, D)                 model dtype (P, H, G, D)
     scale, zero   f16 (P, H, G/g, D) per channel           f16 (P, H, D/g, G) per token (both sides)
     high          i16 (P, H, G, n4*2/16)                   never
-    high_index    u8 (P, H, n4)                            never
+    high_index    u8 (P, H, n4), i16 if D > 256             never
     full          model dtype (P, H, G, n16)               never
-    full_index    u8 (P, H, n16)                           never
+    full_index    u8 (P, H, n16), i16 if D > 256            never
     ============  =======================================  =====================================================
 
     8-bit pages have a scale and no zero; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
@@ -101,8 +101,6 @@ class PageFormat:
                 f"group_size: got {self.group_size}, which does not divide head_dim {head_dim}; "
                 "per-token groups lie within one head, so choose a divisor of head_dim."
             )
-        if self.raised and head_dim > 256:
-            raise ValueError(f"head_dim: got {head_dim}, allowed up to 256 where channels are raised (u8 indices).")
         if sum(count for _, count in self.raised) > head_dim:
             raise ValueError(f"raised: got {self.raised}, more channels than head_dim {head_dim} has.")
 
@@ -137,6 +135,11 @@ class PageFormat:
         """Channels a page stores at ``width``: the count rounded up to a multiple of eight."""
         return -(-self.raised_count(width) // CHANNELS_PER_WORD_ROW) * CHANNELS_PER_WORD_ROW
 
+    @staticmethod
+    def index_dtype(head_dim: int) -> torch.dtype:
+        """Dtype of channel indices: u8 while it holds them, i16 for latents of more than 256 channels."""
+        return torch.uint8 if head_dim <= 256 else torch.int16
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors a side of this format holds, in the order in which ops take them."""
@@ -164,14 +167,14 @@ class PageFormat:
             scale = (heads, page // self.group_size, head_dim) if self.bits < 8 else (heads, 1, head_dim)
         else:
             scale = (heads, head_dim // self.group_size, page) if self.bits < 16 else (heads, 1, page)
-        room4, room16 = self.raised_room(4), self.raised_room(16)
+        room4, room16, index = self.raised_room(4), self.raised_room(16), self.index_dtype(head_dim)
         shapes |= {
             "scale": (scale, torch.float16),
             "zero": (scale, torch.float16),
             "high": ((heads, page, room4 // 8), torch.int16),
-            "high_index": ((heads, room4), torch.uint8),
+            "high_index": ((heads, room4), index),
             "full": ((heads, page, room16), None),
-            "full_index": ((heads, room16), torch.uint8),
+            "full_index": ((heads, room16), index),
         }
         return {name: shapes[name] for name in self.names}
 

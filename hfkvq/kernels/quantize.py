@@ -113,12 +113,12 @@ def quantize_pages(x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None
             code, scale, zero = (t.masked_fill(whole[:, :, None, :], 0) for t in (code, scale, zero))
             gathered = source.gather(-1, index[:, :, None, :].expand(n, heads, page, -1))
             out["full"] = gathered.masked_fill(~used[:, :, None, :], 0)
-            out["full_index"] = index.to(torch.uint8)
+            out["full_index"] = index.to(fmt.index_dtype(head_dim))
         if 4 in raised:
             index, used = raised[4]
             upper = (code >> fmt.bits).gather(-1, index[:, :, None, :].expand(n, heads, page, -1))
             out["high"] = pack_words(upper.masked_fill(~used[:, :, None, :], 0), 2)
-            out["high_index"] = index.to(torch.uint8)
+            out["high_index"] = index.to(fmt.index_dtype(head_dim))
             code = code & (2**fmt.bits - 1)
         out["scale"], out["zero"] = scale, zero
     words = pack_words(code, fmt.bits)

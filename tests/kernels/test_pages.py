@@ -169,8 +169,6 @@ def test_what_cannot_be_stored_is_refused_by_name(arguments, words):
 def test_head_dims_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="does not divide head_dim 80"):
         PageFormat(2, "token", 32).check_head_dim(80)
-    with pytest.raises(ValueError, match="allowed up to 256"):
-        PageFormat(2, "channel", 32, 128, ((4, 8),)).check_head_dim(512)
     with pytest.raises(ValueError, match="more channels than head_dim 16"):
         PageFormat(2, "channel", 32, 128, ((4, 17),)).check_head_dim(16)
 
@@ -185,6 +183,20 @@ def test_stores_refuse_what_values_cannot_be():
         StoreFormat(())
     with pytest.raises(ValueError, match="expected something like"):
         PageFormat.parse("2x128")
+
+
+def test_raised_channels_beyond_what_a_byte_can_name():
+    """Latents of 512 channels: indices take two bytes."""
+    torch.manual_seed(0)
+    fmt = PageFormat(2, "channel", 16, 16, ((4, 8), (16, 8)))
+    x = torch.randn(1, 1, 16, 512)
+    widths = torch.full((1, 1, 512), 2, dtype=torch.uint8)
+    widths[..., [3, 400]], widths[..., 511] = 4, 16
+    parts = quantize_pages(x, fmt, "keys", widths)
+    assert {part.dtype for name, part in zip(fmt.names, parts, strict=True) if "index" in name} == {torch.int16}
+    error = (dequantize_pages(parts, fmt, "keys", 512) - x).abs().amax((0, 1, 2))
+    assert error[511] == 0
+    assert error[[3, 400]].max() < error[[2, 401]].min()
 
 
 def test_code_bits_counts_raised_channels():

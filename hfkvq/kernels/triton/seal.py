@@ -155,7 +155,7 @@ def seal_raised_kernel(
         p_high = high + i_head * (G * E4) + (i_slot + o_t)[:, None] * E4 + o_e[None, :]
         tl.store(p_high, b_word, mask=m_t[:, None] & (o_e < E4)[None, :])
         if i_slot == 0:
-            tl.store(high_index + i_head * N4 + o_r, b_channel.to(tl.uint8), mask=m_r)
+            tl.store(high_index + i_head * N4 + o_r, b_channel.to(high_index.dtype.element_ty), mask=m_r)
     if COUNT16 > 0:
         o_r = tl.arange(0, B16)
         b_channel = tl.zeros([B16], tl.int32)
@@ -167,7 +167,7 @@ def seal_raised_kernel(
         p_full = full + i_head * (G * N16) + (i_slot + o_t)[:, None] * N16 + o_r[None, :]
         tl.store(p_full, b_x, mask=m_t[:, None] & (o_r < N16)[None, :])
         if i_slot == 0:
-            tl.store(full_index + i_head * N16 + o_r, b_channel.to(tl.uint8), mask=o_r < N16)
+            tl.store(full_index + i_head * N16 + o_r, b_channel.to(full_index.dtype.element_ty), mask=o_r < N16)
 
 
 @triton.jit(do_not_specialize=["N", "M"])
