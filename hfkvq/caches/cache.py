@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import importlib.util
 import logging
+import sys
 import weakref
 from typing import Any
 
@@ -44,13 +47,24 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _head_dim(config: PreTrainedConfig) -> int | None:
-    """The head dim if the config says it plainly; latent attention (MLA) does not."""
-    if getattr(config, "kv_lora_rank", None):
+    """The head dim if the config says it plainly; latent attention (MLA) and layers of several kinds (Gemma4) do not."""
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "is_heterogeneous", False):
         return None
     dim = getattr(config, "head_dim", None)
     if dim is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
         dim = config.hidden_size // config.num_attention_heads
     return dim if isinstance(dim, int) else None
+
+
+def _looks_attention_up(config: PreTrainedConfig) -> bool:
+    """Whether the model of this config takes its attention from Transformers' table.
+
+    Falcon and a few others compare the implementation's name with those they know; a new name would lead them astray.
+    """
+    name = type(config).__module__.replace("configuration_", "modeling_")
+    if name not in sys.modules and importlib.util.find_spec(name) is None:
+        return False
+    return hasattr(importlib.import_module(name), "ALL_ATTENTION_FUNCTIONS")
 
 
 class MixedKVCache(Cache):
@@ -63,8 +77,8 @@ class MixedKVCache(Cache):
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
     lacks a feature). `detach` undoes it. With ``attach=False`` the config is left alone: stock sdpa is intercepted and
-    attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower, and since
-    such an implementation never shows its mask, left padding is then stored as if it were tokens.
+    attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower, and
+    since such an implementation never shows its mask, left padding is then stored as if it were tokens.
 
     Keys and values that are not finite are refused with ``debug=True``. Otherwise they are left out of every scale and
     stored as the nearest end of their group, so they never change what other tokens' pages hold.
@@ -127,7 +141,8 @@ class MixedKVCache(Cache):
             )
         super().__init__(layers=layers)
         self.config = text
-        if attach and all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock):
+        known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
+        if attach and known and _looks_attention_up(text):
             self._attach(text)
 
     @staticmethod

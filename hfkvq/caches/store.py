@@ -528,6 +528,9 @@ class KVStore:
         self.counters[LENGTH] = length
         self.counters[START] = self.counters[START].clamp(max=seen - tokens)
         self.states = frozenset(states)
+        if reopens:
+            # A page that was full, and so may be shared, takes new tokens again.
+            self._part()
 
     def _reopen(self, at: int, side: Side, layout: SideLayout, rest: Tensor) -> None:
         count = run_count(self.counters, 0, side)
@@ -559,6 +562,12 @@ class KVStore:
         self.counters = self.counters[:, rows].contiguous()
         self.windows = [window[rows] for window in self.windows]
         self.batch = rows.shape[0]
+
+    def _part(self) -> None:
+        """Gives every page that is not full to one row only."""
+        rows = torch.arange(self.batch, device=self.device)
+        for run in range(len(self.runs)):
+            self._share(run, rows)
 
     def _share(self, run: int, rows: Tensor) -> None:
         """New table after a reorder: full pages as they are, every other block a page that nobody reads."""
@@ -614,6 +623,7 @@ class KVStore:
         """Forgets all tokens; keeps the allocation."""
         self.counters.zero_()
         self.states = frozenset({RowState(0, 0, 0)})
+        self._part()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Moves every tensor."""

@@ -398,6 +398,36 @@ def test_full_pages_are_shared_not_copied(scheme):
         assert torch.equal(before.view(torch.uint8), now[table].contiguous().view(torch.uint8))
 
 
+@on_every_case
+def test_crop_into_shared_pages_parts_the_rows(scheme):
+    """Rows that share a full page, cropped into it: each goes on in a page of its own."""
+    layer, alone = make(scheme), [make(scheme), make(scheme)]
+    own, tails = row(1, 90), [row(2, 40), row(3, 40)]
+    for x in (layer, *alone):
+        feed(x, [own], [60])
+    layer.batch_repeat_interleave(2)
+    layer.crop(-17)
+    _continue(layer, tails, [0, 0], 40, 43)
+    for b in range(2):
+        alone[b].crop(-17)
+        _continue(alone[b], [tails[b]], [0], 40, 43)
+        assert_same_bits(stored(layer, b), stored(alone[b], 0))
+
+
+@on_every_case
+def test_reset_parts_rows_that_shared_pages(scheme):
+    """A fixed capacity keeps its pages over a reset, but not who shared them."""
+    layer, fresh = make(scheme, capacity=100), make(scheme, capacity=100)
+    feed(layer, [row(1, 60), row(2, 60)], [60])
+    layer.reorder_cache(torch.tensor([0, 0]))
+    layer.reset()
+    rows = [row(3, 60), row(4, 60)]
+    for x in (layer, fresh):
+        feed(x, rows, [50] + [1] * 10)
+    for i in range(2):
+        assert_same_bits(stored(layer, i), stored(fresh, i))
+
+
 # Over time.
 
 

@@ -229,7 +229,7 @@ def test_constructors_agree():
         (lambda m: MixedKVCache(m, "kitty-pro"), lambda m: MixedKVCache(m, get_scheme("kitty", boost_ratio=0.25))),
         (lambda m: MixedKVCache(m, "kitty"), KittyCache),
         (lambda m: MixedKVCache(m, "saw-int4"), SawInt4Cache),
-        (lambda m: MixedKVCache(m), SawInt4Cache),
+        (lambda m: MixedKVCache(m), lambda m: KittyCache(m, boost_ratio=0.25)),
         (lambda m: MixedKVCache(m, "saw-int4-kv"), lambda m: SawInt4Cache(m.config, rotate="both")),
     ]:
         models = [build("llama"), build("llama")]

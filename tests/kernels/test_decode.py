@@ -200,3 +200,53 @@ def test_opcheck(backend, name):
             x.nan_to_num_(0.0)
     arguments = (q, counters, windows, runs, None, None, 0.1, 0.0, layer.case.store.spec)
     torch.library.opcheck(torch.ops.hfkvq.decode_attention.default, arguments)
+
+
+FULL_PAGES = {
+    "2c-2t": Case(
+        runs="2c128p128/2t128p128", head_dim=128, value_dim=128, dtype=torch.bfloat16, sink=4, tail=(40, 150),
+        lengths=[4 + 256 + 20, 4 + 128 + 9], keys=[[256], [128]], values=[[150], [130]],
+    ),
+    "4t-4t": Case(
+        runs="4t64p64/4t64p64", dtype=torch.float16, share=5, pages=4, tail=(20, 20),
+        lengths=[4 + 200 + 1, 4 + 63], keys=[[200], [63]], values=[[200], [63]],
+    ),
+    "4c-2t": Case(
+        runs="4c128p128/2t128p128", head_dim=64, value_dim=128, dtype=torch.bfloat16, share=16, heads=1, sink=0,
+        lengths=[256, 140], keys=[[256], [128]], values=[[256], [128]],
+    ),
+    "2t-4t-rotated": Case(
+        runs="2t128p64/4t64p64", head_dim=128, value_dim=64, dtype=torch.float16, share=1, rotate_keys=128,
+        rotate_values=64, lengths=[4 + 128 + 5, 3], keys=[[128], [0]], values=[[130], [0]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "int"])
+@pytest.mark.parametrize("name", FULL_PAGES)
+def test_full_pages(backend, name, kind):
+    """Shapes that full pages of integer codes have a kernel of their own for."""
+    layer = build(FULL_PAGES[name])
+    case = layer.case
+    scaling = case.head_dim**-0.5
+    mask = None
+    if kind != "none":
+        mask = torch.rand(len(case.lengths), 1, 1, columns_of(layer)) > 0.4
+        # Nothing of the first page can be seen.
+        mask[0, ..., : case.sink + 128] = False
+        mask = mask if kind == "bool" else mask.long() * 2
+    got = decode(layer, backend, scaling, mask)
+    exact = attend(layer, torch.float64, scaling, mask)
+    assert_as_good_as_torch(got, exact, attend(layer, case.dtype, scaling, mask))
+
+
+@pytest.mark.parametrize("name", FULL_PAGES)
+def test_full_pages_take_their_kernel(triton_backend, name, monkeypatch):
+    """The cases above would pass without it as well."""
+    from hfkvq.kernels.triton import decode as module
+
+    taken = []
+    has_kernel = module._has_full_page_kernel
+    monkeypatch.setattr(module, "_has_full_page_kernel", lambda *a: taken.append(has_kernel(*a)) or taken[-1])
+    decode(build(FULL_PAGES[name]), triton_backend, 1.0)
+    assert taken == [True]

@@ -14,9 +14,13 @@ from ..dispatch import reference
 from ..hadamard import hadamard
 from ..pages import PageFormat, RunView, StoreFormat, split_runs
 from ._lib import field_channels, load_page, multiprocessors, on_device, power
+from .pages import full_pages_kernel
 
 PROGRAMS_PER_SM = 8
 """Aim of the split count: enough programs to keep every multiprocessor's memory pipe full to the end."""
+
+FULL_PAGE_PROGRAMS_PER_SM = 16
+"""The same for `full_pages_kernel`, whose programs are one warp each."""
 
 _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -82,11 +86,12 @@ def decode_attention_kernel(
     RUN: tl.constexpr, RUNS: tl.constexpr, G: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """One split of one row's tokens against BM of the queries that share a KV head.
 
     Splits [0, PAGED) divide the pages of run RUN, the next WINDOWED ones what keys and values both hold in a window.
+    With REST, pages that are full on both sides are somebody else's (`full_pages_kernel`).
     """
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
@@ -110,8 +115,11 @@ def decode_attention_kernel(
 
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     n_blocks = (n_run + G - 1) // G * CHUNKS
-    per_page = (n_blocks + PAGED - 1) // tl.maximum(PAGED, 1)
-    i_first = tl.minimum(i_s * per_page, n_blocks)
+    n_other = 0
+    if REST:
+        n_other = tl.minimum(n_k, n_v) // G * CHUNKS
+    per_page = (n_blocks - n_other + PAGED - 1) // tl.maximum(PAGED, 1)
+    i_first = tl.minimum(n_other + i_s * per_page, n_blocks)
     i_end = tl.where(i_s < PAGED, tl.minimum(i_first + per_page, n_blocks), i_first)
     w_blocks = (n_window + BT - 1) // BT
     per_window = (w_blocks + WINDOWED - 1) // tl.maximum(WINDOWED, 1)
@@ -239,6 +247,24 @@ def _supported(form: StoreFormat, q: Tensor, value_dim: int) -> bool:
     return plain and q.dtype in _DOT_DTYPES and max(q.shape[-1], value_dim) <= widest
 
 
+def _has_full_page_kernel(
+    form: StoreFormat, q: Tensor, dtype: torch.dtype, value_dim: int, mask: Tensor | None, softcap: float
+) -> bool:
+    """Whether full pages can take `full_pages_kernel`: one query a row, integer codes, one scale a channel or token."""
+    if not form.ordered or softcap or q.shape[2] != 1 or dtype == torch.float32:
+        return False
+    if mask is not None and (mask.is_floating_point() or mask.shape[1] != 1):
+        return False
+    (keys, values), head_dim = form.runs[0], q.shape[-1]
+    scaled = keys.group_size == (keys.page_size if keys.axis == "channel" else head_dim)
+    if keys.raised or not scaled or values.group_size != value_dim or not {keys.bits, values.bits} <= {2, 4}:
+        return False
+    # A field of a word is one step of a matrix product along the head, which takes at least 16 channels.
+    words = (keys.words(head_dim), values.words(value_dim))
+    fits = all(word >= 16 and power(word) == word for word in words) and max(head_dim, value_dim) <= 128
+    return fits and keys.page_size in (64, 128)
+
+
 def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, list[int], int, int]:
     """The mask as the kernel reads it: tensor, four strides (0 where it broadcasts), length, kind."""
     if mask is None:
@@ -319,10 +345,16 @@ def decode_attention_triton(
     block_t = max(16, min(64, room // wide, power(page)))
     block_m = min(32 if wide * 32 <= room else 16, max(16, power(rows)))
     tiles = triton.cdiv(rows, block_m)
-    paged, windowed = _split_counts(
-        form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, multiprocessors(q.device)
-    )
-    splits = sum(paged) + windowed
+    sms = multiprocessors(q.device)
+    paged, windowed = _split_counts(form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms)
+    full = 0
+    if _has_full_page_kernel(form, q, dtype, value_dim, mask, softcap):
+        pages = views[0].table.shape[1]
+        full = min(pages, -(-sms * FULL_PAGE_PROGRAMS_PER_SM // (batch * heads)), 256)
+        # What is left to the other kernel: a page that is not full, and what one side has sealed ahead of the other.
+        left = max(tail_k.shape[2], tail_v.shape[2]) + 2 * page
+        paged = [min(paged[0], -(-left // block_t))]
+    splits = full + sum(paged) + windowed
     part = torch.empty((batch * heads, splits, rows, value_dim), dtype=torch.float32, device=q.device)
     part_top, part_sum = torch.empty((2, batch * heads, splits, rows), dtype=torch.float32, device=q.device)
     mask, mask_strides, mask_length, mask_kind = _mask_arguments(mask)
@@ -330,8 +362,44 @@ def decode_attention_triton(
     out_dtype = torch.float32 if form.rotate_values or interpreted else dtype
     out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
 
-    first = 0
+    first = full
     with on_device(q):
+        if full:
+            keys, values = form.runs[0]
+            full_pages_kernel[(full, batch * heads)](
+                q,
+                counters,
+                views[0].table.contiguous(),
+                *views[0].keys,
+                *views[0].values,
+                mask,
+                part,
+                part_top,
+                part_sum,
+                *q.stride()[:2],
+                mask_strides[0],
+                mask_strides[3],
+                scaling,
+                batch,
+                views[0].table.shape[1],
+                mask_length,
+                splits,
+                0,
+                full,
+                H=heads,
+                SHARE=rows,
+                D=head_dim,
+                DV=value_dim,
+                S=form.sink,
+                G=page,
+                K_BITS=keys.bits,
+                K_CHANNEL=keys.axis == "channel",
+                V_BITS=values.bits,
+                MASKED=mask is not None,
+                BM=8 if rows <= 8 else 16,
+                STAGES=3,
+                num_warps=1,
+            )
         for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
             parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
             # The windows go with the first run.
@@ -374,6 +442,7 @@ def decode_attention_triton(
                 MASK=mask_kind,
                 SOFTCAP=softcap > 0,
                 DOT=dot,
+                REST=full > 0,
                 BM=block_m,
                 BT=block_t,
                 num_warps=8 if wide > 256 else 4,
@@ -391,7 +460,7 @@ def decode_attention_triton(
             ROWS=rows,
             Q=queries,
             DV=value_dim,
-            BS=16,
+            BS=16 if splits <= 32 else 64,
             BD=power(value_dim),
             num_warps=4,
         )
