@@ -52,6 +52,8 @@ def hfkvq_attention(
         return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if layer.begin(attention_mask, query.shape[2]):
         mask = attention_mask
+        if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
+            mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
         bias = kwargs.get("position_bias")
         if bias is not None:
             mask = _added(bias, mask)
@@ -62,6 +64,12 @@ def hfkvq_attention(
         out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
     layer.finish(query)
     return out, None
+
+
+def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """What no mask means, as stock sdpa reads it."""
+    asked = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
 def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
@@ -85,7 +93,7 @@ def _plain(
 ) -> tuple[Tensor, Tensor | None]:
     """Stock attention on plain tensors: sdpa, or the modeling file's own eager where sdpa lacks an argument."""
     queries, columns = query.shape[2], key.shape[2]
-    if mask is None and 1 < queries < columns and kwargs.get("is_causal") is not False:
+    if mask is None and 1 < queries < columns and _causal(module, kwargs):
         # Without a mask stock sdpa would align the triangle to the upper left.
         mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)
         window = kwargs.get("sliding_window")
@@ -100,7 +108,7 @@ def _plain(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
         )
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    if mask is None and queries > 1 and kwargs.get("is_causal") is not False:
+    if mask is None and queries > 1 and _causal(module, kwargs):
         mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)[None, None]
     if mask is not None and mask.dtype == torch.bool:
         shape, lowest = torch.broadcast_shapes(mask.shape, (1, 1, queries, columns)), torch.finfo(query.dtype).min
