@@ -32,14 +32,16 @@ class LazyKV(torch.Tensor):
     The "hfkvq" attention, and PyTorch's `scaled_dot_product_attention`, attend to the pages behind it. ``repeat_kv``
     and no-op conversions give another handle. Any other function gets the dequantized tensor: right, only slower.
 
+    A handle is good until the layer changes: the next update, a crop, a reorder or a reset.
+
     Attributes:
-        hfkvq_layer: the cache layer.
         side: "keys" or "values".
         repeats: query heads per KV head that the shape pretends to.
         form: "bhsd", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
     """
 
-    hfkvq_layer: KVLayer
+    _layer: KVLayer
+    _edition: int
     side: Side
     repeats: int
     form: str
@@ -51,11 +53,32 @@ class LazyKV(torch.Tensor):
         handle = torch.Tensor._make_wrapper_subclass(
             cls, layer.logical_shape(side) if shape is None else shape, dtype=layer.dtype, device=layer.device
         )
-        handle.hfkvq_layer, handle.side, handle.repeats, handle.form = layer, side, repeats, form
+        handle._layer, handle._edition = layer, layer.edition
+        handle.side, handle.repeats, handle.form = side, repeats, form
         return handle
+
+    @property
+    def hfkvq_layer(self) -> KVLayer:
+        """The cache layer.
+
+        Raises:
+            RuntimeError: the layer has changed since; it would show what it holds now in the shape of then.
+        """
+        if self._layer.edition != self._edition:
+            raise RuntimeError(
+                "These keys or values are of an earlier update, and the cache has moved on; take a copy "
+                "(x.clone()) of what is needed later."
+            )
+        return self._layer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything happens in ``__new__``."""
+
+    # ``x += y`` binds x anew, to a plain tensor.
+    __iadd__ = Tensor.__add__  # type: ignore[assignment]
+    __isub__ = Tensor.__sub__  # type: ignore[assignment]
+    __imul__ = Tensor.__mul__  # type: ignore[assignment]
+    __itruediv__ = Tensor.__truediv__  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Side and logical shape; never the data."""
@@ -88,6 +111,11 @@ class LazyKV(torch.Tensor):
             result = handler(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if _in_place(func, args, kwargs):
+            raise RuntimeError(
+                f"{func.__name__}: cached keys and values cannot be changed in place, the change would be lost; work "
+                "on a copy (x.clone())."
+            )
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
 
     @classmethod
@@ -98,6 +126,16 @@ class LazyKV(torch.Tensor):
 
 def _dense(x: Any) -> Any:
     return x.materialize() if isinstance(x, LazyKV) else x
+
+
+def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function would write to a handle."""
+    name = getattr(func, "__name__", "")
+    writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+    first = args[0] if args else None
+    return ((writes or kwargs.get("inplace") is True) and isinstance(first, LazyKV)) or isinstance(
+        kwargs.get("out"), LazyKV
+    )
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:

@@ -117,9 +117,11 @@ class KVLayer(CacheLayerMixin):
         self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
         self.record_past = False
         self.is_initialized = False
+        self.edition = 0
         self._forget()
 
     def _forget(self) -> None:
+        self.edition += 1
         self.seen = 0
         self.store: KVStore | None = None
         self.staged: tuple[Tensor, Tensor] | None = None
@@ -159,8 +161,10 @@ class KVLayer(CacheLayerMixin):
         if self.store is None or (not self.seen and self._kind(key_states, value_states) != self._kind_held()):
             self.lazy_initialization(key_states, value_states)
         self._settle()
-        self.staged = (key_states.detach(), value_states.detach())
-        self.seen += key_states.shape[2]
+        self.staged, self.padding = (key_states.detach(), value_states.detach()), None
+        self.new_columns = key_states.shape[2]
+        self.seen += self.new_columns
+        self.edition += 1
         return LazyKV(self, "keys"), LazyKV(self, "values")
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
@@ -282,6 +286,7 @@ class KVLayer(CacheLayerMixin):
         if tokens:
             self.store.crop(tokens, self.seen)
             self.seen -= tokens
+            self.edition += 1
         self._commit()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -309,6 +314,7 @@ class KVLayer(CacheLayerMixin):
 
     def _rows(self, rows: Tensor) -> None:
         self.batch_size = rows.shape[0]
+        self.edition += 1
         if self.query_sum is not None and self.query_count is not None:
             rows = rows.to(self.query_sum.device)
             self.query_sum, self.query_count = self.query_sum[rows], self.query_count[rows]
@@ -356,8 +362,8 @@ class KVLayer(CacheLayerMixin):
         if self.staged is None:
             return queries <= 16
         keys, values = self.staged
-        self.new_columns = tokens = keys.shape[2]
-        self.padding = None
+        tokens = keys.shape[2]
+        # With shared keys and values, a later layer may come without a mask: what was found stays.
         if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
             lengths = store.counters[LENGTH]
             self.padding = self.reader.read(mask, self.seen, tokens, lengths)

@@ -241,6 +241,25 @@ def test_other_masks_are_those_of_sdpa(queries, columns, function, padded):
     assert torch.equal(hfkvq_mask(**arguments), theirs)
 
 
+@pytest.mark.parametrize("handles", [False, True])
+@pytest.mark.parametrize("extra", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
+def test_no_mask_in_a_module_that_is_not_causal(handles, extra, monkeypatch):
+    """Cross-attention sees all of the other sequence."""
+    monkeypatch.setattr(Module, "is_causal", False)
+    monkeypatch.setattr(Module, "__module__", "transformers.models.gemma2.modeling_gemma2")
+    build("gemma2")
+    layer, rows = lossless(20)
+    queries, keys, values = join([x[20:30] for x in rows])
+    given = layer.update(keys, values) if handles else join([x[:30] for x in rows])[1:]
+    out, _ = hfkvq_attention(Module(), queries, *given, None, scaling=SCALING, **extra)
+    if extra:
+        everything = expected(rows, 30, 10, torch.ones(1, 1, 10, 30, dtype=torch.bool))
+        assert not torch.allclose(out.transpose(1, 2), expected(rows, 30, 10), atol=0.1)
+        assert torch.allclose(out.transpose(1, 2), everything, atol=0.3)
+    else:
+        assert_close(out.transpose(1, 2), expected(rows, 30, 10, torch.ones(1, 1, 10, 30, dtype=torch.bool)))
+
+
 def test_none_always_means_bottom_right():
     """Several queries on a longer cache: stock code may skip the mask, this one may not."""
     for queries, columns in ((5, 25), (20, 64)):
@@ -442,6 +461,59 @@ def test_shared_layers_attend_before_the_producer_seals():
     feed(plain, [x[:60] for x in rows], [60])
     for i in range(2):
         assert_same_bits(stored(layer, i), stored(plain, i))
+
+
+def test_shared_prompts_are_counted_once_and_keep_their_padding():
+    """A later layer may bring one query and no mask (Gemma4); the producer's tokens are still those of its own mask."""
+    scheme = small("kitty", score="qk_abs")
+    queries, keys, values = join([row(1, 40), row(2, 40)])
+    valid = torch.arange(40) >= torch.tensor([0, 7])[:, None]
+    layers = [make(scheme, defer=True), make(scheme)]
+    for layer in layers:
+        mask = hfkvq_mask(2, 40, 40, attention_mask=valid)
+        handles = layer.update(keys, values)
+        hfkvq_attention(Module(), queries, *handles, mask, scaling=SCALING)
+        if layer.defer:
+            hfkvq_attention(Module(), queries * 5, *handles, mask, scaling=SCALING)
+            hfkvq_attention(Module(), queries[:, :, -1:], *handles, None, scaling=SCALING)
+        layer.crop(0)
+    for i in range(2):
+        assert_same_bits(stored(layers[0], i), stored(layers[1], i))
+
+
+@pytest.mark.parametrize("passed", ["update", "crop", "reorder_cache", "reset"])
+def test_a_handle_of_the_past_is_refused(passed):
+    """It would show what the layer holds now, in the shape of then."""
+    layer, rows = lossless(30)
+    queries, keys, values = join([x[30:31] for x in rows])
+    handles = layer.update(keys, values)
+    arguments = {"update": (keys, values), "crop": (-1,), "reorder_cache": (torch.tensor([1, 0]),), "reset": ()}
+    getattr(layer, passed)(*arguments[passed])
+    for use in (
+        lambda: handles[0] + 0,
+        lambda: hfkvq_attention(Module(), queries, *handles, None, scaling=SCALING),
+        lambda: F.scaled_dot_product_attention(queries, *handles, enable_gqa=True),
+    ):
+        with pytest.raises(RuntimeError, match="earlier update"):
+            use()
+
+
+def test_handles_are_not_changed_in_place():
+    """What is written to a dequantized copy would be lost without a word."""
+    layer, rows = lossless(30)
+    _, keys, values = join([x[30:31] for x in rows])
+    handle, _ = layer.update(keys, values)
+    for change in (
+        lambda: handle.mul_(2),
+        lambda: handle.__setitem__(slice(None), 0),
+        lambda: torch.add(keys, 1, out=handle),
+        lambda: torch.nn.functional.relu(handle, inplace=True),
+    ):
+        with pytest.raises(RuntimeError, match="in place"):
+            change()
+    scaled = handle
+    scaled *= 2
+    assert torch.equal(scaled, layer.dense("keys") * 2)
 
 
 # Cache verbs that Transformers calls.
