@@ -47,7 +47,7 @@ def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _head_dim(config: PreTrainedConfig) -> int | None:
-    """The head dim if the config says it plainly; latent attention (MLA) and layers of several kinds (Gemma4) do not."""
+    """The head dim if the config says it plainly; latent attention (MLA) and layers of several kinds (Gemma4) don't."""
     if getattr(config, "kv_lora_rank", None) or getattr(config, "is_heterogeneous", False):
         return None
     dim = getattr(config, "head_dim", None)
@@ -136,7 +136,8 @@ class MixedKVCache(Cache):
                     "compress; run this model without hfkvq."
                 )
             logger.warning(
-                "%s has sliding-window attention only; its layers stay as Transformers makes them.",
+                "%s has no layer of full attention alone, so nothing is compressed: all layers stay as Transformers "
+                "makes them.",
                 type(config).__name__,
             )
         super().__init__(layers=layers)

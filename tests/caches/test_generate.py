@@ -367,9 +367,9 @@ def test_only_full_attention_is_compressed(family, compressed):
     assert len(cache.compressed_layers) == sum(compressed)
 
 
-def test_sliding_only_models_warn(caplog):
+def test_models_with_nothing_to_compress_warn(caplog):
     MixedKVCache(build("mistral-sliding"))
-    assert "MistralConfig has sliding-window attention only" in caplog.text
+    assert "MistralConfig has no layer of full attention alone" in caplog.text
     caplog.clear()
     MixedKVCache(build("llama"))
     assert not caplog.text
