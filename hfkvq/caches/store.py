@@ -9,8 +9,8 @@ Invariants, each with a test:
 5. Codes are computed against scale and zero as stored.
 6. A row's bytes depend on that row alone: its token 0 is its first real token, wherever the padding put it.
 7. A format per channel takes whole pages and gives none back, but for `crop`, which reopens what it cuts.
-8. Leading padding is not stored at all; a padded column within a row holds its neighbour's vector and widens
-   no scale.
+8. Leading padding is not stored at all; a padded column within a row holds the vector of a real neighbour that came
+   with it and widens no scale. Columns that come without any real token of their row are stored as they are.
 
 The host never asks the device how long a row is: it keeps the set of lengths that rows *may* have (one for every
 amount of padding in the batch), which says whether a seal is due and how much room to reserve.
