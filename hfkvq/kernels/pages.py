@@ -14,8 +14,8 @@ from torch import Tensor
 Side = Literal["keys", "values"]
 Axis = Literal["channel", "token"]
 
-CHANNELS_PER_WORD_ROW = 8
-"""Raised channels are stored in multiples of eight, so that the two extra bits of each fill whole 16-bit words."""
+RAISED_STEP = 8
+"""Room for raised channels comes in steps of eight: rows of 16 bytes, which one load takes."""
 
 _SPEC = re.compile(r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<raised>(\+\d+x\d+)*)")
 
@@ -38,19 +38,20 @@ class PageFormat:
     codes, 8 bit  fp8 e4m3 (P, H, G, D)                    fp8 e4m3 (P, H, G, D)
     codes, 16     model dtype (P, H, G, D)                 model dtype (P, H, G, D)
     scale, zero   f16 (P, H, G/g, D) per channel           f16 (P, H, D/g, G) per token (both sides)
-    high          i16 (P, H, G, n4*2/16)                   never
+    high          i16 (P, H, G/8, n4)                      never
     high_index    u8 (P, H, n4), i16 if D > 256             never
     full          model dtype (P, H, G, n16)               never
     full_index    u8 (P, H, n16), i16 if D > 256            never
     ============  =======================================  =====================================================
 
     8-bit pages have a scale and no zero; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
-    of its code in ``codes`` and the upper two in ``high``; a channel raised to 16 bits has scale, zero and code 0 in
+    of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: row
+    ``group*g/8 + t``, field f is token ``f*g/8 + t`` of the group. A channel raised to 16 bits has scale, zero and code 0 in
     the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r; unused
     ranks hold zeros, which add nothing. The dense keys of a page are therefore::
 
         code = unpack(codes)                                # (G, D)
-        code.scatter_add(channel, high_index, 4 * unpack(high))
+        code.scatter_add(channel, high_index, 4 * unpack(high))     # unpacked along tokens
         x = code * scale + zero                             # scale, zero repeated over the g tokens of their group
         x.scatter_add(channel, full_index, full)
 
@@ -94,6 +95,12 @@ class PageFormat:
                     f"raised: got {count} channels of width {width}, allowed one or more of width 4 (over 2-bit) or 16."
                 )
 
+        if self.raised_count(4) and self.group_size % 8:
+            raise ValueError(
+                f"group_size: got {self.group_size}, allowed multiples of 8 where channels are raised to 4 bits (eight "
+                "tokens share a word)."
+            )
+
     def check_head_dim(self, head_dim: int) -> None:
         """Raises ValueError if a head of ``head_dim`` channels cannot be stored in this format."""
         if self.axis == "token" and self.bits < 16 and head_dim % self.group_size:
@@ -133,7 +140,7 @@ class PageFormat:
 
     def raised_room(self, width: int) -> int:
         """Channels a page stores at ``width``: the count rounded up to a multiple of eight."""
-        return -(-self.raised_count(width) // CHANNELS_PER_WORD_ROW) * CHANNELS_PER_WORD_ROW
+        return -(-self.raised_count(width) // RAISED_STEP) * RAISED_STEP
 
     @staticmethod
     def index_dtype(head_dim: int) -> torch.dtype:
@@ -171,7 +178,7 @@ class PageFormat:
         shapes |= {
             "scale": (scale, torch.float16),
             "zero": (scale, torch.float16),
-            "high": ((heads, page, room4 // 8), torch.int16),
+            "high": ((heads, page // 8, room4), torch.int16),
             "high_index": ((heads, room4), index),
             "full": ((heads, page, room16), None),
             "full_index": ((heads, room16), index),

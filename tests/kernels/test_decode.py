@@ -34,7 +34,7 @@ CASES = {
         values=[[356 - 90]],
         dtype=torch.bfloat16,
     ),
-    "page-24": Case(runs="2c12p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
+    "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
     "r1": Case(share=1),
     "r5": Case(share=5),
@@ -214,6 +214,14 @@ FULL_PAGES = {
     "4c-2t": Case(
         runs="4c128p128/2t128p128", head_dim=64, value_dim=128, dtype=torch.bfloat16, share=16, heads=1, sink=0,
         lengths=[256, 140], keys=[[256], [128]], values=[[256], [128]],
+    ),
+    "2c-2t-raised": Case(
+        runs="2c128p128+4x20/2t128p128", head_dim=128, value_dim=128, dtype=torch.bfloat16, sink=4, tail=(40, 150),
+        lengths=[4 + 256 + 20, 4 + 128 + 9], keys=[[256], [128]], values=[[150], [130]],
+    ),
+    "4c-2t-groups": Case(
+        runs="4c32p64/2t32p64", dtype=torch.bfloat16, head_dim=64, value_dim=128, tail=(80, 20),
+        lengths=[4 + 128 + 20, 4 + 64 + 9], keys=[[128], [64]], values=[[140], [60]],
     ),
     "2t-4t-rotated": Case(
         runs="2t128p64/4t64p64", head_dim=128, value_dim=64, dtype=torch.float16, share=1, rotate_keys=128,

@@ -108,11 +108,13 @@ def load_page(
     else:
         b_code = unpack_fields(b_word, BITS, FIELDS, BE, BT)
         if N4 > 0:
-            E4: tl.constexpr = N4 // 8
+            # Eight tokens of a group share a word.
+            ROWS: tl.constexpr = GROUP // 8
             b_rank = rank_of_channel(high_index + i_head * N4, o_c, N4, triton.next_power_of_2(N4))
-            p_high = high + i_head * (G * E4) + o_t[:, None] * E4 + (b_rank % E4)[None, :]
+            o_row = o_t // GROUP * ROWS + o_t % ROWS
+            p_high = high + i_head * (G // 8 * N4) + o_row[:, None] * N4 + b_rank[None, :]
             b_high = tl.load(p_high, mask=m_tile & (b_rank < N4)[None, :], other=0).to(tl.int32)
-            b_code += ((b_high >> (b_rank // E4 * 2)[None, :]) & 3) << 2
+            b_code += ((b_high >> (o_t % GROUP // ROWS * 2)[:, None]) & 3) << 2
         b_x = b_code.to(tl.float32)
         if PER_CHANNEL:
             p_group = i_head * (G // GROUP * D)

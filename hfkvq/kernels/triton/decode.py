@@ -250,19 +250,25 @@ def _supported(form: StoreFormat, q: Tensor, value_dim: int) -> bool:
 def _has_full_page_kernel(
     form: StoreFormat, q: Tensor, dtype: torch.dtype, value_dim: int, mask: Tensor | None, softcap: float
 ) -> bool:
-    """Whether full pages can take `full_pages_kernel`: one query a row, integer codes, one scale a channel or token."""
+    """Whether full pages can take `full_pages_kernel`: one query a row, integer codes, coarse scales."""
     if not form.ordered or softcap or q.shape[2] != 1 or dtype == torch.float32:
         return False
     if mask is not None and (mask.is_floating_point() or mask.shape[1] != 1):
         return False
     (keys, values), head_dim = form.runs[0], q.shape[-1]
-    scaled = keys.group_size == (keys.page_size if keys.axis == "channel" else head_dim)
-    if keys.raised or not scaled or values.group_size != value_dim or not {keys.bits, values.bits} <= {2, 4}:
+    if not {keys.bits, values.bits} <= {2, 4} or keys.raised_count(16) or keys.page_size not in (64, 128):
         return False
     # A field of a word is one step of a matrix product along the head, which takes at least 16 channels.
     words = (keys.words(head_dim), values.words(value_dim))
-    fits = all(word >= 16 and power(word) == word for word in words) and max(head_dim, value_dim) <= 128
-    return fits and keys.page_size in (64, 128)
+    if any(word < 16 or power(word) != word for word in words) or max(head_dim, value_dim) > 128:
+        return False
+    if keys.axis == "channel":
+        tokens = keys.group_size
+        # An eighth of a group is a tile of a product, where channels are raised.
+        scaled = power(tokens) == tokens and tokens >= (128 if keys.raised else 32)
+    else:
+        scaled = keys.group_size == head_dim
+    return scaled and values.group_size % words[1] == 0
 
 
 def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, list[int], int, int]:
@@ -365,13 +371,13 @@ def decode_attention_triton(
     first = full
     with on_device(q):
         if full:
-            keys, values = form.runs[0]
+            (keys, values), parts = form.runs[0], _page_arguments(views[0], *form.runs[0], head_dim, value_dim)[0]
             full_pages_kernel[(full, batch * heads)](
                 q,
                 counters,
                 views[0].table.contiguous(),
-                *views[0].keys,
-                *views[0].values,
+                *parts[:5],
+                *parts[7:],
                 mask,
                 part,
                 part_top,
@@ -394,8 +400,11 @@ def decode_attention_triton(
                 G=page,
                 K_BITS=keys.bits,
                 K_CHANNEL=keys.axis == "channel",
+                N4=keys.raised_room(4),
                 V_BITS=values.bits,
+                V_GROUP=values.group_size,
                 MASKED=mask is not None,
+                BT=keys.group_size if keys.axis == "channel" else page,
                 BM=8 if rows <= 8 else 16,
                 STAGES=3,
                 num_warps=1,

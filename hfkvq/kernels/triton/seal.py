@@ -119,7 +119,8 @@ def seal_channel_kernel(
 def seal_raised_kernel(
     high, high_index, full, full_index, table, count, new, source, index, widths, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr,
-    N4: tl.constexpr, N16: tl.constexpr, BG: tl.constexpr, BE4: tl.constexpr, B16: tl.constexpr, BD: tl.constexpr,
+    N4: tl.constexpr, N16: tl.constexpr, BG: tl.constexpr, BW: tl.constexpr, B4: tl.constexpr, B16: tl.constexpr,
+    BD: tl.constexpr,
 ):  # fmt: skip
     """The raised channels of one group of tokens: upper bits, whole values, and the page's indices."""
     i_g, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -130,38 +131,43 @@ def seal_raised_kernel(
     i_token = tl.load(count + i_b) + i_j
     i_head = tl.load(table + i_b * N + i_token // G).to(tl.int64) * H + i_h
     i_slot = i_token % G
-    o_t = tl.arange(0, BG)
-    m_t = o_t < GROUP
-    b_column = tl.load(index + i_b * M + i_j + o_t, mask=m_t, other=0).to(tl.int64)
-    p_token = source + i_b * s_b + i_h * s_h + b_column[:, None] * s_l
     p_widths = widths
     if widths is not None:
         p_widths = widths + (i_bh * (M // G) + i_j // G) * D
     if COUNT4 > 0:
-        E4: tl.constexpr = N4 // 8
-        o_e = tl.arange(0, BE4)
-        # Ranks are packed as channels are: rank field * E4 + e. [8 * BE4]
-        o_r, m_r = field_channels(o_e, N4, E4, 8, BE4)
-        b_channel = tl.zeros([8 * BE4], tl.int32)
+        # Eight tokens share a word: the group's tokens in the order of fields. [8 * BW]
+        ROWS: tl.constexpr = GROUP // 8
+        o_w = tl.arange(0, BW)
+        o_u, m_u = field_channels(o_w, GROUP, ROWS, 8, BW)
+        b_column = tl.load(index + i_b * M + i_j + o_u, mask=m_u, other=0).to(tl.int64)
+        p_token = source + i_b * s_b + i_h * s_h + b_column[:, None] * s_l
+        o_r = tl.arange(0, B4)
+        b_channel = tl.zeros([B4], tl.int32)
         m_used = b_channel > 0
         if widths is not None:
-            b_channel, m_used = ranked_channels(p_widths, tl.where(m_r, o_r, D), 4, COUNT4, D, BD)
-        # [BG, 8 * BE4]
-        m_x = m_t[:, None] & m_used[None, :]
+            b_channel, m_used = ranked_channels(p_widths, tl.where(o_r < N4, o_r, D), 4, COUNT4, D, BD)
+        # [8 * BW, B4]
+        m_x = m_u[:, None] & m_used[None, :]
         b_x = tl.load(p_token + b_channel[None, :] * s_d, mask=m_x, other=0.0).to(tl.float32)
         b_scale, b_zero = affine_range(b_x, m_x, 15.0, 0)
         b_code = affine_codes(b_x, b_scale.to(tl.float32)[None, :], b_zero.to(tl.float32)[None, :], 15.0)
-        b_word = pack_fields(tl.where(m_used[None, :], b_code >> 2, 0), 2, 8, BE4, BG)
-        p_high = high + i_head * (G * E4) + (i_slot + o_t)[:, None] * E4 + o_e[None, :]
-        tl.store(p_high, b_word, mask=m_t[:, None] & (o_e < E4)[None, :])
+        b_code = tl.where(m_x, b_code >> 2, 0)
+        # [B4, BW]
+        b_word = pack_fields(tl.trans(b_code), 2, 8, BW, B4)
+        p_high = high + i_head * (G // 8 * N4) + (i_slot // 8 + o_w)[None, :] * N4 + o_r[:, None]
+        tl.store(p_high, b_word, mask=(o_r < N4)[:, None] & (o_w < ROWS)[None, :])
         if i_slot == 0:
-            tl.store(high_index + i_head * N4 + o_r, b_channel.to(high_index.dtype.element_ty), mask=m_r)
+            tl.store(high_index + i_head * N4 + o_r, b_channel.to(high_index.dtype.element_ty), mask=o_r < N4)
     if COUNT16 > 0:
         o_r = tl.arange(0, B16)
         b_channel = tl.zeros([B16], tl.int32)
         m_used = b_channel > 0
         if widths is not None:
             b_channel, m_used = ranked_channels(p_widths, o_r, 16, COUNT16, D, BD)
+        o_t = tl.arange(0, BG)
+        m_t = o_t < GROUP
+        b_column = tl.load(index + i_b * M + i_j + o_t, mask=m_t, other=0).to(tl.int64)
+        p_token = source + i_b * s_b + i_h * s_h + b_column[:, None] * s_l
         # [BG, B16]
         b_x = tl.load(p_token + b_channel[None, :] * s_d, mask=m_t[:, None] & m_used[None, :], other=0.0)
         p_full = full + i_head * (G * N16) + (i_slot + o_t)[:, None] * N16 + o_r[None, :]
@@ -311,7 +317,8 @@ def seal_triton(
                 N4=room4,
                 N16=room16,
                 BG=block,
-                BE4=power(room4 // 8),
+                BW=power(group // 8),
+                B4=power(room4),
                 B16=power(room16),
                 BD=power(head_dim),
                 num_warps=8 if block * max(room4, room16) > 4096 else 4,
