@@ -46,9 +46,9 @@ class PageFormat:
 
     8-bit pages have a scale and no zero; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
     of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: row
-    ``group*g/8 + t``, field f is token ``f*g/8 + t`` of the group. A channel raised to 16 bits has scale, zero and code 0 in
-    the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r; unused
-    ranks hold zeros, which add nothing. The dense keys of a page are therefore::
+    ``group*g/8 + t``, field f is token ``f*g/8 + t`` of the group. A channel raised to 16 bits has scale, zero and
+    code 0 in the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r;
+    unused ranks hold zeros, which add nothing. The dense keys of a page are therefore::
 
         code = unpack(codes)                                # (G, D)
         code.scatter_add(channel, high_index, 4 * unpack(high))     # unpacked along tokens

@@ -86,7 +86,9 @@ def load_page(
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
     TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Dense f32 [BT, FIELDS * BE] tile of a page: slots ``i_first + [0, BT)``, channels in the order of fields.
+    """Dense [BT, FIELDS * BE] tile of a page: slots ``i_first + [0, BT)``, channels in the order of fields.
+
+    f32; 16-bit pages stay in their own dtype.
 
     Elements that ``m_t`` or the head's width rule out are 0, whatever the page holds there.
     """
@@ -104,7 +106,7 @@ def load_page(
     # [BT, BE]
     b_word = tl.load(p_word, mask=m_t[:, None] & (o_e[None, :] < E), other=0)
     if BITS == 16:
-        b_x = b_word.to(tl.float32)
+        b_x = b_word
     else:
         b_code = unpack_fields(b_word, BITS, FIELDS, BE, BT)
         if N4 > 0:

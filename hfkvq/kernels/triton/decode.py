@@ -27,9 +27,9 @@ _DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.flo
 
 @triton.jit
 def load_ring(ring, o_slot, m_t, o_c, m_c, D: tl.constexpr):
-    """f32 [BT, C] of a window's slots, 0 where masked."""
+    """[BT, C] of a window's slots, 0 where masked."""
     p_x = ring + o_slot.to(tl.int64)[:, None] * D + o_c[None, :]
-    return tl.load(p_x, mask=m_t[:, None] & m_c[None, :], other=0.0).to(tl.float32)
+    return tl.load(p_x, mask=m_t[:, None] & m_c[None, :], other=0.0)
 
 
 @triton.jit
@@ -76,22 +76,21 @@ def attend(
 
 
 # Lengths that change from step to step must not compile anew.
-@triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WINDOWED", "WK", "WV"])
+@triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
 def decode_attention_kernel(
-    q, counters, table, pos, sink_k, sink_v, tail_k, tail_v,
+    q, counters, table, pos, tail_k, tail_v,
     k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, v_codes, v_scale, v_zero,
     mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, N, L, SPLITS, FIRST, PAGED, WINDOWED, WK, WV,
+    B, N, L, SPLITS, FIRST, PAGED, WK, WV,
     H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, G: tl.constexpr,
+    RUN: tl.constexpr, G: tl.constexpr,
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """One split of one row's tokens against BM of the queries that share a KV head.
 
-    Splits [0, PAGED) divide the pages of run RUN, the next WINDOWED ones what keys and values both hold in a window.
-    With REST, pages that are full on both sides are somebody else's (`full_pages_kernel`).
+    Splits divide the pages of run RUN. With REST, pages that are full on both sides are left to `full_pages_kernel`.
     """
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
@@ -104,14 +103,7 @@ def decode_attention_kernel(
     i_length = tl.load(counters + B + i_b)
     n_k = tl.load(counters + (2 + 2 * RUN) * B + i_b)
     n_v = tl.load(counters + (3 + 2 * RUN) * B + i_b)
-    n_sealed = 0
-    n_sealed_v = 0
-    for i_run in tl.static_range(RUNS):
-        n_sealed += tl.load(counters + (2 + 2 * i_run) * B + i_b)
-        n_sealed_v += tl.load(counters + (3 + 2 * i_run) * B + i_b)
-    n_sealed = tl.maximum(n_sealed, n_sealed_v)
     n_run = tl.maximum(n_k, n_v)
-    n_window = tl.minimum(i_length, S) + tl.maximum(i_length - S - n_sealed, 0)
 
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     n_blocks = (n_run + G - 1) // G * CHUNKS
@@ -120,12 +112,8 @@ def decode_attention_kernel(
         n_other = tl.minimum(n_k, n_v) // G * CHUNKS
     per_page = (n_blocks - n_other + PAGED - 1) // tl.maximum(PAGED, 1)
     i_first = tl.minimum(n_other + i_s * per_page, n_blocks)
-    i_end = tl.where(i_s < PAGED, tl.minimum(i_first + per_page, n_blocks), i_first)
-    w_blocks = (n_window + BT - 1) // BT
-    per_window = (w_blocks + WINDOWED - 1) // tl.maximum(WINDOWED, 1)
-    w_first = tl.minimum(tl.maximum(i_s - PAGED, 0) * per_window, w_blocks)
-    w_end = tl.where(i_s < PAGED, w_first, tl.minimum(w_first + per_window, w_blocks))
-    if (i_first >= i_end) & (w_first >= w_end):
+    i_end = tl.minimum(i_first + per_page, n_blocks)
+    if i_first >= i_end:
         tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
         return
 
@@ -167,30 +155,90 @@ def decode_attention_kernel(
         )  # fmt: skip
         # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
         if (n_k < n_run) & (i_j + BT > n_k):
-            b_k += load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
+            b_tail = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
+            b_k += b_tail.to(b_k.dtype)
         m_paged = m_t & (o_j < n_v)
         b_v = load_page(
             v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_paged,
             DV, G, V_BITS, V_GROUP, False, V_BITS == 16, 0, 0, BT, BEV,
         )  # fmt: skip
         if (n_v < n_run) & (i_j + BT > n_v):
-            b_v += load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
+            b_tail = load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
+            b_v += b_tail.to(b_v.dtype)
         b_acc, b_top, b_sum = attend(
             b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
             MASK, SOFTCAP, DOT,
         )  # fmt: skip
 
-    for i_block in range(w_first, w_end):
-        o_u = i_block * BT + o_t
+    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
+    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
+    tl.store(out_top + i_row + o_m, b_top, mask=m_m)
+    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+
+
+@triton.jit(do_not_specialize=["L", "SPLITS", "FIRST", "WINDOWED", "WK", "WV"])
+def windows_kernel(
+    q, counters, sink_k, sink_v, tail_k, tail_v, mask, out, out_top, out_sum,
+    s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap, B, L, SPLITS, FIRST, WINDOWED, WK, WV,
+    H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
+    RUNS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr,
+    BT: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """One split of what keys and values both hold unsealed: the sink, and the newest tokens."""
+    i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_b, i_h = i_bh // H, i_bh % H
+    ROWS: tl.constexpr = SHARE * Q
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < ROWS
+    i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
+
+    i_start = tl.load(counters + i_b)
+    i_length = tl.load(counters + B + i_b)
+    n_sealed_k = 0
+    n_sealed_v = 0
+    for i_run in tl.static_range(RUNS):
+        n_sealed_k += tl.load(counters + (2 + 2 * i_run) * B + i_b)
+        n_sealed_v += tl.load(counters + (3 + 2 * i_run) * B + i_b)
+    n_sealed = tl.maximum(n_sealed_k, n_sealed_v)
+    n_window = tl.minimum(i_length, S) + tl.maximum(i_length - S - n_sealed, 0)
+    n_blocks = (n_window + BT - 1) // BT
+    per_split = (n_blocks + WINDOWED - 1) // WINDOWED
+    i_first = tl.minimum(i_s * per_split, n_blocks)
+    i_end = tl.minimum(i_first + per_split, n_blocks)
+    if i_first >= i_end:
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+        return
+
+    o_k = tl.arange(0, BDK)
+    o_v = tl.arange(0, BDV)
+    m_k = o_k < DK
+    m_v = o_v < DV
+    i_q = o_m % Q
+    i_hq = i_h * SHARE + o_m // Q
+    p_q = q + i_b * s_qb + i_hq * s_qh + i_q * s_qt
+    # [BM, BDK]
+    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0).to(DOT)
+    # Padding rows see nothing.
+    o_last = tl.where(m_m, i_length - Q + i_q, -1)
+    if MASK == 0:
+        p_mask = o_last
+    else:
+        o_last = tl.where(m_m, 0, -1)
+        p_mask = mask + i_b * s_mb + i_hq * s_mh + i_q * s_mq
+    b_acc = tl.zeros([BM, BDV], tl.float32)
+    b_top = tl.full([BM], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BM], tl.float32)
+    for i_block in range(i_first, i_end):
+        o_u = i_block * BT + tl.arange(0, BT)
         m_t = o_u < n_window
-        m_sink = m_t & (o_u < S)
         m_tail = m_t & (o_u >= S)
         o_x = tl.where(o_u < S, o_u, o_u + n_sealed)
         b_k = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_tail, o_k, m_k, DK)
         b_v = load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_tail, o_v, m_v, DV)
         if S > 0:
-            b_k += load_ring(sink_k + i_bh * (S * DK), o_x, m_sink, o_k, m_k, DK)
-            b_v += load_ring(sink_v + i_bh * (S * DV), o_x, m_sink, o_v, m_v, DV)
+            m_sink = m_t & (o_u < S)
+            b_k = tl.where(m_sink[:, None], load_ring(sink_k + i_bh * (S * DK), o_u, m_sink, o_k, m_k, DK), b_k)
+            b_v = tl.where(m_sink[:, None], load_ring(sink_v + i_bh * (S * DV), o_u, m_sink, o_v, m_v, DV), b_v)
         b_acc, b_top, b_sum = attend(
             b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
             MASK, SOFTCAP, DOT,
@@ -409,17 +457,19 @@ def decode_attention_triton(
                 STAGES=3,
                 num_warps=1,
             )
+        common = {"H": heads, "SHARE": query_heads // heads, "Q": queries, "DK": head_dim, "DV": value_dim}
+        common |= {"S": form.sink, "MASK": mask_kind, "SOFTCAP": softcap > 0, "DOT": dot, "BM": block_m, "BT": block_t}
+        common |= {"num_warps": 8 if wide > 256 else 4}
+        numbers = (*q.stride()[:3], *mask_strides, scaling, softcap, batch)
         for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
+            if not paged[i]:
+                continue
             parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
-            # The windows go with the first run.
-            own = windowed if i == 0 else 0
-            decode_attention_kernel[(paged[i] + own, batch * heads, tiles)](
+            decode_attention_kernel[(paged[i], batch * heads, tiles)](
                 q,
                 counters,
                 view.table.contiguous(),
                 None if view.pos is None else view.pos.contiguous(),
-                sink_k,
-                sink_v,
                 tail_k,
                 tail_v,
                 *parts,
@@ -427,37 +477,43 @@ def decode_attention_triton(
                 part,
                 part_top,
                 part_sum,
-                *q.stride()[:3],
-                *mask_strides,
-                scaling,
-                softcap,
-                batch,
+                *numbers,
                 view.table.shape[1],
                 mask_length,
                 splits,
                 first,
                 paged[i],
-                own,
                 tail_k.shape[2],
                 tail_v.shape[2],
-                H=heads,
-                SHARE=query_heads // heads,
-                Q=queries,
-                DK=head_dim,
-                DV=value_dim,
-                S=form.sink,
                 RUN=i,
-                RUNS=len(views),
-                MASK=mask_kind,
-                SOFTCAP=softcap > 0,
-                DOT=dot,
                 REST=full > 0,
-                BM=block_m,
-                BT=block_t,
-                num_warps=8 if wide > 256 else 4,
+                **common,
                 **constants,
             )
-            first += paged[i] + own
+            first += paged[i]
+        windows_kernel[(windowed, batch * heads, tiles)](
+            q,
+            counters,
+            sink_k,
+            sink_v,
+            tail_k,
+            tail_v,
+            mask,
+            part,
+            part_top,
+            part_sum,
+            *numbers,
+            mask_length,
+            splits,
+            first,
+            windowed,
+            tail_k.shape[2],
+            tail_v.shape[2],
+            RUNS=len(views),
+            BDK=power(head_dim),
+            BDV=power(value_dim),
+            **common,
+        )
         merge_splits_kernel[(rows, batch * heads)](
             part,
             part_top,
