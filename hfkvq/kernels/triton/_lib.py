@@ -146,5 +146,6 @@ def load_page(
             b_rank = rank_of_channel(full_index + i_head * N16, o_c, N16, triton.next_power_of_2(N16))
             p_full = full + i_head * (G * N16) + o_t[:, None] * N16 + b_rank[None, :]
             b_x += tl.load(p_full, mask=m_tile & (b_rank < N16)[None, :], other=0.0).to(tl.float32)
-    # A select, not a product: scale and zero of a page that is only reserved may be NaN.
-    return tl.where(m_tile, b_x, 0.0)
+        # A select, not a product: scale and zero of a page that is only reserved may be NaN.
+        b_x = tl.where(m_tile, b_x, 0.0)
+    return b_x

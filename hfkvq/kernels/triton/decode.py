@@ -87,6 +87,7 @@ def decode_attention_kernel(
     K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr, REST: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One split of one row's tokens against BM of the queries that share a KV head.
 
@@ -138,7 +139,32 @@ def decode_attention_kernel(
     b_top = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
 
-    for i_block in range(i_first, i_end):
+    # Pages that both sides have sealed: no branch in the loop, so its loads can run ahead.
+    i_both = tl.maximum(i_first, tl.minimum(i_end, tl.minimum(n_k, n_v) // G * CHUNKS))
+    for i_block in tl.range(i_first, i_both, num_stages=STAGES):
+        i_slot = i_block % CHUNKS * BT
+        o_j = i_block // CHUNKS * G + i_slot + o_t
+        m_t = i_slot + o_t < G
+        if pos is None:
+            o_x = o_j + S
+        else:
+            o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
+        i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
+        b_k = load_page(
+            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_t,
+            DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
+        )  # fmt: skip
+        b_v = load_page(
+            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_t,
+            DV, G, V_BITS, V_GROUP, False, V_BITS == 16, 0, 0, BT, BEV,
+        )  # fmt: skip
+        b_acc, b_top, b_sum = attend(
+            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
+            MASK, SOFTCAP, DOT,
+        )  # fmt: skip
+
+    # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
+    for i_block in range(i_both, i_end):
         i_slot = i_block % CHUNKS * BT
         i_j = i_block // CHUNKS * G + i_slot
         o_j = i_j + o_t
@@ -148,18 +174,15 @@ def decode_attention_kernel(
         else:
             o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
         i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
-        m_paged = m_t & (o_j < n_k)
         b_k = load_page(
-            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_paged,
+            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_t & (o_j < n_k),
             DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
         )  # fmt: skip
-        # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
         if (n_k < n_run) & (i_j + BT > n_k):
             b_tail = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
             b_k += b_tail.to(b_k.dtype)
-        m_paged = m_t & (o_j < n_v)
         b_v = load_page(
-            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_paged,
+            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_t & (o_j < n_v),
             DV, G, V_BITS, V_GROUP, False, V_BITS == 16, 0, 0, BT, BEV,
         )  # fmt: skip
         if (n_v < n_run) & (i_j + BT > n_v):
@@ -487,6 +510,8 @@ def decode_attention_triton(
                 tail_v.shape[2],
                 RUN=i,
                 REST=full > 0,
+                # More in flight than registers and shared memory hold costs more than it brings, but for plain tiles.
+                STAGES=3 if keys.bits == values.bits == 16 and wide <= 128 and dtype != torch.float32 else 1,
                 **common,
                 **constants,
             )
