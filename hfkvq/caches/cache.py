@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import logging
-import sys
 import weakref
 from typing import Any
 
@@ -61,10 +59,17 @@ def _looks_attention_up(config: PreTrainedConfig) -> bool:
 
     Falcon and a few others compare the implementation's name with those they know; a new name would lead them astray.
     """
-    name = type(config).__module__.replace("configuration_", "modeling_")
-    if name not in sys.modules and importlib.util.find_spec(name) is None:
-        return False
-    return hasattr(importlib.import_module(name), "ALL_ATTENTION_FUNCTIONS")
+    for cls in type(config).__mro__:
+        name = cls.__module__.replace("configuration_", "modeling_")
+        if name == cls.__module__:
+            # A config class of a user's own, or Transformers' base classes.
+            continue
+        try:
+            return hasattr(importlib.import_module(name), "ALL_ATTENTION_FUNCTIONS")
+        except ImportError:
+            # A config without a modeling file beside it: stock sdpa is intercepted all the same.
+            return False
+    return False
 
 
 class MixedKVCache(Cache):
@@ -141,7 +146,8 @@ class MixedKVCache(Cache):
                 type(config).__name__,
             )
         super().__init__(layers=layers)
-        self.config = text
+        self.config, self.max_cache_len, self.debug = text, max_cache_len, debug
+        self._stock_state: dict[int, dict[str, Any]] = {}
         known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
         if attach and known and _looks_attention_up(text):
             self._attach(text)
@@ -166,8 +172,14 @@ class MixedKVCache(Cache):
         """Stages new tokens of a layer; see `KVLayer.update`.
 
         A refusal (`ValueError`) in a later layer takes the tokens of the same forward out of the earlier ones again, so
-        that no layer is ahead of the others.
+        that no layer is ahead of the others. Only with ``debug=True`` can a layer refuse what an earlier one has taken;
+        a page that the refused tokens had filled there is reopened with the values it holds.
         """
+        if self.max_cache_len is not None and layer_idx == 0 and self.compressed_layers:
+            # Stock layers have no capacity, and may come first.
+            self.compressed_layers[0].check_capacity(key_states.shape[2])
+        if self.debug and layer_idx == 0:
+            self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if not isinstance(x, KVLayer)}
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
@@ -176,6 +188,9 @@ class MixedKVCache(Cache):
                 ahead = layer.get_seq_length() - refused
                 if ahead > 0:
                     layer.crop(-ahead)
+            for i, state in self._stock_state.items():
+                # Their updates bind new tensors, so the old ones are as they were.
+                vars(self.layers[i]).update(state)
             raise
 
     @property

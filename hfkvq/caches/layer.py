@@ -195,11 +195,7 @@ class KVLayer(CacheLayerMixin):
                     f"update: got {new_dtype} on {new_device}, but this cache was first used with {dtype} on "
                     f"{device}; use a new cache, or call reset() first."
                 )
-        if self.capacity is not None and self.seen + keys.shape[2] > self.capacity:
-            raise ValueError(
-                f"max_cache_len: {self.seen} tokens and {keys.shape[2]} new ones exceed the capacity of "
-                f"{self.capacity}; make the cache with a larger max_cache_len, or with none so that it grows."
-            )
+        self.check_capacity(keys.shape[2])
         if self.debug and not (keys.isfinite().all() and values.isfinite().all()):
             raise ValueError(
                 "update: keys or values hold NaN or infinity; nothing was cached. Look for the layer that made them "
@@ -213,6 +209,14 @@ class KVLayer(CacheLayerMixin):
     def _kind_held(self) -> tuple[Any, ...]:
         dims = self._held().dims
         return self.batch_size, self.heads, dims["keys"], dims["values"], self.dtype, self.device
+
+    def check_capacity(self, tokens: int) -> None:
+        """Raises ValueError if ``tokens`` more exceed a fixed capacity."""
+        if self.capacity is not None and self.seen + tokens > self.capacity:
+            raise ValueError(
+                f"max_cache_len: {self.seen} tokens and {tokens} new ones exceed the capacity of {self.capacity}; "
+                "make the cache with a larger max_cache_len, or with none so that it grows."
+            )
 
     def get_seq_length(self) -> int:
         """Logical tokens seen, padding included, whatever is still stored."""
@@ -231,7 +235,7 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Dequantized keys (B, H, seen, D), a copy; None before the first update."""
+        """Dequantized keys (B, H, seen, D), or a first prompt's own; None before the first update."""
         return self.dense("keys") if self.seen else None
 
     @keys.setter
@@ -241,7 +245,7 @@ class KVLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Dequantized values (B, H, seen, D), a copy; None before the first update."""
+        """Dequantized values (B, H, seen, D), or a first prompt's own; None before the first update."""
         return self.dense("values") if self.seen else None
 
     @values.setter
@@ -423,10 +427,10 @@ class KVLayer(CacheLayerMixin):
         if store is None:
             return
         if self.staged is not None:
-            (keys, values), self.staged = self.staged, None
             before = sealed_count(store.counters, "keys")
-            store.extend(keys, values, self.padding, self._hold(), self._query_mean())
-            self.padding = None
+            store.extend(*self.staged, self.padding, self._hold(), self._query_mean())
+            # Not earlier: if there was no memory, the tokens are still staged.
+            self.staged = self.padding = None
             self._forget_queries(before)
         elif self.uncommitted and commit:
             self._commit()

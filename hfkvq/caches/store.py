@@ -260,7 +260,8 @@ class KVStore:
             keys = keys.gather(2, source.expand_as(keys))
             values = values.gather(2, source.expand_as(values))
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
-        old, fresh = self.counters[LENGTH].clone(), self.longest == 0
+        counters, states, fresh = self.counters.clone(), self.states, self.longest == 0
+        old = counters[LENGTH]
         self._advance(keys.shape[2], padding)
         # Column of row token x in `source`: new tokens stand behind the tail, if there is one.
         shift = (0 if padding is None else padding.lead) - old
@@ -274,9 +275,15 @@ class KVStore:
 
             return (x if fresh else torch.cat([tail, x], 2)), columns
 
-        self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs)
-        for side in SIDES:
-            self._grow_tail(side, self._tail_need(side, 1))
+        try:
+            self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs)
+            for side in SIDES:
+                self._grow_tail(side, self._tail_need(side, 1))
+        except BaseException:
+            # Out of memory, most likely. What was written lies in pages that nobody reads yet.
+            self.counters.copy_(counters)
+            self.states = states
+            raise
         self._fill_windows(keys, values, old, padding)
 
     def commit(self, hold: int = 0, q_abs: Tensor | None = None) -> bool:
