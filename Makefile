@@ -6,6 +6,7 @@
 #   PINS         further requirements, for instance PINS='transformers==5.17.*'
 #   WORKERS      processes `make test` uses
 #   ARGS         further arguments of the command that the verb runs
+#   BENCH_ARGS   further arguments of the benchmark, for instance --json FILE
 #   PYTHON       for `test-gpu` and `bench`: use this interpreter as it is and install nothing
 
 VENV ?= .venv
@@ -14,6 +15,7 @@ CONSTRAINTS ?= constraints.txt
 PINS ?=
 WORKERS ?= 2
 ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PINS)
@@ -52,9 +54,9 @@ test: $(FOR_DEV)  ## every test that needs no GPU and is not slow
 test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
-# To come: `bench: test-gpu`, then $(GPU_PYTHON) -m hfkvq.cli bench kernels. No speed-up counts behind a red gate.
-bench:  ## kernel benchmarks (not there yet)
-	@echo "make bench: the kernel benchmarks ('hfkvq bench kernels') are not written yet" >&2; exit 1
+# No speed-up counts behind a red gate.
+bench: test-gpu  ## time decode attention against bf16 (needs a CUDA device)
+	PYTHONPATH=. $(GPU_PYTHON) evals/bench/kernels.py $(BENCH_ARGS)
 
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
