@@ -56,7 +56,7 @@ test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 
 # No speed-up counts behind a red gate.
 bench: test-gpu  ## time decode attention against bf16 (needs a CUDA device)
-	PYTHONPATH=. $(GPU_PYTHON) evals/bench/kernels.py $(BENCH_ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) evals/bench/decode_attention.py $(BENCH_ARGS)
 
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

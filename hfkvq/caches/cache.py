@@ -146,7 +146,7 @@ class MixedKVCache(Cache):
                 type(config).__name__,
             )
         super().__init__(layers=layers)
-        self.config, self.max_cache_len, self.debug = text, max_cache_len, debug
+        self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._stock_state: dict[int, dict[str, Any]] = {}
         known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
         if attach and known and _looks_attention_up(text):
@@ -175,10 +175,10 @@ class MixedKVCache(Cache):
         that no layer is ahead of the others. Only with ``debug=True`` can a layer refuse what an earlier one has taken;
         a page that the refused tokens had filled there is reopened with the values it holds.
         """
-        if self.max_cache_len is not None and layer_idx == 0 and self.compressed_layers:
+        if self._capacity is not None and layer_idx == 0 and self.compressed_layers:
             # Stock layers have no capacity, and may come first.
             self.compressed_layers[0].check_capacity(key_states.shape[2])
-        if self.debug and layer_idx == 0:
+        if self._debug and layer_idx == 0:
             self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if not isinstance(x, KVLayer)}
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

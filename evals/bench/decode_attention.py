@@ -1,6 +1,6 @@
 """Decode attention of every preset against bf16 SDPA, on one GPU: microseconds from the call to the merged output.
 
-    PYTHONPATH=. python evals/bench/kernels.py --json evals/results/kernels.json
+    PYTHONPATH=. python evals/bench/decode_attention.py --json evals/results/decode-attention.json
 
 Both sides are captured in CUDA graphs, so that what is timed is the GPU's work and not Python's. Heads: 32 query, 8 KV,
 128 channels. Random data; medians.
