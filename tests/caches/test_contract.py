@@ -217,6 +217,41 @@ def test_backends_store_the_same_bits(name):
         assert_close(got[i], expected[i])
 
 
+def _life(scheme):
+    """One layer through everything that happens to a cache; outputs, and what is stored at the end."""
+    layer, outs = make(scheme), []
+    outs += feed(layer, [row(1, 40), row(2, 40)], [30, 1], [0, 5])
+    layer.reorder_cache(torch.tensor([1, 0]))
+    outs += forward(layer, *join([row(11, 1), row(12, 1)]))
+    layer.crop(-2)
+    outs += forward(layer, *join([row(13, 20), row(14, 20)]))
+    copied = copy.deepcopy(layer)
+    layer.batch_repeat_interleave(2)
+    outs += forward(layer, *join([row(15 + i, 1) for i in range(4)]))
+    layer.batch_select_indices(torch.tensor([3, 0]))
+    outs += forward(layer, *join([row(19, 3), row(20, 3)]))
+    outs += forward(copied, *join([row(21, 1), row(22, 1)]))
+    layer.reset()
+    outs += feed(layer, [row(3, 30), row(4, 30)], [29, 1])
+    return outs, [stored(which, i) for which in (copied, layer) for i in range(2)]
+
+
+@on_every_preset
+def test_life_in_kernels(name):
+    """Reorder, crop, a second prompt, repeat, select, copy, reset: the kernels follow the reference to the bit."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
+    from hfkvq.kernels import use_interpreter
+
+    expected, bits = _life(small(name))
+    with use_interpreter():
+        got, kernel_bits = _life(small(name))
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b)
+    for a, b in zip(kernel_bits, bits, strict=True):
+        assert_same_bits(a, b)
+
+
 @on_every_case
 def test_row_does_not_depend_on_its_batch_mates(scheme):
     first, others = row(1, 50), [row(2, 50), row(3, 50)]
