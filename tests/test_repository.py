@@ -49,7 +49,7 @@ def test_no_line_names_a_path_of_one_machine():
         if b"\0" in data[:8192]:
             continue
         for number, line in enumerate(data.decode("utf-8", errors="replace").splitlines(), start=1):
-            # A path begins where no word or host stands before it, so `name.org/work/x` is no match.
+            # A path begins where no word or host stands before it, so the end of a longer address is no match.
             if any(
                 match.start() == 0 or line[match.start() - 1] in " \t\"'`=:(,[<>"
                 for match in MACHINE_PATHS.finditer(line)

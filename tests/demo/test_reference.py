@@ -19,8 +19,12 @@ def has_weights() -> bool:
 
 
 @pytest.mark.skipif(not has_weights(), reason="the reference model's weights are not in this checkout")
-def test_four_bits_answer_as_the_baseline_does() -> None:
-    subject = load(None, device=torch.device("cpu"))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_four_bits_answer_as_the_baseline_does(device: str) -> None:
+    """Whole caches through ``generate``; on a GPU with the kernels that are compiled there."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    subject = load(None, device=torch.device(device))
     settings = Settings(tasks=("recall-40",), schemes=("full", "saw-int4"), samples=4, batch_size=4)
     baseline, full, saw = (row.tasks["recall-40"] for row in run_demo(subject, settings).rows)
     assert baseline.right == full.right == saw.right == 4
