@@ -1,0 +1,211 @@
+"""Launch parameters: which layer wins, and that no file can break attention."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hfkvq.kernels import PageFormat
+from hfkvq.kernels.triton import configs
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+KEY = "2c128/2t128,D128,N8"
+
+
+@pytest.fixture(autouse=True)
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The tuning file of this test; there is none yet."""
+    path = tmp_path / "deep" / "tuning.json"
+    monkeypatch.setenv("HFKVQ_TUNING", str(path))
+    configs.reload()
+    yield path
+    configs.reload()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """Pretends that the device is a GPU of some name and capability."""
+
+    def pretend(name: str, major: int, minor: int) -> None:
+        properties = SimpleNamespace(name=name, major=major, minor=minor)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        configs.reload()
+
+    pretend("Synthetic 9000", 9, 0)
+    return pretend
+
+
+def write(path: Path, content: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    configs.reload()
+
+
+def test_key_of_leaves_page_and_raised_channels_out():
+    keys, values = PageFormat.parse("2c128p128+4x16"), PageFormat.parse("2t128p128")
+    assert configs.key_of(keys, values, 128, 8) == KEY
+
+
+def test_a_gpu_without_a_row_has_the_defaults(gpu):
+    assert configs.lookup(GPU, "decode", KEY) == {
+        "programs_per_sm": 32,
+        "stages": 5,
+        "loose": 32,
+        "max_registers": 0,
+    }
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_every_class_knows_every_knob(gpu, capability):
+    gpu("Synthetic", *capability)
+    knobs = configs.lookup(GPU, "decode", KEY)
+    assert list(knobs) == list(configs.DEFAULTS["decode"])
+    assert all(knobs[name] >= least for name, least in configs.LEAST.items())
+    # Less shared memory, fewer loads in flight.
+    assert knobs["stages"] == {8: 3 if capability == (8, 0) else 2, 12: 2}.get(capability[0], 5)
+
+
+def test_the_interpreter_gets_small_numbers_and_no_file(file):
+    write(file, {configs.gpu_key("cpu"): {"decode": {KEY: {"stages": 4}}}})
+    knobs = configs.lookup(CPU, "decode", KEY)
+    assert (knobs["programs_per_sm"], knobs["stages"], knobs["loose"]) == (2, 1, 32)
+
+
+def test_lookup_is_cached_and_read_only(gpu, monkeypatch):
+    first = configs.lookup(GPU, "decode", KEY)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: pytest.fail("asked again"))
+    assert configs.lookup(GPU, "decode", KEY) is first
+    with pytest.raises(TypeError):
+        first["stages"] = 1
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ValueError, match="kernel: got 'encode', known decode"):
+        configs.lookup(CPU, "encode", KEY)
+
+
+def test_the_file_wins_over_the_class_for_its_gpu_and_key_alone(gpu, file):
+    gpu("Synthetic 80", 8, 0)
+    write(file, {f"Synthetic 80, Triton {version('triton')}": {"decode": {KEY: {"stages": 4, "loose": 16}}}})
+    knobs = configs.lookup(GPU, "decode", KEY)
+    assert (knobs["stages"], knobs["loose"], knobs["programs_per_sm"]) == (4, 16, 32)
+    assert configs.lookup(GPU, "decode", "4c128/4t128,D128,N8")["stages"] == 3
+    gpu("Synthetic 80 Super", 8, 0)
+    assert configs.lookup(GPU, "decode", KEY)["stages"] == 3
+
+
+def test_findings_of_another_triton_do_not_count(gpu, file):
+    write(file, {"Synthetic 9000, Triton 0.1": {"decode": {KEY: {"stages": 1}}}})
+    assert configs.lookup(GPU, "decode", KEY)["stages"] == 5
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "\x00\xff",
+        [],
+        {"gpu": 1},
+        {"gpu": {"encode": {}}},
+        {"gpu": {"decode": [KEY]}},
+        {"gpu": {"decode": {KEY: 4}}},
+        {"gpu": {"decode": {KEY: {"stages": 0}}}},
+        {"gpu": {"decode": {KEY: {"stages": "4"}}}},
+        {"gpu": {"decode": {KEY: {"stages": True}}}},
+        {"gpu": {"decode": {KEY: {"blocks": 4}}}},
+    ],
+)
+def test_a_broken_or_foreign_file_is_ignored_with_one_warning_and_never_overwritten(gpu, file, content, caplog):
+    write(file, content)
+    before = file.read_bytes()
+    with caplog.at_level(logging.WARNING, logger="hfkvq"):
+        for key in (KEY, "4t128/4t128,D128,N8"):
+            assert configs.lookup(GPU, "decode", key)["stages"] == 5
+    assert len(caplog.records) == 1
+    assert str(file) in caplog.text
+    with pytest.raises(ValueError, match="is something else"):
+        configs.save(GPU, {"decode": {KEY: {"stages": 3}}})
+    assert file.read_bytes() == before
+
+
+def test_saving_keeps_what_is_there(gpu, file):
+    assert configs.save(GPU, {"decode": {KEY: {"stages": 3}}}) == file
+    assert configs.lookup(GPU, "decode", KEY)["stages"] == 3
+    gpu("Synthetic 2", 8, 9)
+    configs.save(GPU, {"decode": {"other": {"loose": 64}}})
+    configs.save(GPU, {"decode": {KEY: {"stages": 4}}})
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    assert saved == {
+        configs.gpu_key("Synthetic 9000"): {"decode": {KEY: {"stages": 3}}},
+        configs.gpu_key("Synthetic 2"): {"decode": {"other": {"loose": 64}, KEY: {"stages": 4}}},
+    }
+    assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
+
+
+def test_the_file_lies_in_the_cache_folder_unless_named(monkeypatch, tmp_path):
+    monkeypatch.delenv("HFKVQ_TUNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert configs.tuning_file() == tmp_path / "hfkvq" / "tuning.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "me")
+    assert configs.tuning_file() == tmp_path / "me" / ".cache" / "hfkvq" / "tuning.json"
+
+
+def test_a_user_without_a_home_has_no_file(gpu, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("HFKVQ_TUNING")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    configs.reload()
+    assert configs.lookup(GPU, "decode", KEY)["stages"] == 5
+    with pytest.raises(ValueError, match="HFKVQ_TUNING"):
+        configs.save(GPU, {})
+
+
+def test_override_wins_and_nests():
+    before = configs.lookup(CPU, "decode", KEY)
+    with configs.override("decode", None, stages=7, loose=8):
+        assert configs.lookup(CPU, "decode", "other")["stages"] == 7
+        with configs.override("decode", KEY, stages=3):
+            knobs = configs.lookup(CPU, "decode", KEY)
+            assert (knobs["stages"], knobs["loose"]) == (3, 8)
+            assert configs.lookup(CPU, "decode", "other")["stages"] == 7
+        assert configs.lookup(CPU, "decode", KEY)["stages"] == 7
+    assert configs.lookup(CPU, "decode", KEY) == before
+
+
+def test_override_is_gone_after_an_error():
+    with pytest.raises(KeyError), configs.override("decode", KEY, stages=7):
+        raise KeyError
+    assert configs.lookup(CPU, "decode", KEY)["stages"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "knobs", "message"),
+    [
+        ("encode", {}, "kernel: got 'encode'"),
+        ("decode", {"blocks": 2}, "knob 'blocks' is unknown; known programs_per_sm"),
+        ("decode", {"stages": 0}, "stages: got 0, allowed whole numbers from 1"),
+    ],
+)
+def test_override_checks_its_knobs(kernel, knobs, message):
+    with pytest.raises(ValueError, match=message), configs.override(kernel, KEY, **knobs):
+        pass
+
+
+def test_watch_tells_what_is_looked_up():
+    configs.lookup(CPU, "decode", "before")
+    with configs.watch() as seen:
+        # Cached or not.
+        for key in (KEY, KEY, "before"):
+            configs.lookup(CPU, "decode", key)
+    configs.lookup(CPU, "decode", "after")
+    assert seen == {("decode", KEY), ("decode", "before")}
