@@ -6,7 +6,7 @@
 #   PINS         further requirements, for instance PINS='transformers==5.17.*'
 #   WORKERS      processes `make test` uses
 #   ARGS         further arguments of the command that the verb runs
-#   BENCH_ARGS   further arguments of the benchmark, for instance --json FILE
+#   BENCH_ARGS   arguments of the benchmark, for instance '--sweep --plot evals/results'; it saves its figures by default
 #   PYTHON       for `test-gpu` and `bench`: use this interpreter as it is and install nothing
 
 VENV ?= .venv
@@ -15,7 +15,7 @@ CONSTRAINTS ?= constraints.txt
 PINS ?=
 WORKERS ?= 2
 ARGS ?=
-BENCH_ARGS ?=
+BENCH_ARGS ?= --json evals/results
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PINS)
@@ -54,9 +54,9 @@ test: $(FOR_DEV)  ## every test that needs no GPU and is not slow
 test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
-# No speed-up counts behind a red gate.
-bench: test-gpu  ## time decode attention against bf16 (needs a CUDA device)
-	PYTHONPATH=. $(GPU_PYTHON) evals/bench/decode_attention.py $(BENCH_ARGS)
+# It runs the kernels' tests itself: no speed-up counts behind a red gate.
+bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
+	PYTHONPATH=. $(GPU_PYTHON) -m hfkvq.cli bench kernels $(BENCH_ARGS)
 
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,15 +1,17 @@
-"""The command line: ``hfkvq demo`` and ``hfkvq schemes``."""
+"""The command line: ``hfkvq demo``, ``hfkvq schemes`` and ``hfkvq bench``."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+from hfkvq.bench.cli import app as bench_app
+from hfkvq.terminal import check_files, fail, make_console, split
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
 )
-
-# What is piped has no width of its own; the 80 columns that rich then takes would fold the tables.
-_PIPED_WIDTH, _UNKNOWN_WIDTH = 120, 80
+app.add_typer(bench_app, name="bench")
 
 
 class DType(str, Enum):
@@ -33,17 +33,6 @@ class DType(str, Enum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal or console.width != _UNKNOWN_WIDTH else Console(width=_PIPED_WIDTH)
-
-
-def _fail(message: object) -> NoReturn:
-    """Ends the command as a wrong argument does, without a traceback."""
-    Console(stderr=True, soft_wrap=True).print(f"Error: {message}", style="red", markup=False, highlight=False)
-    raise typer.Exit(2)
 
 
 def _version(value: bool) -> None:
@@ -73,7 +62,7 @@ def schemes(
     if as_json:
         typer.echo(json.dumps(describe_all(), indent=2))
         return
-    console = _console()
+    console = make_console()
     console.print(schemes_table())
     console.print(
         f"Bits an element for heads of {HEAD_DIM} channels, keys and values together. Code bits are the payload; total "
@@ -84,10 +73,6 @@ def schemes(
     )
 
 
-def _split(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
-
-
 def _pick_device(name: str) -> torch.device:
     import torch
 
@@ -96,20 +81,12 @@ def _pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        _fail(f"device: got {name!r}, allowed auto, cpu, cuda or cuda:N.")
+        fail(f"device: got {name!r}, allowed auto, cpu, cuda or cuda:N.")
     if device.type not in ("cpu", "cuda"):
-        _fail(f"device: got {name!r}, allowed auto, cpu, cuda or cuda:N.")
+        fail(f"device: got {name!r}, allowed auto, cpu, cuda or cuda:N.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        _fail(f"device: got {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu.")
+        fail(f"device: got {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu.")
     return device
-
-
-def _check_files(json_file: Path | None, png_file: Path | None) -> None:
-    for option, path in (("json", json_file), ("png", png_file)):
-        if path is not None and not path.absolute().parent.is_dir():
-            _fail(f"{option}: got {path}, but the folder {path.parent} does not exist.")
-    if png_file is not None and importlib.util.find_spec("matplotlib") is None:
-        _fail("png: matplotlib is not installed; pip install 'hfkvq[plot]'.")
 
 
 def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, outliers: float | None) -> Subject:
@@ -121,7 +98,7 @@ def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, ou
     try:
         return load(model, device=device, dtype=dtype, outliers=outliers)
     except (OSError, ValueError) as error:
-        _fail(str(error) if model is None else f"model: {model!r} cannot be loaded: {error}")
+        fail(str(error) if model is None else f"model: {model!r} cannot be loaded: {error}")
 
 
 def _run(subject: Subject, settings: Settings) -> Result:
@@ -142,16 +119,16 @@ def _run(subject: Subject, settings: Settings) -> Result:
 @app.command()
 def demo(
     model: Annotated[
-        str | None, typer.Option(help="Chat model: a folder or a name on the Hub. [default: the reference model]")
+        str | None, typer.Option(help=r"Chat model: a folder or a name on the Hub. \[default: the reference model]")
     ] = None,
-    schemes: Annotated[str | None, typer.Option(help="Presets, separated by commas. [default: all of them]")] = None,
+    schemes: Annotated[str | None, typer.Option(help=r"Presets, separated by commas. \[default: all of them]")] = None,
     tasks: Annotated[
         str, typer.Option(help="recall, arithmetic, tools; also with a size, e.g. recall-40.")
     ] = "recall,arithmetic,tools",
     samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts run together.")] = 8,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of an answer. [default: by task; 256 with --model]")
+        int | None, typer.Option(min=2, help=r"Most tokens of an answer. \[default: by task; 256 with --model]")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
@@ -169,13 +146,13 @@ def demo(
     ] = None,
 ) -> None:
     """Compare the caches: memory, right answers, distance to the stock cache, speed."""
-    _check_files(json_file, png_file)
+    check_files("png", json_file, png_file)
     if outliers is not None and model is not None:
-        _fail("outliers: only the reference model can be given outliers; leave --model out.")
+        fail("outliers: only the reference model can be given outliers; leave --model out.")
     if outliers is not None and not 0 < outliers < float("inf"):
-        _fail(f"outliers: got {outliers:g}, allowed a positive factor, e.g. 8.")
+        fail(f"outliers: got {outliers:g}, allowed a positive factor, e.g. 8.")
     if model is not None and model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-        _fail(f"model: the folder {model} does not exist.")
+        fail(f"model: the folder {model} does not exist.")
 
     import torch
 
@@ -184,24 +161,24 @@ def demo(
 
     try:
         settings = Settings(
-            tasks=_split(tasks),
-            schemes=_split(schemes),
+            tasks=split(tasks),
+            schemes=split(schemes),
             samples=samples,
             batch_size=batch_size,
             max_new_tokens=max_new_tokens,
             seed=seed,
         )
     except ValueError as error:
-        _fail(error)
+        fail(error)
     where = _pick_device(device)
     kind = None if dtype is DType.auto else getattr(torch, dtype.value)
     subject = _load(str(Path(model).expanduser()) if model else None, where, kind, outliers)
     try:
         result = _run(subject, settings)
     except ValueError as error:
-        _fail(error)
+        fail(error)
 
-    console = _console()
+    console = make_console()
     console.print(table(result, wide=console.width >= 118))
     for note in notes(result):
         console.print(note, style="dim", highlight=False)

@@ -1,0 +1,221 @@
+"""What is measured: shapes, and formats with and without a preset."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes, nearest
+from hfkvq.caches.store import SIDES, KVStore
+from hfkvq.kernels.decode import LENGTH, run_count, sealed_count
+from hfkvq.kernels.pages import PageFormat
+
+PAGE = 128
+GROUP = 32
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One layer's decode step: a query token a row against its context.
+
+    Attributes:
+        batch: rows.
+        context: tokens of each row.
+        heads: query heads.
+        kv_heads: KV heads.
+        head_dim: channels of a head.
+        dtype: of queries and of what is not quantized, a key of `DTYPES`.
+    """
+
+    batch: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        """Checks what kernels and data rely on."""
+        for field in ("batch", "context", "heads", "kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: got {getattr(self, field)}, allowed 1 or more.")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads: got {self.heads}, allowed multiples of kv_heads ({self.kv_heads}).")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: got {self.dtype!r}, allowed {', '.join(DTYPES)}.")
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the logits."""
+        return 1 / math.sqrt(self.head_dim)
+
+    @property
+    def title(self) -> str:
+        """E.g. ``32 x 32k tokens, 32/8 heads of 128, bfloat16``."""
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{self.batch} x {short(self.context)} tokens, {heads}, {self.dtype}"
+
+    def data(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Random query (B, Hq, 1, D), keys and values (B, H, T, D)."""
+        generator = torch.Generator(device).manual_seed(seed)
+        kind = DTYPES[self.dtype]
+
+        def normal(heads: int, tokens: int) -> Tensor:
+            size = (self.batch, heads, tokens, self.head_dim)
+            return torch.randn(size, generator=generator, device=device, dtype=kind)
+
+        return normal(self.heads, 1), normal(self.kv_heads, self.context), normal(self.kv_heads, self.context)
+
+
+def short(tokens: int) -> str:
+    """``32k`` for 32768."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
+
+
+def parse_count(text: str) -> int:
+    """``32k`` or ``32768`` as a number."""
+    digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
+    if not digits.isdigit() or not int(digits):
+        raise ValueError(f"got {text!r}, allowed numbers like 8192 or 8k.")
+    return int(digits) * factor
+
+
+DEFAULT_SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024))
+SWEEP_BATCHES = (1, 32)
+SWEEP_CONTEXTS = tuple(1024 << i for i in range(8))
+
+
+# Page layouts by themselves, for which there is no preset (yet). Their schemes have no name and so register nothing.
+
+
+def _share(head_dim: int, share: float) -> int:
+    return int(head_dim * share + 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedChannels(Scheme):
+    """Keys of three widths: 2 bits per channel, 12 % of the channels raised to 4 bits and 4 % to 16."""
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """Room for raised channels is what pages store anyway, a multiple of eight."""
+        raised = tuple((width, -(-_share(key_dim, share) // 8) * 8) for width, share in ((4, 0.12), (16, 0.04)))
+        keys = PageFormat(2, "channel", GROUP, PAGE, raised)
+        values = PageFormat(2, "token", GROUP, PAGE)
+        return Layout(SideLayout((keys,), unit=PAGE), SideLayout((values,)), sink=32)
+
+    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
+        """The strongest channels, which are any channels where keys are random."""
+        wide, middle = _share(keys.shape[-1], 0.04), _share(keys.shape[-1], 0.12)
+        # Entries of rows with nothing due may be anything.
+        score = torch.nan_to_num(keys.abs().mean(-2, dtype=torch.float32), 0.0)
+        top = score.topk(wide + middle, dim=-1).indices
+        bits = torch.full_like(score, 2, dtype=torch.uint8)
+        return bits.scatter_(-1, top[..., wide:], 4).scatter_(-1, top[..., :wide], 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedTokens(Scheme):
+    """Tokens of two widths, scattered evenly over the context."""
+
+    formats: tuple[tuple[PageFormat, PageFormat], tuple[PageFormat, PageFormat]]
+    narrow: float
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """Two runs; nothing stays whole but what does not fill a page."""
+        keys, values = zip(*self.formats, strict=True)
+        return Layout(SideLayout(keys, unit=PAGE), SideLayout(values, unit=PAGE))
+
+    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor) -> Tensor | None:
+        """A share ``narrow`` of the tokens is narrow."""
+        narrow, wide = (pair[0].bits for pair in self.formats)
+        # Multiples of the golden ratio fill the unit interval evenly.
+        where = (position.double() * 0.6180339887498949) % 1.0
+        return torch.where(where < self.narrow, narrow, wide).to(torch.uint8)
+
+
+def _triaxial() -> Scheme:
+    two, four = ((PageFormat(bits, "channel", GROUP, PAGE), PageFormat(bits, "token", GROUP, PAGE)) for bits in (2, 4))
+    return MixedTokens(formats=(two, four), narrow=0.7)
+
+
+def _halves(head_dim: int) -> Scheme:
+    eight, sixteen = PageFormat(8, "token", head_dim, PAGE), PageFormat(16, "token", 1, PAGE)
+    return MixedTokens(formats=((eight, eight), (sixteen, sixteen)), narrow=0.5)
+
+
+RAW: dict[str, tuple[str, Callable[[int], Scheme]]] = {
+    "2-bit": (
+        "2-bit pages without windows",
+        lambda dim: get_scheme("kitty", boost_ratio=0.0, sink_length=0, local_length=0),
+    ),
+    "mixkvq-pages": ("2-bit keys, 12 % of the channels 4 bits, 4 % 16 bits", lambda dim: MixedChannels()),
+    "triaxial-pages": ("70 % of the tokens 2 bits, 30 % 4 bits", lambda dim: _triaxial()),
+    "fp8+16": ("half of the tokens fp8, half 16 bits", _halves),
+}
+"""Formats that no preset has: description, and scheme for a head dim."""
+
+DEFAULT_FORMATS = (
+    *("2-bit", "kitty", "kitty-pro", "kivi-2", "kivi-4", "saw-int4", "int4", "full"),
+    *("mixkvq-pages", "triaxial-pages", "fp8+16"),
+)
+
+
+def scheme_of(name: str, head_dim: int) -> Scheme:
+    """The scheme of a format or preset. Raises ValueError if there is none of that name."""
+    if name in RAW:
+        return RAW[name][1](head_dim)
+    presets = list(list_schemes())
+    if name not in presets:
+        raise ValueError(f"formats: got {name!r}, which is unknown; {nearest(name, [*RAW, *presets])}")
+    return get_scheme(name)
+
+
+def check(formats: Iterable[str], shapes: Iterable[Shape]) -> None:
+    """Raises ValueError if a format is unknown or cannot hold a shape's heads."""
+    formats, shapes = tuple(formats), tuple(shapes)
+    for title, given in (("formats", formats), ("shapes", shapes)):
+        if not given:
+            raise ValueError(f"{title}: got none.")
+    for name in formats:
+        for head_dim in sorted({shape.head_dim for shape in shapes}):
+            scheme_of(name, head_dim).layout(head_dim, head_dim).check(head_dim, head_dim)
+
+
+def fill(name: str, keys: Tensor, values: Tensor) -> KVStore:
+    """A store of a format that holds these keys and values (B, H, T, D)."""
+    dim = keys.shape[-1]
+    scheme = scheme_of(name, dim)
+    store = KVStore(scheme.layout(dim, dim), scheme, keys, values)
+    store.extend(keys, values)
+    return store
+
+
+def bytes_read(store: KVStore, query: Tensor) -> int:
+    """Bytes that attention cannot do without: pages and windows as far as they hold tokens, query and output.
+
+    Reserved room, page tables and what splits write for the merge do not count.
+    """
+    total = 2 * query.nbytes
+    length = store.counters[LENGTH]
+    sink = store.layout.sink
+    for side, tail in zip(SIDES, store.windows[2:], strict=True):
+        whole = length.clamp(max=sink) + ((length - sink).clamp(min=0) - sealed_count(store.counters, side))
+        total += int(whole.sum()) * store.heads * store.dims[side] * tail.element_size()
+        for i, (view, formats) in enumerate(zip(store.runs, store.format.runs, strict=True)):
+            parts, fmt = (view.keys, formats[0]) if side == "keys" else (view.values, formats[1])
+            page = sum(part[:1].nbytes for part in parts)
+            # Whole pages where scales are per channel, and otherwise whole tokens.
+            total += page * int(run_count(store.counters, i, side).sum()) // fmt.page_size
+    return total
+
+
+def as_dict(shape: Shape) -> dict[str, int | str]:
+    """Fields by name."""
+    return dataclasses.asdict(shape)
