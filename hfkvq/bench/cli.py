@@ -194,6 +194,7 @@ def bench_tune(
     """Search for the fastest launch parameters on this GPU, and save them where attention looks them up."""
     device = _bench_device()
 
+    import torch
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from hfkvq.kernels.triton import configs
@@ -206,9 +207,12 @@ def bench_tune(
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=1.0)
-        findings = tune.tune(
-            names, shapes, device, lambda what, share: progress.update(bar, description=what, completed=share)
-        )
+        try:
+            findings = tune.tune(
+                names, shapes, device, lambda what, share: progress.update(bar, description=what, completed=share)
+            )
+        except torch.OutOfMemoryError as error:
+            fail(f"tune: {error} All shapes and formats are held at once; choose fewer or smaller ones.", code=1)
     console = make_console()
     if not findings:
         fail(f"tune: no kernel with launch parameters serves {', '.join(names)} at these shapes.")

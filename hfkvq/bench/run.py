@@ -126,11 +126,15 @@ def _measure_shape(
     replays: int,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    data = query, keys, values = shape.data(device)
-    dense = keys.nbytes + values.nbytes
     progress("baselines")
-    copies = [(keys, values)]
-    copies += [(keys.clone(), values.clone()) for _ in range(copies_for(dense, cache_size(device)) - 1)]
+    try:
+        data = query, keys, values = shape.data(device)
+        dense = keys.nbytes + values.nbytes
+        copies = [(keys, values)]
+        copies += [(keys.clone(), values.clone()) for _ in range(copies_for(dense, cache_size(device)) - 1)]
+    except torch.OutOfMemoryError as error:
+        yield from (row_of(shape, name, "format", first_line(error), 0, copied) for name in formats)
+        return
     for name, measured, remark in measure_baselines(shape, query, copies, replays):
         yield row_of(shape, name, "baseline", measured, dense + 2 * query.nbytes, copied, remark=remark)
     del copies

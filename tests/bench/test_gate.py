@@ -250,6 +250,33 @@ def test_a_format_that_fails_is_reported_and_stops_no_other(pretended_gpu, monke
     assert "2.00x" in lines["kivi-4"]
 
 
+@needs_interpreter
+def test_a_shape_that_does_not_fit_stops_no_other(pretended_gpu, monkeypatch):
+    data = Shape.data
+
+    def full(shape, device, seed=0):
+        if shape.context == 2048:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return data(shape, device, seed)
+
+    monkeypatch.setattr(Shape, "data", full)
+    done = run("kernels", *OPTIONS, "--context", "2k,200", "--formats", "int4,kivi-4", "--skip-tests")
+    assert done.exit_code == 1
+    assert done.output.count("CUDA out of memory.") == 2
+    assert done.output.count("2.00x") == 2
+
+
+def test_tuning_says_when_memory_is_full(pretended_gpu, monkeypatch):
+    def full(*rest):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("hfkvq.bench.tune.fill", full)
+    done = run("tune", *OPTIONS, "--context", "64")
+    assert done.exit_code == 1
+    assert "choose fewer or smaller ones" in flat(done.output)
+    assert "Traceback" not in done.output
+
+
 def test_tuning_a_format_without_parameters(pretended_gpu, monkeypatch):
     monkeypatch.setattr("hfkvq.bench.tune.tune", lambda *rest: [])
     done = run("tune", *OPTIONS, "--formats", "full")
