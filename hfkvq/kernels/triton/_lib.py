@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..pages import PageFormat, Side
+
 F16_MAX = tl.constexpr(65504.0)
+
+DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -25,14 +30,59 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+def dot_dtype(x: Tensor) -> tl.dtype:
+    """What matrix products with ``x`` are made in. The interpreter has no bf16 arithmetic: it dots the raw words."""
+    return DOT_DTYPES[x.dtype] if x.is_cuda else tl.float32
+
+
 def fields_of(bits: int) -> int:
-    """Channels in a word; 16-bit pages count as words of one channel."""
-    return 16 // bits
+    """Channels in a word; 8-bit and 16-bit pages count as words of one channel, of a byte or two."""
+    return 16 // bits if bits < 8 else 1
+
+
+def words_of(fmt: PageFormat, head_dim: int) -> int:
+    """Words of one token, in the sense of `fields_of`."""
+    return -(-head_dim // fields_of(fmt.bits))
 
 
 def power(x: int) -> int:
     """The least power of two that is not below ``x``: what `tl.arange` takes."""
     return triton.next_power_of_2(max(1, x))
+
+
+def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None]:
+    """A side's tensors in the order in which `load_page` takes them; fp8 codes as bytes."""
+    assert all(part.is_contiguous() for part in parts), "pages are contiguous"
+    named = dict(zip(fmt.names, parts, strict=True))
+    if fmt.bits == 8:
+        # Not every GPU that Triton knows has an fp8 type, but all have bytes.
+        named["codes"] = named["codes"].view(torch.uint8)
+    return [named.get(name) for name in ("codes", "scale", "zero", "high", "high_index", "full", "full_index")]
+
+
+def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]:
+    """What `load_page` has to know of a side, by the names that kernels give it."""
+    return {
+        "D": head_dim,
+        "G": fmt.page_size,
+        "BITS": fmt.bits,
+        "GROUP": fmt.group_size,
+        "PER_CHANNEL": fmt.axis == "channel",
+        "TOKEN_MAJOR": side == "keys" or fmt.bits >= 8,
+        "N4": fmt.raised_room(4),
+        "N16": fmt.raised_room(16),
+        # Matrix products sum over 16 channels or more.
+        "BE": max(power(words_of(fmt, head_dim)), 16 // fields_of(fmt.bits)),
+    }
+
+
+def page_block(fmt: PageFormat, head_dim: int, elements: int, least: int) -> int:
+    """Tokens of a page that are taken at a time: tiles of ``elements``, inside a group of tokens if there are any."""
+    block = min(elements // power(head_dim), power(fmt.page_size))
+    group = fmt.group_size
+    if fmt.axis == "channel" and fmt.bits < 8 and power(group) == group:
+        block = min(block, group)
+    return max(block, least)
 
 
 @triton.jit
@@ -61,9 +111,11 @@ def pack_fields(b_code, BITS: tl.constexpr, FIELDS: tl.constexpr, BE: tl.constex
 def unpack_fields(b_word, BITS: tl.constexpr, FIELDS: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr):
     """Words i16 [BT, BE] to codes i32 [BT, FIELDS * BE]."""
     o_shift = tl.arange(0, FIELDS) * BITS
+    # A reshape keeps the layout of the load; an axis added by indexing would take a default one, at twice the cost.
+    b_word = tl.reshape(b_word.to(tl.int32), (BT, 1, BE))
     # The arithmetic shift smears the sign bit into fields that the mask removes.
     # [BT, FIELDS, BE]
-    b_code = (b_word.to(tl.int32)[:, None, :] >> o_shift[None, :, None]) & ((1 << BITS) - 1)
+    b_code = (b_word >> o_shift[None, :, None]) & ((1 << BITS) - 1)
     return tl.reshape(b_code, (BT, FIELDS * BE))
 
 
@@ -81,6 +133,90 @@ def rank_of_channel(p_index, o_c, ROOM: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
+def from_e4m3(b_byte):
+    """fp8 e4m3 bytes to f32, exactly: their bits, shifted to where f16 has them, are the number times 2^-8.
+
+    Subnormals of one format are subnormals of the other. A code of NaN, which pages never hold, becomes 480.
+    """
+    b_bits = b_byte.to(tl.int16)
+    b_bits = ((b_bits & 0x80) << 8) | ((b_bits & 0x7F) << 7)
+    return b_bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def dequantize(
+    b_code, scale, zero, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """f32 [BT, BC] of the codes (bytes, for fp8) of slots ``o_t = i_first + [0, BT)`` and channels ``o_c``."""
+    m_tile = m_t[:, None] & m_c[None, :]
+    if N4 > 0:
+        # Eight tokens of a group share a word.
+        ROWS: tl.constexpr = GROUP // 8
+        b_rank = rank_of_channel(high_index + i_head * N4, o_c, N4, triton.next_power_of_2(N4))
+        p_high = high + i_head * (G // 8 * N4) + b_rank[None, :]
+        if GROUP % BT == 0 and BT % ROWS == 0:
+            # Whole fields of one group's words. [ROWS, BC]
+            o_row = i_first // GROUP * ROWS + tl.arange(0, ROWS)
+            b_high = tl.load(p_high + o_row[:, None] * N4, mask=(b_rank < N4)[None, :], other=0).to(tl.int32)
+            o_shift = (i_first % GROUP // ROWS + tl.arange(0, BT // ROWS)) * 2
+            b_high = tl.reshape(b_high, (1, ROWS, BC)) >> o_shift[:, None, None]
+            b_high = tl.reshape(b_high, (BT, BC))
+        else:
+            # [BT, BC]
+            o_row = o_t // GROUP * ROWS + o_t % ROWS
+            b_high = tl.load(p_high + o_row[:, None] * N4, mask=m_tile & (b_rank < N4)[None, :], other=0).to(tl.int32)
+            b_high = b_high >> (o_t % GROUP // ROWS * 2)[:, None]
+        b_code += (b_high & 3) << 2
+    b_x = from_e4m3(b_code) if BITS == 8 else b_code.to(tl.float32)
+    if PER_CHANNEL:
+        p_group = i_head * (G // GROUP * D)
+        if GROUP % BT == 0 or GROUP == G:
+            # The tile lies within one group. [BC]
+            p_group += i_first // GROUP * D + o_c
+            b_scale = tl.load(scale + p_group, mask=m_c, other=0.0).to(tl.float32)[None, :]
+            b_zero = tl.load(zero + p_group, mask=m_c, other=0.0).to(tl.float32)[None, :]
+        else:
+            # [BT, BC]
+            p_group += (o_t // GROUP * D)[:, None] + o_c[None, :]
+            b_scale = tl.load(scale + p_group, mask=m_tile, other=0.0).to(tl.float32)
+            b_zero = tl.load(zero + p_group, mask=m_tile, other=0.0).to(tl.float32)
+        b_x = b_x * b_scale + b_zero
+    else:
+        p_group = i_head * (D // GROUP * G)
+        if GROUP == D:
+            # [BT]
+            p_group += o_t
+            m_group = m_t
+        elif BC == D:
+            # Channels in their natural order, so that groups are slices. [BT, D / GROUP]
+            p_group += (tl.arange(0, D // GROUP) * G)[None, :] + o_t[:, None]
+            m_group = m_t[:, None]
+            b_x = tl.reshape(b_x, (BT, D // GROUP, GROUP))
+        else:
+            # [BT, BC]
+            p_group += (o_c // GROUP * G)[None, :] + o_t[:, None]
+            m_group = m_tile
+        b_scale = tl.load(scale + p_group, mask=m_group, other=0.0).to(tl.float32)
+        if GROUP == D or BC == D:
+            b_scale = tl.expand_dims(b_scale, -1)
+        b_x = b_x * b_scale
+        if BITS < 8:
+            b_zero = tl.load(zero + p_group, mask=m_group, other=0.0).to(tl.float32)
+            if GROUP == D or BC == D:
+                b_zero = tl.expand_dims(b_zero, -1)
+            b_x = b_x + b_zero
+        b_x = tl.reshape(b_x, (BT, BC))
+    if N16 > 0:
+        b_rank = rank_of_channel(full_index + i_head * N16, o_c, N16, triton.next_power_of_2(N16))
+        p_full = full + i_head * (G * N16) + o_t[:, None] * N16 + b_rank[None, :]
+        b_x += tl.load(p_full, mask=m_tile & (b_rank < N16)[None, :], other=0.0).to(tl.float32)
+    # A select, not a product: scale and zero of a page that is only reserved may be NaN.
+    return tl.where(m_tile, b_x, 0.0)
+
+
+@triton.jit
 def load_page(
     codes, scale, zero, high, high_index, full, full_index, i_head, i_first, m_t,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
@@ -88,64 +224,62 @@ def load_page(
 ):  # fmt: skip
     """Dense [BT, FIELDS * BE] tile of a page: slots ``i_first + [0, BT)``, channels in the order of fields.
 
-    f32; 16-bit pages stay in their own dtype.
+    f32; 16-bit pages stay in their own dtype. The codes of 8-bit pages are passed as bytes.
 
     Elements that ``m_t`` or the head's width rule out are 0, whatever the page holds there.
     """
-    FIELDS: tl.constexpr = 16 // BITS
+    FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
     o_t = i_first + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
     o_c, m_c = field_channels(o_e, D, E, FIELDS, BE)
-    m_tile = m_t[:, None] & m_c[None, :]
     i_head = i_head.to(tl.int64)
     if TOKEN_MAJOR:
         p_word = codes + i_head * (G * E) + o_t[:, None] * E + o_e[None, :]
     else:
         p_word = codes + i_head * (G * E) + o_e[None, :] * G + o_t[:, None]
     # [BT, BE]
-    b_word = tl.load(p_word, mask=m_t[:, None] & (o_e[None, :] < E), other=0)
-    if BITS == 16:
-        b_x = b_word
+    b_x = tl.load(p_word, mask=m_t[:, None] & (o_e[None, :] < E), other=0)
+    if BITS < 8:
+        b_x = unpack_fields(b_x, BITS, FIELDS, BE, BT)
+    if BITS < 16:
+        b_x = dequantize(
+            b_x, scale, zero, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
+            D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, FIELDS * BE,
+        )  # fmt: skip
+    return b_x
+
+
+@triton.jit
+def load_page_in_order(
+    codes, scale, zero, high, high_index, full, full_index, i_head, i_first, m_t,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """`load_page` with channels in their natural order: [BT, BD]."""
+    FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
+    if FIELDS * BE == BD and (FIELDS == 1 or BD == D):
+        b_x = load_page(
+            codes, scale, zero, high, high_index, full, full_index, i_head, i_first, m_t,
+            D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
+        )  # fmt: skip
     else:
-        b_code = unpack_fields(b_word, BITS, FIELDS, BE, BT)
-        if N4 > 0:
-            # Eight tokens of a group share a word.
-            ROWS: tl.constexpr = GROUP // 8
-            b_rank = rank_of_channel(high_index + i_head * N4, o_c, N4, triton.next_power_of_2(N4))
-            o_row = o_t // GROUP * ROWS + o_t % ROWS
-            p_high = high + i_head * (G // 8 * N4) + o_row[:, None] * N4 + b_rank[None, :]
-            b_high = tl.load(p_high, mask=m_tile & (b_rank < N4)[None, :], other=0).to(tl.int32)
-            b_code += ((b_high >> (o_t % GROUP // ROWS * 2)[:, None]) & 3) << 2
-        b_x = b_code.to(tl.float32)
-        if PER_CHANNEL:
-            p_group = i_head * (G // GROUP * D)
-            if GROUP % BT == 0 or GROUP == G:
-                # The tile lies within one group. [C]
-                p_group += i_first // GROUP * D
-                b_scale = tl.load(scale + p_group + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-                b_zero = tl.load(zero + p_group + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
-            else:
-                # [BT, C]
-                p_group += (o_t // GROUP * D)[:, None] + o_c[None, :]
-                b_scale = tl.load(scale + p_group, mask=m_tile, other=0.0).to(tl.float32)
-                b_zero = tl.load(zero + p_group, mask=m_tile, other=0.0).to(tl.float32)
+        # Where words do not fill a power of two, every word is loaded again for each of its fields: from the cache.
+        E: tl.constexpr = (D + FIELDS - 1) // FIELDS
+        o_t = i_first + tl.arange(0, BT)
+        o_c = tl.arange(0, BD)
+        m_c = o_c < D
+        i_head = i_head.to(tl.int64)
+        o_e = o_c % E
+        if TOKEN_MAJOR:
+            p_word = codes + i_head * (G * E) + o_t[:, None] * E + o_e[None, :]
         else:
-            p_group = i_head * (D // GROUP * G)
-            if GROUP == D:
-                # [BT]
-                b_scale = tl.load(scale + p_group + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
-                b_zero = tl.load(zero + p_group + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
-            else:
-                # [BT, C]
-                p_group += (o_c // GROUP * G)[None, :] + o_t[:, None]
-                b_scale = tl.load(scale + p_group, mask=m_tile, other=0.0).to(tl.float32)
-                b_zero = tl.load(zero + p_group, mask=m_tile, other=0.0).to(tl.float32)
-        b_x = b_x * b_scale + b_zero
-        if N16 > 0:
-            b_rank = rank_of_channel(full_index + i_head * N16, o_c, N16, triton.next_power_of_2(N16))
-            p_full = full + i_head * (G * N16) + o_t[:, None] * N16 + b_rank[None, :]
-            b_x += tl.load(p_full, mask=m_tile & (b_rank < N16)[None, :], other=0.0).to(tl.float32)
-        # A select, not a product: scale and zero of a page that is only reserved may be NaN.
-        b_x = tl.where(m_tile, b_x, 0.0)
+            p_word = codes + i_head * (G * E) + o_e[None, :] * G + o_t[:, None]
+        b_x = tl.load(p_word, mask=m_t[:, None] & m_c[None, :], other=0).to(tl.int32)
+        b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
+        b_x = dequantize(
+            b_x, scale, zero, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
+            D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, BD,
+        )  # fmt: skip
     return b_x

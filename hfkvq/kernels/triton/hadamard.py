@@ -10,21 +10,28 @@ from torch import Tensor
 from ._lib import on_device
 
 
-@triton.jit(do_not_specialize=["ROWS"])
-def hadamard_kernel(x, y, ROWS, scale, H: tl.constexpr, STAGES: tl.constexpr, BR: tl.constexpr):
-    """BR blocks of H channels each."""
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    # [BR, H]
-    o_x = o_r[:, None] * H + tl.arange(0, H)[None, :]
-    m_x = (o_r < ROWS)[:, None] & (tl.arange(0, H) < H)[None, :]
-    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
+@triton.jit
+def butterflies(b_x, H: tl.constexpr, BR: tl.constexpr):
+    """[BR, H] times the matrix of signs, without its factor: sums and differences of pairs that stand ever further."""
+    STAGES: tl.constexpr = tl.constexpr(H).value.bit_length() - 1
     for i in tl.static_range(STAGES):
         # [BR, H / 2s, s, 2]: pairs that stand s = 2^i apart
         b_pair = tl.permute(tl.reshape(b_x, (BR, H >> (i + 1), 2, 1 << i)), (0, 1, 3, 2))
         b_upper, b_lower = tl.split(b_pair)
         b_pair = tl.join(b_upper + b_lower, b_upper - b_lower)
         b_x = tl.reshape(tl.permute(b_pair, (0, 1, 3, 2)), (BR, H))
-    tl.store(y + o_x, (b_x * scale).to(y.dtype.element_ty), mask=m_x)
+    return b_x
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def hadamard_kernel(x, y, ROWS, scale, H: tl.constexpr, BR: tl.constexpr):
+    """BR blocks of H channels each."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    # [BR, H]
+    o_x = o_r[:, None] * H + tl.arange(0, H)[None, :]
+    m_x = (o_r < ROWS)[:, None] & (tl.arange(0, H) < H)[None, :]
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
+    tl.store(y + o_x, (butterflies(b_x, H, BR) * scale).to(y.dtype.element_ty), mask=m_x)
 
 
 def hadamard_triton(x: Tensor, block: int) -> Tensor:
@@ -36,6 +43,6 @@ def hadamard_triton(x: Tensor, block: int) -> Tensor:
     if blocks.shape[0]:
         with on_device(x):
             hadamard_kernel[(triton.cdiv(blocks.shape[0], rows),)](
-                blocks, out, blocks.shape[0], block**-0.5, H=block, STAGES=block.bit_length() - 1, BR=rows
+                blocks, out, blocks.shape[0], block**-0.5, H=block, BR=rows
             )
     return out.to(x.dtype).view(x.shape)
