@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import define
+from .dispatch import define, triton_slot
 from .pages import PageFormat, Side
 from .quantize import dequantize_pages
 
@@ -32,6 +32,9 @@ def _qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], 
 def _(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str) -> Tensor:
     page = PageFormat.parse(fmt).page_size
     return q.new_empty((*q.shape[:3], table.shape[1] * page), dtype=torch.float32)
+
+
+triton_slot("qk_pages", "qk:qk_pages_triton")
 
 
 def qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: PageFormat) -> Tensor:

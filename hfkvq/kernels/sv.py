@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import define
+from .dispatch import define, triton_slot
 from .pages import PageFormat
 from .qk import table_pages
 
@@ -26,6 +26,9 @@ def _sv_pages(probs: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tenso
 @_sv_pages.register_fake
 def _(probs: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], fmt: str, head_dim: int) -> Tensor:
     return probs.new_empty((*probs.shape[:3], head_dim), dtype=torch.float32)
+
+
+triton_slot("sv_pages", "sv:sv_pages_triton")
 
 
 def sv_pages(

@@ -30,42 +30,136 @@ def pages(spec, side, head_dim, counts, dtype=torch.float32):
             known = dequantize_pages(made, fmt, side, head_dim)[0]
             dense[row, :, block * fmt.page_size : (block + 1) * fmt.page_size] = known
         dense[row, :, count:] = 0
+        # Blocks that the row does not have name no page.
+        table[row, -(-count // fmt.page_size) :] = -1
     return parts, table, torch.tensor(counts, dtype=torch.int32), dense, fmt
+
+
+def counts_of(spec):
+    """Tokens of two rows: one of whole pages where a page is sealed whole, and one that has less or nothing."""
+    page = PageFormat.parse(spec).page_size
+    return [3 * page, page] if "c" in spec else [2 * page + 5, 0]
+
+
+def check_qk(device, spec, head_dim, rows, dtype, counts=None):
+    """Logits of random queries: as good as torch in their dtype, and -inf where a row ends."""
+    parts, table, count, dense, fmt = pages(spec, "keys", head_dim, counts or counts_of(spec), dtype)
+    # As models hand them over: heads behind tokens.
+    q = torch.randn(ROWS, rows, HEADS, head_dim).to(dtype).transpose(1, 2)
+    parts = [part.to(device) for part in parts]
+    got = qk_pages(q.to(device), table.to(device), count.to(device), parts, fmt).cpu()
+    assert got.dtype == torch.float32
+    outside = torch.arange(got.shape[-1]) >= count[:, None, None, None]
+    assert (got.masked_select(outside) == -torch.inf).all()
+    exact = (q.double() @ dense.double().transpose(-1, -2)).masked_fill(outside, 0.0)
+    plain = (q @ dense.to(dtype).transpose(-1, -2)).masked_fill(outside, 0.0)
+    assert_as_good_as_torch(got.masked_fill(outside, 0.0), exact, plain)
+
+
+def check_sv(device, spec, head_dim, rows, dtype, counts=None):
+    """Sums with random weights: as good as torch in their dtype."""
+    parts, table, count, dense, fmt = pages(spec, "values", head_dim, counts or counts_of(spec), dtype)
+    columns = PAGES * fmt.page_size
+    # As a piece of a longer row of weights.
+    probs = torch.randn(ROWS, HEADS, rows, columns + 8).softmax(-1).to(dtype)[..., 5 : 5 + columns]
+    probs = probs.masked_fill_(torch.arange(columns) >= count[:, None, None, None], 0.0)
+    parts = [part.to(device) for part in parts]
+    got = sv_pages(probs.to(device), table.to(device), count.to(device), parts, fmt, head_dim).cpu()
+    assert got.dtype == torch.float32
+    exact, plain = probs.double() @ dense.double(), probs @ dense.to(dtype)
+    assert_as_good_as_torch(got, exact, plain)
+    assert not got[count == 0].any()
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7])
 @pytest.mark.parametrize("spec", ["2c32p32", "2c8p32+4x8+16x3", "4c12p24", "2t20p32", "4t80p16", "8t80p32", "16t80p32"])
 def test_qk(backend, spec, rows):
-    page = PageFormat.parse(spec).page_size
-    counts = [3 * page, page] if "c" in spec else [2 * page + 5, 0]
-    parts, table, count, dense, fmt = pages(spec, "keys", 80, counts)
-    q = torch.randn(ROWS, HEADS, rows, 80)
-    got = qk_pages(q.to(backend), table.to(backend), count.to(backend), [p.to(backend) for p in parts], fmt).cpu()
-    outside = torch.arange(got.shape[-1]) >= count[:, None, None, None]
-    assert (got.masked_select(outside) == -torch.inf).all()
-    exact = (q.double() @ dense.double().transpose(-1, -2)).masked_fill(outside, 0.0)
-    plain = (q @ dense.transpose(-1, -2)).masked_fill(outside, 0.0)
-    assert_as_good_as_torch(got.masked_fill(outside, 0.0), exact, plain)
+    check_qk(backend, spec, 80, rows, torch.float32)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 7])
-@pytest.mark.parametrize("spec", ["2t20p32", "4t80p16", "2t80p24", "8t80p32", "16t80p32"])
+@pytest.mark.parametrize("spec", ["2t20p32", "4t80p16", "2t80p24", "8t80p32", "8t20p32", "16t80p32"])
 def test_sv(backend, spec, rows):
-    page = PageFormat.parse(spec).page_size
-    parts, table, count, dense, fmt = pages(spec, "values", 80, [2 * page + 5, 0])
-    probs = torch.randn(ROWS, HEADS, rows, PAGES * page).softmax(-1)
-    probs = probs.masked_fill(torch.arange(PAGES * page) >= count[:, None, None, None], 0.0)
-    parts = [p.to(backend) for p in parts]
-    got = sv_pages(probs.to(backend), table.to(backend), count.to(backend), parts, fmt, 80)
-    assert_as_good_as_torch(got, probs.double() @ dense.double(), probs @ dense)
+    check_sv(backend, spec, 80, rows, torch.float32)
+
+
+SHAPES = [
+    ("2c32p128", 64, torch.bfloat16),
+    ("2c64p128+4x12", 128, torch.bfloat16),
+    ("2c128p128+4x16+16x8", 128, torch.float16),
+    ("2c16p64+16x5", 96, torch.bfloat16),
+    ("4c32p64", 128, torch.float16),
+    ("4c64p64+16x8", 192, torch.bfloat16),
+    ("2t32p64", 64, torch.float16),
+    ("2t128p64", 128, torch.bfloat16),
+    ("4t32p64", 128, torch.bfloat16),
+    ("4t64p64", 192, torch.float32),
+    ("4t256p32", 256, torch.bfloat16),
+    ("8t64p64", 64, torch.bfloat16),
+    ("8t32p64", 128, torch.float16),
+    ("16t96p64", 96, torch.bfloat16),
+    ("16c64p64", 64, torch.float16),
+    ("2t8p8", 8, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("spec", "head_dim", "dtype"), SHAPES)
+def test_qk_shapes(backend, spec, head_dim, dtype):
+    check_qk(backend, spec, head_dim, 4, dtype)
+
+
+@pytest.mark.parametrize(("spec", "head_dim", "dtype"), [shape for shape in SHAPES if "t" in shape[0]])
+def test_sv_shapes(backend, spec, head_dim, dtype):
+    check_sv(backend, spec, head_dim, 4, dtype)
+
+
+@pytest.mark.parametrize("counts", [[96, 1], [33, 64], [0, 0], [31, 95]])
+def test_counts(backend, counts):
+    """Rows that end anywhere, and rows that hold nothing, whatever lies in the pages behind them."""
+    check_qk(backend, "4t64p32", 64, 3, torch.float32, counts)
+    check_sv(backend, "4t64p32", 64, 3, torch.float32, counts)
+
+
+def test_many_rows(backend):
+    """More queries than a program takes."""
+    check_qk(backend, "4t64p32", 64, 40, torch.bfloat16)
+    check_sv(backend, "4t64p32", 64, 40, torch.bfloat16)
+
+
+@pytest.mark.parametrize("sms", [1, 2, 20])
+def test_splits(triton_backend, sms, monkeypatch):
+    """Any number of programs shares the pages of a row, and adds up to the same but for rounding."""
+    from hfkvq.kernels.triton import qk, sv
+
+    for module in (qk, sv):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: sms)
+    check_qk(triton_backend, "4t64p32", 64, 4, torch.float32)
+    check_sv(triton_backend, "4t64p32", 64, 4, torch.float32)
+
+
+def test_no_pages(backend):
+    """A table without blocks: no logits, and sums of nothing."""
+    fmt = PageFormat.parse("4t64p32")
+    keys, values = (fmt.allocate(side, 0, HEADS, 64, torch.float32, backend) for side in ("keys", "values"))
+    table, count = (torch.zeros(*size, dtype=torch.int32, device=backend) for size in ((ROWS, 0), (ROWS,)))
+    x = torch.zeros(ROWS, HEADS, 4, 64, device=backend)
+    assert qk_pages(x, table, count, keys, fmt).shape == (ROWS, HEADS, 4, 0)
+    sums = sv_pages(x[..., :0], table, count, values, fmt, 64)
+    assert sums.shape == (ROWS, HEADS, 4, 64)
+    assert not sums.any()
 
 
 @pytest.mark.parametrize("spec", ["2c8p32+4x8+16x3", "4t80p32"])
-def test_opcheck(spec):
+def test_opcheck(backend, spec):
     parts, table, count, _, _ = pages(spec, "keys", 80, [96, 96])
-    q = torch.randn(ROWS, HEADS, 4, 80)
+    q = torch.randn(ROWS, HEADS, 4, 80, device=backend)
+    table, count = table.to(backend), count.to(backend)
+    parts = [part.to(backend) for part in parts]
+    # The checker compares arguments with themselves, which NaN fails.
+    parts = [part.nan_to_num(0.0) if part.is_floating_point() else part for part in parts]
     torch.library.opcheck(torch.ops.hfkvq.qk_pages.default, (q, table, count, parts, spec))
     if "t" in spec:
-        parts, table, count, _, _ = pages(spec, "values", 80, [96, 96])
-        probs = torch.randn(ROWS, HEADS, 4, 96)
+        parts = [part.to(backend) for part in pages(spec, "values", 80, [96, 96])[0]]
+        parts = [part.nan_to_num(0.0) if part.is_floating_point() else part for part in parts]
+        probs = torch.randn(ROWS, HEADS, 4, 96, device=backend)
         torch.library.opcheck(torch.ops.hfkvq.sv_pages.default, (probs, table, count, parts, spec, 80))
