@@ -1,7 +1,8 @@
 """Bytes and arithmetic: page formats and the operations over them. Knows nothing of models or policies."""
 
-from .decode import decode_attention, gather_rows
+from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
+from .gather import gather_rows
 from .hadamard import hadamard
 from .pages import PageFormat, RunView, StoreFormat
 from .qk import qk_pages

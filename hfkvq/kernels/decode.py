@@ -60,54 +60,6 @@ def dense_columns(store: StoreFormat, windows: Sequence[Tensor], runs: Sequence[
     return torch.cat([*parts, tail.float()], 2)
 
 
-@define("gather_rows")
-def _gather_rows(
-    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
-) -> Tensor:
-    form = StoreFormat.parse(store)
-    which: Side = "keys" if side == "keys" else "values"
-    views = split_runs(form, runs)
-    sink, tail = (windows[0], windows[2]) if which == "keys" else (windows[1], windows[3])
-    positions = column_positions(form, counters, views, tail.shape[2], which)
-    batch, count = positions.shape
-    logical = torch.where(positions >= 0, positions + counters[START, :, None], columns).long()
-    origin = torch.full((batch, columns + 1), -1, device=sink.device)
-    origin.scatter_(1, logical.clamp(max=columns), torch.arange(count, device=sink.device).expand(batch, count))
-    origin = origin[:, None, :columns, None]
-    dense = dense_columns(form, windows, views, which)
-    dense = dense.gather(2, origin.clamp(min=0).expand(-1, dense.shape[1], -1, dense.shape[3]))
-    dense = dense.masked_fill(origin < 0, 0.0)
-    block = form.rotate_keys if which == "keys" else form.rotate_values
-    return hadamard(dense, block).to(sink.dtype)
-
-
-@_gather_rows.register_fake
-def _(
-    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
-) -> Tensor:
-    sink = windows[0] if side == "keys" else windows[1]
-    return sink.new_empty((sink.shape[0], sink.shape[1], columns, sink.shape[3]))
-
-
-def gather_rows(
-    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: StoreFormat, side: Side
-) -> Tensor:
-    """Dense keys or values in logical order, rotated back: the way to attention functions that know no pages.
-
-    Args:
-        counters: i32 (2 + 2*runs, B), see `decode_attention`.
-        windows: sink and tail tensors, see `decode_attention`.
-        runs: flat tensors of all runs.
-        columns: number of logical columns, padding included.
-        store: the layer's format.
-        side: "keys" or "values".
-
-    Returns:
-        (B, H, columns, D) in the model's dtype; 0 at padding.
-    """
-    return _gather_rows(counters, list(windows), list(runs), columns, store.spec, side)
-
-
 @define("decode_attention")
 def _decode_attention(
     q: Tensor,

@@ -1,0 +1,171 @@
+"""Everything a layer holds as dense keys or values: read where it lies, written where it belongs.
+
+Programs follow the pages, whose tokens stand together in memory and in the result; what a row has no page for, its
+windows and its padding, is left to programs that follow the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode import RUNS
+from ..dispatch import reference
+from ..pages import Side, StoreFormat, split_runs
+from ._lib import DOT_DTYPES, load_page_in_order, on_device, page_block, page_constants, page_tensors, power
+from .hadamard import butterflies
+
+TILE = 4096
+"""Elements that a program takes at a time."""
+
+
+@triton.jit
+def store_columns(
+    out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr,
+):  # fmt: skip
+    """Rotates tokens [BT, BD] back, and stores them in their logical columns."""
+    if BLOCK > 0:
+        b_x = tl.reshape(b_x.to(tl.float32), (BT * BD // BLOCK, BLOCK))
+        b_x = tl.reshape(butterflies(b_x, BLOCK, BT * BD // BLOCK) * rotation, (BT, BD))
+    o_d = tl.arange(0, BD)
+    p_out = out + (i_bh * COLUMNS + o_column)[:, None] * D + o_d[None, :]
+    tl.store(p_out, b_x.to(out.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["B", "N", "COLUMNS"])
+def gather_pages_kernel(
+    out, counters, table, pos, codes, scale, zero, high, high_index, full, full_index, rotation, B, N, COLUMNS,
+    H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
+    BLOCK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """BT tokens of one page of a run, whose tokens sealed are row COUNTER of the counters."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    CHUNKS: tl.constexpr = (G + BT - 1) // BT
+    i_page, i_slot = i_t // CHUNKS, i_t % CHUNKS * BT
+    n = tl.load(counters + COUNTER * B + i_b)
+    if i_page * G + i_slot >= n:
+        return
+    o_slot = i_slot + tl.arange(0, BT)
+    o_j = i_page * G + o_slot
+    m_t = (o_j < n) & (o_slot < G)
+    if pos is None:
+        o_x = o_j + S
+    else:
+        o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=-1)
+    i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
+    b_x = load_page_in_order(
+        codes, scale, zero, high, high_index, full, full_index, i_head, i_slot, m_t,
+        D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE, BD,
+    )  # fmt: skip
+    o_column = tl.load(counters + i_b) + o_x
+    m_t = m_t & (o_x >= 0) & (o_column < COLUMNS)
+    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, BLOCK, BT, BD)
+
+
+@triton.jit(do_not_specialize=["B", "W", "COLUMNS"])
+def gather_windows_kernel(
+    out, counters, sink, tail, rotation, B, W, COLUMNS,
+    H: tl.constexpr, SIDE: tl.constexpr, RUNS: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """BT logical columns: what they hold of the windows, 0 where they hold nothing; columns of pages are left alone.
+
+    SIDE is the row of the counters with the tokens that the first run has sealed of this side.
+    """
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b = i_bh // H
+    i_start = tl.load(counters + i_b)
+    i_length = tl.load(counters + B + i_b)
+    n_sealed = 0
+    for i_run in tl.static_range(RUNS):
+        n_sealed += tl.load(counters + (SIDE + 2 * i_run) * B + i_b)
+    i_first = i_t * BT - i_start
+    if (i_first >= S) & (i_first + BT <= S + n_sealed):
+        return
+    o_x = i_first + tl.arange(0, BT)
+    o_d = tl.arange(0, BD)
+    # Tokens behind the sink that no page holds.
+    o_newest = o_x - S - n_sealed
+    m_tail = (o_x >= S) & (o_newest >= 0) & (o_newest < W) & (o_x < i_length)
+    p_tail = tail + (i_bh * W + (o_x - S) % W)[:, None] * D + o_d[None, :]
+    b_x = tl.load(p_tail, mask=m_tail[:, None] & (o_d < D)[None, :], other=0.0)
+    if S > 0:
+        m_sink = (o_x >= 0) & (o_x < S) & (o_x < i_length)
+        p_sink = sink + (i_bh * S + o_x)[:, None] * D + o_d[None, :]
+        b_sink = tl.load(p_sink, mask=m_sink[:, None] & (o_d < D)[None, :], other=0.0)
+        b_x = tl.where(m_sink[:, None], b_sink, b_x)
+    o_column = i_t * BT + tl.arange(0, BT)
+    m_t = (o_column < COLUMNS) & ((o_x < S) | (o_newest >= 0))
+    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, BLOCK, BT, BD)
+
+
+def gather_rows_triton(
+    counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
+) -> Tensor:
+    """Launcher of `hfkvq.kernels.gather_rows`; float64 models take the reference."""
+    form = StoreFormat.parse(store)
+    which: Side = "keys" if side == "keys" else "values"
+    at = int(which == "values")
+    sink, tail = windows[at].contiguous(), windows[2 + at].contiguous()
+    if sink.dtype not in DOT_DTYPES:
+        return reference("gather_rows")(counters, windows, runs, columns, store, side)
+    views = split_runs(form, runs)
+    batch, heads, _, head_dim = sink.shape
+    rotate = form.rotate_values if at else form.rotate_keys
+    # Triton's interpreter truncates where bf16 should be rounded.
+    dtype = sink.dtype if sink.is_cuda else torch.float32
+    # Runs in no order may leave columns out; what is in order leaves them to the windows.
+    make = torch.empty if form.ordered else torch.zeros
+    out = make((batch, heads, columns, head_dim), dtype=dtype, device=sink.device)
+    if not out.numel():
+        return out.to(sink.dtype)
+    counters = counters.contiguous()
+    common = {"H": heads, "S": form.sink, "BLOCK": rotate, "BD": power(head_dim)}
+    # The reference multiplies and adds, and rounds both.
+    common |= {"enable_fp_fusion": False, "num_warps": 4}
+    rotation = rotate**-0.5 if rotate else 1.0
+    with on_device(sink):
+        for i, (view, formats) in enumerate(zip(views, form.runs, strict=True)):
+            fmt, blocks = formats[at], view.table.shape[1]
+            if not blocks:
+                continue
+            block_t = page_block(fmt, head_dim, TILE, 1)
+            gather_pages_kernel[(blocks * -(-fmt.page_size // block_t), batch * heads)](
+                out,
+                counters,
+                view.table.contiguous(),
+                None if view.pos is None else view.pos.contiguous(),
+                *page_tensors(view.values if at else view.keys, fmt),
+                rotation,
+                batch,
+                blocks,
+                columns,
+                COUNTER=RUNS + 2 * i + at,
+                BT=block_t,
+                **page_constants(fmt, which, head_dim),
+                **common,
+            )
+        block_t = max(1, TILE // power(head_dim))
+        gather_windows_kernel[(triton.cdiv(columns, block_t), batch * heads)](
+            out,
+            counters,
+            sink,
+            tail,
+            rotation,
+            batch,
+            tail.shape[2],
+            columns,
+            SIDE=RUNS + at,
+            RUNS=len(views),
+            D=head_dim,
+            BT=block_t,
+            **common,
+        )
+    return out.to(sink.dtype)

@@ -1,0 +1,198 @@
+"""Everything a layer holds as dense tensors: against float64, and kernels against the reference bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hfkvq.kernels import PageFormat, RunView, StoreFormat, gather_rows, hadamard
+from hfkvq.kernels.dispatch import reference
+from hfkvq.kernels.pages import split_runs
+from tests.kernels.stores import Case, assert_as_good_as_torch, build
+
+# Rows of 4 + 160 + 17 and 4 + 33 tokens, so that pages are full, begun, and not there.
+LONG = Case(
+    sink=4,
+    pages=2,
+    heads=1,
+    tail=(40, 40),
+    lengths=[4 + 128 + 17, 4 + 30],
+    starts=[0, 11],
+    keys=[[128], [0]],
+    values=[[130], [30]],
+)
+
+CASES = {
+    "2c-2t": Case(),
+    "2c-groups": Case(runs="2c8p32+4x8/2t32p32", dtype=torch.float16),
+    "2c-raised-4": Case(runs="2c32p32+4x9/4t64p32", dtype=torch.bfloat16),
+    "2c-raised-4-16": Case(runs="2c16p32+4x16+16x5/2t64p32", dtype=torch.bfloat16),
+    "2c32p128": replace(LONG, runs="2c32p128/2t32p128", dtype=torch.bfloat16),
+    "2c64p128": replace(LONG, runs="2c64p128+4x12/4t32p128", dtype=torch.bfloat16),
+    "2c128p128": replace(LONG, runs="2c128p128+4x16/2t64p128", dtype=torch.bfloat16),
+    "4c32p128": replace(LONG, runs="4c32p128/2t64p128", dtype=torch.float16),
+    "4c-raised-16": Case(runs="4c32p32+16x8/2t16p32"),
+    "4c-raised-16-groups": Case(runs="4c16p32+16x3/4t32p32", dtype=torch.bfloat16),
+    "4t-4t": Case(runs="4t64p32/4t64p32", keys=[[70], [33]], values=[[70], [33]], tail=(20, 20), dtype=torch.float16),
+    "2t-4t-groups": Case(runs="2t32p32/4t16p32", keys=[[69], [30]], values=[[70], [33]]),
+    "8t": Case(runs="8t64p32/8t64p32", keys=[[69], [30]], dtype=torch.bfloat16),
+    "8t-groups": Case(runs="8t32p32/8t16p32", keys=[[69], [30]]),
+    "16": Case(runs="16t64p32/16t64p32", keys=[[69], [30]], dtype=torch.bfloat16),
+    "16c": Case(runs="16c64p32/16t64p32", dtype=torch.float16),
+    "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
+    "page-24-whole": Case(runs="2c24p24+4x8/2t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
+    "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
+    "dim-80": Case(runs="2c32p32+4x10/2t16p32", head_dim=80, value_dim=80),
+    "dim-80-8": Case(runs="8t80p32/8t16p32", head_dim=80, value_dim=80, dtype=torch.bfloat16),
+    "dim-96": Case(runs="4c16p32/2t96p32", head_dim=96, value_dim=96, dtype=torch.float16),
+    "dim-128": Case(runs="4t32p32/4t128p32", head_dim=128, value_dim=128, dtype=torch.bfloat16),
+    "dim-192-128": Case(runs="4t64p32/2t32p32", head_dim=192, value_dim=128, dtype=torch.bfloat16),
+    "dim-256": Case(runs="2c32p32+4x16+16x16/2t256p32", head_dim=256, value_dim=256, heads=1, dtype=torch.bfloat16),
+    "dim-72-48": Case(runs="2c16p32+16x3/4t24p32", head_dim=72, value_dim=48),
+    "rotated": Case(runs="4t64p32/4t64p32", rotate_keys=64, rotate_values=64, dtype=torch.bfloat16),
+    "rotated-128": Case(
+        runs="4t128p32/8t64p32", head_dim=128, value_dim=128, rotate_keys=128, rotate_values=16, dtype=torch.bfloat16
+    ),
+    "rotated-blocks": Case(runs="2c32p32/2t80p32", head_dim=96, value_dim=80, rotate_keys=32, rotate_values=16),
+    "rotated-16": Case(runs="16t96p32/16t80p32", head_dim=96, value_dim=80, rotate_keys=32, rotate_values=2),
+    "keys-lag": Case(keys=[[32], [0]], values=[[70], [33]], tail=(64, 40)),
+    "values-lag": Case(keys=[[64], [32]], values=[[30], [0]], tail=(40, 64)),
+    "empty-tail": Case(lengths=[4 + 64, 4 + 32], values=[[64], [32]]),
+    "no-sink": Case(sink=0, lengths=[81, 35], values=[[70], [32]]),
+    "only-sink": Case(lengths=[4, 2], keys=[[0], [0]], values=[[0], [0]]),
+    "no-pages": Case(lengths=[30, 7], keys=[[0], [0]], values=[[0], [0]], pages=0),
+    "one-empty-row": Case(lengths=[85, 0], keys=[[64], [0]], values=[[70], [0]]),
+    "two-runs": Case(
+        runs="2c32p32+4x8/2t64p32|4c32p32/4t64p32",
+        tail=(40, 64),
+        lengths=[4 + 128 + 20, 4 + 64 + 3],
+        keys=[[64, 64], [32, 32]],
+        values=[[50, 64], [32, 20]],
+    ),
+    "three-runs": Case(
+        runs="2t64p32/2t64p32|8t64p32/8t64p32|16t64p32/16t64p32",
+        tail=(40, 40),
+        lengths=[4 + 130 + 20, 4],
+        keys=[[60, 50, 20], [0, 0, 0]],
+        values=[[60, 50, 20], [0, 0, 0]],
+        dtype=torch.bfloat16,
+    ),
+    "two-runs-rotated": Case(
+        runs="2t64p32/2t64p32|4t64p32/4t32p32",
+        tail=(40, 40),
+        lengths=[4 + 110 + 20, 4 + 30 + 3],
+        keys=[[60, 50], [30, 0]],
+        values=[[61, 50], [30, 3]],
+        rotate_keys=64,
+        rotate_values=32,
+        dtype=torch.bfloat16,
+    ),
+}
+
+
+def gather(layer, device, side, columns=None):
+    """The operation under test, over the columns of the longest padded row and a few more."""
+    _, counters, windows, runs = layer.to(device)
+    case = layer.case
+    if columns is None:
+        columns = max(a + b for a, b in zip(case.starts, case.lengths, strict=True)) + 3
+    return gather_rows(counters, windows, runs, columns, case.store, side).cpu()
+
+
+def by_reference(layer, side, columns):
+    case = layer.case
+    return reference("gather_rows")(layer.counters, layer.windows, layer.runs, columns, case.store.spec, side)
+
+
+def forget_unused_pages(layer):
+    """Blocks that a row does not have name no page."""
+    case = layer.case
+    for i, view in enumerate(split_runs(case.store, layer.runs)):
+        page = case.store.runs[i][0].page_size
+        for row, counts in enumerate(zip(case.keys, case.values, strict=True)):
+            view.table[row, -(-max(count[i] for count in counts) // page) :] = -1
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", CASES)
+def test_gather(backend, name, side):
+    layer = build(CASES[name])
+    case = layer.case
+    got = gather(layer, backend, side)
+    assert got.dtype == case.dtype
+    exact = layer.dense_keys if side == "keys" else layer.dense_values
+    block = case.rotate_keys if side == "keys" else case.rotate_values
+    known = hadamard(exact.to(torch.float32), block).to(case.dtype)
+    plain = hadamard(known, block)
+    for row, (start, length) in enumerate(zip(case.starts, case.lengths, strict=True)):
+        own = got[row, :, start : start + length]
+        if length:
+            assert_as_good_as_torch(own, exact[row, :, :length], plain[row, :, :length])
+        assert not got[row, :, :start].any()
+        assert not got[row, :, start + length :].any()
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_equals_reference_to_the_bit(triton_backend, name, side):
+    """A continued prompt must not depend on what computed the tensors it attends to."""
+    layer = build(CASES[name], seed=1)
+    forget_unused_pages(layer)
+    got = gather(layer, triton_backend, side)
+    assert torch.equal(got, by_reference(layer, side, got.shape[2]))
+
+
+@pytest.mark.parametrize("name", ["2c-2t", "two-runs"])
+def test_fewer_columns_than_tokens(backend, name):
+    layer = build(CASES[name])
+    whole = gather(layer, backend, "keys")
+    for columns in (0, 1, 50):
+        assert torch.equal(gather(layer, backend, "keys", columns), whole[:, :, :columns])
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_columns_that_no_run_holds_are_zero(backend, side):
+    """Positions may have holes: tokens that were dropped, and slots that are said to be nowhere."""
+    layer = build(CASES["two-runs"])
+    case = layer.case
+    before = gather(layer, backend, side)
+    gone = []
+    for view in split_runs(case.store, layer.runs):
+        gone.append(int(view.pos[0, 3]))
+        view.pos[0, 3] = -1
+    after = gather(layer, backend, side)
+    assert before[0, :, gone].any(-1).all()
+    assert not after[0, :, gone].any()
+    before[0, :, gone] = 0
+    assert torch.equal(after, before)
+
+
+def test_every_fp8_code(backend):
+    """Subnormals, signed zeros and the largest numbers are decoded exactly."""
+    fmt = PageFormat.parse("8t64p8")
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    # Pages never hold the codes of NaN.
+    bytes_[[0x7F, 0xFF]] = 0
+    codes = bytes_.repeat(2).view(1, 1, 8, 64).view(torch.float8_e4m3fn)
+    scale = torch.tensor([1.0, 0.5, 3.0, 2.0**-14, 2.0**-24, 65504.0, 0.1, 7.0]).half().view(1, 1, 1, 8)
+    view = RunView(torch.zeros(1, 1, dtype=torch.int32), None, [codes, scale], [codes, scale])
+    windows = [torch.zeros(1, 1, size, 64, device=backend) for size in (0, 0, 8, 8)]
+    counters = torch.tensor([[0], [8], [8], [8]], dtype=torch.int32, device=backend)
+    runs = [part.to(backend) for part in view.flat()]
+    expected = codes.float() * scale.float().view(1, 1, 8, 1)
+    for side in ("keys", "values"):
+        assert torch.equal(gather_rows(counters, windows, runs, 8, StoreFormat(((fmt, fmt),)), side).cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["2c-raised-4-16", "two-runs-rotated"])
+def test_opcheck(backend, name):
+    layer = build(CASES[name])
+    _, counters, windows, runs = layer.to(backend)
+    # The checker compares arguments with themselves, which NaN fails.
+    for x in (*windows, *runs):
+        if x.is_floating_point():
+            x.nan_to_num_(0.0)
+    arguments = (counters, windows, runs, 100, layer.case.store.spec, "keys")
+    torch.library.opcheck(torch.ops.hfkvq.gather_rows.default, arguments)
