@@ -44,6 +44,8 @@ CASES = {
     "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-24-whole": Case(runs="2c24p24+4x8/2t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
+    "dim-8": Case(runs="2c32p32/2t8p32", head_dim=8, value_dim=8, rotate_keys=8),
+    "dim-8-whole": Case(runs="16t8p32/8t8p32", head_dim=8, value_dim=8, rotate_values=4),
     "dim-80": Case(runs="2c32p32+4x10/2t16p32", head_dim=80, value_dim=80),
     "dim-80-8": Case(runs="8t80p32/8t16p32", head_dim=80, value_dim=80, dtype=torch.bfloat16),
     "dim-96": Case(runs="4c16p32/2t96p32", head_dim=96, value_dim=96, dtype=torch.float16),

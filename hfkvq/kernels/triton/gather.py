@@ -127,7 +127,7 @@ def gather_rows_triton(
     if not out.numel():
         return out.to(sink.dtype)
     counters = counters.contiguous()
-    common = {"H": heads, "S": form.sink, "BLOCK": rotate, "BD": power(head_dim)}
+    common = {"H": heads, "S": form.sink, "BLOCK": rotate, "BD": max(16, power(head_dim))}
     # The reference multiplies and adds, and rounds both.
     common |= {"enable_fp_fusion": False, "num_warps": 4}
     rotation = rotate**-0.5 if rotate else 1.0

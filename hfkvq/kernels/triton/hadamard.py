@@ -13,8 +13,7 @@ from ._lib import on_device
 @triton.jit
 def butterflies(b_x, H: tl.constexpr, BR: tl.constexpr):
     """[BR, H] times the matrix of signs, without its factor: sums and differences of pairs that stand ever further."""
-    STAGES: tl.constexpr = tl.constexpr(H).value.bit_length() - 1
-    for i in tl.static_range(STAGES):
+    for i in tl.static_range(H.bit_length() - 1):
         # [BR, H / 2s, s, 2]: pairs that stand s = 2^i apart
         b_pair = tl.permute(tl.reshape(b_x, (BR, H >> (i + 1), 2, 1 << i)), (0, 1, 3, 2))
         b_upper, b_lower = tl.split(b_pair)
