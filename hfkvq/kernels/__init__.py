@@ -1,5 +1,6 @@
 """Bytes and arithmetic: page formats and the operations over them. Knows nothing of models or policies."""
 
+from .append import append
 from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
 from .gather import gather_rows
@@ -7,13 +8,15 @@ from .hadamard import hadamard
 from .pages import PageFormat, RunView, StoreFormat
 from .qk import qk_pages
 from .quantize import dequantize_pages, quantize_pages
-from .seal import seal
+from .seal import channel_widths, seal
 from .sv import sv_pages
 
 __all__ = [
     "PageFormat",
     "RunView",
     "StoreFormat",
+    "append",
+    "channel_widths",
     "decode_attention",
     "dequantize_pages",
     "gather_rows",

@@ -11,6 +11,59 @@ from .dispatch import define, triton_slot
 from .pages import PageFormat, Side
 from .quantize import quantize_pages
 
+RULES = ("k_abs", "variance")
+"""Rules by which sealing itself can choose the raised channels."""
+
+
+def _halving_sum(x: Tensor) -> Tensor:
+    """Sum over the last axis but one, padded with zeros to a power of two, as ``x[i] + x[i + n/2]`` until one is left.
+
+    Every step is one rounded addition an element, so every device gets the same bits.
+    """
+    tokens = x.shape[-2]
+    x = torch.nn.functional.pad(x, (0, 0, 0, (1 << (tokens - 1).bit_length()) - tokens))
+    while x.shape[-2] > 1:
+        upper, lower = x.chunk(2, -2)
+        x = upper + lower
+    return x.squeeze(-2)
+
+
+def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | None = None) -> Tensor:
+    """Widths by a rule: in every page and head, the channels of greatest score get the widest widths.
+
+    A score is the sum of |K| over the page's tokens ("k_abs", Kitty's equation 2) or of ``(K - mean)^2`` ("variance"),
+    times ``q_abs``, in f32; a score that is not positive, or NaN, is 0. Scores count without the last ``ceil(log2 D)``
+    bits of their mantissa, and of equal ones the lower channel comes first: a strict order, the same everywhere.
+
+    Args:
+        keys: (B, H, n, G, D), any float dtype: n whole pages.
+        fmt: the page format, whose ``raised`` says how many channels get which width.
+        choose: "k_abs" or "variance".
+        q_abs: f32 (B, H, D), factor of each channel's score, or None.
+
+    Returns:
+        u8 (B, H, n, D).
+    """
+    if choose not in RULES:
+        raise ValueError(f"choose: got {choose!r}, allowed {', '.join(map(repr, RULES))}.")
+    x, page, head_dim = keys.float(), keys.shape[-2], keys.shape[-1]
+    if choose == "variance":
+        x = (x - (_halving_sum(x) * (1.0 / page)).unsqueeze(-2)).square()
+    score = _halving_sum(x.abs())
+    if q_abs is not None:
+        score = score * q_abs.float()[:, :, None]
+    score = torch.where(score > 0, score, 0.0)
+    last = (1 << (head_dim - 1).bit_length()) - 1
+    channel = torch.arange(head_dim, dtype=torch.int32, device=keys.device)
+    # Floats that are not negative are ordered as their bits are.
+    order = ((score.view(torch.int32) & ~last) | (last - channel)).argsort(-1, descending=True)
+    widths = torch.full_like(score, fmt.bits, dtype=torch.uint8)
+    at = 0
+    for width, count in sorted(fmt.raised, reverse=True):
+        widths.scatter_(-1, order[..., at : at + count], width)
+        at += count
+    return widths
+
 
 @define("seal", mutates=("parts",))
 def _seal(
@@ -23,6 +76,8 @@ def _seal(
     widths: Tensor | None,
     fmt: str,
     side: str,
+    choose: str,
+    q_abs: Tensor | None,
 ) -> None:
     form = PageFormat.parse(fmt)
     page = form.page_size
@@ -36,6 +91,8 @@ def _seal(
     x = source.transpose(1, 2)[row[:, None], columns].transpose(1, 2)
     if step > 1:
         chosen = None if widths is None else widths[row, :, block]
+        if choose and form.raised:
+            chosen = channel_widths(x[:, :, None], form, choose, None if q_abs is None else q_abs[row])[:, :, 0]
         for part, made in zip(
             parts, quantize_pages(x, form, "keys" if side == "keys" else "values", chosen), strict=True
         ):
@@ -64,6 +121,8 @@ def _(
     widths: Tensor | None,
     fmt: str,
     side: str,
+    choose: str,
+    q_abs: Tensor | None,
 ) -> None:
     return None
 
@@ -81,6 +140,8 @@ def seal(
     widths: Tensor | None,
     fmt: PageFormat,
     side: Side,
+    choose: str | None = None,
+    q_abs: Tensor | None = None,
 ) -> None:
     """Quantizes tokens of ``source`` into pages: run token ``count[b] + j`` becomes ``source[b, :, index[b, j]]``.
 
@@ -98,5 +159,14 @@ def seal(
         widths: u8 (B, H, m/G, D), bits of each channel of each new page, or None (see `quantize_pages`).
         fmt: the page format.
         side: "keys" or "values".
+        choose: rule by which the raised channels of each page are chosen, instead of ``widths``: see `channel_widths`.
+        q_abs: f32 (B, H, D), factor of each channel's score under ``choose``, or None.
+
+    Raises:
+        ValueError: an unknown rule, or a rule and widths.
     """
-    _seal(list(parts), table, count, new, source, index, widths, fmt.spec, side)
+    if choose is not None and choose not in RULES:
+        raise ValueError(f"choose: got {choose!r}, allowed None, {', '.join(map(repr, RULES))}.")
+    if choose is not None and widths is not None:
+        raise ValueError("choose: got a rule and widths; pass one of them.")
+    _seal(list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs)

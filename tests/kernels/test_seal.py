@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat, dequantize_pages, quantize_pages, seal
+from hfkvq.kernels import PageFormat, channel_widths, dequantize_pages, quantize_pages, seal
 from hfkvq.kernels.seal import _seal
 from tests.kernels.stores import poison
 
-# Infinity times 0 is what the rule says for a constant group; NumPy remarks on it.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+# NumPy remarks on what the rules say: infinity times 0 in a constant group, the range of a group of NaN.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{remark}:RuntimeWarning")
+    for remark in ("invalid value encountered", "All-NaN slice", "overflow encountered")
+]
 
 FORMATS = [
     ("2c128p128", "keys", 128),
@@ -26,7 +29,16 @@ FORMATS = [
     ("4t16p40", "keys", 80),
     ("4t64p64", "values", 64),
     ("4t256p16", "values", 256),
+    ("2c128p128", "keys", 256),
+    ("2c64p64+4x20+16x9", "keys", 512),
+    ("4c32p32+16x3", "keys", 192),
+    ("4t96p32", "values", 96),
+    ("4t32p32", "values", 192),
+    ("2t24p8", "keys", 96),
     ("8t64p64", "keys", 64),
+    ("8t40p24", "values", 80),
+    ("8t192p8", "keys", 192),
+    ("8t32p32", "values", 128),
     ("16t64p64", "values", 64),
     ("16c64p64", "keys", 80),
 ]
@@ -62,11 +74,11 @@ def arguments(spec, side, head_dim, dtype=torch.bfloat16, bad=False):
     return [poison(part) for part in parts], table, count, new, source, index, widths
 
 
-def run(device, parts, call, spec, side):
+def run(device, parts, call, spec, side, choose=None, q_abs=None):
     """The operation on a device; its pages, back on the CPU."""
     parts = [part.to(device, copy=True) for part in parts]
-    table, count, new, source, index, widths = (None if x is None else x.to(device) for x in call)
-    seal(parts, table, count, new, source, index, widths, PageFormat.parse(spec), side)
+    table, count, new, source, index, widths, q_abs = (None if x is None else x.to(device) for x in (*call, q_abs))
+    seal(parts, table, count, new, source, index, widths, PageFormat.parse(spec), side, choose, q_abs)
     return [part.cpu() for part in parts]
 
 
@@ -83,10 +95,152 @@ def test_kernel_is_reference(triton_backend, spec, side, head_dim, bad):
     dtype = torch.float32 if head_dim in (80, 96) else torch.bfloat16
     parts, *call = arguments(spec, side, head_dim, dtype, bad)
     expected = [part.clone() for part in parts]
-    _seal._init_fn(expected, *call, spec, side)
+    _seal._init_fn(expected, *call, spec, side, "", None)
     got = run(triton_backend, parts, call, spec, side)
     for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
         assert same(a, b), name
+
+
+# Pages per channel, raised and not, per token in groups that do and do not fit the fields of a word, fp8.
+ADVERSE = [
+    ("2c32p32+4x8+16x8", "keys", 64),
+    ("4c16p32", "keys", 128),
+    ("2t64p32", "values", 64),
+    ("4t32p32", "values", 64),
+    ("2t24p8", "keys", 96),
+    ("8t32p32", "values", 64),
+    ("8t80p16", "keys", 80),
+]
+
+
+def adverse(x, kind):
+    """(B, H, L, D) of random numbers made difficult."""
+    x = x.clone()
+    if kind == "outliers":
+        x[..., ::7] *= 1000
+    elif kind == "constant":
+        x = x[:, :, :1].expand_as(x).clone()
+        x[0, 0] = 1.2345
+    elif kind == "offset":
+        # The zero's rounding is larger than the range.
+        x = x * 1e-3 + 3000.7
+    elif kind == "subnormal":
+        x = x * torch.tensor(10.0).pow(-torch.arange(x.shape[-1]).remainder(40))
+    elif kind == "zeros":
+        x = torch.where(torch.arange(x.shape[2])[:, None] % 3 == 0, -0.0, 0.0).expand_as(x).clone()
+    elif kind == "huge":
+        x = x * torch.tensor(10.0).pow(torch.arange(x.shape[-1]).remainder(7))
+    elif kind == "bad":
+        x[:, :, ::5, ::3] = torch.nan
+        x[:, :, 1::5, 1::4], x[:, :, 2::5, 2::4] = torch.inf, -torch.inf
+        x[0, 0, :, :5], x[0, 1, 3] = torch.nan, -torch.inf
+    return x
+
+
+KINDS = ["outliers", "constant", "offset", "subnormal", "zeros", "huge", "bad"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("spec", "side", "head_dim"), ADVERSE)
+def test_kernel_is_reference_on_adverse_data(triton_backend, spec, side, head_dim, kind):
+    parts, table, count, new, source, *call = arguments(spec, side, head_dim, torch.float32)
+    call = (table, count, new, adverse(source, kind), *call)
+    expected = [part.clone() for part in parts]
+    _seal._init_fn(expected, *call, spec, side, "", None)
+    got = run(triton_backend, parts, call, spec, side)
+    for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
+        assert same(a, b), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("spec", ["2c32p32+4x8", "2t64p32", "8t64p16", "16t64p16"])
+def test_kernel_is_reference_in_every_dtype(triton_backend, spec, dtype):
+    parts, *call = arguments(spec, "keys", 64, dtype)
+    expected = [part.clone() for part in parts]
+    _seal._init_fn(expected, *call, spec, "keys", "", None)
+    got = run(triton_backend, parts, call, spec, "keys")
+    for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
+        assert same(a, b), name
+
+
+def test_fp8_rounds_to_even_and_saturates(backend):
+    """Every e4m3 value, every midpoint of two and its neighbours, each sign: as torch rounds."""
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middle = (exact[1:] + exact[:-1]) / 2
+    points = torch.cat([exact, middle, middle * (1 + 2**-20), middle * (1 - 2**-20)])
+    # A scale of 1 (448 in every group), so that codes are the points themselves.
+    x = torch.zeros(8, 64)
+    x.view(-1)[: points.numel()] = points
+    x[:, 63] = 448
+    x = torch.cat([x, -x]).view(1, 1, 16, 64)
+    fmt = PageFormat(8, "token", 64, 16)
+    parts = [poison(part) for part in fmt.allocate("keys", 1, 1, 64, torch.float32, torch.device("cpu"))]
+    zero = torch.zeros(1, 1, dtype=torch.int32)
+    index = torch.arange(16, dtype=torch.int32)[None]
+    codes, scale = run(backend, parts, (zero, zero[0], zero[0] + 16, x, index, None), fmt.spec, "keys")
+    assert (scale == 1).all()
+    assert torch.equal(codes.view(torch.uint8)[0], x[0].to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+# Channels chosen by the kernel, or where a program cannot rank them, by its launcher.
+CHOSEN = [
+    ("2c128p128+4x16", 128),
+    ("2c32p32+4x8", 64),
+    ("2c16p32+4x5+16x9", 64),
+    ("4c32p32+16x8", 80),
+    ("2c16p16+4x24", 96),
+    ("2c8p8+4x50", 320),
+    ("2c24p24+4x8", 64),
+    ("2c8p40+16x8", 64),
+    ("2c64p128+4x24", 512),
+]
+
+
+@pytest.mark.parametrize("weigh", [False, True], ids=["plain", "weighed"])
+@pytest.mark.parametrize("choose", ["k_abs", "variance"])
+@pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
+def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
+    """The pages are those that the rule's widths give."""
+    fmt = PageFormat.parse(spec)
+    parts, table, count, new, source, index, _ = arguments(spec, "keys", head_dim, torch.float32)
+    source *= torch.rand(head_dim).mul(2).exp()
+    q_abs = torch.rand(ROWS, HEADS, head_dim) if weigh else None
+    columns = index.clamp(max=source.shape[2] - 1).long()[:, None, :, None].expand(-1, HEADS, -1, head_dim)
+    widths = channel_widths(source.gather(2, columns).unflatten(2, (-1, fmt.page_size)), fmt, choose, q_abs)
+    for width, room in fmt.raised:
+        assert ((widths == width).sum(-1) == room).all()
+    expected = [part.clone() for part in parts]
+    _seal._init_fn(expected, table, count, new, source, index, widths, spec, "keys", "", None)
+    got = run(backend, parts, (table, count, new, source, index, None), spec, "keys", choose, q_abs)
+    for name, a, b in zip(fmt.names, got, expected, strict=True):
+        assert same(a, b), name
+
+
+@pytest.mark.parametrize("choose", ["k_abs", "variance"])
+def test_ties_and_bad_channels_when_choosing(backend, choose):
+    """Of equal scores the lower channel; NaN counts as nothing, infinity as most."""
+    x = torch.ones(1, 1, 16, 64)
+    x[..., ::2, :] = -1
+    x[..., 40] *= 2
+    x[..., 3, 50], x[..., 3, 2] = torch.inf, torch.nan
+    fmt = PageFormat(2, "channel", 16, 16, ((4, 8),))
+    parts = [poison(part) for part in fmt.allocate("keys", 1, 1, 64, torch.float32, torch.device("cpu"))]
+    zero, index = torch.zeros(1, 1, dtype=torch.int32), torch.arange(16, dtype=torch.int32)[None]
+    got = run(backend, parts, (zero, zero[0], zero[0] + 16, x, index, None), fmt.spec, "keys", choose)
+    found = dict(zip(fmt.names, got, strict=True))["high_index"][0, 0].tolist()
+    # The mean of a channel with an infinite entry is infinite, and its variance is no number.
+    strong = [40, 50] if choose == "k_abs" else [40]
+    others = [channel for channel in range(9) if channel != 2]
+    assert found == [*others[: 8 - len(strong)], *strong]
+
+
+def test_rules_that_do_not_go():
+    parts, *call, widths = arguments("2c32p64+4x20+16x5", "keys", 80)
+    fmt = PageFormat.parse("2c32p64+4x20+16x5")
+    with pytest.raises(ValueError, match="'largest', allowed None, 'k_abs', 'variance'"):
+        seal(parts, *call, None, fmt, "keys", "largest")
+    with pytest.raises(ValueError, match="a rule and widths"):
+        seal(parts, *call, widths, fmt, "keys", "k_abs")
 
 
 @pytest.mark.parametrize(("spec", "side", "head_dim"), FORMATS)
@@ -141,4 +295,4 @@ def test_opcheck(backend, spec):
     parts, *call = arguments(spec, "keys", 80, torch.float32)
     parts = [part.zero_().to(backend) for part in parts]
     call = [None if x is None else x.to(backend) for x in call]
-    torch.library.opcheck(torch.ops.hfkvq.seal.default, (parts, *call, spec, "keys"))
+    torch.library.opcheck(torch.ops.hfkvq.seal.default, (parts, *call, spec, "keys", "", None))

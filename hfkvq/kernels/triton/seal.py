@@ -1,4 +1,8 @@
-"""Seal on the GPU. Every program looks at its row's counters first and leaves at once if nothing is due."""
+"""Seal on the GPU. Every program looks at its row's counters first and leaves at once if nothing is due.
+
+The source is read once. A tile has an axis for the fields of a word, so that packing is shifts and a sum over it, and
+all of a group in few threads, so that ranges take few shuffles.
+"""
 
 from __future__ import annotations
 
@@ -11,169 +15,343 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..pages import PageFormat
-from ._lib import F16_MAX, field_channels, fields_of, on_device, pack_fields, power
+from ..seal import RULES, channel_widths
+from ._lib import F16_MAX, fields_of, on_device, power
+
+FP8_MAX = tl.constexpr(448.0)
+F16_TINY = tl.constexpr(2.0**-24)
+NAN = tl.constexpr(float("nan"))
+
+CHANNEL_TILE, CHANNEL_THREAD = 16384, 128
+"""Most elements of a tile without a page's ranks, and elements of a thread, where scales are per channel."""
+
+TOKEN_TILE, TOKEN_THREAD = 8192, 64
+"""The same where scales are per token."""
+
+MAX_TILE = 32768
+"""Most elements of a page that one program ranks the channels of."""
 
 
 @triton.jit
-def affine_range(b_x, m_x, levels, AXIS: tl.constexpr):
-    """Scale and zero (f16) of groups along AXIS; elements not finite in f16 do not count."""
-    m_finite = m_x & (tl.abs(b_x) <= F16_MAX)
-    b_low = tl.min(tl.where(m_finite, b_x, float("inf")), AXIS)
-    b_high = tl.max(tl.where(m_finite, b_x, float("-inf")), AXIS)
-    m_empty = b_low > b_high
-    b_low = tl.where(m_empty, 0.0, b_low)
-    b_high = tl.where(m_empty, 0.0, b_high)
+def load_field(p_x, m_x, o_c, s_d, FIRST: tl.constexpr, D: tl.constexpr, WHOLE: tl.constexpr):
+    """The channels FIRST further on; 0 beyond the head."""
+    if WHOLE:
+        b_x = tl.load(p_x + FIRST * s_d)
+    else:
+        b_x = tl.load(p_x + FIRST * s_d, mask=m_x & (o_c + FIRST < D)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_fields(p_x, m_x, o_c, s_d, STEP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, WHOLE: tl.constexpr):
+    """[F, T, C]: field f is the tile of pointers [T, C] moved by ``f * STEP`` channels.
+
+    A load for each field, not one of three axes: a thread then has all fields of a place, whichever way the compiler
+    deals a tile out, and their addresses are one address and constants.
+    """
+    # The last axis of a join becomes the lowest bit of f.
+    b_x = load_field(p_x, m_x, o_c, s_d, 0, D, WHOLE)
+    if F >= 2:
+        b_x = tl.join(b_x, load_field(p_x, m_x, o_c, s_d, F // 2 * STEP, D, WHOLE))
+    if F >= 4:
+        b_1 = load_field(p_x, m_x, o_c, s_d, F // 4 * STEP, D, WHOLE)
+        b_3 = load_field(p_x, m_x, o_c, s_d, F // 4 * 3 * STEP, D, WHOLE)
+        b_x = tl.join(b_x, tl.join(b_1, b_3))
+    if F == 8:
+        b_1 = load_field(p_x, m_x, o_c, s_d, STEP, D, WHOLE)
+        b_3 = load_field(p_x, m_x, o_c, s_d, 3 * STEP, D, WHOLE)
+        b_5 = load_field(p_x, m_x, o_c, s_d, 5 * STEP, D, WHOLE)
+        b_7 = load_field(p_x, m_x, o_c, s_d, 7 * STEP, D, WHOLE)
+        b_x = tl.join(b_x, tl.join(tl.join(b_1, b_5), tl.join(b_3, b_7)))
+    # [T, C, f] or that with f in bits
+    if F <= 2:
+        b_x = tl.permute(tl.reshape(b_x, (p_x.shape[0], p_x.shape[1], F)), (2, 0, 1))
+    elif F == 4:
+        b_x = tl.permute(b_x, (2, 3, 0, 1))
+    else:
+        b_x = tl.permute(b_x, (2, 3, 4, 0, 1))
+    return tl.reshape(b_x, (F, p_x.shape[0], p_x.shape[1]))
+
+
+@triton.jit
+def load_tokens(
+    p_source, b_column, m_t, o_c, m_e, s_l, s_d,
+    STEP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """[F, T, C] of one head: columns ``b_column``, from channels ``o_c`` on."""
+    p_x = (p_source + b_column.to(tl.int64) * s_l)[:, None] + (o_c * s_d)[None, :]
+    return load_fields(p_x, m_t[:, None] & m_e[None, :], o_c, s_d, STEP, D, F, WHOLE)
+
+
+@triton.jit
+def divide_levels(b_x, m_high):
+    """``x / 3``, or ``x / 15`` where ``m_high``, rounded as IEEE division rounds, without its slow path.
+
+    The remainder ``x - levels * q`` is exact (each step is a difference of near neighbours), and a multiple of a
+    third or a fifteenth of an ulp is never near enough to a tie for the last product's rounding to matter.
+    """
+    b_q = b_x * tl.where(m_high, 1.0 / 15.0, 1.0 / 3.0)
+    b_rest = (b_x - tl.where(m_high, 16.0, 2.0) * b_q) + tl.where(m_high, b_q, -b_q)
+    return b_q + b_rest * tl.where(m_high, 1.0 / 15.0, 1.0 / 3.0)
+
+
+@triton.jit
+def affine_scale(b_low, b_high, m_high):
+    """Scale and zero (f16) of groups of this range; a group without a finite element (NaN) has 0 and 0."""
+    m_any = b_low <= b_high
+    b_low = tl.where(m_any, b_low, 0.0)
+    b_high = tl.where(m_any, b_high, 0.0)
     # Correctly rounded, as torch divides: an ulp here can move a code.
-    b_scale = tl.math.div_rn(b_high - b_low, tl.zeros_like(b_low) + levels)
+    b_scale = divide_levels(b_high - b_low, m_high)
     return tl.minimum(b_scale, F16_MAX).to(tl.float16), b_low.to(tl.float16)
 
 
 @triton.jit
-def affine_codes(b_x, b_scale, b_zero, levels):
-    """``floor((x - zero) / scale + 1/2)`` as i32, clamped to [0, levels]; scale and zero f32, as stored."""
-    m_scale = b_scale > 0.0
-    b_scale = tl.where(m_scale, b_scale, 1.0)
-    b_inverse = tl.where(m_scale, tl.math.div_rn(tl.zeros_like(b_scale) + 1.0, b_scale), 0.0)
-    b_code = tl.floor((b_x - b_zero) * b_inverse + 0.5)
-    b_code = tl.where(b_code != b_code, 0.0, b_code)
-    b_code = tl.where(b_code > 0.0, b_code, 0.0)
-    return tl.where(b_code < levels, b_code, levels).to(tl.int32)
+def inverse_of(b_scale):
+    """``1 / scale`` of a scale as stored (f32), 0 where that is 0."""
+    # No positive f16 is below the bound, which only keeps the division from overflowing.
+    b_inverse = tl.math.div_rn(tl.zeros_like(b_scale) + 1.0, tl.maximum(b_scale, F16_TINY))
+    return tl.where(b_scale > 0.0, b_inverse, 0.0)
 
 
 @triton.jit
-def raised_channels(p_widths, o_c, m_c, WIDTH: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Whether channels are among the first COUNT of their page that have this width."""
-    o_d = tl.arange(0, BD)
-    b_all = tl.load(p_widths + o_d, mask=o_d < D, other=0).to(tl.int32)
-    b_own = tl.load(p_widths + o_c, mask=m_c, other=0).to(tl.int32)
-    # [C, BD]
-    m_before = (b_all == WIDTH)[None, :] & (o_d[None, :] < o_c[:, None])
-    return (b_own == WIDTH) & (tl.sum(m_before.to(tl.int32), 1) < COUNT)
+def affine_codes(b_x, b_inverse, b_zero, levels):
+    """``floor((x - zero) / scale + 1/2)`` as i32, clamped to [0, levels]; 0 for NaN."""
+    b_code = (b_x - b_zero) * b_inverse + 0.5
+    # Clamped first: then the conversion's truncation is the floor, and the maximum has dropped NaN.
+    return tl.minimum(tl.maximum(b_code, 0.0), levels).to(tl.int32)
 
 
 @triton.jit
-def ranked_channels(p_widths, o_r, WIDTH: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """The channel of each rank, 0 for ranks that are not used, and whether they are."""
+def is_wide(b_low, b_high):
+    """Whether any group's range leaves f16 (scalar)."""
+    m_wide = (b_low < -F16_MAX) | (b_high > F16_MAX)
+    return tl.max(tl.ravel(m_wide.to(tl.int32)), 0) > 0
+
+
+@triton.jit
+def slot_tokens(o_t, GROUP: tl.constexpr, BG: tl.constexpr, SHARED: tl.constexpr):
+    """Token of every slot of a tile of groups padded to BG slots, and whether there is one.
+
+    Where eight tokens share a word of upper bits (SHARED), slots are in the order of its fields.
+    """
+    if BG == GROUP:
+        m_t = o_t >= 0
+    elif SHARED:
+        o_row = o_t % (BG // 8)
+        m_t = o_row < GROUP // 8
+        o_t = o_t // (BG // 8) * (GROUP // 8) + o_row
+    else:
+        m_t = o_t < GROUP
+    return o_t, m_t
+
+
+@triton.jit
+def halving_sum(b_x, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """Sum of [F, T, C] over T as ``x[i] + x[i + n/2]`` until one is left, [F, C]: the same bits on every device."""
+    for i in tl.static_range(T.bit_length() - 1):
+        b_x = tl.sum(tl.reshape(b_x, (F, 2, T >> (i + 1), C)), 1)
+    return tl.reshape(b_x, (F, C))
+
+
+@triton.jit
+def rank_channels(
+    b_x, p_weight, o_c, m_c, CHOOSE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr
+):
+    """Rank of every channel of a whole page, [F, C], 0 for the strongest; see `hfkvq.kernels.seal.channel_ranks`."""
+    if CHOOSE == 2:
+        b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
+        b_x = b_x - b_mean[:, None, :]
+        b_x = b_x * b_x
+    else:
+        b_x = tl.abs(b_x)
+    b_score = halving_sum(b_x, F, T, C)
+    if p_weight is not None:
+        b_score *= tl.load(p_weight + o_c, mask=m_c, other=0.0)
+    b_score = tl.where(b_score > 0.0, b_score, 0.0)
+    LAST: tl.constexpr = (1 << (D - 1).bit_length()) - 1
+    b_key = (b_score.to(tl.int32, bitcast=True) & ~LAST) | (LAST - o_c)
+    b_key = tl.reshape(tl.where(m_c, b_key, -1), (F * C,))
+    # [other, own]
+    b_rank = tl.sum((b_key[:, None] > b_key[None, :]).to(tl.int32), 0)
+    return tl.reshape(b_rank, (F, C))
+
+
+@triton.jit
+def place_chosen(m_chosen, F: tl.constexpr, C: tl.constexpr):
+    """How many chosen channels stand before each, [F, C]; the flat order of the tile is the order of channels."""
+    b_chosen = tl.reshape(m_chosen.to(tl.int32), (F * C,))
+    return tl.reshape(tl.cumsum(b_chosen, 0) - b_chosen, (F, C))
+
+
+@triton.jit
+def place_width(
+    p_widths, o_c, WIDTH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, F: tl.constexpr, C: tl.constexpr
+):
+    """How many channels of this width stand before each, [F, C], and how many there are in all."""
     o_d = tl.arange(0, BD)
-    m_chosen = tl.load(p_widths + o_d, mask=o_d < D, other=0).to(tl.int32) == WIDTH
-    b_rank = tl.cumsum(m_chosen.to(tl.int32), 0) - 1
-    # [R, BD]
-    m_rank = m_chosen[None, :] & (b_rank[None, :] == o_r[:, None]) & (o_r[:, None] < COUNT)
-    b_channel = tl.sum(tl.where(m_rank, o_d[None, :], 0), 1)
-    return b_channel, tl.sum(m_rank.to(tl.int32), 1) > 0
+    m_all = tl.load(p_widths + o_d, mask=o_d < D, other=0).to(tl.int32) == WIDTH
+    # [BD, F * C]
+    m_before = m_all[:, None] & (o_d[:, None] < tl.reshape(o_c, (F * C,))[None, :])
+    return tl.reshape(tl.sum(m_before.to(tl.int32), 0), (F, C)), tl.sum(m_all.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["N", "M"])
 def seal_channel_kernel(
-    codes, scale, zero, table, count, new, source, index, widths, s_b, s_h, s_l, s_d, H, N, M,
+    codes, scale, zero, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
+    s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
-    COUNT4: tl.constexpr, COUNT16: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    CHOOSE: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
+    NG: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """One group of GROUP tokens times the FIELDS * BE channels of BE words."""
+    """NG groups of GROUP tokens times the FIELDS * BE channels of BE words.
+
+    Channels of a tile are [FH, C] with C = FL * BE: FL fields and the words of a row lie along a warp, FH fields and
+    all tokens in registers, so that ranges over tokens are cheap and a word is made with few shuffles.
+    """
     i_g, i_bh, i_e = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
-    i_j = i_g * GROUP
+    i_j = i_g * (NG * GROUP)
+    o_t, m_t = slot_tokens(tl.arange(0, NG * BG), GROUP, BG, COUNT4 > 0)
+    # Three loads at once, before one of them may say that there is nothing to do.
+    i_count = tl.load(count + i_b)
+    p_column = index + i_b * M + i_j + o_t
+    b_column = tl.load(p_column, mask=m_t, other=0)
     if i_j >= tl.minimum(tl.load(new + i_b), M):
         return
     FIELDS: tl.constexpr = 16 // BITS
+    LEVELS: tl.constexpr = (1 << BITS) - 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
-    i_token = tl.load(count + i_b) + i_j
+    BT: tl.constexpr = NG * BG
+    FH: tl.constexpr = FIELDS // FL
+    C: tl.constexpr = FL * BE
+    EXACT: tl.constexpr = (BE * FIELDS == D) & (BG == GROUP)
+    RAISES: tl.constexpr = (CHOOSE > 0) | (widths is not None)
+    i_token = i_count + i_j
     i_head = tl.load(table + i_b * N + i_token // G).to(tl.int64) * H + i_h
     i_slot = i_token % G
-    o_t = tl.arange(0, BG)
-    m_t = o_t < GROUP
-    o_e = i_e * BE + tl.arange(0, BE)
-    o_c, m_c = field_channels(o_e, D, E, FIELDS, BE)
 
-    b_column = tl.load(index + i_b * M + i_j + o_t, mask=m_t, other=0).to(tl.int64)
-    p_x = source + i_b * s_b + i_h * s_h + b_column[:, None] * s_l + o_c[None, :] * s_d
-    # [BG, C]
-    m_x = m_t[:, None] & m_c[None, :]
-    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-    b_levels = tl.zeros([FIELDS * BE], tl.float32) + ((1 << BITS) - 1)
-    p_widths = widths
-    if widths is not None:
-        p_widths = widths + (i_bh * (M // G) + i_j // G) * D
-        if COUNT4 > 0:
-            b_levels = tl.where(raised_channels(p_widths, o_c, m_c, 4, COUNT4, D, BD), 15.0, b_levels)
-    b_scale, b_zero = affine_range(b_x, m_x, b_levels, 0)
-    b_code = affine_codes(b_x, b_scale.to(tl.float32)[None, :], b_zero.to(tl.float32)[None, :], b_levels[None, :])
-    b_code = tl.where(m_c[None, :], b_code & ((1 << BITS) - 1), 0)
-    if widths is not None:
+    # What the compiler can see of C is contiguous by VEC, or it would load more at a time and leave lanes to tokens.
+    o_i = tl.arange(0, C)
+    o_v = o_i // VEC
+    o_e = i_e * BE + o_v % (BE // VEC) * VEC + o_i % VEC
+    o_l = o_v // (BE // VEC) * E + o_e
+    p_source = source + i_b * s_b + i_h * s_h
+    # [FH, BT, C]
+    b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+    b_x = b_raw.to(tl.float32)
+    # [FH, C]
+    o_c = (tl.arange(0, FH) * (FL * E))[:, None] + o_l[None, :]
+    m_c = (o_c < D) & (o_e < E)[None, :]
+    m_4 = o_c < 0
+    m_16 = m_4
+    b_place4 = o_c
+    b_place16 = o_c
+    i_used4 = 0
+    i_used16 = 0
+    if CHOOSE > 0:
+        p_weight = weight
+        if weight is not None:
+            p_weight = weight + i_bh * D
+        b_rank = rank_channels(b_x, p_weight, o_c, m_c, CHOOSE, D, FH, BT, C)
         if COUNT16 > 0:
-            m_whole = raised_channels(p_widths, o_c, m_c, 16, COUNT16, D, BD)
-            b_scale = tl.where(m_whole, 0.0, b_scale)
-            b_zero = tl.where(m_whole, 0.0, b_zero)
-            b_code = tl.where(m_whole[None, :], 0, b_code)
-    p_group = (i_head * (G // GROUP) + i_slot // GROUP) * D + o_c
-    tl.store(scale + p_group, b_scale.to(tl.float16), mask=m_c)
-    tl.store(zero + p_group, b_zero.to(tl.float16), mask=m_c)
+            m_16 = b_rank < COUNT16
+            b_place16 = place_chosen(m_16, FH, C)
+            i_used16 = COUNT16
+        if COUNT4 > 0:
+            m_4 = (b_rank >= COUNT16) & (b_rank < COUNT16 + COUNT4)
+            b_place4 = place_chosen(m_4, FH, C)
+            i_used4 = COUNT4
+    elif widths is not None:
+        p_widths = widths + (i_bh * (M // G) + i_j // G) * D
+        b_width = tl.load(p_widths + o_c, mask=m_c, other=0).to(tl.int32)
+        if COUNT4 > 0:
+            b_place4, i_used4 = place_width(p_widths, o_c, 4, D, BD, FH, C)
+            m_4 = (b_width == 4) & (b_place4 < COUNT4)
+            i_used4 = tl.minimum(i_used4, COUNT4)
+        if COUNT16 > 0:
+            b_place16, i_used16 = place_width(p_widths, o_c, 16, D, BD, FH, C)
+            m_16 = (b_width == 16) & (b_place16 < COUNT16)
+            i_used16 = tl.minimum(i_used16, COUNT16)
+
+    # NaN does not count in a minimum. [FH, NG, C]
+    b_own = b_x
+    if BG != GROUP:
+        b_own = tl.where(m_t[None, :, None], b_x, NAN)
+    b_own = tl.reshape(b_own, (FH, NG, BG, C))
+    b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
+    if is_wide(b_low, b_high):
+        # Loaded once more: hardly ever, and registers for it would cost every page.
+        b_column = tl.load(p_column, mask=m_t, other=0)
+        b_own = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
+        b_own = tl.where(m_t[None, :, None] & (tl.abs(b_own) <= F16_MAX), b_own, NAN)
+        b_own = tl.reshape(b_own, (FH, NG, BG, C))
+        b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
+    # [FH, 1, C]
+    m_high = (m_4 | (LEVELS == 15))[:, None, :]
+    b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+    if COUNT16 > 0 and RAISES:
+        b_scale = tl.where(m_16[:, None, :], 0.0, b_scale).to(tl.float16)
+        b_zero = tl.where(m_16[:, None, :], 0.0, b_zero).to(tl.float16)
+    o_group = (tl.arange(0, NG) * D)[None, :, None] + o_c[:, None, :]
+    p_group = (i_head * (G // GROUP) + i_slot // GROUP) * D + o_group
+    m_group = tl.broadcast_to(m_c[:, None, :], (FH, NG, C))
+    tl.store(scale + p_group, b_scale, mask=m_group)
+    tl.store(zero + p_group, b_zero, mask=m_group)
+
+    b_inverse = inverse_of(b_scale.to(tl.float32))[:, :, None, :]
+    b_levels = tl.where(m_high, 15.0, LEVELS * 1.0)[:, :, None, :]
+    # A channel that is kept whole has scale 0, hence code 0 without more ado.
+    b_code = affine_codes(tl.reshape(b_x, (FH, NG, BG, C)), b_inverse, b_zero.to(tl.float32)[:, :, None, :], b_levels)
+    b_word = tl.reshape(b_code, (FH, BT, FL, BE // VEC, VEC))
+    if COUNT4 > 0 and RAISES:
+        b_word = b_word & LEVELS
+    # VEC words of a row share an i32 until they are whole: fewer shuffles. Shifts known in advance come first.
+    b_word = tl.sum(b_word << (tl.arange(0, FH) * (FL * BITS))[:, None, None, None, None], 0)
+    b_word = tl.sum(b_word << (tl.arange(0, VEC) * 16)[None, None, None, :], 3)
+    b_word = tl.sum(b_word << (tl.arange(0, FL) * BITS)[None, :, None], 1)
+    # [BT, BE]
+    b_word = tl.reshape(b_word[:, :, None] >> (tl.arange(0, VEC) * 16)[None, None, :], (BT, BE)).to(tl.int16)
+    o_e = i_e * BE + tl.arange(0, BE)
     if TOKEN_MAJOR:
         p_word = codes + i_head * (G * E) + (i_slot + o_t)[:, None] * E + o_e[None, :]
     else:
         p_word = codes + i_head * (G * E) + o_e[None, :] * G + (i_slot + o_t)[:, None]
-    tl.store(p_word, pack_fields(b_code, BITS, FIELDS, BE, BG), mask=m_t[:, None] & (o_e < E)[None, :])
+    tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
-
-@triton.jit(do_not_specialize=["N", "M"])
-def seal_raised_kernel(
-    high, high_index, full, full_index, table, count, new, source, index, widths, s_b, s_h, s_l, s_d, H, N, M,
-    D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr,
-    N4: tl.constexpr, N16: tl.constexpr, BG: tl.constexpr, BW: tl.constexpr, B4: tl.constexpr, B16: tl.constexpr,
-    BD: tl.constexpr,
-):  # fmt: skip
-    """The raised channels of one group of tokens: upper bits, whole values, and the page's indices."""
-    i_g, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_j = i_g * GROUP
-    if i_j >= tl.minimum(tl.load(new + i_b), M):
-        return
-    i_token = tl.load(count + i_b) + i_j
-    i_head = tl.load(table + i_b * N + i_token // G).to(tl.int64) * H + i_h
-    i_slot = i_token % G
-    p_widths = widths
-    if widths is not None:
-        p_widths = widths + (i_bh * (M // G) + i_j // G) * D
     if COUNT4 > 0:
-        # Eight tokens share a word: the group's tokens in the order of fields. [8 * BW]
         ROWS: tl.constexpr = GROUP // 8
-        o_w = tl.arange(0, BW)
-        o_u, m_u = field_channels(o_w, GROUP, ROWS, 8, BW)
-        b_column = tl.load(index + i_b * M + i_j + o_u, mask=m_u, other=0).to(tl.int64)
-        p_token = source + i_b * s_b + i_h * s_h + b_column[:, None] * s_l
-        o_r = tl.arange(0, B4)
-        b_channel = tl.zeros([B4], tl.int32)
-        m_used = b_channel > 0
-        if widths is not None:
-            b_channel, m_used = ranked_channels(p_widths, tl.where(o_r < N4, o_r, D), 4, COUNT4, D, BD)
-        # [8 * BW, B4]
-        m_x = m_u[:, None] & m_used[None, :]
-        b_x = tl.load(p_token + b_channel[None, :] * s_d, mask=m_x, other=0.0).to(tl.float32)
-        b_scale, b_zero = affine_range(b_x, m_x, 15.0, 0)
-        b_code = affine_codes(b_x, b_scale.to(tl.float32)[None, :], b_zero.to(tl.float32)[None, :], 15.0)
-        b_code = tl.where(m_x, b_code >> 2, 0)
-        # [B4, BW]
-        b_word = pack_fields(tl.trans(b_code), 2, 8, BW, B4)
-        p_high = high + i_head * (G // 8 * N4) + (i_slot // 8 + o_w)[None, :] * N4 + o_r[:, None]
-        tl.store(p_high, b_word, mask=(o_r < N4)[:, None] & (o_w < ROWS)[None, :])
-        if i_slot == 0:
-            tl.store(high_index + i_head * N4 + o_r, b_channel.to(high_index.dtype.element_ty), mask=o_r < N4)
+        BW: tl.constexpr = BG // 8
+        o_w = tl.arange(0, NG * BW)
+        m_w = o_w % BW < ROWS
+        p_high = high + i_head * (G // 8 * N4) + (i_slot // 8 + o_w // BW * ROWS + o_w % BW) * N4
+        if RAISES:
+            # Eight tokens of a channel share a word. [FH, NG * BW, C]
+            b_upper = tl.reshape(b_code, (FH, NG, 8, BW, C)) >> 2
+            b_upper = tl.sum(b_upper << (tl.arange(0, 8) * 2)[None, None, :, None, None], 2)
+            b_upper = tl.reshape(b_upper, (FH, NG * BW, C)).to(tl.int16)
+            p_upper = p_high[None, :, None] + b_place4[:, None, :]
+            tl.store(p_upper, b_upper, mask=m_w[None, :, None] & m_4[:, None, :])
+            tl.store(high_index + i_head * N4 + b_place4, o_c.to(high_index.dtype.element_ty), mask=m_4)
+        if i_e == 0:
+            # Ranks that no channel takes hold zeros.
+            o_r = tl.arange(0, triton.next_power_of_2(N4))
+            m_r = (o_r >= i_used4) & (o_r < N4)
+            b_none = tl.zeros([NG * BW, triton.next_power_of_2(N4)], tl.int16)
+            tl.store(p_high[:, None] + o_r[None, :], b_none, mask=m_w[:, None] & m_r[None, :])
+            tl.store(high_index + i_head * N4 + o_r, tl.zeros_like(o_r).to(high_index.dtype.element_ty), mask=m_r)
     if COUNT16 > 0:
-        o_r = tl.arange(0, B16)
-        b_channel = tl.zeros([B16], tl.int32)
-        m_used = b_channel > 0
-        if widths is not None:
-            b_channel, m_used = ranked_channels(p_widths, o_r, 16, COUNT16, D, BD)
-        o_t = tl.arange(0, BG)
-        m_t = o_t < GROUP
-        b_column = tl.load(index + i_b * M + i_j + o_t, mask=m_t, other=0).to(tl.int64)
-        p_token = source + i_b * s_b + i_h * s_h + b_column[:, None] * s_l
-        # [BG, B16]
-        b_x = tl.load(p_token + b_channel[None, :] * s_d, mask=m_t[:, None] & m_used[None, :], other=0.0)
-        p_full = full + i_head * (G * N16) + (i_slot + o_t)[:, None] * N16 + o_r[None, :]
-        tl.store(p_full, b_x, mask=m_t[:, None] & (o_r < N16)[None, :])
-        if i_slot == 0:
-            tl.store(full_index + i_head * N16 + o_r, b_channel.to(full_index.dtype.element_ty), mask=o_r < N16)
+        p_full = full + i_head * (G * N16) + (i_slot + o_t) * N16
+        if RAISES:
+            p_own = p_full[None, :, None] + b_place16[:, None, :]
+            tl.store(p_own, b_raw, mask=m_t[None, :, None] & m_16[:, None, :])
+            tl.store(full_index + i_head * N16 + b_place16, o_c.to(full_index.dtype.element_ty), mask=m_16)
+        if i_e == 0:
+            o_r = tl.arange(0, triton.next_power_of_2(N16))
+            m_r = (o_r >= i_used16) & (o_r < N16)
+            b_none = tl.zeros([BT, triton.next_power_of_2(N16)], full.dtype.element_ty)
+            tl.store(p_full[:, None] + o_r[None, :], b_none, mask=m_t[:, None] & m_r[None, :])
+            tl.store(full_index + i_head * N16 + o_r, tl.zeros_like(o_r).to(full_index.dtype.element_ty), mask=m_r)
 
 
 @triton.jit(do_not_specialize=["N", "M"])
@@ -182,50 +360,150 @@ def seal_token_kernel(
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens, which may lie in several pages; 16-bit pages (GROUP 0) are copied."""
+    """Those of BT slots of a page that are due. The fields of a word lie in one thread."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    b_new = tl.minimum(tl.load(new + i_b), M)
-    if i_t * BT >= b_new:
+    i_new = tl.minimum(tl.load(new + i_b), M)
+    i_count = tl.load(count + i_b)
+    i_first = (i_count // BT + i_t) * BT
+    if i_first >= i_count + i_new or i_new <= 0:
         return
     FIELDS: tl.constexpr = 16 // BITS
+    LEVELS: tl.constexpr = (1 << BITS) - 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
-    o_j = i_t * BT + tl.arange(0, BT)
-    m_t = o_j < b_new
-    o_token = tl.load(count + i_b) + o_j
-    o_head = tl.load(table + i_b * N + o_token // G, mask=m_t, other=0).to(tl.int64) * H + i_h
-    o_slot = o_token % G
+    EXACT: tl.constexpr = BE * FIELDS == D
+    # Whole fields make a group, or a field holds whole groups.
+    ALIGNED: tl.constexpr = (GROUP == D) or (EXACT and (GROUP % E == 0 or E % GROUP == 0))
+    i_head = tl.load(table + i_b * N + i_first // G).to(tl.int64) * H + i_h
+    i_slot = i_first % G
+    o_j = i_first - i_count + tl.arange(0, BT)
+    m_t = (o_j >= 0) & (o_j < i_new)
+    o_slot = i_slot + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
-    o_c, m_c = field_channels(o_e, D, E, FIELDS, BE)
+    p_source = source + i_b * s_b + i_h * s_h
+    p_column = index + i_b * M + o_j
+    b_column = tl.load(p_column, mask=m_t, other=0)
+    # [FIELDS, BT, BE]
+    b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
+    # [FIELDS, 1, BE]
+    o_c = (tl.arange(0, FIELDS) * E)[:, None, None] + o_e[None, None, :]
+    m_c = (o_c < D) & (o_e < E)[None, None, :]
 
-    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0).to(tl.int64)
-    p_x = source + i_b * s_b + i_h * s_h + b_column[:, None] * s_l + o_c[None, :] * s_d
-    # [BT, C]
-    m_x = m_t[:, None] & m_c[None, :]
-    b_x = tl.load(p_x, mask=m_x, other=0.0)
-    if TOKEN_MAJOR:
-        p_word = codes + (o_head * G + o_slot)[:, None] * E + o_e[None, :]
+    m_high = LEVELS == 15
+    if ALIGNED:
+        # A groups of F fields, or of one field's K parts of W words.
+        F: tl.constexpr = max(1, GROUP // E) if GROUP != D else FIELDS
+        A: tl.constexpr = FIELDS // F
+        W: tl.constexpr = min(GROUP, BE) if GROUP != D else BE
+        K: tl.constexpr = BE // W
+        b_own = b_x
+        if not EXACT:
+            b_own = tl.where(m_c, b_x, NAN)
+        # [A, BT, K]
+        b_own = tl.reshape(b_own, (A, F, BT, K, W))
+        b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
+        if is_wide(b_low, b_high):
+            # Loaded once more: hardly ever, and registers for it would cost every tile.
+            b_column = tl.load(p_column, mask=m_t, other=0)
+            b_own = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
+            b_own = tl.where(m_c & (tl.abs(b_own) <= F16_MAX), b_own, NAN)
+            b_own = tl.reshape(b_own, (A, F, BT, K, W))
+            b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
+        b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+        o_n = (tl.arange(0, A) * K)[:, None, None] + tl.arange(0, K)[None, None, :]
+        p_group = (i_head * (D // GROUP) + o_n) * G + o_slot[None, :, None]
+        m_group = tl.broadcast_to(m_t[None, :, None], (A, BT, K))
+        tl.store(scale + p_group, b_scale, mask=m_group)
+        tl.store(zero + p_group, b_zero, mask=m_group)
+        b_inverse = inverse_of(b_scale.to(tl.float32))[:, None, :, :, None]
+        b_base = b_zero.to(tl.float32)[:, None, :, :, None]
+        b_code = affine_codes(tl.reshape(b_x, (A, F, BT, K, W)), b_inverse, b_base, LEVELS * 1.0)
+        b_code = tl.reshape(b_code, (FIELDS, BT, BE))
     else:
-        p_word = codes + (o_head * (G * E) + o_slot)[:, None] + o_e[None, :] * G
-    m_word = m_t[:, None] & (o_e < E)[None, :]
-    if GROUP == 0:
-        tl.store(p_word, b_x, mask=m_word)
-    else:
-        b_x = b_x.to(tl.float32)
-        b_scale = tl.zeros([BT, FIELDS * BE], tl.float32)
-        b_zero = tl.zeros([BT, FIELDS * BE], tl.float32)
+        # Groups cut across fields, as where the head dim is no power of two: each is a mask over the tile.
+        b_inverse = tl.zeros([FIELDS, BT, BE], tl.float32)
+        b_base = b_inverse
         for i_n in range(D // GROUP):
-            # Fields interleave channels, so a group is a mask over the tile and not a slice of it. [1, C]
-            m_n = (m_c & (o_c // GROUP == i_n))[None, :]
-            b_own_scale, b_own_zero = affine_range(b_x, m_x & m_n, (1 << BITS) - 1.0, 1)
-            p_group = (o_head * (D // GROUP) + i_n) * G + o_slot
-            tl.store(scale + p_group, b_own_scale, mask=m_t)
-            tl.store(zero + p_group, b_own_zero, mask=m_t)
-            b_scale = tl.where(m_n, b_own_scale.to(tl.float32)[:, None], b_scale)
-            b_zero = tl.where(m_n, b_own_zero.to(tl.float32)[:, None], b_zero)
-        b_code = affine_codes(b_x, b_scale, b_zero, (1 << BITS) - 1.0)
-        b_code = tl.where(m_c[None, :], b_code, 0)
-        tl.store(p_word, pack_fields(b_code, BITS, FIELDS, BE, BT), mask=m_word)
+            m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
+            b_own = tl.where(m_n & (tl.abs(b_x) <= F16_MAX), b_x, NAN)
+            b_scale, b_zero = affine_scale(tl.min(tl.min(b_own, 0), 1), tl.max(tl.max(b_own, 0), 1), m_high)
+            p_group = (i_head * (D // GROUP) + i_n) * G + o_slot
+            tl.store(scale + p_group, b_scale, mask=m_t)
+            tl.store(zero + p_group, b_zero, mask=m_t)
+            b_inverse = tl.where(m_n, inverse_of(b_scale.to(tl.float32))[None, :, None], b_inverse)
+            b_base = tl.where(m_n, b_zero.to(tl.float32)[None, :, None], b_base)
+        b_code = affine_codes(b_x, b_inverse, b_base, LEVELS * 1.0)
+    if not EXACT:
+        b_code = tl.where(m_c, b_code, 0)
+    # [BT, BE]
+    b_word = tl.sum(b_code << (tl.arange(0, FIELDS) * BITS)[:, None, None], 0).to(tl.int16)
+    if TOKEN_MAJOR:
+        p_word = codes + i_head * (G * E) + o_slot[:, None] * E + o_e[None, :]
+    else:
+        p_word = codes + i_head * (G * E) + o_slot[:, None] + o_e[None, :] * G
+    tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
+
+
+@triton.jit
+def to_fp8(b_x, NATIVE: tl.constexpr):
+    """Bits (u8) of f32 as e4m3: rounded to nearest even, saturating; no NaN."""
+    if NATIVE:
+        b_code = b_x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        b_bits = tl.minimum(tl.maximum(b_x, -FP8_MAX), FP8_MAX).to(tl.int32, bitcast=True)
+        b_sign = (b_bits >> 24) & 0x80
+        b_bits = b_bits & 0x7FFFFFFF
+        # Normal: the exponent's bias goes from 127 to 7, the mantissa from 23 bits to 3.
+        b_normal = (b_bits - (120 << 23) + 0x7FFFF + ((b_bits >> 20) & 1)) >> 20
+        # Subnormal: an ulp of 2^14 is 2^-9, the smallest e4m3, so the sum's last bits count those.
+        b_tiny = (tl.abs(b_x) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+        b_code = (tl.where(b_bits < (121 << 23), b_tiny, b_normal) | b_sign).to(tl.uint8)
+    return b_code
+
+
+@triton.jit(do_not_specialize=["N", "M"])
+def seal_plain_kernel(
+    codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
+    D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Those of BT slots of a page that are due, in natural order: fp8 pages, and copies for 16 bits (no scale)."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_new = tl.minimum(tl.load(new + i_b), M)
+    i_count = tl.load(count + i_b)
+    i_first = (i_count // BT + i_t) * BT
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
+    i_head = tl.load(table + i_b * N + i_first // G).to(tl.int64) * H + i_h
+    o_j = i_first - i_count + tl.arange(0, BT)
+    m_t = (o_j >= 0) & (o_j < i_new)
+    o_slot = i_first % G + tl.arange(0, BT)
+    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0).to(tl.int64)
+    o_n = tl.arange(0, BN)
+    # [BT, BN * BC]
+    o_i = tl.arange(0, BN * BC)
+    o_c = o_i // BC * GROUP + o_i % BC
+    m_x = m_t[:, None]
+    if BN * BC != D:
+        m_x = m_x & ((o_i // BC < D // GROUP) & (o_i % BC < GROUP))[None, :]
+    p_x = (source + i_b * s_b + i_h * s_h + b_column * s_l)[:, None] + (o_c * s_d)[None, :]
+    b_x = tl.load(p_x, mask=m_x, other=0.0)
+    if scale is not None:
+        b_x = tl.reshape(b_x.to(tl.float32), (BT, BN, BC))
+        # [BT, BN]
+        b_top = tl.max(tl.abs(b_x), 2)
+        if is_wide(b_top, b_top):
+            b_top = tl.max(tl.where(tl.abs(b_x) <= F16_MAX, tl.abs(b_x), 0.0), 2)
+        b_top = tl.where(b_top == b_top, b_top, 0.0)
+        b_scale = tl.math.div_rn(b_top, tl.zeros_like(b_top) + FP8_MAX).to(tl.float16)
+        p_scale = (i_head * (D // GROUP) + o_n)[None, :] * G + o_slot[:, None]
+        tl.store(scale + p_scale, b_scale, mask=m_t[:, None] & (o_n < D // GROUP)[None, :])
+        b_x = tl.where(b_x != b_x, 0.0, tl.minimum(tl.maximum(b_x, -F16_MAX), F16_MAX))
+        b_x *= inverse_of(b_scale.to(tl.float32))[:, :, None]
+        b_x = to_fp8(tl.reshape(b_x, (BT, BN * BC)), NATIVE)
+    p_code = codes + (i_head * G + o_slot)[:, None] * D + o_c[None, :]
+    tl.store(p_code, b_x, mask=m_x)
 
 
 def seal_triton(
@@ -238,91 +516,158 @@ def seal_triton(
     widths: Tensor | None,
     fmt: str,
     side: str,
+    choose: str,
+    q_abs: Tensor | None,
 ) -> None:
-    """Launcher of `hfkvq.kernels.seal`; fp8 pages, and bf16 rounding under the interpreter, take the reference."""
+    """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
     form = PageFormat.parse(fmt)
     named = dict(zip(form.names, parts, strict=True))
     stored = named["codes"] if form.bits == 16 else named.get("full", source)
     # Triton's interpreter truncates where bf16 should be rounded.
-    truncates = not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype
-    if form.bits == 8 or truncates:
-        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side)
+    if not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype:
+        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs)
     assert all(part.is_contiguous() for part in parts), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
-    tokens, page = index.shape[1], form.page_size
+    tokens = index.shape[1]
     if not tokens or not batch:
         return None
-    fields, words = fields_of(form.bits), form.words(head_dim)
-    common = (
-        table.contiguous(),
-        count.contiguous(),
-        new.contiguous(),
-        source,
-        index.contiguous(),
-    )
+    common = (table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous())
     sizes = (*source.stride(), heads, table.shape[1], tokens)
-    shape = {
-        "D": head_dim,
-        "G": page,
-        "BITS": form.bits,
-        "TOKEN_MAJOR": side == "keys" or form.bits == 16,
-        # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
-        "enable_fp_fusion": False,
-    }
     with on_device(source):
-        if form.axis == "token" or form.bits == 16:
-            block = min(16, power(tokens))
-            seal_token_kernel[(triton.cdiv(tokens, block), batch * heads)](
-                named["codes"],
-                named.get("scale"),
-                named.get("zero"),
-                *common,
-                *sizes,
-                GROUP=form.group_size if form.bits < 16 else 0,
-                BT=block,
-                BE=power(words),
-                **shape,
-            )
-            return None
-        group, groups = form.group_size, tokens // form.group_size
-        block = power(group)
-        width = max(1, min(power(words), (64 if form.raised else 128) // fields, 8192 // (block * fields)))
-        chosen = widths.contiguous() if widths is not None and form.raised else None
-        counts = {"COUNT4": form.raised_count(4), "COUNT16": form.raised_count(16)}
-        seal_channel_kernel[(groups, batch * heads, triton.cdiv(words, width))](
-            named["codes"],
-            named["scale"],
-            named["zero"],
-            *common,
-            chosen,
-            *sizes,
-            GROUP=group,
-            BG=block,
-            BE=width,
-            BD=power(head_dim),
-            num_warps=8 if block * fields * width > 4096 else 4,
-            **counts,
-            **shape,
-        )
-        if form.raised:
-            room4, room16 = form.raised_room(4), form.raised_room(16)
-            seal_raised_kernel[(groups, batch * heads)](
-                *(named.get(name) for name in ("high", "high_index", "full", "full_index")),
-                *common,
-                chosen,
-                *sizes,
-                D=head_dim,
-                G=page,
-                GROUP=group,
-                N4=room4,
-                N16=room16,
-                BG=block,
-                BW=power(group // 8),
-                B4=power(room4),
-                B16=power(room16),
-                BD=power(head_dim),
-                num_warps=8 if block * max(room4, room16) > 4096 else 4,
-                enable_fp_fusion=False,
-                **counts,
-            )
+        if form.bits >= 8:
+            _seal_plain(form, named, common, sizes, head_dim)
+        elif form.axis == "token":
+            _seal_token(form, named, common, sizes, head_dim, side == "keys")
+        else:
+            rule = choose if form.raised else ""
+            if rule and not _ranks_in_kernel(form, head_dim):
+                chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None]
+                pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
+                widths, rule = channel_widths(pages, form, rule, q_abs), ""
+            _seal_channel(form, named, common, sizes, head_dim, side == "keys", widths, rule, q_abs)
     return None
+
+
+def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
+    """Whether one program can hold a page, in the order of the rule's sums."""
+    tile = form.page_size * fields_of(form.bits) * power(form.words(head_dim))
+    return form.page_size == power(form.page_size) and form.group_size == power(form.group_size) and tile <= MAX_TILE
+
+
+def _slots(form: PageFormat, tokens: int, most: int) -> tuple[int, int]:
+    """Slots of a tile, which lies within a page, and how many tiles new tokens can touch."""
+    block = min(form.page_size & -form.page_size, power(tokens), power(most))
+    return block, (tokens + block - 2) // block + 1
+
+
+def _warps(elements: int, per_thread: int) -> int:
+    """Warps of a tile."""
+    return max(1, min(16, power(elements // (32 * per_thread))))
+
+
+def _seal_plain(
+    form: PageFormat, named: dict[str, Tensor], common: tuple[Tensor, ...], sizes: tuple[int, ...], head_dim: int
+) -> None:
+    codes, source = named["codes"], common[3]
+    quantized = form.bits == 8
+    group = form.group_size if quantized else head_dim
+    groups, width = power(head_dim // group), power(group)
+    block, tiles = _slots(form, sizes[-1], max(1, TOKEN_TILE // (groups * width)))
+    seal_plain_kernel[(tiles, source.shape[0] * source.shape[1])](
+        codes.view(torch.uint8) if quantized else codes,
+        named.get("scale"),
+        *common,
+        *sizes,
+        D=head_dim,
+        G=form.page_size,
+        GROUP=group,
+        BN=groups,
+        BC=width,
+        BT=block,
+        NATIVE=source.is_cuda
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(source.device) >= (8, 9),
+        num_warps=_warps(block * groups * width, TOKEN_THREAD),
+        enable_fp_fusion=False,
+    )
+
+
+def _seal_token(
+    form: PageFormat,
+    named: dict[str, Tensor],
+    common: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    head_dim: int,
+    token_major: bool,
+) -> None:
+    fields, words = fields_of(form.bits), power(form.words(head_dim))
+    # Groups that cut across fields take masks, and those registers.
+    share = 1 if head_dim in (form.group_size, fields * words) else 2
+    block, tiles = _slots(form, sizes[-1], max(1, TOKEN_TILE // share // (fields * words)))
+    seal_token_kernel[(tiles, common[3].shape[0] * common[3].shape[1])](
+        named["codes"],
+        named["scale"],
+        named["zero"],
+        *common,
+        *sizes,
+        D=head_dim,
+        G=form.page_size,
+        BITS=form.bits,
+        GROUP=form.group_size,
+        TOKEN_MAJOR=token_major,
+        BT=block,
+        BE=words,
+        num_warps=_warps(block * fields * words, TOKEN_THREAD // share),
+        # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
+        enable_fp_fusion=False,
+    )
+
+
+def _seal_channel(
+    form: PageFormat,
+    named: dict[str, Tensor],
+    common: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    head_dim: int,
+    token_major: bool,
+    widths: Tensor | None,
+    rule: str,
+    q_abs: Tensor | None,
+) -> None:
+    group, fields = form.group_size, fields_of(form.bits)
+    shares = form.raised_count(4) > 0 and group != power(group)
+    block = 8 * power(group // 8) if shares else power(group)
+    # Ranks need the whole page; else a group, and no more of the words than a program holds.
+    groups = form.page_size // group if rule else 1
+    words = max(2, power(form.words(head_dim)))
+    if not rule:
+        words = max(2, min(words, CHANNEL_TILE // (block * fields)))
+    slices = 1 if rule else triton.cdiv(form.words(head_dim), words)
+    seal_channel_kernel[(sizes[-1] // (groups * group), common[3].shape[0] * common[3].shape[1], slices)](
+        named["codes"],
+        named["scale"],
+        named["zero"],
+        *(named.get(name) for name in ("high", "high_index", "full", "full_index")),
+        *common,
+        widths.contiguous() if widths is not None and form.raised else None,
+        q_abs.to(torch.float32).contiguous() if q_abs is not None and rule else None,
+        *sizes,
+        D=head_dim,
+        G=form.page_size,
+        BITS=form.bits,
+        GROUP=group,
+        TOKEN_MAJOR=token_major,
+        CHOOSE=RULES.index(rule) + 1 if rule else 0,
+        COUNT4=form.raised_count(4),
+        COUNT16=form.raised_count(16),
+        N4=form.raised_room(4),
+        N16=form.raised_room(16),
+        NG=groups,
+        BG=block,
+        BE=words,
+        BD=power(head_dim),
+        FL=min(fields, 4, max(1, 64 // words)),
+        VEC=2,
+        num_warps=_warps(groups * block * fields * words, CHANNEL_THREAD),
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,120 @@
+"""Append on the GPU: keys, values and the counter of a row in one program, so that the counter has one reader."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode import LENGTH
+from ..dispatch import reference
+from ..hadamard import largest_block
+from ._lib import on_device, power
+from .hadamard import butterflies
+
+
+@triton.jit
+def append_side(
+    x, sink, tail, i_b, i_length, s_b, s_h, s_l, s_d, factor, H, T, S, W,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr, BR: tl.constexpr, LOOPS: tl.constexpr,
+):  # fmt: skip
+    """A row's new tokens of one side, BR blocks of BLOCK channels at a time."""
+    BLOCKS: tl.constexpr = D // BLOCK
+    o_d = tl.arange(0, BLOCK)
+    for i in range(LOOPS):
+        o_r = i * BR + tl.arange(0, BR)
+        m_r = o_r < T * H * BLOCKS
+        o_c = (o_r % BLOCKS * BLOCK)[:, None] + o_d[None, :]
+        o_h = (o_r // BLOCKS % H).to(tl.int64)
+        o_j = o_r // (BLOCKS * H)
+        p_x = (x + i_b * s_b + o_h * s_h + o_j.to(tl.int64) * s_l)[:, None] + o_c * s_d
+        # [BR, BLOCK]
+        b_x = tl.load(p_x, mask=m_r[:, None], other=0.0)
+        if ROTATE:
+            b_x = (butterflies(b_x.to(tl.float32), BLOCK, BR) * factor).to(x.dtype.element_ty)
+        o_token = i_length + o_j
+        m_sink = o_token < S
+        o_head = i_b * H + o_h
+        p_sink = sink + ((o_head * S + o_token) * D)[:, None] + o_c
+        p_tail = tail + ((o_head * W + (o_token - S) % W) * D)[:, None] + o_c
+        tl.store(p_sink, b_x, mask=(m_r & m_sink)[:, None])
+        tl.store(p_tail, b_x, mask=(m_r & (o_token >= S))[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
+def append_kernel(
+    keys, values, sink_k, sink_v, tail_k, tail_v, counters, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
+    factor_k, factor_v, H, T, S, WK, WV,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
+    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
+):  # fmt: skip
+    """One row; its counter stands ``length`` elements into ``counters``."""
+    i_b = tl.program_id(0).to(tl.int64)
+    p_length = counters + length + i_b
+    i_length = tl.load(p_length)
+    append_side(
+        keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
+        DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
+    )  # fmt: skip
+    append_side(
+        values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
+        DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
+    )  # fmt: skip
+    # Every warp has read the length by now, and no other program does.
+    tl.debug_barrier()
+    tl.store(p_length, i_length + T)
+
+
+def append_triton(
+    keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Tensor], rotate_keys: int, rotate_values: int
+) -> None:
+    """Launcher of `hfkvq.kernels.append`; bf16 rounding under the interpreter takes the reference."""
+    sink_k, sink_v, tail_k, tail_v = windows
+    rounds = rotate_keys or rotate_values or keys.dtype != tail_k.dtype
+    # Triton's interpreter truncates where bf16 should be rounded.
+    if rounds and not keys.is_cuda and torch.bfloat16 in (keys.dtype, tail_k.dtype):
+        return reference("append")(keys, values, counters, windows, rotate_keys, rotate_values)
+    assert all(x.is_contiguous() for x in (counters, *windows)), "written in place"
+    batch, heads, tokens, key_dim = keys.shape
+    value_dim = values.shape[3]
+    blocks = (rotate_keys or largest_block(key_dim), rotate_values or largest_block(value_dim))
+    # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
+    rows = [
+        power(min(tokens * heads * dim, 8192) // block) for dim, block in zip((key_dim, value_dim), blocks, strict=True)
+    ]
+    with on_device(keys):
+        append_kernel[(batch,)](
+            keys,
+            values,
+            sink_k,
+            sink_v,
+            tail_k,
+            tail_v,
+            counters,
+            LENGTH * counters.shape[1],
+            *keys.stride(),
+            *values.stride(),
+            blocks[0] ** -0.5,
+            blocks[1] ** -0.5,
+            heads,
+            tokens,
+            sink_k.shape[2],
+            tail_k.shape[2],
+            tail_v.shape[2],
+            DK=key_dim,
+            DV=value_dim,
+            BLOCK_K=blocks[0],
+            BLOCK_V=blocks[1],
+            ROTATE_K=rotate_keys > 0,
+            ROTATE_V=rotate_values > 0,
+            BK=rows[0],
+            BV=rows[1],
+            LOOPS_K=triton.cdiv(tokens * heads * key_dim, rows[0] * blocks[0]),
+            LOOPS_V=triton.cdiv(tokens * heads * value_dim, rows[1] * blocks[1]),
+            num_warps=max(1, min(8, power(rows[0] * blocks[0] // 256))),
+            enable_fp_fusion=False,
+        )
+    return None
