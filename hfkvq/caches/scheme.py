@@ -87,7 +87,7 @@ class Scheme:
     """How many bits each channel and token deserves. Stateless: fields are knobs, state is passed in.
 
     A subclass registers itself under ``name``, and its ``presets`` under their names. It defines ``layout`` and at most
-    one of ``channel_bits`` and ``token_bits``.
+    one of ``channel_rule``, ``channel_bits`` and ``token_bits``.
     """
 
     name: ClassVar[str] = ""
@@ -138,8 +138,13 @@ class Scheme:
         """Static layout for heads of these dimensions."""
         raise NotImplementedError(f"{type(self).__name__} defines no layout.")
 
+    @property
+    def channel_rule(self) -> str | None:
+        """Rule of `kernels.channel_widths` by which sealing raises channels itself; None asks `channel_bits`."""
+        return None
+
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
-        """Width of every channel of pages about to be sealed.
+        """Width of every channel of pages about to be sealed, where channels can be raised and no rule says which.
 
         Args:
             keys: (B, H, n, G, D) in the model's dtype; entries of rows with nothing due are arbitrary.

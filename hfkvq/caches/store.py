@@ -182,14 +182,18 @@ class KVStore:
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
         return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
 
-    def _advance(self, tokens: int, padding: Padding | None) -> None:
-        """Counts new tokens, on the device and among the host's states."""
+    def _later(self, tokens: int, padding: Padding | None) -> frozenset[RowState]:
+        """What the host's states become with new tokens."""
         leads = frozenset({0}) if padding is None else padding.amounts
-        self.states = frozenset(
+        return frozenset(
             state._replace(length=state.length + tokens - (0 if state.length else lead))
             for state in self.states
             for lead in leads
         )
+
+    def _advance(self, tokens: int, padding: Padding | None) -> None:
+        """Counts new tokens, on the device and among the host's states."""
+        self.states = self._later(tokens, padding)
         if padding is None:
             self.counters[LENGTH] += tokens
         else:
@@ -204,19 +208,17 @@ class KVStore:
             values: (B, H, t, Dv).
             padding: padding among them, or None.
         """
-        keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         for side in SIDES:
             self._grow_tail(side, self._tail_need(side, keys.shape[2]))
-        plain = padding is None and min(state.length for state in self.states) >= self.layout.sink
+        if padding is None:
+            # Counts on the device as well.
+            kernels.append(keys, values, self.counters, self.windows, self.format)
+            self.states = self._later(keys.shape[2], None)
+            return
+        keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         old = self.counters[LENGTH].clone()
         self._advance(keys.shape[2], padding)
-        if not plain:
-            self._fill_windows(keys, values, old, padding)
-            return
-        behind = (old - self.layout.sink)[:, None] + torch.arange(keys.shape[2], dtype=torch.int32, device=self.device)
-        rows = torch.arange(self.batch, device=self.device)[:, None]
-        for tail, x in zip(self.windows[2:], (keys, values), strict=True):
-            tail[rows, :, behind % tail.shape[2]] = x.transpose(1, 2)
+        self._fill_windows(keys, values, old, padding)
 
     def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
         """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
@@ -369,12 +371,12 @@ class KVStore:
         fmt = self.format.runs[run][side == "values"]
         view = self.runs[run]
         index = index.clamp(0, source.shape[2] - 1).to(torch.int32)
-        widths = None
-        if fmt.raised:
+        widths, rule = None, self.scheme.channel_rule if fmt.raised else None
+        if fmt.raised and rule is None:
             pages = source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
             widths = self.scheme.channel_bits(pages.unflatten(2, (-1, fmt.page_size)), q_abs)
         parts = view.keys if side == "keys" else view.values
-        kernels.seal(parts, view.table, count, new, source, index, widths, fmt, side)
+        kernels.seal(parts, view.table, count, new, source, index, widths, fmt, side, rule, q_abs if rule else None)
 
     def _seal_by_width(
         self,

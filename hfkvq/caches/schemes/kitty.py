@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from hfkvq.kernels.pages import PageFormat
 
 from ..scheme import Layout, Scheme, SideLayout, knob
@@ -19,7 +16,7 @@ class Kitty(Scheme):
     Layout: the first ``sink_length`` tokens and the newest ``local_length`` values stay whole. Keys are quantized per
     channel over a page, values per token over the whole head; both are sealed a page at a time.
 
-    Paper: Xia et al., arXiv:2511.18643. Eq. (2) is `channel_bits`; section 4.1 is the ``high`` plane of `PageFormat`;
+    Paper: Xia et al., arXiv:2511.18643. Eq. (2) is `channel_rule`; section 4.1 is the ``high`` plane of `PageFormat`;
     Figure 1 is `layout`.
     Differs from the paper: nothing known.
     Differs from the released code: codes are computed against scale and minimum as stored in f16; any dtype, any head
@@ -65,17 +62,7 @@ class Kitty(Scheme):
             self.sink_length,
         )
 
-    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
+    @property
+    def channel_rule(self) -> str:
         """Eq. (2): the channels of greatest mean |K| over the page get 4 bits."""
-        count = self.boosted(keys.shape[-1])
-        if not count:
-            return None
-        if self.score == "variance":
-            score = keys.float().var(-2, unbiased=False)
-        else:
-            score = keys.abs().mean(-2, dtype=torch.float32)
-            if self.score == "qk_abs" and q_abs is not None:
-                score = score * q_abs[:, :, None]
-        # A channel with a bad entry must not hide the ranking of the others.
-        top = torch.nan_to_num(score, 0.0).topk(count, dim=-1).indices
-        return torch.full_like(score, 2, dtype=torch.uint8).scatter_(-1, top, 4)
+        return "variance" if self.score == "variance" else "k_abs"
