@@ -45,8 +45,8 @@ class PageFormat:
     ============  =======================================  =====================================================
 
     8-bit pages have a scale and no zero; 16-bit pages have neither. A channel raised to 4 bits keeps the lower two bits
-    of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: row
-    ``group*g/8 + t``, field f is token ``f*g/8 + t`` of the group. A channel raised to 16 bits has scale, zero and
+    of its code in ``codes`` and the upper two in ``high``, where a word holds eight tokens of one channel: field f of
+    row t is token ``f*G/8 + t`` of the page. A channel raised to 16 bits has scale, zero and
     code 0 in the plane and its values in ``full``. ``high_index[r]`` and ``full_index[r]`` name the channel of rank r;
     unused ranks hold zeros, which add nothing. The dense keys of a page are therefore::
 
@@ -94,12 +94,6 @@ class PageFormat:
                 raise ValueError(
                     f"raised: got {count} channels of width {width}, allowed one or more of width 4 (over 2-bit) or 16."
                 )
-
-        if self.raised_count(4) and self.group_size % 8:
-            raise ValueError(
-                f"group_size: got {self.group_size}, allowed multiples of 8 where channels are raised to 4 bits (eight "
-                "tokens share a word)."
-            )
 
     def check_head_dim(self, head_dim: int) -> None:
         """Raises ValueError if a head of ``head_dim`` channels cannot be stored in this format."""

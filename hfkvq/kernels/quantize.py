@@ -117,9 +117,9 @@ def quantize_pages(x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None
         if 4 in raised:
             index, used = raised[4]
             upper = (code >> fmt.bits).gather(-1, index[:, :, None, :].expand(n, heads, page, -1))
-            # Along tokens: field f of a word is token f*g/8 + t of the group.
-            upper = upper.masked_fill(~used[:, :, None, :], 0).unflatten(2, (-1, fmt.group_size))
-            out["high"] = pack_words(upper.transpose(-1, -2), 2).transpose(-1, -2).flatten(2, 3)
+            # Along tokens: field f of row t is token f*G/8 + t of the page.
+            upper = upper.masked_fill(~used[:, :, None, :], 0)
+            out["high"] = pack_words(upper.transpose(-1, -2), 2).transpose(-1, -2)
             out["high_index"] = index.to(fmt.index_dtype(head_dim))
             code = code & (2**fmt.bits - 1)
         out["scale"], out["zero"] = scale, zero
@@ -147,8 +147,7 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
     if "high" in named:
         # The clamps keep what a reserved page holds, anything, from indexing past the head.
         index = named["high_index"].long()[:, :, None, :].clamp(max=head_dim - 1)
-        words = named["high"].unflatten(2, (page // form.group_size, -1)).transpose(-1, -2)
-        upper = unpack_words(words, 2, form.group_size).transpose(-1, -2).flatten(2, 3).float()
+        upper = unpack_words(named["high"].transpose(-1, -2), 2, page).transpose(-1, -2).float()
         x.scatter_add_(-1, index.expand_as(upper), upper * 4.0)
     scale, zero = named["scale"].float(), named["zero"].float()
     if form.axis == "channel":

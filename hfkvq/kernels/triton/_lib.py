@@ -30,6 +30,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@lru_cache(maxsize=32)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
+
+
 def dot_dtype(x: Tensor) -> tl.dtype:
     """What matrix products with ``x`` are made in. The interpreter has no bf16 arithmetic: it dots the raw words."""
     return DOT_DTYPES[x.dtype] if x.is_cuda else tl.float32
@@ -152,22 +158,22 @@ def dequantize(
     """f32 [BT, BC] of the codes (bytes, for fp8) of slots ``o_t = i_first + [0, BT)`` and channels ``o_c``."""
     m_tile = m_t[:, None] & m_c[None, :]
     if N4 > 0:
-        # Eight tokens of a group share a word.
-        ROWS: tl.constexpr = GROUP // 8
+        # Eight tokens of the page share a word.
+        ROWS: tl.constexpr = G // 8
         b_rank = rank_of_channel(high_index + i_head * N4, o_c, N4, triton.next_power_of_2(N4))
         p_high = high + i_head * (G // 8 * N4) + b_rank[None, :]
-        if GROUP % BT == 0 and BT % ROWS == 0:
-            # Whole fields of one group's words. [ROWS, BC]
-            o_row = i_first // GROUP * ROWS + tl.arange(0, ROWS)
+        if G % BT == 0 and BT % ROWS == 0:
+            # Whole fields of the words. [ROWS, BC]
+            o_row = tl.arange(0, ROWS)
             b_high = tl.load(p_high + o_row[:, None] * N4, mask=(b_rank < N4)[None, :], other=0).to(tl.int32)
-            o_shift = (i_first % GROUP // ROWS + tl.arange(0, BT // ROWS)) * 2
+            o_shift = (i_first // ROWS + tl.arange(0, BT // ROWS)) * 2
             b_high = tl.reshape(b_high, (1, ROWS, BC)) >> o_shift[:, None, None]
             b_high = tl.reshape(b_high, (BT, BC))
         else:
             # [BT, BC]
-            o_row = o_t // GROUP * ROWS + o_t % ROWS
+            o_row = o_t % ROWS
             b_high = tl.load(p_high + o_row[:, None] * N4, mask=m_tile & (b_rank < N4)[None, :], other=0).to(tl.int32)
-            b_high = b_high >> (o_t % GROUP // ROWS * 2)[:, None]
+            b_high = b_high >> (o_t // ROWS * 2)[:, None]
         b_code += (b_high & 3) << 2
     b_x = from_e4m3(b_code) if BITS == 8 else b_code.to(tl.float32)
     if PER_CHANNEL:

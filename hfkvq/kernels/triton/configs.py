@@ -26,12 +26,15 @@ logger = logging.getLogger(__name__)
 Knobs = Mapping[str, int]
 
 DEFAULTS: Mapping[str, Knobs] = {
-    # programs_per_sm: programs of one warp that the page loop aims at. stages: loads in flight. loose: tokens that a
-    # program takes of what is not in full pages. max_registers: limit a thread, 0 leaves it to the compiler.
-    "decode": {"programs_per_sm": 32, "stages": 5, "loose": 32, "max_registers": 0},
+    # programs_per_sm: programs of one warp that run on a multiprocessor at a time (registers allow two on each of its
+    # four parts). stages: loads in flight. loose: tokens that a program takes of what is not in full pages.
+    # max_registers: limit a thread, 0 leaves it to the compiler. page_loop: 1 takes full pages by the page even where
+    # there are so few that blocks of `loose` tokens, side by side, would be sooner done. step: tokens of a turn of
+    # the page loop, 0 for what suits the format.
+    "decode": {"programs_per_sm": 8, "stages": 5, "loose": 32, "max_registers": 0, "page_loop": 0, "step": 0},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "loose": 1, "max_registers": 0}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "loose": 16, "max_registers": 0, "page_loop": 0, "step": 0}
 """Smallest legal value of every knob."""
 
 # By (major, minor) of the compute capability, or by major alone; what is not listed takes the defaults, which fit the
@@ -43,15 +46,15 @@ CLASSES: Mapping[str, Mapping[tuple[int, ...], Knobs]] = {
         # A100: 164 KB; half the bytes in flight that an H200 needs.
         (8, 0): {"stages": 3},
         # A10, A40, RTX 30; L4, L40, RTX 40: 100 KB and a third or less of those bytes; 48 warps at the most.
-        (8, 6): {"programs_per_sm": 16, "stages": 2},
-        (8, 9): {"programs_per_sm": 16, "stages": 2},
+        (8, 6): {"stages": 3},
+        (8, 9): {"stages": 3},
         # RTX 50, RTX PRO 6000, GB10: 100 KB, 48 warps.
-        (12,): {"programs_per_sm": 16, "stages": 2},
+        (12,): {"stages": 3},
     },
 }
 
 # The interpreter runs one program after the other.
-_INTERPRETER: Mapping[str, Knobs] = {"decode": {"programs_per_sm": 2, "stages": 1}}
+_INTERPRETER: Mapping[str, Knobs] = {"decode": {"programs_per_sm": 4, "stages": 1}}
 
 _OVERRIDES: list[tuple[str, str | None, Knobs]] = []
 _WATCHERS: list[set[tuple[str, str]]] = []

@@ -1,8 +1,13 @@
-"""Split-KV decode attention over `sink | runs of pages | tail`: partial softmax sums, then one merge."""
+"""Decode attention in one launch over everything a layer holds, and one more that merges the splits.
+
+Programs of one warp. Some take full pages, in a loop that never branches and whose loads run ahead; the others take a
+block each of what is *loose*: the sink, the tail, and pages that are not full or that only one side has sealed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,381 +15,568 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..dispatch import reference
 from ..hadamard import hadamard
 from ..pages import PageFormat, RunView, StoreFormat, split_runs
-from ._lib import field_channels, load_page, multiprocessors, on_device, power
-from .pages import full_pages_kernel
+from ._lib import multiprocessors, on_device, power, shared_memory
+from .configs import key_of, lookup
+from .fields import (
+    LOG2E,
+    as_operand,
+    as_product,
+    channels_of,
+    dotable,
+    fields_of,
+    key_unit,
+    put,
+    query_fields,
+    words_of,
+)
+from .general import general_decode
+from .merge import mask_arguments, merge_splits
+from .pages import (
+    add_values,
+    channel_logits,
+    channel_meta,
+    group_totals,
+    half_queries,
+    key_fields,
+    raised_fields,
+    raised_logits,
+    raised_query,
+    store_part,
+    token_logits,
+    value_fields,
+    visible_logits,
+    whole_logits,
+    whole_sums,
+)
 
-PROGRAMS_PER_SM = 8
-"""Aim of the split count: enough programs to keep every multiprocessor's memory pipe full to the end."""
-
-FULL_PAGE_PROGRAMS_PER_SM = 16
-"""The same for `full_pages_kernel`, whose programs are one warp each."""
-
-_DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+PROGRAM_COST = 2.0
+"""What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
 
 
 @triton.jit
-def load_ring(ring, o_slot, m_t, o_c, m_c, D: tl.constexpr):
-    """[BT, C] of a window's slots, 0 where masked."""
-    p_x = ring + o_slot.to(tl.int64)[:, None] * D + o_c[None, :]
-    return tl.load(p_x, mask=m_t[:, None] & m_c[None, :], other=0.0)
+def zero_tiles(COUNT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """COUNT tiles [R, BM] of zeros."""
+    b_tiles = ()
+    for _ in tl.static_range(COUNT):
+        b_tiles = b_tiles + (tl.zeros([R, BM], tl.float32),)
+    return b_tiles
 
 
 @triton.jit
-def soft_cap(b_s, softcap):
-    """``softcap * tanh(s / softcap)``; a series near 0, where the exponential form would cancel."""
-    b_y = b_s / softcap
-    b_abs = tl.abs(b_y)
-    b_exp = tl.exp(-2.0 * b_abs)
-    b_far = (1.0 - b_exp) / (1.0 + b_exp)
-    b_sq = b_y * b_y
-    b_near = b_y * (1.0 + b_sq * (-1.0 / 3 + b_sq * (2.0 / 15 + b_sq * (-17.0 / 315 + b_sq * (62.0 / 2835)))))
-    return softcap * tl.where(b_abs < 0.25, b_near, tl.where(b_y < 0.0, -b_far, b_far))
-
-
-@triton.jit
-def attend(
-    b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_mask, i_start, L, scaling, softcap,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
+def attend_pages(
+    run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start,
+    o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens at row positions ``o_x`` joins the running softmax of all query rows."""
-    # [BM, BT]
-    b_s = tl.dot(b_q, tl.trans(b_k.to(DOT)), input_precision="ieee") * scaling
-    if SOFTCAP:
-        b_s = soft_cap(b_s, softcap)
-    if MASK == 0:
-        m_s = m_t[None, :] & (o_x[None, :] <= o_last[:, None])
-    else:
-        o_column = tl.minimum(tl.maximum(o_x + i_start, 0), L - 1).to(tl.int64)
-        m_s = m_t[None, :] & (o_last >= 0)[:, None]
-        b_mask = tl.load(p_mask[:, None] + o_column[None, :] * s_mask, mask=m_s, other=0)
-        if MASK == 1:
-            m_s = m_s & (b_mask != 0)
-        else:
-            b_s += b_mask.to(tl.float32)
-    b_s = tl.where(m_s, b_s, float("-inf"))
-    b_new = tl.maximum(b_top, tl.max(b_s, 1))
-    # A row that has seen nothing yet keeps -inf, and -inf - -inf is NaN.
-    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_shrink = tl.exp(b_top - b_safe)
-    b_p = tl.exp(b_s - b_safe[:, None])
-    b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(DOT), b_v.to(DOT), b_acc * b_shrink[:, None], input_precision="ieee")
-    return b_acc, b_new, b_sum
-
-
-# Lengths that change from step to step must not compile anew.
-@triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
-def decode_attention_kernel(
-    q, counters, table, pos, tail_k, tail_v,
-    k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, v_codes, v_scale, v_zero,
-    mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, N, L, SPLITS, FIRST, PAGED, WK, WV,
-    H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
-    RUN: tl.constexpr, G: tl.constexpr,
-    K_BITS: tl.constexpr, K_GROUP: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr, REST: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """One split of one row's tokens against BM of the queries that share a KV head.
-
-    Splits divide the pages of run RUN. With REST, pages that are full on both sides are left to `full_pages_kernel`.
-    """
-    i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    i_b, i_h = i_bh // H, i_bh % H
-    ROWS: tl.constexpr = SHARE * Q
-    o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < ROWS
-    i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
-
-    i_start = tl.load(counters + i_b)
-    i_length = tl.load(counters + B + i_b)
-    n_k = tl.load(counters + (2 + 2 * RUN) * B + i_b)
-    n_v = tl.load(counters + (3 + 2 * RUN) * B + i_b)
-    n_run = tl.maximum(n_k, n_v)
-
-    CHUNKS: tl.constexpr = (G + BT - 1) // BT
-    n_blocks = (n_run + G - 1) // G * CHUNKS
-    n_other = 0
-    if REST:
-        n_other = tl.minimum(n_k, n_v) // G * CHUNKS
-    per_page = (n_blocks - n_other + PAGED - 1) // tl.maximum(PAGED, 1)
-    i_first = tl.minimum(n_other + i_s * per_page, n_blocks)
-    i_end = tl.minimum(i_first + per_page, n_blocks)
-    if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-        return
-
-    FIELDS_K: tl.constexpr = 16 // K_BITS
-    FIELDS_V: tl.constexpr = 16 // V_BITS
-    o_k, m_k = field_channels(tl.arange(0, BEK), DK, (DK + FIELDS_K - 1) // FIELDS_K, FIELDS_K, BEK)
-    o_v, m_v = field_channels(tl.arange(0, BEV), DV, (DV + FIELDS_V - 1) // FIELDS_V, FIELDS_V, BEV)
-    i_q = o_m % Q
-    i_hq = i_h * SHARE + o_m // Q
-    p_q = q + i_b * s_qb + i_hq * s_qh + i_q * s_qt
-    # [BM, FIELDS_K * BEK]
-    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0).to(DOT)
-    # Padding rows see nothing.
-    o_last = tl.where(m_m, i_length - Q + i_q, -1)
-    if MASK == 0:
-        p_mask = o_last
-    else:
-        o_last = tl.where(m_m, 0, -1)
-        p_mask = mask + i_b * s_mb + i_hq * s_mh + i_q * s_mq
+    """Full pages ``i_first`` to ``i_end`` of one row's run against the queries of a KV head."""
+    table, pos = run[0], run[1]
+    k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index = (
+        run[2], run[3], run[4], run[5], run[6], run[7], run[8],
+    )  # fmt: skip
+    v_codes, v_scale, v_zero = run[9], run[10], run[11]
+    K_BITS: tl.constexpr = FORMATS[I][0]
+    K_CHANNEL: tl.constexpr = FORMATS[I][1]
+    K_GROUP: tl.constexpr = FORMATS[I][2]
+    N4: tl.constexpr = FORMATS[I][3]
+    N16: tl.constexpr = FORMATS[I][4]
+    V_BITS: tl.constexpr = FORMATS[I][5]
+    V_GROUP: tl.constexpr = FORMATS[I][6]
+    BT: tl.constexpr = FORMATS[I][7]
+    SUB: tl.constexpr = FORMATS[I][8]
+    B4: tl.constexpr = FORMATS[I][9]
+    B16: tl.constexpr = FORMATS[I][10]
+    BEK: tl.constexpr = FORMATS[I][11]
+    BEV: tl.constexpr = FORMATS[I][12]
+    STAGES: tl.constexpr = FORMATS[I][13]
+    EK: tl.constexpr = words_of(D, K_BITS)
+    EV: tl.constexpr = words_of(DV, V_BITS)
+    K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
+    V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
+    V_GROUPS: tl.constexpr = DV // V_GROUP if V_BITS < 8 else 0
+    STEPS: tl.constexpr = G // BT
+    TILES: tl.constexpr = BT // SUB
+    # Fields of raised channels' words that a tile of tokens has.
+    COUNT: tl.constexpr = 8 * SUB // G
+    # Logits stay raw where nothing but the exponent uses them.
+    RAW: tl.constexpr = K_CHANNEL and MASK == 0 and not SOFTCAP and not CAUSAL
+    o_sub = tl.arange(0, SUB)
     o_t = tl.arange(0, BT)
-    b_acc = tl.zeros([BM, FIELDS_V * BEV], tl.float32)
+    m_sub = o_sub < SUB
+    log2_scaling = scaling * LOG2E
+    b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
+    unit = log2_scaling * key_unit(K_BITS)
+    b_halves = half_queries(b_qs, K_BITS, DTYPE)
+    b_totals = ()
+    if not K_CHANNEL and K_BITS < 8:
+        b_totals = group_totals(b_qs, D, EK, K_GROUP)
+    b_accs = zero_tiles(V_FIELDS, BEV, BM)
+    b_zeros = zero_tiles(V_GROUPS, 16, BM)
+    b_sum = tl.zeros([16, BM], tl.float32)
+    b_ones = dotable(tl.full([16, SUB], 1.0, DTYPE if V_BITS == 16 else tl.float16))
     b_top = tl.full([BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)
 
-    # Pages that both sides have sealed: no branch in the loop, so its loads can run ahead.
-    i_both = tl.maximum(i_first, tl.minimum(i_end, tl.minimum(n_k, n_v) // G * CHUNKS))
-    for i_block in tl.range(i_first, i_both, num_stages=STAGES):
-        i_slot = i_block % CHUNKS * BT
-        o_j = i_block // CHUNKS * G + i_slot + o_t
-        m_t = i_slot + o_t < G
-        if pos is None:
-            o_x = o_j + S
-        else:
-            o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
-        i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
-        b_k = load_page(
-            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_t,
-            DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
-        )  # fmt: skip
-        b_v = load_page(
-            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_t,
-            DV, G, V_BITS, V_GROUP, False, V_BITS == 16, 0, 0, BT, BEV,
-        )  # fmt: skip
-        b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
-            MASK, SOFTCAP, DOT,
+    for i_step in tl.range(i_first * STEPS, i_end * STEPS, num_stages=STAGES):
+        i_slot = i_step % STEPS * BT
+        i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
+        b_logits = ()
+        b_biases = ()
+        b_vs = ()
+        if K_CHANNEL:
+            b_scales = channel_meta(k_scale, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
+            b_lows = channel_meta(k_zero, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
+        if N4 > 0:
+            b_highs = raised_fields(k_high, i_head, i_slot, G, N4, B4, BT)
+        for n in tl.static_range(TILES):
+            o_slot = i_slot + n * SUB + o_sub
+            b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
+            if K_CHANNEL:
+                b_s = tl.zeros([SUB, BM], tl.float32)
+                if N4 > 0:
+                    p_group = k_scale + (i_head * (G // K_GROUP) + (i_slot + n * SUB) // K_GROUP) * D
+                    b_q = raised_query(p_head, m_m, k_high_index + i_head * N4, p_group, N4, B4, 4.0)
+                    b_s = raised_logits(b_highs, b_q, n * COUNT, COUNT, SUB, BM)
+                if N16 > 0:
+                    b_s += whole_logits(p_head, m_m, k_full, k_full_index, i_head, o_slot, G, N16, B16)
+                b_s, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_s, K_BITS, BEK, BM, n * K_FIELDS)
+                b_bias = b_bias * log2_scaling
+                if not RAW:
+                    b_s = b_s * unit + b_bias[None, :]
+            else:
+                b_s = token_logits(
+                    b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_sub, log2_scaling, D, G, K_BITS,
+                    K_GROUP, EK, SUB, BM, False,
+                )  # fmt: skip
+                b_bias = b_top
+            if MASK > 0 or SOFTCAP or CAUSAL:
+                i_j = i_step * BT + n * SUB
+                o_x = i_j + o_sub + S
+                if not ORDERED:
+                    o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub)
+                b_s = visible_logits(
+                    b_s, o_x, m_sub, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
+                )
+            b_logits = b_logits + (b_s,)
+            b_biases = b_biases + (b_bias,)
+            b_vs = b_vs + value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
+
+        b_new = b_top
+        for n in tl.static_range(TILES):
+            b_most = tl.max(b_logits[n], 0)
+            if RAW:
+                b_most = b_most * unit + b_biases[n]
+            b_new = tl.maximum(b_new, b_most)
+        b_safe = b_new
+        if MASK > 0 or CAUSAL:
+            # A step in which nothing is visible, before anything else was.
+            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = tl.exp2(b_top - b_safe)[None, :]
+        b_top = b_new
+        b_ps = ()
+        b_sum = b_sum * b_shrink
+        for n in tl.static_range(TILES):
+            if RAW:
+                b_p = tl.exp2(b_logits[n] * unit + (b_biases[n] - b_safe)[None, :])
+            else:
+                b_p = tl.exp2(b_logits[n] - b_safe[None, :])
+                if MASK > 0 or CAUSAL:
+                    b_p = as_product(b_p, SUB, BM)
+            b_p = as_operand(b_p.to(DTYPE if V_BITS == 16 else tl.float16), SUB, BM)
+            b_ps = b_ps + (b_p,)
+            b_sum = tl.dot(b_ones, dotable(b_p), b_sum)
+        for f in tl.static_range(V_FIELDS):
+            b_accs = put(b_accs, f, b_accs[f] * b_shrink)
+        for g in tl.static_range(V_GROUPS):
+            b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
+        b_accs, b_zeros = add_values(
+            b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot, i_slot + o_t, o_t < BT, G, DV, V_BITS,
+            V_GROUP, EV, BT, SUB, False,
         )  # fmt: skip
 
-    # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
-    for i_block in range(i_both, i_end):
-        i_slot = i_block % CHUNKS * BT
-        i_j = i_block // CHUNKS * G + i_slot
-        o_j = i_j + o_t
-        m_t = (o_j < n_run) & (i_slot + o_t < G)
-        if pos is None:
-            o_x = o_j + S
-        else:
-            o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
-        i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
-        b_k = load_page(
-            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_t & (o_j < n_k),
-            DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
-        )  # fmt: skip
-        if (n_k < n_run) & (i_j + BT > n_k):
-            b_tail = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
-            b_k += b_tail.to(b_k.dtype)
-        b_v = load_page(
-            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_t & (o_j < n_v),
-            DV, G, V_BITS, V_GROUP, False, V_BITS == 16, 0, 0, BT, BEV,
-        )  # fmt: skip
-        if (n_v < n_run) & (i_j + BT > n_v):
-            b_tail = load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
-            b_v += b_tail.to(b_v.dtype)
-        b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
-            MASK, SOFTCAP, DOT,
-        )  # fmt: skip
-
-    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
-    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
-    tl.store(out_top + i_row + o_m, b_top, mask=m_m)
-    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+    b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
+    store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
 
 
-@triton.jit(do_not_specialize=["L", "SPLITS", "FIRST", "WINDOWED", "WK", "WV"])
-def windows_kernel(
-    q, counters, sink_k, sink_v, tail_k, tail_v, mask, out, out_top, out_sum,
-    s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap, B, L, SPLITS, FIRST, WINDOWED, WK, WV,
-    H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
-    RUNS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+@triton.jit
+def attend_loose(
+    run, windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block, i_from, n_k,
+    n_v, i_length, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr,
+    I: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """One split of what keys and values both hold unsealed: the sink, and the newest tokens."""
-    i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    i_b, i_h = i_bh // H, i_bh % H
-    ROWS: tl.constexpr = SHARE * Q
-    o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < ROWS
-    i_row = (i_bh * SPLITS + FIRST + i_s) * ROWS
+    """One block of BR loose tokens.
 
+    KIND 0: the sink, then everything of an ordered row from run token ``i_from`` on: keys below ``n_k`` and values
+    below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail. KIND 2: tokens of a run that
+    has positions, from ``i_from`` to ``n_k``.
+    """
+    table, pos = run[0], run[1]
+    K_BITS: tl.constexpr = FORMATS[I][0]
+    K_CHANNEL: tl.constexpr = FORMATS[I][1]
+    K_GROUP: tl.constexpr = FORMATS[I][2]
+    N4: tl.constexpr = FORMATS[I][3]
+    N16: tl.constexpr = FORMATS[I][4]
+    V_BITS: tl.constexpr = FORMATS[I][5]
+    V_GROUP: tl.constexpr = FORMATS[I][6]
+    B4: tl.constexpr = FORMATS[I][9]
+    B16: tl.constexpr = FORMATS[I][10]
+    BEK: tl.constexpr = FORMATS[I][11]
+    BEV: tl.constexpr = FORMATS[I][12]
+    EK: tl.constexpr = words_of(D, K_BITS)
+    EV: tl.constexpr = words_of(DV, V_BITS)
+    K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
+    V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
+    V_GROUPS: tl.constexpr = DV // V_GROUP if V_BITS < 8 else 0
+    SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
+    log2_scaling = scaling * LOG2E
+    o_r = tl.arange(0, BR)
+    o_k = tl.arange(0, BEK)
+    o_v = tl.arange(0, BEV)
+
+    # Run tokens of the block, and where their keys and values stand.
+    i_j = i_from + (i_block - SINKS) * BR
+    if KIND < 2:
+        sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
+        if i_block < SINKS:
+            o_x = i_block * BR + o_r
+            m_t = (o_x < S) & (o_x < i_length)
+            o_j = tl.full([BR], 1073741824, tl.int32)
+            o_ring_k = o_x
+            o_ring_v = o_x
+            p_ring_k = sink_k + i_bh * (S * D)
+            p_ring_v = sink_v + i_bh * (S * DV)
+        else:
+            o_j = i_j + o_r
+            o_x = o_j + S
+            m_t = o_x < i_length
+            o_ring_k = o_j % WK
+            o_ring_v = o_j % WV
+            p_ring_k = tail_k + i_bh * (WK * D)
+            p_ring_v = tail_v + i_bh * (WV * DV)
+    else:
+        o_j = i_j + o_r
+        m_t = o_j < n_k
+        o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
+    if tl.max(m_t.to(tl.int32), 0) == 0:
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+    else:
+        # Everything that can be asked for is asked for before anything waits.
+        b_rings_k = ()
+        b_rings_v = ()
+        if KIND < 2:
+            m_ring = m_t & (o_j >= n_k)
+            for f in tl.static_range(K_FIELDS):
+                o_c = channels_of(f, o_k, EK, K_BITS)
+                m_c = (o_k < EK) & (o_c < D)
+                p_x = p_ring_k + o_ring_k[:, None] * D + o_c[None, :]
+                b_rings_k = b_rings_k + (tl.load(p_x, mask=m_ring[:, None] & m_c[None, :], other=0.0),)
+            m_ring = m_t & (o_j >= n_v)
+            for f in tl.static_range(V_FIELDS):
+                o_c = channels_of(f, o_v, EV, V_BITS)
+                m_c = (o_v < EV) & (o_c < DV)
+                p_x = p_ring_v + o_ring_v[None, :] * DV + o_c[:, None]
+                b_rings_v = b_rings_v + (tl.load(p_x, mask=m_ring[None, :] & m_c[:, None], other=0.0),)
+        m_page_k = m_t & (o_j < n_k)
+        m_page_v = m_t & (o_j < n_v)
+        i_slot = i_j % G
+        i_head = i_j * 0
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < tl.maximum(n_k, n_v)):
+                i_head = tl.load(table + i_b * n_table + i_j // G)
+        i_head = i_head.to(tl.int64) * H + i_h
+
+        b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
+        b_s = tl.zeros([BR, BM], tl.float32)
+        if KIND < 2:
+            for f in tl.static_range(K_FIELDS):
+                b_high = b_qs[f].to(DTYPE)
+                b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_high), b_s)
+                if ROTATED:
+                    # A rotated query has more bits than the model's dtype holds.
+                    b_low = (b_qs[f] - b_high.to(tl.float32)).to(DTYPE)
+                    b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_low), b_s)
+            b_s = b_s * log2_scaling
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < n_k):
+                b_halves = half_queries(b_qs, K_BITS, DTYPE)
+                o_slot = i_slot + o_r
+                b_ks = key_fields(run[2], i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
+                if K_CHANNEL:
+                    b_scales = channel_meta(run[3], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_lows = channel_meta(run[4], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_own = tl.zeros([BR, BM], tl.float32)
+                    if N4 > 0:
+                        p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
+                        b_q = raised_query(p_head, m_m, run[6] + i_head * N4, p_group, N4, B4, 4.0)
+                        b_highs = raised_fields(run[5], i_head, i_slot, G, N4, B4, BR)
+                        b_own = raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
+                    if N16 > 0:
+                        b_own += whole_logits(p_head, m_m, run[7], run[8], i_head, o_slot, G, N16, B16)
+                    b_own, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_own, K_BITS, BEK, BM, 0)
+                    b_own = b_own * (log2_scaling * key_unit(K_BITS)) + (b_bias * log2_scaling)[None, :]
+                else:
+                    b_totals = ()
+                    if K_BITS < 8:
+                        b_totals = group_totals(b_qs, D, EK, K_GROUP)
+                    b_own = token_logits(
+                        b_ks, b_halves, b_totals, run[3], run[4], i_head, o_slot, m_page_k, log2_scaling, D, G, K_BITS,
+                        K_GROUP, EK, BR, BM, True,
+                    )  # fmt: skip
+                b_s = tl.where(m_page_k[:, None], b_own, b_s)
+        b_s = visible_logits(b_s, o_x, m_t, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP)
+
+        b_top = tl.max(b_s, 0)
+        b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
+        b_sum = tl.sum(b_p, 0)
+        b_p = as_product(b_p, BR, BM)
+        b_outs = zero_tiles(V_FIELDS, BEV, BM)
+        if KIND < 2:
+            m_ring = m_t & (o_j >= n_v)
+            b_kept = as_operand(tl.where(m_ring[:, None], b_p, 0.0).to(DTYPE), BR, BM)
+            for f in tl.static_range(V_FIELDS):
+                b_outs = put(b_outs, f, tl.dot(dotable(b_rings_v[f]), dotable(b_kept), b_outs[f]))
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < n_v):
+                b_paged = tl.where(m_page_v[:, None], b_p, 0.0).to(DTYPE if V_BITS == 16 else tl.float16)
+                b_ps = (as_operand(b_paged, BR, BM),)
+                b_vs = value_fields(run[9], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
+                b_accs, b_zeros = add_values(
+                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_GROUPS, 16, BM), b_vs, b_ps, run[10], run[11], i_head,
+                    i_slot, i_slot + o_r, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
+                )  # fmt: skip
+                b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
+                for f in tl.static_range(V_FIELDS):
+                    b_outs = put(b_outs, f, b_outs[f] + b_more[f])
+        store_part(out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "L", "WK", "WV", "SPLITS", "LOOSE", "REST0", "REST1", "PAGES0", "PAGES1", "TABLE0", "TABLE1", "FIRST"
+    ]
+)  # fmt: skip
+def decode_kernel(
+    q, counters, windows, runs, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
+    B, L, WK, WV, SPLITS, FIRST, LOOSE, REST0, REST1, PAGES0, PAGES1, TABLE0, TABLE1,
+    FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of one row and KV head against BM of the queries that share the head.
+
+    The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: LOOSE blocks of what is loose; where
+    tokens have positions, REST0 and REST1 blocks of what the runs have in pages that are not full; PAGES0 and PAGES1
+    splits of their full pages. Without splits for full pages, these count as loose.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_bh, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    COUNT: tl.constexpr = len(runs)
+    ORDERED: tl.constexpr = TOTAL == 1
+    CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < SHARE * Q
+    i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * Q)
+    p_head = q + i_b * s_qb + (i_h * SHARE + o_m // Q) * s_qh + o_m % Q * s_qt
+    o_w = tl.arange(0, 16)
+    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * Q)
+    o_w += i_m * BM
+    p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // Q) * s_qh + o_w % Q * s_qt
     i_start = tl.load(counters + i_b)
     i_length = tl.load(counters + B + i_b)
-    n_sealed_k = 0
-    n_sealed_v = 0
-    for i_run in tl.static_range(RUNS):
-        n_sealed_k += tl.load(counters + (2 + 2 * i_run) * B + i_b)
-        n_sealed_v += tl.load(counters + (3 + 2 * i_run) * B + i_b)
-    n_sealed = tl.maximum(n_sealed_k, n_sealed_v)
-    n_window = tl.minimum(i_length, S) + tl.maximum(i_length - S - n_sealed, 0)
-    n_blocks = (n_window + BT - 1) // BT
-    per_split = (n_blocks + WINDOWED - 1) // WINDOWED
-    i_first = tl.minimum(i_s * per_split, n_blocks)
-    i_end = tl.minimum(i_first + per_split, n_blocks)
-    if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-        return
+    p_mask = q
+    o_mask = o_m
+    # Rows of padding see nothing.
+    o_last = tl.where(m_m, i_length - Q + o_m % Q, -1)
+    if MASK > 0:
+        o_last = tl.where(m_m, 1073741824, -1)
+        p_mask = mask + i_b * s_mb
+        o_mask = (i_h * SHARE + o_m // Q) * s_mh + o_m % Q * s_mq
+    n_k0 = tl.load(counters + (2 + 2 * AT) * B + i_b)
+    n_v0 = tl.load(counters + (3 + 2 * AT) * B + i_b)
+    n_full0 = tl.minimum(n_k0, n_v0)
+    if ORDERED and Q > 1 and MASK == 0:
+        # Pages that not all queries may see are loose.
+        n_full0 = tl.minimum(n_full0, tl.maximum(i_length - Q - S + 1, 0))
+    n_full0 = tl.where(PAGES0 > 0, n_full0 // G, 0)
+    n_k1 = n_k0
+    n_full1 = n_full0
+    if COUNT > 1:
+        n_k1 = tl.load(counters + (4 + 2 * AT) * B + i_b)
+        n_full1 = tl.where(PAGES1 > 0, n_k1 // G, 0)
 
-    o_k = tl.arange(0, BDK)
-    o_v = tl.arange(0, BDV)
-    m_k = o_k < DK
-    m_v = o_v < DV
-    i_q = o_m % Q
-    i_hq = i_h * SHARE + o_m // Q
-    p_q = q + i_b * s_qb + i_hq * s_qh + i_q * s_qt
-    # [BM, BDK]
-    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0).to(DOT)
-    # Padding rows see nothing.
-    o_last = tl.where(m_m, i_length - Q + i_q, -1)
-    if MASK == 0:
-        p_mask = o_last
+    if i_s < LOOSE:
+        if ORDERED:
+            attend_loose(
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_s,
+                n_full0 * G, n_k0, n_v0, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling,
+                softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 0, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
+            )  # fmt: skip
+        else:
+            # The tail begins behind what all runs have sealed. Its channels are taken in their own order.
+            n_sealed = 0
+            for i in tl.static_range(TOTAL):
+                n_sealed += tl.load(counters + (2 + 2 * i) * B + i_b)
+            attend_loose(
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_s,
+                n_sealed, n_sealed, n_sealed, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV,
+                scaling, softcap, FORMATS, COUNT, H, D, DV, S, G, BM, BR, 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED,
+            )  # fmt: skip
+    elif i_s < LOOSE + REST0:
+        if not ORDERED:
+            attend_loose(
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+                i_s - LOOSE, n_full0 * G, n_k0, n_k0, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK,
+                WV, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED,
+            )  # fmt: skip
+    elif i_s < LOOSE + REST0 + REST1:
+        if COUNT > 1:
+            attend_loose(
+                runs[1], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+                i_s - LOOSE - REST0, n_full1 * G, n_k1, n_k1, i_length, TABLE1, i_start, o_last, p_mask, o_mask, s_ml,
+                L, WK, WV, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED,
+            )  # fmt: skip
+    elif i_s < LOOSE + REST0 + REST1 + PAGES0:
+        i_first = (i_s - LOOSE - REST0 - REST1) * ((n_full0 + PAGES0 - 1) // PAGES0)
+        i_end = tl.minimum(i_first + (n_full0 + PAGES0 - 1) // PAGES0, n_full0)
+        if i_first >= i_end:
+            tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+        else:
+            attend_pages(
+                runs[0], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, TABLE0,
+                i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, ORDERED,
+                MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+            )  # fmt: skip
     else:
-        o_last = tl.where(m_m, 0, -1)
-        p_mask = mask + i_b * s_mb + i_hq * s_mh + i_q * s_mq
-    b_acc = tl.zeros([BM, BDV], tl.float32)
-    b_top = tl.full([BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)
-    for i_block in range(i_first, i_end):
-        o_u = i_block * BT + tl.arange(0, BT)
-        m_t = o_u < n_window
-        m_tail = m_t & (o_u >= S)
-        o_x = tl.where(o_u < S, o_u, o_u + n_sealed)
-        b_k = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_tail, o_k, m_k, DK)
-        b_v = load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_tail, o_v, m_v, DV)
-        if S > 0:
-            m_sink = m_t & (o_u < S)
-            b_k = tl.where(m_sink[:, None], load_ring(sink_k + i_bh * (S * DK), o_u, m_sink, o_k, m_k, DK), b_k)
-            b_v = tl.where(m_sink[:, None], load_ring(sink_v + i_bh * (S * DV), o_u, m_sink, o_v, m_v, DV), b_v)
-        b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
-            MASK, SOFTCAP, DOT,
-        )  # fmt: skip
-
-    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
-    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
-    tl.store(out_top + i_row + o_m, b_top, mask=m_m)
-    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+        if COUNT > 1:
+            i_first = (i_s - LOOSE - REST0 - REST1 - PAGES0) * ((n_full1 + PAGES1 - 1) // PAGES1)
+            i_end = tl.minimum(i_first + (n_full1 + PAGES1 - 1) // PAGES1, n_full1)
+            if i_first >= i_end:
+                tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+            else:
+                attend_pages(
+                    runs[1], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end,
+                    TABLE1, i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM,
+                    ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+                )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["SPLITS"])
-def merge_splits_kernel(
-    part, part_top, part_sum, sinks, out, SPLITS,
-    HQ: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One query: splits weighted by exp(top - common top), over the sum of all weights and the sink logit."""
-    i_m, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_row = i_bh * SPLITS * ROWS + i_m
-    o_s = tl.arange(0, BS)
-    o_d = tl.arange(0, BD)
-    b_acc = tl.zeros([BD], tl.float32)
-    b_sum = tl.zeros([1], tl.float32)
-    b_top = tl.full([1], float("-inf"), tl.float32)
-    if sinks is not None:
-        i_hq = i_bh * (ROWS // Q) % HQ + i_m // Q
-        b_top = tl.zeros([1], tl.float32) + tl.load(sinks + i_hq).to(tl.float32)
-        b_sum += 1.0
-    for i_s in range(0, SPLITS, BS):
-        p_s = i_row + (i_s + o_s) * ROWS
-        b_tops = tl.load(part_top + p_s, mask=i_s + o_s < SPLITS, other=float("-inf"))
-        # A split without tokens stores a top of -inf and nothing else.
-        m_s = b_tops > float("-inf")
-        b_new = tl.maximum(b_top, tl.max(b_tops, 0))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink = tl.where(b_top == float("-inf"), 0.0, tl.exp(b_top - b_safe))
-        # [BS]
-        b_weight = tl.where(m_s, tl.exp(b_tops - b_safe), 0.0)
-        b_sums = tl.load(part_sum + p_s, mask=m_s, other=0.0)
-        # [BS, BD]
-        b_part = tl.load(part + p_s[:, None] * DV + o_d[None, :], mask=m_s[:, None] & (o_d < DV)[None, :], other=0.0)
-        b_sum = b_sum * b_shrink + tl.sum(b_weight * b_sums, 0)
-        b_acc = b_acc * b_shrink + tl.sum(b_weight[:, None] * b_part, 0)
-        b_top = b_new
-    b_acc = b_acc / tl.maximum(b_sum, 1e-30)
-    p_out = out + (i_bh * ROWS + i_m) * DV + o_d
-    tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
+@lru_cache(maxsize=4096)
+def split_count(pages: int, rows: int, resident: int) -> int:
+    """Splits of a row's pages: programs that run side by side should end together.
+
+    The time of a split count is that of its waves of programs, each as long as a program's pages and what a program
+    costs besides.
+
+    Args:
+        pages: most pages of a row.
+        rows: rows, KV heads and tiles of queries: what is multiplied by the split count.
+        resident: programs that the GPU runs at a time.
+    """
+    most = min(pages, max(1, -(-5 * resident // rows)))
+
+    def cost(splits: int) -> tuple[float, int]:
+        return (-(-splits * rows // resident) * (-(-pages // splits) + PROGRAM_COST), splits)
+
+    return min(range(1, most + 1), key=cost, default=0)
 
 
-def _supported(form: StoreFormat, q: Tensor, value_dim: int) -> bool:
-    """Whether there is a kernel: not for fp8 pages, f64, or heads whose tiles outgrow shared memory."""
-    plain = all(keys.bits != 8 and values.bits != 8 for keys, values in form.runs)
-    widest = 256 if q.dtype == torch.float32 else 512
-    return plain and q.dtype in _DOT_DTYPES and max(q.shape[-1], value_dim) <= widest
+def _low_bit(x: int) -> int:
+    return x & -x
 
 
-def _has_full_page_kernel(
-    form: StoreFormat, q: Tensor, dtype: torch.dtype, value_dim: int, mask: Tensor | None, softcap: float
-) -> bool:
-    """Whether full pages can take `full_pages_kernel`: one query a row, integer codes, coarse scales."""
-    if not form.ordered or softcap or q.shape[2] != 1 or dtype == torch.float32:
+def _side_is_served(fmt: PageFormat, head_dim: int) -> bool:
+    """Whether fields of this side are tiles: at least sixteen elements, and whole groups of scales."""
+    if fmt.bits == 16:
+        return _low_bit(head_dim) >= 16
+    if fmt.bits == 8:
+        return _low_bit(head_dim // 2) >= 16
+    words = fmt.words(head_dim)
+    if words * 16 != head_dim * fmt.bits:
         return False
-    if mask is not None and (mask.is_floating_point() or mask.shape[1] != 1):
+    if fmt.axis == "token":
+        # A group holds whole fields.
+        return fmt.group_size % words == 0
+    group = fmt.group_size
+    tile = min(fmt.page_size, 128)
+    if power(group) != group or not 32 <= group <= tile:
         return False
-    (keys, values), head_dim = form.runs[0], q.shape[-1]
-    if not {keys.bits, values.bits} <= {2, 4} or keys.raised_count(16) or keys.page_size not in (64, 128):
+    return not fmt.raised_count(4) or fmt.page_size == 128
+
+
+def is_served(form: StoreFormat, q: Tensor, dtype: torch.dtype, value_dim: int) -> bool:
+    """Whether `decode_kernel` takes a store; `general_decode` takes the others."""
+    if dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256 or value_dim > 256:
         return False
-    # A field of a word is one step of a matrix product along the head, which takes at least 16 channels.
-    words = (keys.words(head_dim), values.words(value_dim))
-    if any(word < 16 or power(word) != word for word in words) or max(head_dim, value_dim) > 128:
+    pages = {keys.page_size for keys, _ in form.runs}
+    if len(pages) != 1 or not pages <= {32, 64, 128, 256, 512}:
         return False
-    if keys.axis == "channel":
-        tokens = keys.group_size
-        # An eighth of a group is a tile of a product, where channels are raised.
-        scaled = power(tokens) == tokens and tokens >= (128 if keys.raised else 32)
-    else:
-        scaled = keys.group_size == head_dim
-    return scaled and values.group_size % words[1] == 0
+    if form.rotate_keys and any(keys.raised for keys, _ in form.runs):
+        return False
+    return all(_side_is_served(keys, q.shape[-1]) and _side_is_served(values, value_dim) for keys, values in form.runs)
 
 
-def _mask_arguments(mask: Tensor | None) -> tuple[Tensor | None, list[int], int, int]:
-    """The mask as the kernel reads it: tensor, four strides (0 where it broadcasts), length, kind."""
-    if mask is None:
-        return None, [0, 0, 0, 0], 1, 0
-    kind = 2 if mask.is_floating_point() else 1
-    strides = [stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)]
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, strides, mask.shape[-1], kind
+def _format_constants(
+    keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int, stages: int, room: int, step: int = 0
+) -> tuple[Any, ...]:
+    """A run's pair of formats as `decode_kernel` takes it; ``room`` is shared memory for one program."""
+    channel = keys.axis == "channel" and keys.bits < 8
+    bits = max(keys.bits, values.bits)
+    # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
+    coarse = bits == 2 and (not channel or keys.group_size == keys.page_size)
+    step = min(keys.page_size, step or (128 if coarse else 32 if bits == 16 else 64))
+    size = step * (head_dim * (keys.bits + 32 // min(keys.group_size, 32)) + value_dim * values.bits) // 8
+    if bits < 8 and 2 * size > room:
+        stages = min(stages, 3)
+
+    def width(fmt: PageFormat, dim: int) -> int:
+        if fmt.bits < 8:
+            return max(16, power(fmt.words(dim)))
+        return min(4 * fmt.bits, _low_bit(dim * fmt.bits // 16))
+
+    room4, room16 = keys.raised_room(4), keys.raised_room(16)
+    return (
+        keys.bits,
+        channel,
+        keys.group_size if keys.bits < 8 else head_dim,
+        room4,
+        room16,
+        values.bits,
+        values.group_size if values.bits < 8 else value_dim,
+        step,
+        min(keys.group_size, step) if channel else step,
+        max(16, power(room4)),
+        max(16, power(room16)),
+        width(keys, head_dim),
+        width(values, value_dim),
+        stages,
+    )
 
 
-def _split_counts(
-    form: StoreFormat, views: Sequence[RunView], window: int, block: int, programs: int, sms: int
-) -> tuple[list[int], int]:
-    """Splits of each run and of the windows, from shapes alone: the lengths are on the device."""
-    aim = -(-sms * PROGRAMS_PER_SM // programs)
-    runs = []
-    for view, (keys, _) in zip(views, form.runs, strict=True):
-        blocks = view.table.shape[1] * -(-keys.page_size // block)
-        runs.append(min(blocks, aim, 128))
-    return runs, max(1, min(-(-window // block), aim))
-
-
-def _page_arguments(
-    view: RunView, keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int
-) -> tuple[list[Any], dict[str, Any]]:
-    """A run's tensors in the kernel's order, and the constants that describe them."""
+def _run_tensors(view: RunView, keys: PageFormat, values: PageFormat) -> tuple[Tensor, ...]:
+    """A run's tensors in the kernel's order; the table stands for what a format does not have."""
+    table = view.table.contiguous()
     key = dict(zip(keys.names, view.keys, strict=True))
     value = dict(zip(values.names, view.values, strict=True))
+    for fmt, named in ((keys, key), (values, value)):
+        assert all(part.is_contiguous() for part in named.values()), "pages are contiguous"
+        if fmt.bits == 8:
+            named["codes"] = named["codes"].view(torch.uint8).view(torch.int16)
     names = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
-    parts = [key.get(name) for name in names] + [value.get(name) for name in names[:3]]
-    assert all(part is None or part.is_contiguous() for part in parts), "pages are contiguous"
-    constants = {
-        "G": keys.page_size,
-        "K_BITS": keys.bits,
-        "K_GROUP": keys.group_size,
-        "K_CHANNEL": keys.axis == "channel",
-        "N4": keys.raised_room(4),
-        "N16": keys.raised_room(16),
-        "V_BITS": values.bits,
-        "V_GROUP": values.group_size,
-        "BEK": power(keys.words(head_dim)),
-        "BEV": power(values.words(value_dim)),
-    }
-    return parts, constants
+    parts = [key.get(name, table) for name in names] + [value.get(name, table) for name in names[:3]]
+    return table, table if view.pos is None else view.pos.contiguous(), *parts
+
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def decode_attention_triton(
@@ -398,160 +590,120 @@ def decode_attention_triton(
     softcap: float,
     store: str,
 ) -> Tensor:
-    """Launcher of `hfkvq.kernels.decode_attention`; what `_supported` rules out takes the reference."""
+    """Launcher of `hfkvq.kernels.decode_attention`."""
     form = StoreFormat.parse(store)
-    sink_k, sink_v, tail_k, tail_v = (window.contiguous() for window in windows)
     batch, query_heads, queries, head_dim = q.shape
-    heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
-    if not _supported(form, q, value_dim):
-        return reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+    heads, value_dim = windows[0].shape[1], windows[1].shape[-1]
+    dtype = q.dtype
+    if not is_served(form, q, dtype, value_dim):
+        return general_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     views = split_runs(form, runs)
-    dtype, rows = q.dtype, query_heads // heads * queries
-    # The interpreter has no bf16 arithmetic: it dots the raw words and truncates where it should round.
-    interpreted = not q.is_cuda
-    dot = tl.float32 if interpreted else _DOT_DTYPES[dtype]
-    if form.rotate_keys:
-        q = hadamard(q.float(), form.rotate_keys)
+    rows = query_heads // heads * queries
+    columns = 8 if rows <= 8 else 16
+    tiles = triton.cdiv(rows, columns)
+    # Where fields do not divide blocks of the rotation, queries are rotated before.
+    rotate = form.rotate_keys
+
+    if rotate and (_low_bit(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)):
+        q, rotate = hadamard(q.float(), rotate), 0
     elif q.stride(-1) != 1:
         q = q.contiguous()
-
-    # Tiles of tokens times channels that registers and shared memory hold; f32 dots stage both operands in the latter.
-    wide = max(power(head_dim), power(value_dim))
-    room = 4096 if dtype == torch.float32 else 8192
     page = form.runs[0][0].page_size
-    block_t = max(16, min(64, room // wide, power(page)))
-    block_m = min(32 if wide * 32 <= room else 16, max(16, power(rows)))
-    tiles = triton.cdiv(rows, block_m)
+    counters = counters.contiguous()
+    held = tuple(window.contiguous() for window in windows)
+    mask, mask_strides, mask_length, mask_kind = mask_arguments(mask, q)
+
     sms = multiprocessors(q.device)
-    paged, windowed = _split_counts(form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms)
-    full = 0
-    if _has_full_page_kernel(form, q, dtype, value_dim, mask, softcap):
-        pages = views[0].table.shape[1]
-        full = min(pages, -(-sms * FULL_PAGE_PROGRAMS_PER_SM // (batch * heads)), 256)
-        # What is left to the other kernel: a page that is not full, and what one side has sealed ahead of the other.
-        left = max(tail_k.shape[2], tail_v.shape[2]) + 2 * page
-        paged = [min(paged[0], -(-left // block_t))]
-    splits = full + sum(paged) + windowed
+    knobs = [lookup(q.device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
+    block = min(knobs[0]["loose"], page)
+    resident = sms * knobs[0]["programs_per_sm"]
+    rows_of_programs = batch * heads * tiles
+    most_pages = [view.table.shape[1] for view in views]
+    tail = max(held[2].shape[2], held[3].shape[2])
+    loose = triton.cdiv(form.sink, block)
+    # What one side has sealed ahead of the other is still in the other's tail.
+    loose += triton.cdiv(tail + (page + queries if form.ordered else 0), block)
+    rest = 0 if form.ordered else page // block
+    blocks = sum(most_pages) * (page // block)
+    if (blocks + loose) * rows_of_programs <= resident and not knobs[0]["page_loop"]:
+        # So little that all of it is taken in blocks, side by side.
+        paged = [0] * len(views)
+        rests = [0 if form.ordered else pages * (page // block) for pages in most_pages]
+        loose += blocks if form.ordered else 0
+    else:
+        paged = [split_count(pages, rows_of_programs, resident) for pages in most_pages]
+        rests = [rest] * len(views)
+    pairs = [range(at, min(at + 2, len(views))) for at in range(0, len(views), 2)]
+    splits = sum(paged) + loose + sum(rests)
+
     part = torch.empty((batch * heads, splits, rows, value_dim), dtype=torch.float32, device=q.device)
     part_top, part_sum = torch.empty((2, batch * heads, splits, rows), dtype=torch.float32, device=q.device)
-    mask, mask_strides, mask_length, mask_kind = _mask_arguments(mask)
-    counters = counters.contiguous()
-    out_dtype = torch.float32 if form.rotate_values or interpreted else dtype
+    # Triton's interpreter truncates where bf16 should be rounded.
+    out_dtype = dtype if q.is_cuda else torch.float32
     out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
-
-    first = full
+    dependent = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    unquantized = PageFormat(16, "token", 1, page)
+    room = shared_memory(q.device) // knobs[0]["programs_per_sm"] - 1024
+    plain = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
+    first = 0
     with on_device(q):
-        if full:
-            (keys, values), parts = form.runs[0], _page_arguments(views[0], *form.runs[0], head_dim, value_dim)[0]
-            full_pages_kernel[(full, batch * heads)](
+        for own in pairs:
+            counts = [loose if own[0] == 0 else 0, rests[own[0]], 0, paged[own[0]], 0]
+            if len(own) > 1:
+                counts[2], counts[4] = rests[own[1]], paged[own[1]]
+            registers = knobs[own[0]]["max_registers"]
+            decode_kernel[(batch * heads, sum(counts), tiles)](
                 q,
                 counters,
-                views[0].table.contiguous(),
-                *parts[:5],
-                *parts[7:],
+                held,
+                tuple(_run_tensors(views[i], *form.runs[i]) for i in own),
                 mask,
                 part,
                 part_top,
                 part_sum,
-                *q.stride()[:2],
-                mask_strides[0],
-                mask_strides[3],
-                scaling,
+                *q.stride()[:3],
+                *mask_strides,
+                scaling * (rotate**-0.5 if rotate else 1.0),
+                softcap,
                 batch,
-                views[0].table.shape[1],
                 mask_length,
+                held[2].shape[2],
+                held[3].shape[2],
                 splits,
-                0,
-                full,
+                first,
+                *counts,
+                views[own[0]].table.shape[1],
+                views[own[-1]].table.shape[1],
+                FORMATS=(
+                    *(
+                        _format_constants(
+                            *form.runs[i], head_dim, value_dim, knobs[i]["stages"], room, knobs[i]["step"]
+                        )
+                        for i in own
+                    ),
+                    plain,
+                ),
+                AT=own[0],
+                TOTAL=len(views),
                 H=heads,
-                SHARE=rows,
+                SHARE=query_heads // heads,
+                Q=queries,
                 D=head_dim,
                 DV=value_dim,
                 S=form.sink,
                 G=page,
-                K_BITS=keys.bits,
-                K_CHANNEL=keys.axis == "channel",
-                N4=keys.raised_room(4),
-                V_BITS=values.bits,
-                V_GROUP=values.group_size,
-                MASKED=mask is not None,
-                BT=keys.group_size if keys.axis == "channel" else page,
-                BM=8 if rows <= 8 else 16,
-                STAGES=3,
+                BM=columns,
+                BR=block,
+                MASK=mask_kind,
+                ROWS=mask_strides[1] != 0 or mask_strides[2] != 0,
+                SOFTCAP=softcap > 0,
+                DTYPE=_DTYPES[dtype],
+                ROTATE=rotate,
+                ROTATED=form.rotate_keys > 0,
+                PDL=dependent,
                 num_warps=1,
+                **({"maxnreg": registers} if registers else {}),
             )
-        common = {"H": heads, "SHARE": query_heads // heads, "Q": queries, "DK": head_dim, "DV": value_dim}
-        common |= {"S": form.sink, "MASK": mask_kind, "SOFTCAP": softcap > 0, "DOT": dot, "BM": block_m, "BT": block_t}
-        common |= {"num_warps": 8 if wide > 256 else 4}
-        numbers = (*q.stride()[:3], *mask_strides, scaling, softcap, batch)
-        for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
-            if not paged[i]:
-                continue
-            parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
-            decode_attention_kernel[(paged[i], batch * heads, tiles)](
-                q,
-                counters,
-                view.table.contiguous(),
-                None if view.pos is None else view.pos.contiguous(),
-                tail_k,
-                tail_v,
-                *parts,
-                mask,
-                part,
-                part_top,
-                part_sum,
-                *numbers,
-                view.table.shape[1],
-                mask_length,
-                splits,
-                first,
-                paged[i],
-                tail_k.shape[2],
-                tail_v.shape[2],
-                RUN=i,
-                REST=full > 0,
-                # More in flight than registers and shared memory hold costs more than it brings, but for plain tiles.
-                STAGES=3 if keys.bits == values.bits == 16 and wide <= 128 and dtype != torch.float32 else 1,
-                **common,
-                **constants,
-            )
-            first += paged[i]
-        windows_kernel[(windowed, batch * heads, tiles)](
-            q,
-            counters,
-            sink_k,
-            sink_v,
-            tail_k,
-            tail_v,
-            mask,
-            part,
-            part_top,
-            part_sum,
-            *numbers,
-            mask_length,
-            splits,
-            first,
-            windowed,
-            tail_k.shape[2],
-            tail_v.shape[2],
-            RUNS=len(views),
-            BDK=power(head_dim),
-            BDV=power(value_dim),
-            **common,
-        )
-        merge_splits_kernel[(rows, batch * heads)](
-            part,
-            part_top,
-            part_sum,
-            sinks,
-            out,
-            splits,
-            HQ=query_heads,
-            ROWS=rows,
-            Q=queries,
-            DV=value_dim,
-            BS=16 if splits <= 32 else 64,
-            BD=power(value_dim),
-            num_warps=4,
-        )
-    return hadamard(out, form.rotate_values).to(dtype)
+            first += sum(counts)
+        merge_splits(part, part_top, part_sum, sinks, out, form.rotate_values, dependent)
+    return out.to(dtype)

@@ -1,10 +1,10 @@
-"""Decode attention over full integer pages at the speed of their bytes: the road that most tokens take.
+"""Tiles of pages against queries: logits of keys, weighted sums of values, without ever dequantizing.
 
-Codes are never converted. A field of a 16-bit word, masked where it stands, *is* an f16 number: a subnormal, the code
-times a power of two, exactly. Tensor cores take subnormals at full speed, so unpacking two values costs one AND; the
-powers of two fold into the query (keys) and the final sum (values). Scales fold into the query (per channel) or into
-logits and probabilities (per token), minima into one bias. Tokens stand on the long side of the product and query
-heads on the short one, so the unpacked operand stays in registers.
+Scales fold into the query (keys per channel) or into logits and probabilities (per token), minima into one bias. See
+`fields` for how codes become operands.
+
+Names: a step takes tokens in tiles of SUB (what shares the scales of a key channel); ``b_qs`` are queries by field,
+f32 [BE, BM]; logits are kept *raw* where the exponent's own multiply-add can make them: ``raw * unit + bias``.
 """
 
 from __future__ import annotations
@@ -12,236 +12,364 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-UNIT = tl.constexpr(16777216.0)
-"""2^24: what a subnormal f16 has to be multiplied by to be the integer of its bits."""
+from .fields import (
+    LOG2E,
+    Q_SHIFT,
+    UNIT,
+    channels_of,
+    dotable,
+    field_unit,
+    key_unit,
+    parted,
+    put,
+    stacked,
+    unpack2,
+    unpack2_from,
+    unpack4,
+    unpack8,
+    weight,
+    words_of,
+)
 
 
 @triton.jit
-def masked(b_w, MASK: tl.constexpr):
-    """A field of words in place, as f16."""
-    return (b_w & MASK).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def unpack2(b_w):
-    """Eight 2-bit fields as f16: fields 0 to 4 times 4^f 2^-24, fields 5 to 7 times 4^(f-5) 2^-24."""
-    if INTERPRETED:
-        b_s = (b_w >> 10) & 0x3F
-        return (
-            masked(b_w, 0x3), masked(b_w, 0xC), masked(b_w, 0x30), masked(b_w, 0xC0), masked(b_w, 0x300),
-            masked(b_s, 0x3), masked(b_s, 0xC), masked(b_s, 0x30),
-        )  # fmt: skip
+def key_fields(
+    codes, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fields of keys at slots ``o_slot`` of a page, each [BT, BE]; with MASKED, 0 where ``m_t`` says so."""
+    o_e = tl.arange(0, BE)
+    if BITS < 8:
+        E: tl.constexpr = words_of(D, BITS)
+        p_w = codes + i_head * (G * E) + o_slot[:, None] * E + o_e[None, :]
+        if E == BE:
+            b_w = tl.load(p_w)
+        else:
+            b_w = tl.load(p_w, mask=(o_e < E)[None, :], other=0)
+        if BITS == 2:
+            return unpack2(b_w)
+        else:
+            return unpack4(b_w)
+    elif BITS == 8:
+        b_fields = ()
+        for w in tl.static_range(D // 2 // BE):
+            p_w = codes + i_head * (G * D // 2) + o_slot[:, None] * (D // 2) + (w * BE + o_e)[None, :]
+            b_fields = b_fields + unpack8(tl.load(p_w))
+        return b_fields
     else:
-        return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 t;
-            and.b32 $0, $8, 0x00030003;
-            and.b32 $1, $8, 0x000c000c;
-            and.b32 $2, $8, 0x00300030;
-            and.b32 $3, $8, 0x00c000c0;
-            and.b32 $4, $8, 0x03000300;
-            shr.u32 t, $8, 10;
-            and.b32 $5, t, 0x00030003;
-            and.b32 $6, t, 0x000c000c;
-            and.b32 $7, t, 0x00300030;
-            }""",
-            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
-            args=[b_w],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        b_fields = ()
+        for f in tl.static_range(D // BE):
+            p_x = codes + i_head * (G * D) + o_slot[:, None] * D + (f * BE + o_e)[None, :]
+            if MASKED:
+                b_fields = b_fields + (tl.load(p_x, mask=m_t[:, None], other=0.0),)
+            else:
+                b_fields = b_fields + (tl.load(p_x),)
+        return b_fields
 
 
 @triton.jit
-def unpack4(b_w):
-    """Four 4-bit fields as f16: even fields times 2^-24, odd ones times 16 2^-24."""
-    if INTERPRETED:
-        b_s = (b_w >> 8) & 0xFF
-        return masked(b_w, 0xF), masked(b_w, 0xF0), masked(b_s, 0xF), masked(b_s, 0xF0)
+def value_fields(
+    codes, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fields of values at slots ``o_slot`` of a page, each [BE, BT]; with MASKED, 0 where ``m_t`` says so."""
+    o_e = tl.arange(0, BE)
+    if BITS < 8:
+        E: tl.constexpr = words_of(D, BITS)
+        p_w = codes + i_head * (G * E) + o_e[:, None] * G + o_slot[None, :]
+        if E == BE:
+            b_w = tl.load(p_w)
+        else:
+            b_w = tl.load(p_w, mask=(o_e < E)[:, None], other=0)
+        if BITS == 2:
+            return unpack2(b_w)
+        else:
+            return unpack4(b_w)
+    elif BITS == 8:
+        b_fields = ()
+        for w in tl.static_range(D // 2 // BE):
+            p_w = codes + i_head * (G * D // 2) + o_slot[None, :] * (D // 2) + (w * BE + o_e)[:, None]
+            b_fields = b_fields + unpack8(tl.load(p_w))
+        return b_fields
     else:
-        return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 t;
-            and.b32 $0, $4, 0x000f000f;
-            and.b32 $1, $4, 0x00f000f0;
-            shr.u32 t, $4, 8;
-            and.b32 $2, t, 0x000f000f;
-            and.b32 $3, t, 0x00f000f0;
-            }""",
-            constraints="=r,=r,=r,=r,r",
-            args=[b_w],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        b_fields = ()
+        for f in tl.static_range(D // BE):
+            p_x = codes + i_head * (G * D) + o_slot[None, :] * D + (f * BE + o_e)[:, None]
+            if MASKED:
+                b_fields = b_fields + (tl.load(p_x, mask=m_t[None, :], other=0.0),)
+            else:
+                b_fields = b_fields + (tl.load(p_x),)
+        return b_fields
 
 
 @triton.jit
-def unpack(b_w, BITS: tl.constexpr):
-    """All fields of words, as f16, each with its power of two."""
-    if BITS == 2:
+def half_queries(b_qs, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Queries as right operands of products with fields: f16, their powers of two folded in; 16 bits: DTYPE."""
+    b_halves = ()
+    for f in tl.static_range(len(b_qs)):
+        if BITS == 16:
+            b_halves = b_halves + (dotable(b_qs[f].to(DTYPE)),)
+        else:
+            b_halves = b_halves + ((b_qs[f] * (weight(f, BITS) * Q_SHIFT)).to(tl.float16),)
+    return b_halves
+
+
+@triton.jit
+def group_totals(b_qs, D: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr):
+    """Sums of queries over the channels of each group of a token's scales: a tuple of [BM]."""
+    b_totals = ()
+    for g in tl.static_range(D // GROUP):
+        b_sum = tl.sum(b_qs[g * GROUP // E], 0)
+        for f in tl.static_range(g * GROUP // E + 1, (g + 1) * GROUP // E):
+            b_sum += tl.sum(b_qs[f], 0)
+        b_totals = b_totals + (b_sum,)
+    return b_totals
+
+
+@triton.jit
+def channel_meta(
+    meta, i_head, i_slot, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+    FIELDS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Scales (or zeros) of key channels, from the group of slot ``i_slot`` on: TILES * FIELDS vectors of BE."""
+    p_meta = meta + (i_head * (G // GROUP) + i_slot // GROUP) * D
+    o_x = tl.arange(0, TILES * FIELDS * BE)
+    if E == BE and FIELDS * E == D:
+        b_meta = tl.load(p_meta + o_x)
+    else:
+        o_c = o_x // BE % FIELDS * E + o_x % BE
+        m_c = (o_x % BE < E) & (o_c < D)
+        b_meta = tl.load(p_meta + o_x // (FIELDS * BE) * D + o_c, mask=m_c, other=0.0)
+    return parted(b_meta, TILES * FIELDS, BE)
+
+
+@triton.jit
+def channel_logits(
+    b_ks, b_qs, b_scales, b_zeros, b_s, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, AT: tl.constexpr
+):
+    """Raw logits [SUB, BM] of keys with scales per channel, added to ``b_s``, and their bias [BM], not yet scaled.
+
+    ``b_scales`` and ``b_zeros`` hold this tile's vectors from element AT on.
+    """
+    CLASSES: tl.constexpr = 5 if BITS == 2 else 2
+    # Every row of the bias is the same sum over channels: it comes out where the logits' columns are.
+    b_ones = tl.full([16, BE], 1.0, tl.float16)
+    b_sums = ()
+    for f in tl.static_range(len(b_qs)):
+        b_s = tl.dot(b_ks[f], b_qs[f] * b_scales[AT + f][:, None], b_s)
+        b_least = b_qs[f] * b_zeros[AT + f][:, None]
+        if f < CLASSES:
+            b_sums = b_sums + (tl.dot(b_ones, b_least),)
+        else:
+            b_sums = put(b_sums, f % CLASSES, tl.dot(b_ones, b_least, b_sums[f % CLASSES]))
+    b_bias = b_sums[0] * (1.0 / Q_SHIFT)
+    for f in tl.static_range(1, CLASSES):
+        b_bias += b_sums[f] * (1.0 / (weight(f, BITS) * Q_SHIFT))
+    return b_s, tl.max(b_bias, 0)
+
+
+@triton.jit
+def raised_query(p_q, m_m, index, scale, R: tl.constexpr, BR: tl.constexpr, FACTOR: tl.constexpr):
+    """Queries of raised channels as an f16 operand [BR, BM], times their scales: gathered, so that keys need not be."""
+    o_r = tl.arange(0, BR)
+    m_r = o_r < R
+    b_channel = tl.load(index + o_r, mask=m_r, other=0).to(tl.int32)
+    b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0).to(tl.float32)
+    b_q = (b_q * (FACTOR * Q_SHIFT)).to(tl.float16)
+    return b_q * tl.load(scale + b_channel, mask=m_r, other=0.0)[:, None]
+
+
+@triton.jit
+def raised_fields(high, i_head, i_slot, G: tl.constexpr, N4: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
+    """The raised channels' upper bits of BT tokens from slot ``i_slot`` on: fields of G / 8 tokens, each [G / 8, BR].
+
+    BT is the page, half of it, or a quarter.
+    """
+    o_r = tl.arange(0, BR)
+    p_w = high + i_head * (G // 8 * N4) + tl.arange(0, G // 8)[:, None] * N4 + o_r[None, :]
+    if N4 == BR:
+        b_w = tl.load(p_w)
+    else:
+        b_w = tl.load(p_w, mask=(o_r < N4)[None, :], other=0)
+    if BT == G:
         return unpack2(b_w)
     else:
-        return unpack4(b_w)
+        b_fields = unpack2_from(b_w, tl.zeros([G // 8, BR], tl.int32) + i_slot // (G // 8) * 2)
+        if BT == G // 4:
+            return b_fields[0], b_fields[1]
+        else:
+            return b_fields
 
 
 @triton.jit
-def weight(f: tl.constexpr, BITS: tl.constexpr):
-    """What field ``f`` has to be multiplied by, beside 2^24, to be its code."""
-    W: tl.constexpr = 1.0 / (1 << (2 * (f % 5))) if BITS == 2 else 1.0 / (1 << (4 * (f % 2)))
-    return W
+def raised_logits(b_fields, b_q, FIRST: tl.constexpr, COUNT: tl.constexpr, SUB: tl.constexpr, BM: tl.constexpr):
+    """Raw logits [SUB, BM] of the upper bits in fields FIRST to FIRST + COUNT, one below the other."""
+    b_parts = ()
+    for i in tl.static_range(COUNT):
+        b_parts = b_parts + (tl.dot(b_fields[FIRST + i], b_q * weight(FIRST + i, 2)),)
+    return stacked(b_parts, SUB, BM)
 
 
 @triton.jit
-def stacked(b_parts, BT: tl.constexpr, BM: tl.constexpr):
-    """Eight tiles [BT / 8, BM] one below the other: [BT, BM]."""
-    b_01, b_23 = tl.join(b_parts[0], b_parts[1]), tl.join(b_parts[2], b_parts[3])
-    b_45, b_67 = tl.join(b_parts[4], b_parts[5]), tl.join(b_parts[6], b_parts[7])
-    # [BT / 8, BM, low bit, middle bit, high bit of the tile's number]
-    b_all = tl.join(tl.join(b_01, b_23), tl.join(b_45, b_67))
-    return tl.reshape(tl.permute(b_all, (4, 3, 2, 0, 1)), (BT, BM))
+def whole_logits(p_q, m_m, full, full_index, i_head, o_slot, G: tl.constexpr, N16: tl.constexpr, BR: tl.constexpr):
+    """Logits [SUB, BM] of the channels kept in 16 bits, in the units of raw logits."""
+    o_r = tl.arange(0, BR)
+    m_r = o_r < N16
+    b_channel = tl.load(full_index + i_head * N16 + o_r, mask=m_r, other=0).to(tl.int32)
+    b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0)
+    p_x = full + i_head * (G * N16) + o_slot[:, None] * N16 + o_r[None, :]
+    b_x = tl.load(p_x, mask=m_r[None, :], other=0.0)
+    if b_x.dtype == tl.bfloat16:
+        # bf16 has the exponents of f32, so the unit folds into the query.
+        b_q = (b_q.to(tl.float32) * (Q_SHIFT / UNIT)).to(tl.bfloat16)
+        return tl.dot(dotable(b_x), dotable(b_q))
+    else:
+        return tl.dot(b_x, b_q.to(b_x.dtype)) * (Q_SHIFT / UNIT)
 
 
-@triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED"])
-def full_pages_kernel(
-    q, counters, table, k_codes, k_scale, k_zero, k_high, k_high_index, v_codes, v_scale, v_zero, mask,
-    out, out_top, out_sum, s_qb, s_qh, s_mb, s_ml, scaling, B, N, L, SPLITS, FIRST, PAGED,
-    H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
-    K_BITS: tl.constexpr, K_CHANNEL: tl.constexpr, N4: tl.constexpr, V_BITS: tl.constexpr, V_GROUP: tl.constexpr,
-    MASKED: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit
+def token_logits(
+    b_ks, b_qs, b_totals, scale, zero, i_head, o_slot, m_t, log2_scaling, D: tl.constexpr, G: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row's pages that are full on both sides, against the SHARE query heads of a KV head.
+    """Logits [BT, BM] of keys with scales per token (or none, for 16 bits), in units of ln 2."""
+    if BITS >= 8:
+        b_s = tl.zeros([BT, BM], tl.float32)
+        for f in tl.static_range(len(b_qs)):
+            b_s = tl.dot(dotable(b_ks[f]), b_qs[f], b_s)
+        if BITS == 8:
+            p_t = i_head * G + o_slot
+            if MASKED:
+                b_scale = tl.load(scale + p_t, mask=m_t, other=0.0)
+            else:
+                b_scale = tl.load(scale + p_t)
+            return b_s * (b_scale.to(tl.float32) * (log2_scaling * key_unit(BITS)))[:, None]
+        else:
+            return b_s * log2_scaling
+    else:
+        b_s = tl.zeros([BT, BM], tl.float32)
+        for g in tl.static_range(D // GROUP):
+            b_own = tl.zeros([BT, BM], tl.float32)
+            for f in tl.static_range(g * GROUP // E, (g + 1) * GROUP // E):
+                b_own = tl.dot(b_ks[f], b_qs[f], b_own)
+            p_t = (i_head * (D // GROUP) + g) * G + o_slot
+            if MASKED:
+                b_scale = tl.load(scale + p_t, mask=m_t, other=0.0)
+                b_zero = tl.load(zero + p_t, mask=m_t, other=0.0)
+            else:
+                b_scale = tl.load(scale + p_t)
+                b_zero = tl.load(zero + p_t)
+            b_scale = b_scale.to(tl.float32) * (log2_scaling * key_unit(BITS))
+            b_own = b_own * b_scale[:, None] + b_zero.to(tl.float32)[:, None] * (b_totals[g] * log2_scaling)[None, :]
+            if g == 0:
+                b_s = b_own
+            else:
+                b_s += b_own
+        return b_s
 
-    A step takes BT tokens: a page, or what shares the scales of a key channel.
+
+@triton.jit
+def add_values(
+    b_accs, b_zeros, b_vs, b_ps, scale, zero, i_head, i_slot, o_slot, m_t, G: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds a step's values, weighted by probabilities, to the sums by field and (rows alike) by group of zeros.
+
+    ``b_vs`` holds BT / SUB tiles by field, ``b_ps`` as many tiles of probabilities [SUB, BM] as right operands.
     """
-    i_s, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    K_FIELDS: tl.constexpr = 16 // K_BITS
-    V_FIELDS: tl.constexpr = 16 // V_BITS
-    EK: tl.constexpr = D // K_FIELDS
-    EV: tl.constexpr = DV // V_FIELDS
-    V_GROUPS: tl.constexpr = DV // V_GROUP
-    # Fields of values that share a scale.
-    SHARED: tl.constexpr = V_FIELDS // V_GROUPS
-    STEPS: tl.constexpr = G // BT
-    o_m = tl.arange(0, BM)
-    o_t = tl.arange(0, BT)
-    o_k = tl.arange(0, EK)
-    o_v = tl.arange(0, EV)
-    m_m = o_m < SHARE
-    i_row = (i_bh * SPLITS + FIRST + i_s) * SHARE
+    TILES: tl.constexpr = BT // SUB
+    FIELDS: tl.constexpr = len(b_accs)
+    if BITS == 16:
+        for n in tl.static_range(TILES):
+            for f in tl.static_range(FIELDS):
+                b_accs = put(b_accs, f, tl.dot(dotable(b_vs[n * FIELDS + f]), dotable(b_ps[n]), b_accs[f]))
+    else:
+        b_ones = tl.full([16, SUB], 1.0, tl.float16)
+        GROUPS: tl.constexpr = D // GROUP if BITS < 8 else 1
+        for g in tl.static_range(GROUPS):
+            p_t = (i_head * GROUPS + g) * G + o_slot
+            if MASKED:
+                b_scale = tl.load(scale + p_t, mask=m_t, other=0.0)
+            else:
+                b_scale = tl.load(scale + p_t)
+            b_scales = parted(b_scale, TILES, SUB)
+            if BITS < 8:
+                if MASKED:
+                    b_zero = tl.load(zero + p_t, mask=m_t, other=0.0)
+                else:
+                    b_zero = tl.load(zero + p_t)
+                b_lows = parted(b_zero, TILES, SUB)
+                for n in tl.static_range(TILES):
+                    b_zeros = put(b_zeros, g, tl.dot(b_ones, b_ps[n] * b_lows[n][:, None], b_zeros[g]))
+            for n in tl.static_range(TILES):
+                b_p = b_ps[n] * b_scales[n][:, None]
+                for f in tl.static_range(FIELDS):
+                    if BITS == 8 or f * E // GROUP == g:
+                        b_accs = put(b_accs, f, tl.dot(b_vs[n * FIELDS + f], b_p, b_accs[f]))
+    return b_accs, b_zeros
 
-    n_pages = tl.minimum(tl.load(counters + 2 * B + i_b), tl.load(counters + 3 * B + i_b)) // G
-    per_split = (n_pages + PAGED - 1) // PAGED
-    i_first = tl.minimum(i_s * per_split, n_pages)
-    i_end = tl.minimum(i_first + per_split, n_pages)
-    if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-        return
 
-    # Logits in units of ln 2, for exp2.
-    log2_scaling = scaling * 1.4426950408889634
-    p_head = q + i_b * s_qb + (i_h * SHARE + o_m)[None, :] * s_qh
-    b_qs = ()
-    b_total = tl.zeros([BM], tl.float32)
-    for f in tl.static_range(K_FIELDS):
-        # [EK, BM]
-        b_q = tl.load(p_head + (f * EK + o_k)[:, None], mask=m_m[None, :], other=0.0).to(tl.float32) * log2_scaling
-        if K_CHANNEL:
-            b_qs = b_qs + (b_q,)
-        else:
-            b_total += tl.sum(b_q, 0)
-            b_qs = b_qs + ((b_q * weight(f, K_BITS)).to(tl.float16),)
-    b_accs = ()
-    for f in tl.static_range(V_FIELDS):
-        b_accs = b_accs + (tl.zeros([EV, BM], tl.float32),)
-    b_zeros = ()
-    for g in tl.static_range(V_GROUPS):
-        b_zeros = b_zeros + (tl.zeros([BM], tl.float32),)
-    b_top = tl.full([BM], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BM], tl.float32)
-    if MASKED:
-        p_mask = mask + i_b * s_mb + (tl.load(counters + i_b) + S + o_t).to(tl.int64) * s_ml
+@triton.jit
+def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr):
+    """Sums by field as they are: powers of two out, zeros in."""
+    b_outs = ()
+    for f in tl.static_range(len(b_accs)):
+        b_out = b_accs[f] * (field_unit(BITS) * weight(f, BITS))
+        if BITS < 8:
+            b_out += tl.max(b_zeros[f * E // GROUP], 0)[None, :]
+        b_outs = b_outs + (b_out,)
+    return b_outs
 
-    for i_step in tl.range(i_first * STEPS, i_end * STEPS, num_stages=STAGES):
-        i_slot = i_step % STEPS * BT
-        i_head = tl.load(table + i_b * N + i_step // STEPS).to(tl.int64) * H + i_h
-        # [BT, EK] and [EV, BT]
-        b_kw = tl.load(k_codes + i_head * (G * EK) + (i_slot + o_t)[:, None] * EK + o_k[None, :])
-        b_vw = tl.load(v_codes + i_head * (G * EV) + (i_slot + o_t)[None, :] + o_v[:, None] * G)
-        b_ks = unpack(b_kw, K_BITS)
-        if K_CHANNEL:
-            i_group = (i_head * STEPS + i_step % STEPS) * D
-            b_s = tl.zeros([BT, BM], tl.float32)
-            if N4 > 0:
-                # The upper two bits of raised channels: their queries are gathered, not their keys.
-                BR: tl.constexpr = 16 if N4 <= 16 else triton.next_power_of_2(N4)
-                o_r = tl.arange(0, BR)
-                m_r = o_r < N4
-                b_channel = tl.load(k_high_index + i_head * N4 + o_r, mask=m_r, other=0).to(tl.int32)
-                m_q = m_r[:, None] & m_m[None, :]
-                # [BR, BM]
-                b_raised = tl.load(p_head + b_channel[:, None], mask=m_q, other=0.0).to(tl.float32)
-                b_scale = tl.load(k_scale + i_group + b_channel).to(tl.float32) * (4.0 * log2_scaling)
-                b_raised = b_raised * b_scale[:, None]
-                p_high = k_high + i_head * (G // 8 * N4) + (i_slot // 8 + tl.arange(0, BT // 8))[:, None] * N4
-                b_hs = unpack2(tl.load(p_high + o_r[None, :], mask=m_r[None, :], other=0))
-                b_parts = ()
-                for f in tl.static_range(8):
-                    b_parts = b_parts + (tl.dot(b_hs[f], (b_raised * weight(f, 2)).to(tl.float16)),)
-                b_s = stacked(b_parts, BT, BM)
-            b_least = tl.zeros([EK, BM], tl.float32)
-            for f in tl.static_range(K_FIELDS):
-                p_d = i_group + f * EK + o_k
-                b_scale = tl.load(k_scale + p_d).to(tl.float32) * weight(f, K_BITS)
-                b_s = tl.dot(b_ks[f], (b_qs[f] * b_scale[:, None]).to(tl.float16), b_s)
-                b_least += b_qs[f] * tl.load(k_zero + p_d).to(tl.float32)[:, None]
-            b_bias = tl.sum(b_least, 0)
-        else:
-            b_s = tl.zeros([BT, BM], tl.float32)
-            for f in tl.static_range(K_FIELDS):
-                b_s = tl.dot(b_ks[f], b_qs[f], b_s)
-            b_scale = tl.load(k_scale + i_head * G + i_slot + o_t).to(tl.float32) * UNIT
-            b_floor = tl.load(k_zero + i_head * G + i_slot + o_t).to(tl.float32)
-            b_s = b_s * b_scale[:, None] + b_floor[:, None] * b_total[None, :]
-        if MASKED:
-            m_t = tl.load(p_mask + i_step * BT * s_ml) != 0
-            b_s = tl.where(m_t[:, None], b_s, float("-inf"))
-        # With a bias the logits are b_s * UNIT + bias, which the exponent's own multiply-add makes.
-        b_most = tl.max(b_s, 0)
-        if K_CHANNEL:
-            b_most = b_most * UNIT + b_bias
-        b_new = tl.maximum(b_top, b_most)
-        if MASKED:
-            # A page in which nothing is visible, before anything else was.
-            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        else:
-            b_safe = b_new
-        b_shrink = tl.exp2(b_top - b_safe)
-        if K_CHANNEL:
-            b_p = tl.exp2(b_s * UNIT + (b_bias - b_safe)[None, :])
-        else:
-            b_p = tl.exp2(b_s - b_safe[None, :])
-        b_top = b_new
-        b_sum = b_sum * b_shrink + tl.sum(b_p, 0)
-        b_vs = unpack(b_vw, V_BITS)
-        b_old, b_old_zeros, b_accs, b_zeros = b_accs, b_zeros, (), ()
-        for g in tl.static_range(V_GROUPS):
-            p_t = (i_head * V_GROUPS + g) * G + i_slot + o_t
-            b_scale = tl.load(v_scale + p_t).to(tl.float32)
-            b_floor = tl.load(v_zero + p_t).to(tl.float32)
-            b_zeros = b_zeros + (b_old_zeros[g] * b_shrink + tl.sum(b_p * b_floor[:, None], 0),)
-            # 2^8 keeps small probabilities out of f16's own subnormals.
-            b_ps = (b_p * (b_scale * 256.0)[:, None]).to(tl.float16)
-            for f in tl.static_range(g * SHARED, (g + 1) * SHARED):
-                b_accs = b_accs + (tl.dot(b_vs[f], b_ps, b_old[f] * b_shrink[None, :]),)
 
-    p_out = out + (i_row + o_m)[None, :] * DV + o_v[:, None]
-    for f in tl.static_range(V_FIELDS):
-        b_out = b_accs[f] * (UNIT / 256.0 * weight(f, V_BITS)) + b_zeros[f // SHARED][None, :]
-        tl.store(p_out + f * EV, b_out, mask=m_m[None, :])
-    tl.store(out_top + i_row + o_m, b_top * 0.6931471805599453, mask=m_m)
+@triton.jit
+def store_part(
+    out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV: tl.constexpr, BITS: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """A split's part of the result: sums by channel, the maximum (in units of ln 2) and the sum of probabilities."""
+    o_e = tl.arange(0, BE)
+    for f in tl.static_range(len(b_outs)):
+        o_c = channels_of(f, o_e, E, BITS)
+        m_c = (o_e < E) & (o_c < DV)
+        tl.store(out + (i_row + o_m)[None, :] * DV + o_c[:, None], b_outs[f], mask=m_c[:, None] & m_m[None, :])
+    tl.store(out_top + i_row + o_m, b_top, mask=m_m)
     tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+
+
+@triton.jit
+def soft_cap(b_s, softcap):
+    """``softcap * tanh(s / softcap)``; a series near 0, where the exponential form would cancel."""
+    b_y = b_s / softcap
+    b_abs = tl.abs(b_y)
+    b_exp = tl.exp(-2.0 * b_abs)
+    b_far = (1.0 - b_exp) / (1.0 + b_exp)
+    b_sq = b_y * b_y
+    b_near = b_y * (1.0 + b_sq * (-1.0 / 3 + b_sq * (2.0 / 15 + b_sq * (-17.0 / 315 + b_sq * (62.0 / 2835)))))
+    return softcap * tl.where(b_abs < 0.25, b_near, tl.where(b_y < 0.0, -b_far, b_far))
+
+
+@triton.jit
+def visible_logits(
+    b_s, o_x, m_t, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Logits [BT, BM] in units of ln 2 of tokens at row positions ``o_x``, capped and masked: -inf where hidden.
+
+    MASK: 0 causal (up to ``o_last`` of each query), 1 whether visible, 2 added. ROWS: the mask differs by query.
+    """
+    if SOFTCAP:
+        b_s = soft_cap(b_s * (1.0 / LOG2E), softcap) * LOG2E
+    m_s = m_t[:, None] & (o_x[:, None] <= o_last[None, :])
+    if MASK > 0:
+        o_column = tl.minimum(tl.maximum(o_x + i_start, 0), L - 1).to(tl.int64) * s_ml
+        if ROWS:
+            b_mask = tl.load(p_mask + o_column[:, None] + o_mask[None, :], mask=m_s, other=0)
+        else:
+            b_mask = tl.load(p_mask + o_column, mask=m_t, other=0)[:, None]
+        if MASK == 1:
+            m_s = m_s & (b_mask != 0)
+        else:
+            b_s += b_mask.to(tl.float32) * LOG2E
+    return tl.where(m_s, b_s, float("-inf"))

@@ -20,7 +20,6 @@ from ._lib import F16_MAX, fields_of, on_device, power
 
 FP8_MAX = tl.constexpr(448.0)
 F16_TINY = tl.constexpr(2.0**-24)
-NAN = tl.constexpr(float("nan"))
 
 CHANNEL_TILE, CHANNEL_THREAD = 16384, 128
 """Most elements of a tile without a page's ranks, and elements of a thread, where scales are per channel."""
@@ -130,23 +129,6 @@ def is_wide(b_low, b_high):
 
 
 @triton.jit
-def slot_tokens(o_t, GROUP: tl.constexpr, BG: tl.constexpr, SHARED: tl.constexpr):
-    """Token of every slot of a tile of groups padded to BG slots, and whether there is one.
-
-    Where eight tokens share a word of upper bits (SHARED), slots are in the order of its fields.
-    """
-    if BG == GROUP:
-        m_t = o_t >= 0
-    elif SHARED:
-        o_row = o_t % (BG // 8)
-        m_t = o_row < GROUP // 8
-        o_t = o_t // (BG // 8) * (GROUP // 8) + o_row
-    else:
-        m_t = o_t < GROUP
-    return o_t, m_t
-
-
-@triton.jit
 def halving_sum(b_x, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """Sum of [F, T, C] over T as ``x[i] + x[i + n/2]`` until one is left, [F, C]: the same bits on every device."""
     for i in tl.static_range(T.bit_length() - 1):
@@ -212,7 +194,9 @@ def seal_channel_kernel(
     i_g, i_bh, i_e = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
     i_j = i_g * (NG * GROUP)
-    o_t, m_t = slot_tokens(tl.arange(0, NG * BG), GROUP, BG, COUNT4 > 0)
+    o_t = tl.arange(0, NG * BG)
+    # Several groups, or raised channels: no group is padded.
+    m_t = o_t >= 0 if BG == GROUP else o_t < GROUP
     # Three loads at once, before one of them may say that there is nothing to do.
     i_count = tl.load(count + i_b)
     p_column = index + i_b * M + i_j + o_t
@@ -277,14 +261,14 @@ def seal_channel_kernel(
     # NaN does not count in a minimum. [FH, NG, C]
     b_own = b_x
     if BG != GROUP:
-        b_own = tl.where(m_t[None, :, None], b_x, NAN)
+        b_own = tl.where(m_t[None, :, None], b_x, float("nan"))
     b_own = tl.reshape(b_own, (FH, NG, BG, C))
     b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
     if is_wide(b_low, b_high):
         # Loaded once more: hardly ever, and registers for it would cost every page.
         b_column = tl.load(p_column, mask=m_t, other=0)
         b_own = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
-        b_own = tl.where(m_t[None, :, None] & (tl.abs(b_own) <= F16_MAX), b_own, NAN)
+        b_own = tl.where(m_t[None, :, None] & (tl.abs(b_own) <= F16_MAX), b_own, float("nan"))
         b_own = tl.reshape(b_own, (FH, NG, BG, C))
         b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
     # [FH, 1, C]
@@ -320,25 +304,22 @@ def seal_channel_kernel(
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
     if COUNT4 > 0:
-        ROWS: tl.constexpr = GROUP // 8
-        BW: tl.constexpr = BG // 8
-        o_w = tl.arange(0, NG * BW)
-        m_w = o_w % BW < ROWS
-        p_high = high + i_head * (G // 8 * N4) + (i_slot // 8 + o_w // BW * ROWS + o_w % BW) * N4
+        # The tile is a whole page.
+        o_w = tl.arange(0, BT // 8)
+        p_high = high + i_head * (G // 8 * N4) + o_w * N4
         if RAISES:
-            # Eight tokens of a channel share a word. [FH, NG * BW, C]
-            b_upper = tl.reshape(b_code, (FH, NG, 8, BW, C)) >> 2
-            b_upper = tl.sum(b_upper << (tl.arange(0, 8) * 2)[None, None, :, None, None], 2)
-            b_upper = tl.reshape(b_upper, (FH, NG * BW, C)).to(tl.int16)
+            # Eight tokens of a channel share a word. [FH, BT / 8, C]
+            b_upper = tl.reshape(b_code, (FH, 8, BT // 8, C)) >> 2
+            b_upper = tl.sum(b_upper << (tl.arange(0, 8) * 2)[None, :, None, None], 1).to(tl.int16)
             p_upper = p_high[None, :, None] + b_place4[:, None, :]
-            tl.store(p_upper, b_upper, mask=m_w[None, :, None] & m_4[:, None, :])
+            tl.store(p_upper, b_upper, mask=m_4[:, None, :])
             tl.store(high_index + i_head * N4 + b_place4, o_c.to(high_index.dtype.element_ty), mask=m_4)
         if i_e == 0:
             # Ranks that no channel takes hold zeros.
             o_r = tl.arange(0, triton.next_power_of_2(N4))
             m_r = (o_r >= i_used4) & (o_r < N4)
-            b_none = tl.zeros([NG * BW, triton.next_power_of_2(N4)], tl.int16)
-            tl.store(p_high[:, None] + o_r[None, :], b_none, mask=m_w[:, None] & m_r[None, :])
+            b_none = tl.zeros([BT // 8, triton.next_power_of_2(N4)], tl.int16)
+            tl.store(p_high[:, None] + o_r[None, :], b_none, mask=m_r[None, :])
             tl.store(high_index + i_head * N4 + o_r, tl.zeros_like(o_r).to(high_index.dtype.element_ty), mask=m_r)
     if COUNT16 > 0:
         p_full = full + i_head * (G * N16) + (i_slot + o_t) * N16
@@ -398,7 +379,7 @@ def seal_token_kernel(
         K: tl.constexpr = BE // W
         b_own = b_x
         if not EXACT:
-            b_own = tl.where(m_c, b_x, NAN)
+            b_own = tl.where(m_c, b_x, float("nan"))
         # [A, BT, K]
         b_own = tl.reshape(b_own, (A, F, BT, K, W))
         b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
@@ -406,7 +387,7 @@ def seal_token_kernel(
             # Loaded once more: hardly ever, and registers for it would cost every tile.
             b_column = tl.load(p_column, mask=m_t, other=0)
             b_own = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
-            b_own = tl.where(m_c & (tl.abs(b_own) <= F16_MAX), b_own, NAN)
+            b_own = tl.where(m_c & (tl.abs(b_own) <= F16_MAX), b_own, float("nan"))
             b_own = tl.reshape(b_own, (A, F, BT, K, W))
             b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
         b_scale, b_zero = affine_scale(b_low, b_high, m_high)
@@ -425,7 +406,7 @@ def seal_token_kernel(
         b_base = b_inverse
         for i_n in range(D // GROUP):
             m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
-            b_own = tl.where(m_n & (tl.abs(b_x) <= F16_MAX), b_x, NAN)
+            b_own = tl.where(m_n & (tl.abs(b_x) <= F16_MAX), b_x, float("nan"))
             b_scale, b_zero = affine_scale(tl.min(tl.min(b_own, 0), 1), tl.max(tl.max(b_own, 0), 1), m_high)
             p_group = (i_head * (D // GROUP) + i_n) * G + o_slot
             tl.store(scale + p_group, b_scale, mask=m_t)
@@ -525,6 +506,10 @@ def seal_triton(
     stored = named["codes"] if form.bits == 16 else named.get("full", source)
     # Triton's interpreter truncates where bf16 should be rounded.
     if not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype:
+        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs)
+    odd = form.page_size != power(form.page_size) or form.group_size != power(form.group_size)
+    if form.raised_count(4) and odd:
+        # Tokens that share a word would lie in tiles of different shapes.
         return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs)
     assert all(part.is_contiguous() for part in parts), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
@@ -635,13 +620,12 @@ def _seal_channel(
     q_abs: Tensor | None,
 ) -> None:
     group, fields = form.group_size, fields_of(form.bits)
-    shares = form.raised_count(4) > 0 and group != power(group)
-    block = 8 * power(group // 8) if shares else power(group)
-    # Ranks need the whole page; else a group, and no more of the words than a program holds.
-    groups = form.page_size // group if rule else 1
+    block = power(group)
+    # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
+    groups = form.page_size // group if rule or form.raised_count(4) else 1
     words = max(2, power(form.words(head_dim)))
     if not rule:
-        words = max(2, min(words, CHANNEL_TILE // (block * fields)))
+        words = max(2, min(words, CHANNEL_TILE // (groups * block * fields)))
     slices = 1 if rule else triton.cdiv(form.words(head_dim), words)
     seal_channel_kernel[(sizes[-1] // (groups * group), common[3].shape[0] * common[3].shape[1], slices)](
         named["codes"],

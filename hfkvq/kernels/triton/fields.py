@@ -1,0 +1,314 @@
+"""Fields of packed words as operands of a matrix product, and how tiles stand in the registers of one warp.
+
+Codes are never converted. A field of a 16-bit word, masked where it stands, *is* an f16 number: a subnormal, the code
+times a power of two, exactly. Tensor cores take subnormals at full speed, so unpacking two values costs one AND. A
+byte of e4m3, shifted into place, is an f16 number as well, 2^8 too small.
+
+Tiles live in tuples, one for each field. Tokens stand on the long side of every product and queries on the short one,
+so that the unpacked operand stays in registers. Which tensor comes in which layout is the compiler's choice; what is
+written here leads it to layouts in which no value has to move between lanes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+UNIT = tl.constexpr(16777216.0)
+"""2^24: what a subnormal f16 has to be multiplied by to be the integer of its bits."""
+
+Q_SHIFT = tl.constexpr(0.125)
+"""Factor on queries in f16, which keeps the product of a large query and a large scale finite."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def masked(b_w, MASK: tl.constexpr):
+    """A field of words in place, as f16."""
+    return (b_w & MASK).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def unpack2(b_w):
+    """Eight 2-bit fields as f16: fields 0 to 4 times 4^f 2^-24, fields 5 to 7 times 4^(f-5) 2^-24."""
+    if INTERPRETED:
+        b_s = (b_w >> 10) & 0x3F
+        return (
+            masked(b_w, 0x3), masked(b_w, 0xC), masked(b_w, 0x30), masked(b_w, 0xC0), masked(b_w, 0x300),
+            masked(b_s, 0x3), masked(b_s, 0xC), masked(b_s, 0x30),
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 t;
+            and.b32 $0, $8, 0x00030003;
+            and.b32 $1, $8, 0x000c000c;
+            and.b32 $2, $8, 0x00300030;
+            and.b32 $3, $8, 0x00c000c0;
+            and.b32 $4, $8, 0x03000300;
+            shr.u32 t, $8, 10;
+            and.b32 $5, t, 0x00030003;
+            and.b32 $6, t, 0x000c000c;
+            and.b32 $7, t, 0x00300030;
+            }""",
+            constraints="=r,=r,=r,=r,=r,=r,=r,=r,r",
+            args=[b_w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def unpack2_from(b_w, b_shift):
+    """Four 2-bit fields as f16, times 4^i 2^-24: fields 0 to 3 for a shift of 0, fields 4 to 7 for one of 8."""
+    if INTERPRETED:
+        b_w = b_w >> b_shift.to(tl.int16)
+        return masked(b_w, 0x3), masked(b_w, 0xC), masked(b_w, 0x30), masked(b_w, 0xC0)
+    else:
+        # Bits of the upper word get into the upper half of the lower one, which no mask takes.
+        return tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 t;
+            shr.u32 t, $4, $5;
+            and.b32 $0, t, 0x00030003;
+            and.b32 $1, t, 0x000c000c;
+            and.b32 $2, t, 0x00300030;
+            and.b32 $3, t, 0x00c000c0;
+            }""",
+            constraints="=r,=r,=r,=r,r,r,r",
+            args=[b_w, b_shift],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def unpack4(b_w):
+    """Four 4-bit fields as f16: even fields times 2^-24, odd ones times 16 2^-24."""
+    if INTERPRETED:
+        b_s = (b_w >> 8) & 0xFF
+        return masked(b_w, 0xF), masked(b_w, 0xF0), masked(b_s, 0xF), masked(b_s, 0xF0)
+    else:
+        return tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 t;
+            and.b32 $0, $4, 0x000f000f;
+            and.b32 $1, $4, 0x00f000f0;
+            shr.u32 t, $4, 8;
+            and.b32 $2, t, 0x000f000f;
+            and.b32 $3, t, 0x00f000f0;
+            }""",
+            constraints="=r,=r,=r,=r,r",
+            args=[b_w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def unpack8(b_w):
+    """Low and high byte, numbers in e4m3, as f16 times 2^-8: exact, subnormals included."""
+    if INTERPRETED:
+        b_low = ((b_w << 8) & -0x8000) | ((b_w & 0x7F) << 7)
+        b_high = (b_w & -0x8000) | ((b_w >> 1) & 0x3F80)
+        return b_low.to(tl.int16).to(tl.float16, bitcast=True), b_high.to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 s, t;
+            shr.u32 t, $2, 1;
+            lop3.b32 t, $2, t, 0x80008000, 0xe4;
+            and.b32 $1, t, 0xbf80bf80;
+            shl.b32 s, $2, 8;
+            shl.b32 t, $2, 7;
+            lop3.b32 t, s, t, 0x80008000, 0xe4;
+            and.b32 $0, t, 0xbf80bf80;
+            }""",
+            constraints="=r,=r,r",
+            args=[b_w],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.constexpr_function
+def weight(f, bits):
+    """What field ``f`` has to be multiplied by, beside `field_unit`, to be its code."""
+    return {2: 0.25 ** (f % 5), 4: 0.0625 ** (f % 2)}.get(bits, 1.0)
+
+
+@triton.constexpr_function
+def field_unit(bits):
+    """What every field has to be multiplied by to be its code (or its number, for 8 and 16 bits)."""
+    return {8: 256.0, 16: 1.0}.get(bits, 16777216.0)
+
+
+@triton.constexpr_function
+def key_unit(bits):
+    """What raw logits of `pages.half_queries` have to be multiplied by."""
+    return 1.0 if bits == 16 else field_unit(bits) / 0.125
+
+
+@triton.constexpr_function
+def words_of(head_dim, bits):
+    """E, elements of a field. Integers: a token's words. 8 and 16 bits: a part of them, at most 128 bytes a row."""
+    words = head_dim * bits // 16
+    return words if bits < 8 else min(words & -words, 4 * bits)
+
+
+@triton.constexpr_function
+def fields_of(head_dim, bits):
+    """Fields that a token's channels make."""
+    return 16 // bits if bits < 8 else head_dim // words_of(head_dim, bits)
+
+
+@triton.jit
+def dotable(b_x):
+    """An operand the interpreter can multiply: it has no bf16 arithmetic."""
+    if INTERPRETED and b_x.dtype == tl.bfloat16:
+        return b_x.to(tl.float32)
+    else:
+        return b_x
+
+
+@triton.jit
+def stacked(b_parts, BT: tl.constexpr, BM: tl.constexpr):
+    """Tiles of the same shape, one below the other: [BT, BM]; as many as a power of two."""
+    if len(b_parts) == 1:
+        return b_parts[0]
+    else:
+        N: tl.constexpr = len(b_parts) // 2
+        R: tl.constexpr = BT // N
+        b_pairs = ()
+        for i in tl.static_range(N):
+            b_pair = tl.permute(tl.join(b_parts[2 * i], b_parts[2 * i + 1]), (2, 0, 1))
+            b_pairs = b_pairs + (tl.reshape(b_pair, (R, BM)),)
+        return stacked(b_pairs, BT, BM)
+
+
+@triton.jit
+def parted(b_x, PARTS: tl.constexpr, E: tl.constexpr):
+    """A vector as PARTS vectors of E elements, in order."""
+    if PARTS == 1:
+        return (b_x,)
+    else:
+        b_first, b_last = tl.split(tl.permute(tl.reshape(b_x, (2, PARTS // 2 * E)), (1, 0)))
+        return parted(b_first, PARTS // 2, E) + parted(b_last, PARTS // 2, E)
+
+
+@triton.jit
+def put(xs, AT: tl.constexpr, x):
+    """The tuple with ``x`` in place of element AT."""
+    ys = ()
+    for i in tl.static_range(len(xs)):
+        if i == AT:
+            ys = ys + (x,)
+        else:
+            ys = ys + (xs[i],)
+    return ys
+
+
+@triton.jit
+def as_operand(b_p, BT: tl.constexpr, BM: tl.constexpr):
+    """The same 16-bit tensor, but no longer as a product leaves it: as the right operand of the next one takes it.
+
+    Lanes hold rows of an accumulator and columns of a right operand. `movmatrix` turns blocks of 8 x 8 within the
+    warp, and the views after it say so to the compiler, which would otherwise go through shared memory.
+    """
+    if not INTERPRETED:
+        b_p = tl.inline_asm_elementwise(
+            asm="movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            constraints="=r,r",
+            args=[b_p],
+            dtype=b_p.dtype,
+            # Not element by element: it must not be moved to where tiles stand otherwise.
+            is_pure=False,
+            pack=2,
+        )
+        b_p = tl.permute(tl.reshape(b_p, (BT // 8, 8, BM // 8, 8)), (0, 3, 2, 1))
+        b_p = tl.reshape(b_p, (BT, BM))
+    return b_p
+
+
+@triton.jit
+def as_product(b_x, BT: tl.constexpr, BM: tl.constexpr):
+    """The same f32 tensor, standing as a product leaves it, whatever was loaded or selected in between."""
+    if not INTERPRETED:
+        b_x = tl.dot(tl.zeros([BT, 16], tl.float16), tl.zeros([16, BM], tl.float16), b_x)
+    return b_x
+
+
+@triton.jit
+def channels_of(f: tl.constexpr, o_e, E: tl.constexpr, BITS: tl.constexpr):
+    """Channel of every element of field ``f`` of E elements."""
+    if BITS == 8:
+        # Two fields share E words: the low and the high bytes.
+        return f // 2 * (2 * E) + 2 * o_e + f % 2
+    else:
+        return f * E + o_e
+
+
+@triton.jit
+def query_fields(
+    p_q, m_q, D: tl.constexpr, FIELDS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BITS: tl.constexpr,
+    BM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Queries of 16 rows ``p_q`` as FIELDS tiles f32 [BE, BM], rotated in blocks of ROTATE channels (0: not at all).
+
+    A product with the identity costs little and puts them where the right operand of the next product wants them; a
+    product with a Hadamard matrix of the field rotates on the way, and fields combine by butterflies. The factor
+    ROTATE^-1/2 is left to the caller.
+    """
+    o_e = tl.arange(0, BE)
+    if ROTATE == 0:
+        b_turn = (o_e[:, None] == o_e[None, :]).to(tl.float32)
+    else:
+        WITHIN: tl.constexpr = ROTATE if ROTATE < E else E
+        o_bits = o_e[:, None] & o_e[None, :] & (WITHIN - 1)
+        # The sign is the parity of the bits in common.
+        o_bits = o_bits ^ (o_bits >> 4)
+        o_bits = o_bits ^ (o_bits >> 2)
+        o_bits = o_bits ^ (o_bits >> 1)
+        m_block = o_e[:, None] // WITHIN == o_e[None, :] // WITHIN
+        b_turn = tl.where(m_block, 1.0 - 2.0 * (o_bits & 1).to(tl.float32), 0.0)
+    b_qs = ()
+    for f in tl.static_range(FIELDS):
+        o_c = channels_of(f, o_e, E, BITS)
+        m_c = (o_e < E) & (o_c < D)
+        # [16, BE]
+        b_q = tl.load(p_q[:, None] + o_c[None, :], mask=m_q[:, None] & m_c[None, :], other=0.0)
+        if b_q.dtype == tl.float32:
+            if INTERPRETED:
+                b_q = tl.dot(b_q, b_turn, input_precision="ieee")
+            else:
+                # Two halves of 8 bits of mantissa each.
+                b_high = b_q.to(tl.bfloat16)
+                b_low = (b_q - b_high.to(tl.float32)).to(tl.bfloat16)
+                b_q = tl.dot(b_low, b_turn.to(tl.bfloat16), tl.dot(b_high, b_turn.to(tl.bfloat16)))
+        else:
+            b_q = tl.dot(dotable(b_q), dotable(b_turn.to(b_q.dtype)))
+        if BM == 8:
+            # [BE, BM]
+            b_q, _ = tl.split(tl.permute(tl.reshape(b_q, (2, BM, BE)), (2, 1, 0)))
+        else:
+            b_q = tl.permute(b_q, (1, 0))
+        b_qs = b_qs + (b_q,)
+    if ROTATE > E:
+        for i in tl.static_range(FIELDS):
+            # Stage i combines fields that stand 2^i apart, as long as they are of one block.
+            if (1 << i) * E < ROTATE:
+                b_next = ()
+                for f in tl.static_range(FIELDS):
+                    if f & (1 << i):
+                        b_next = b_next + (b_qs[f - (1 << i)] - b_qs[f],)
+                    else:
+                        b_next = b_next + (b_qs[f] + b_qs[f + (1 << i)],)
+                b_qs = b_next
+    return b_qs

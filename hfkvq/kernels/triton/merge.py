@@ -1,0 +1,109 @@
+"""The end of every decode attention: splits joined by their maxima and sums, and rotated back."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ._lib import power
+from .fields import LOG2E
+
+
+@triton.jit(do_not_specialize=["SPLITS"])
+def merge_kernel(
+    part, part_top, part_sum, sinks, out, SPLITS, norm,
+    HQ: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    ROTATE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One query: splits weighted by 2^(top - common top), over the sum of all weights and the sink logit.
+
+    The sum is rotated back in blocks of ROTATE channels (0: not at all).
+    """
+    i_m, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_row = i_bh * SPLITS * ROWS + i_m
+    o_s = tl.arange(0, BS)
+    o_d = tl.arange(0, BD)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_acc = tl.zeros([BD], tl.float32)
+    b_sum = tl.zeros([1], tl.float32)
+    b_top = tl.full([1], float("-inf"), tl.float32)
+    if sinks is not None:
+        i_hq = i_bh * (ROWS // Q) % HQ + i_m // Q
+        b_top = tl.zeros([1], tl.float32) + tl.load(sinks + i_hq).to(tl.float32) * LOG2E
+        b_sum += 1.0
+    for i_s in range(0, SPLITS, BS):
+        p_s = i_row + (i_s + o_s) * ROWS
+        b_tops = tl.load(part_top + p_s, mask=i_s + o_s < SPLITS, other=float("-inf"))
+        # A split without tokens stores a top of -inf and nothing else.
+        m_s = b_tops > float("-inf")
+        b_new = tl.maximum(b_top, tl.max(b_tops, 0))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = tl.where(b_top == float("-inf"), 0.0, tl.exp2(b_top - b_safe))
+        # [BS]
+        b_weight = tl.where(m_s, tl.exp2(b_tops - b_safe), 0.0)
+        b_sums = tl.load(part_sum + p_s, mask=m_s, other=0.0)
+        # [BS, BD]
+        b_part = tl.load(part + p_s[:, None] * DV + o_d[None, :], mask=m_s[:, None] & (o_d < DV)[None, :], other=0.0)
+        b_sum = b_sum * b_shrink + tl.sum(b_weight * b_sums, 0)
+        b_acc = b_acc * b_shrink + tl.sum(b_weight[:, None] * b_part, 0)
+        b_top = b_new
+    b_acc = b_acc / tl.maximum(b_sum, 1e-30)
+    if ROTATE > 0:
+        # Sums and differences of channels that stand 2^i apart.
+        for i in tl.static_range(0, 10):
+            if (1 << i) < ROTATE:
+                b_pair = tl.permute(tl.reshape(b_acc, (BD >> (i + 1), 2, 1 << i)), (0, 2, 1))
+                b_upper, b_lower = tl.split(b_pair)
+                b_pair = tl.join(b_upper + b_lower, b_upper - b_lower)
+                b_acc = tl.reshape(tl.permute(b_pair, (0, 2, 1)), (BD,))
+        b_acc = b_acc * norm
+    p_out = out + (i_bh * ROWS + i_m) * DV + o_d
+    tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
+
+
+def merge_splits(
+    part: Tensor, part_top: Tensor, part_sum: Tensor, sinks: Tensor | None, out: Tensor, rotate: int, dependent: bool
+) -> None:
+    """Merges splits into ``out``.
+
+    Args:
+        part: f32 (B * H, splits, rows, D), weighted sums of values of each split.
+        part_top: f32 (B * H, splits, rows), largest logit of each split in units of ln 2, -inf for an empty one.
+        part_sum: f32 (B * H, splits, rows), sums of probabilities.
+        sinks: (Hq,) logits that join the denominator, or None.
+        out: (B, Hq, Q, D), written.
+        rotate: Hadamard block of the values, 0 for none.
+        dependent: whether the launch before is the kernel that writes the splits, and says when this one may start.
+    """
+    programs, splits, rows, value_dim = part.shape
+    merge_kernel[(rows, programs)](
+        part,
+        part_top,
+        part_sum,
+        sinks,
+        out,
+        splits,
+        rotate**-0.5 if rotate else 1.0,
+        HQ=out.shape[1],
+        ROWS=rows,
+        Q=out.shape[2],
+        DV=value_dim,
+        BS=16 if splits <= 32 else 64,
+        BD=power(value_dim),
+        ROTATE=rotate,
+        PDL=dependent,
+        num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+def mask_arguments(mask: Tensor | None, q: Tensor) -> tuple[Tensor, list[int], int, int]:
+    """The mask as kernels read it: tensor, four strides (0 where it broadcasts), length, kind."""
+    if mask is None:
+        return q, [0, 0, 0, 0], 1, 0
+    kind = 2 if mask.is_floating_point() else 1
+    strides = [stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)]
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, strides, mask.shape[-1], kind
