@@ -367,8 +367,14 @@ def test_tiles_take_the_main_kernel(name):
     assert is_served(case.store, q, case.dtype, case.value_dim)
 
 
-@pytest.mark.parametrize("kind", ["none", "bool", "queries"])
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("tiles")])
+BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [
+    (name, kind)
+    for name in ("tiles-2c-raised-4", "tiles-4t", "tiles-2c-groups", "tiles-two-runs-q2", "tiles-q3-r7")
+    for kind in ("bool", "queries")
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), BY_THE_PAGE)
 def test_pages_by_the_page(triton_backend, name, kind):
     """Small stores are taken in blocks, side by side, where a GPU has room; here full pages go through their loop."""
     from hfkvq.kernels.triton import configs

@@ -6,6 +6,7 @@ block each of what is *loose*: the sink, the tail, and pages that are not full o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -42,14 +43,19 @@ from .pages import (
     key_fields,
     raised_fields,
     raised_logits,
-    raised_query,
+    raised_queries,
+    raised_scales,
     store_part,
     token_logits,
     value_fields,
     visible_logits,
     whole_logits,
+    whole_queries,
     whole_sums,
 )
+
+SMALL = 2048
+"""Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
 
 PROGRAM_COST = 2.0
 """What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
@@ -92,19 +98,21 @@ def attend_pages(
     BEK: tl.constexpr = FORMATS[I][11]
     BEV: tl.constexpr = FORMATS[I][12]
     STAGES: tl.constexpr = FORMATS[I][13]
+    # A turn of the loop loads BT tokens and takes them in parts, each with a maximum of its own.
+    PART: tl.constexpr = FORMATS[I][14]
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
     V_GROUPS: tl.constexpr = DV // V_GROUP if V_BITS < 8 else 0
     STEPS: tl.constexpr = G // BT
-    TILES: tl.constexpr = BT // SUB
+    TILES: tl.constexpr = PART // SUB
     # Fields of raised channels' words that a tile of tokens has.
     COUNT: tl.constexpr = 8 * SUB // G
     # Logits stay raw where nothing but the exponent uses them.
     RAW: tl.constexpr = K_CHANNEL and MASK == 0 and not SOFTCAP and not CAUSAL
     o_sub = tl.arange(0, SUB)
-    o_t = tl.arange(0, BT)
+    o_t = tl.arange(0, PART)
     m_sub = o_sub < SUB
     log2_scaling = scaling * LOG2E
     b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
@@ -122,79 +130,85 @@ def attend_pages(
     for i_step in tl.range(i_first * STEPS, i_end * STEPS, num_stages=STAGES):
         i_slot = i_step % STEPS * BT
         i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
-        b_logits = ()
-        b_biases = ()
-        b_vs = ()
-        if K_CHANNEL:
-            b_scales = channel_meta(k_scale, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
-            b_lows = channel_meta(k_zero, i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
         if N4 > 0:
             b_highs = raised_fields(k_high, i_head, i_slot, G, N4, B4, BT)
-        for n in tl.static_range(TILES):
-            o_slot = i_slot + n * SUB + o_sub
-            b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
+            b_raised, b_channel = raised_queries(p_head, m_m, k_high_index + i_head * N4, N4, B4)
+        if N16 > 0:
+            b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16)
+        for h in tl.static_range(BT // PART):
+            b_logits = ()
+            b_biases = ()
+            b_vs = ()
             if K_CHANNEL:
-                b_s = tl.zeros([SUB, BM], tl.float32)
-                if N4 > 0:
-                    p_group = k_scale + (i_head * (G // K_GROUP) + (i_slot + n * SUB) // K_GROUP) * D
-                    b_q = raised_query(p_head, m_m, k_high_index + i_head * N4, p_group, N4, B4, 4.0)
-                    b_s = raised_logits(b_highs, b_q, n * COUNT, COUNT, SUB, BM)
-                if N16 > 0:
-                    b_s += whole_logits(p_head, m_m, k_full, k_full_index, i_head, o_slot, G, N16, B16)
-                b_s, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_s, K_BITS, BEK, BM, n * K_FIELDS)
-                b_bias = b_bias * log2_scaling
-                if not RAW:
-                    b_s = b_s * unit + b_bias[None, :]
-            else:
-                b_s = token_logits(
-                    b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_sub, log2_scaling, D, G, K_BITS,
-                    K_GROUP, EK, SUB, BM, False,
-                )  # fmt: skip
-                b_bias = b_top
-            if MASK > 0 or SOFTCAP or CAUSAL:
-                i_j = i_step * BT + n * SUB
-                o_x = i_j + o_sub + S
-                if not ORDERED:
-                    o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub)
-                b_s = visible_logits(
-                    b_s, o_x, m_sub, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
-                )
-            b_logits = b_logits + (b_s,)
-            b_biases = b_biases + (b_bias,)
-            b_vs = b_vs + value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
+                b_scales = channel_meta(k_scale, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
+                b_lows = channel_meta(k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
+            for n in tl.static_range(TILES):
+                o_slot = i_slot + h * PART + n * SUB + o_sub
+                b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
+                if K_CHANNEL:
+                    b_s = tl.zeros([SUB, BM], tl.float32)
+                    if N4 > 0:
+                        p_group = k_scale + (i_head * (G // K_GROUP) + (i_slot + h * PART + n * SUB) // K_GROUP) * D
+                        b_q = b_raised * raised_scales(p_group, b_channel, N4, B4)[:, None]
+                        b_s = raised_logits(b_highs, b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
+                    if N16 > 0:
+                        b_s += whole_logits(b_wholes, k_full, i_head, o_slot, G, N16, B16)
+                    b_s, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_s, K_BITS, BEK, BM, n * K_FIELDS)
+                    b_bias = b_bias * log2_scaling
+                    if not RAW:
+                        b_s = b_s * unit + b_bias[None, :]
+                else:
+                    b_s = token_logits(
+                        b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_sub, log2_scaling, D, G, K_BITS,
+                        K_GROUP, EK, SUB, BM, False,
+                    )  # fmt: skip
+                    b_bias = b_top
+                if MASK > 0 or SOFTCAP or CAUSAL:
+                    i_j = i_step * BT + h * PART + n * SUB
+                    o_x = i_j + o_sub + S
+                    if not ORDERED:
+                        o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub)
+                    b_s = visible_logits(
+                        b_s, o_x, m_sub, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
+                    )
+                b_logits = b_logits + (b_s,)
+                b_biases = b_biases + (b_bias,)
 
-        b_new = b_top
-        for n in tl.static_range(TILES):
-            b_most = tl.max(b_logits[n], 0)
-            if RAW:
-                b_most = b_most * unit + b_biases[n]
-            b_new = tl.maximum(b_new, b_most)
-        b_safe = b_new
-        if MASK > 0 or CAUSAL:
-            # A step in which nothing is visible, before anything else was.
-            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink = tl.exp2(b_top - b_safe)[None, :]
-        b_top = b_new
-        b_ps = ()
-        b_sum = b_sum * b_shrink
-        for n in tl.static_range(TILES):
-            if RAW:
-                b_p = tl.exp2(b_logits[n] * unit + (b_biases[n] - b_safe)[None, :])
-            else:
-                b_p = tl.exp2(b_logits[n] - b_safe[None, :])
-                if MASK > 0 or CAUSAL:
-                    b_p = as_product(b_p, SUB, BM)
-            b_p = as_operand(b_p.to(DTYPE if V_BITS == 16 else tl.float16), SUB, BM)
-            b_ps = b_ps + (b_p,)
-            b_sum = tl.dot(b_ones, dotable(b_p), b_sum)
-        for f in tl.static_range(V_FIELDS):
-            b_accs = put(b_accs, f, b_accs[f] * b_shrink)
-        for g in tl.static_range(V_GROUPS):
-            b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
-        b_accs, b_zeros = add_values(
-            b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot, i_slot + o_t, o_t < BT, G, DV, V_BITS,
-            V_GROUP, EV, BT, SUB, False,
-        )  # fmt: skip
+            b_new = b_top
+            for n in tl.static_range(TILES):
+                b_most = tl.max(b_logits[n], 0)
+                if RAW:
+                    b_most = b_most * unit + b_biases[n]
+                b_new = tl.maximum(b_new, b_most)
+            b_safe = b_new
+            if MASK > 0 or CAUSAL:
+                # A step in which nothing is visible, before anything else was.
+                b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_shrink = tl.exp2(b_top - b_safe)[None, :]
+            b_top = b_new
+            b_ps = ()
+            b_sum = b_sum * b_shrink
+            for n in tl.static_range(TILES):
+                if RAW:
+                    b_p = tl.exp2(b_logits[n] * unit + (b_biases[n] - b_safe)[None, :])
+                else:
+                    b_p = tl.exp2(b_logits[n] - b_safe[None, :])
+                    if MASK > 0 or CAUSAL:
+                        b_p = as_product(b_p, SUB, BM)
+                b_p = as_operand(b_p.to(DTYPE if V_BITS == 16 else tl.float16), SUB, BM)
+                b_ps = b_ps + (b_p,)
+                b_sum = tl.dot(b_ones, dotable(b_p), b_sum)
+                # Not before: registers are short while logits are made.
+                o_slot = i_slot + h * PART + n * SUB + o_sub
+                b_vs = b_vs + value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
+            for f in tl.static_range(V_FIELDS):
+                b_accs = put(b_accs, f, b_accs[f] * b_shrink)
+            for g in tl.static_range(V_GROUPS):
+                b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
+            b_accs, b_zeros = add_values(
+                b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART + o_t, o_t < PART, G, DV,
+                V_BITS, V_GROUP, EV, PART, SUB, False,
+            )  # fmt: skip
 
     b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
     store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
@@ -311,11 +325,13 @@ def attend_loose(
                     b_own = tl.zeros([BR, BM], tl.float32)
                     if N4 > 0:
                         p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
-                        b_q = raised_query(p_head, m_m, run[6] + i_head * N4, p_group, N4, B4, 4.0)
+                        b_raised, b_channel = raised_queries(p_head, m_m, run[6] + i_head * N4, N4, B4)
+                        b_q = b_raised * raised_scales(p_group, b_channel, N4, B4)[:, None]
                         b_highs = raised_fields(run[5], i_head, i_slot, G, N4, B4, BR)
                         b_own = raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
                     if N16 > 0:
-                        b_own += whole_logits(p_head, m_m, run[7], run[8], i_head, o_slot, G, N16, B16)
+                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
+                        b_own += whole_logits(b_wholes, run[7], i_head, o_slot, G, N16, B16)
                     b_own, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_own, K_BITS, BEK, BM, 0)
                     b_own = b_own * (log2_scaling * key_unit(K_BITS)) + (b_bias * log2_scaling)[None, :]
                 else:
@@ -346,7 +362,7 @@ def attend_loose(
                 b_vs = value_fields(run[9], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
                 b_accs, b_zeros = add_values(
                     zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_GROUPS, 16, BM), b_vs, b_ps, run[10], run[11], i_head,
-                    i_slot, i_slot + o_r, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
+                    i_slot + o_r, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
                 )  # fmt: skip
                 b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
                 for f in tl.static_range(V_FIELDS):
@@ -471,23 +487,26 @@ def decode_kernel(
 
 
 @lru_cache(maxsize=4096)
-def split_count(pages: int, rows: int, resident: int) -> int:
-    """Splits of a row's pages: programs that run side by side should end together.
+def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
+    """Splits of each run's pages: programs that run side by side should end together.
 
-    The time of a split count is that of its waves of programs, each as long as a program's pages and what a program
-    costs besides.
+    A program takes the time of its pages and of what it costs besides, and programs come in waves.
 
     Args:
-        pages: most pages of a row.
-        rows: rows, KV heads and tiles of queries: what is multiplied by the split count.
+        pages: most pages of a row in each run.
+        rows: rows, KV heads and tiles of queries: what multiplies the splits.
         resident: programs that the GPU runs at a time.
     """
-    most = min(pages, max(1, -(-5 * resident // rows)))
+    longest = max(pages)
+    # More than five waves gain nothing.
+    least = max(1, -(-longest * rows // (5 * resident)))
 
-    def cost(splits: int) -> tuple[float, int]:
-        return (-(-splits * rows // resident) * (-(-pages // splits) + PROGRAM_COST), splits)
+    def cost(share: int) -> float:
+        programs = rows * sum(-(-count // share) for count in pages)
+        return -(-programs // resident) * (share + PROGRAM_COST)
 
-    return min(range(1, most + 1), key=cost, default=0)
+    share = min(range(least, longest + 1), key=cost, default=1)
+    return [-(-count // share) for count in pages]
 
 
 def _low_bit(x: int) -> int:
@@ -528,22 +547,28 @@ def is_served(form: StoreFormat, q: Tensor, dtype: torch.dtype, value_dim: int) 
 def _format_constants(
     keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int, stages: int, room: int, step: int = 0
 ) -> tuple[Any, ...]:
-    """A run's pair of formats as `decode_kernel` takes it; ``room`` is shared memory for one program."""
+    """A run's pair of formats as `decode_kernel` takes it, then the shared memory that its loop needs of ``room``."""
     channel = keys.axis == "channel" and keys.bits < 8
     bits = max(keys.bits, values.bits)
+    room4, room16 = keys.raised_room(4), keys.raised_room(16)
     # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
     coarse = bits == 2 and (not channel or keys.group_size == keys.page_size)
-    step = min(keys.page_size, step or (128 if coarse else 32 if bits == 16 else 64))
-    size = step * (head_dim * (keys.bits + 32 // min(keys.group_size, 32)) + value_dim * values.bits) // 8
-    if bits < 8 and 2 * size > room:
-        stages = min(stages, 3)
+    # Words of raised channels hold tokens from all over the page.
+    step = 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64
+    step = min(keys.page_size, step)
+    size = room4 // 4 + 2 * room16
+    for fmt, dim in ((keys, head_dim), (values, value_dim)):
+        size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
+    size = math.ceil(step * size)
+    buffers = max(1, (stages - 1) // 2)
+    if bits < 8 and buffers * size + SMALL > room:
+        stages, buffers = min(stages, 3), 1
 
     def width(fmt: PageFormat, dim: int) -> int:
         if fmt.bits < 8:
             return max(16, power(fmt.words(dim)))
         return min(4 * fmt.bits, _low_bit(dim * fmt.bits // 16))
 
-    room4, room16 = keys.raised_room(4), keys.raised_room(16)
     return (
         keys.bits,
         channel,
@@ -553,12 +578,14 @@ def _format_constants(
         values.bits,
         values.group_size if values.bits < 8 else value_dim,
         step,
-        min(keys.group_size, step) if channel else step,
+        min(keys.group_size, step, 128 if coarse else 64) if channel else step,
         max(16, power(room4)),
         max(16, power(room16)),
         width(keys, head_dim),
         width(values, value_dim),
         stages,
+        step if coarse else min(step, 64),
+        buffers * size + SMALL,
     )
 
 
@@ -616,7 +643,13 @@ def decode_attention_triton(
     sms = multiprocessors(q.device)
     knobs = [lookup(q.device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     block = min(knobs[0]["loose"], page)
-    resident = sms * knobs[0]["programs_per_sm"]
+    memory = shared_memory(q.device)
+    room = memory // knobs[0]["programs_per_sm"]
+    formats = [
+        _format_constants(*own, head_dim, value_dim, knob["stages"], room, knob["step"])
+        for own, knob in zip(form.runs, knobs, strict=True)
+    ]
+    resident = sms * min(knobs[0]["programs_per_sm"], *(memory // own[15] for own in formats))
     rows_of_programs = batch * heads * tiles
     most_pages = [view.table.shape[1] for view in views]
     tail = max(held[2].shape[2], held[3].shape[2])
@@ -631,7 +664,7 @@ def decode_attention_triton(
         rests = [0 if form.ordered else pages * (page // block) for pages in most_pages]
         loose += blocks if form.ordered else 0
     else:
-        paged = [split_count(pages, rows_of_programs, resident) for pages in most_pages]
+        paged = split_counts(tuple(most_pages), rows_of_programs, resident)
         rests = [rest] * len(views)
     pairs = [range(at, min(at + 2, len(views))) for at in range(0, len(views), 2)]
     splits = sum(paged) + loose + sum(rests)
@@ -643,7 +676,6 @@ def decode_attention_triton(
     out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
     dependent = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
     unquantized = PageFormat(16, "token", 1, page)
-    room = shared_memory(q.device) // knobs[0]["programs_per_sm"] - 1024
     plain = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
     first = 0
     with on_device(q):
@@ -681,7 +713,7 @@ def decode_attention_triton(
                         )
                         for i in own
                     ),
-                    plain,
+                    plain[:15],
                 ),
                 AT=own[0],
                 TOTAL=len(views),

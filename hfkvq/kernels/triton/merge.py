@@ -17,14 +17,14 @@ def merge_kernel(
     HQ: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
     ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query: splits weighted by 2^(top - common top), over the sum of all weights and the sink logit.
+    """BD channels of one query: splits weighted by 2^(top - common top), over the sum of weights and the sink logit.
 
-    The sum is rotated back in blocks of ROTATE channels (0: not at all).
+    The sum is rotated back in blocks of ROTATE channels (0: not at all); then BD holds them all.
     """
-    i_m, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_m, i_bh, i_d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_row = i_bh * SPLITS * ROWS + i_m
     o_s = tl.arange(0, BS)
-    o_d = tl.arange(0, BD)
+    o_d = i_d * BD + tl.arange(0, BD)
     if PDL:
         tl.extra.cuda.gdc_wait()
     b_acc = tl.zeros([BD], tl.float32)
@@ -37,6 +37,9 @@ def merge_kernel(
     for i_s in range(0, SPLITS, BS):
         p_s = i_row + (i_s + o_s) * ROWS
         b_tops = tl.load(part_top + p_s, mask=i_s + o_s < SPLITS, other=float("-inf"))
+        # Asked for without waiting for the maxima. [BS, BD]
+        m_part = (i_s + o_s < SPLITS)[:, None] & (o_d < DV)[None, :]
+        b_part = tl.load(part + p_s[:, None] * DV + o_d[None, :], mask=m_part, other=0.0)
         # A split without tokens stores a top of -inf and nothing else.
         m_s = b_tops > float("-inf")
         b_new = tl.maximum(b_top, tl.max(b_tops, 0))
@@ -44,11 +47,9 @@ def merge_kernel(
         b_shrink = tl.where(b_top == float("-inf"), 0.0, tl.exp2(b_top - b_safe))
         # [BS]
         b_weight = tl.where(m_s, tl.exp2(b_tops - b_safe), 0.0)
-        b_sums = tl.load(part_sum + p_s, mask=m_s, other=0.0)
-        # [BS, BD]
-        b_part = tl.load(part + p_s[:, None] * DV + o_d[None, :], mask=m_s[:, None] & (o_d < DV)[None, :], other=0.0)
+        b_sums = tl.where(m_s, tl.load(part_sum + p_s, mask=i_s + o_s < SPLITS, other=0.0), 0.0)
         b_sum = b_sum * b_shrink + tl.sum(b_weight * b_sums, 0)
-        b_acc = b_acc * b_shrink + tl.sum(b_weight[:, None] * b_part, 0)
+        b_acc = b_acc * b_shrink + tl.sum(tl.where(m_s[:, None], b_weight[:, None] * b_part, 0.0), 0)
         b_top = b_new
     b_acc = b_acc / tl.maximum(b_sum, 1e-30)
     if ROTATE > 0:
@@ -79,7 +80,9 @@ def merge_splits(
         dependent: whether the launch before is the kernel that writes the splits, and says when this one may start.
     """
     programs, splits, rows, value_dim = part.shape
-    merge_kernel[(rows, programs)](
+    # Where splits are many and rows few, channels share the work; a rotation needs all of them.
+    width = power(value_dim) if rotate or splits <= 32 else min(32, power(value_dim))
+    merge_kernel[(rows, programs, triton.cdiv(value_dim, width))](
         part,
         part_top,
         part_sum,
@@ -91,11 +94,11 @@ def merge_splits(
         ROWS=rows,
         Q=out.shape[2],
         DV=value_dim,
-        BS=16 if splits <= 32 else 64,
-        BD=power(value_dim),
+        BS=max(16, min(power(splits), 8192 // width)),
+        BD=width,
         ROTATE=rotate,
         PDL=dependent,
-        num_warps=4,
+        num_warps=4 if splits <= 32 else 8,
         **({"launch_pdl": True} if dependent else {}),
     )
 

@@ -169,14 +169,19 @@ def channel_logits(
 
 
 @triton.jit
-def raised_query(p_q, m_m, index, scale, R: tl.constexpr, BR: tl.constexpr, FACTOR: tl.constexpr):
-    """Queries of raised channels as an f16 operand [BR, BM], times their scales: gathered, so that keys need not be."""
+def raised_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr):
+    """Queries [BR, BM] of raised channels in f16, times 4, and the channels: gathered, so that keys need not be."""
     o_r = tl.arange(0, BR)
     m_r = o_r < R
     b_channel = tl.load(index + o_r, mask=m_r, other=0).to(tl.int32)
     b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0).to(tl.float32)
-    b_q = (b_q * (FACTOR * Q_SHIFT)).to(tl.float16)
-    return b_q * tl.load(scale + b_channel, mask=m_r, other=0.0)[:, None]
+    return (b_q * (4.0 * Q_SHIFT)).to(tl.float16), b_channel
+
+
+@triton.jit
+def raised_scales(scale, b_channel, R: tl.constexpr, BR: tl.constexpr):
+    """Scales of raised channels in a group: [BR]."""
+    return tl.load(scale + b_channel, mask=tl.arange(0, BR) < R, other=0.0)
 
 
 @triton.jit
@@ -211,20 +216,25 @@ def raised_logits(b_fields, b_q, FIRST: tl.constexpr, COUNT: tl.constexpr, SUB: 
 
 
 @triton.jit
-def whole_logits(p_q, m_m, full, full_index, i_head, o_slot, G: tl.constexpr, N16: tl.constexpr, BR: tl.constexpr):
+def whole_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr):
+    """Queries [BR, BM] of the channels kept in 16 bits, as they are."""
+    o_r = tl.arange(0, BR)
+    m_r = o_r < R
+    b_channel = tl.load(index + o_r, mask=m_r, other=0).to(tl.int32)
+    return tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0)
+
+
+@triton.jit
+def whole_logits(b_q, full, i_head, o_slot, G: tl.constexpr, N16: tl.constexpr, BR: tl.constexpr):
     """Logits [SUB, BM] of the channels kept in 16 bits, in the units of raw logits."""
     o_r = tl.arange(0, BR)
-    m_r = o_r < N16
-    b_channel = tl.load(full_index + i_head * N16 + o_r, mask=m_r, other=0).to(tl.int32)
-    b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0)
     p_x = full + i_head * (G * N16) + o_slot[:, None] * N16 + o_r[None, :]
-    b_x = tl.load(p_x, mask=m_r[None, :], other=0.0)
+    b_x = tl.load(p_x, mask=(o_r < N16)[None, :], other=0.0)
     if b_x.dtype == tl.bfloat16:
         # bf16 has the exponents of f32, so the unit folds into the query.
-        b_q = (b_q.to(tl.float32) * (Q_SHIFT / UNIT)).to(tl.bfloat16)
-        return tl.dot(dotable(b_x), dotable(b_q))
+        return tl.dot(dotable(b_x), dotable((b_q.to(tl.float32) * (Q_SHIFT / UNIT)).to(tl.bfloat16)))
     else:
-        return tl.dot(b_x, b_q.to(b_x.dtype)) * (Q_SHIFT / UNIT)
+        return tl.dot(b_x, b_q.to(tl.float16)) * (Q_SHIFT / UNIT)
 
 
 @triton.jit
@@ -271,7 +281,7 @@ def token_logits(
 
 @triton.jit
 def add_values(
-    b_accs, b_zeros, b_vs, b_ps, scale, zero, i_head, i_slot, o_slot, m_t, G: tl.constexpr, D: tl.constexpr,
+    b_accs, b_zeros, b_vs, b_ps, scale, zero, i_head, o_slot, m_t, G: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
