@@ -36,6 +36,7 @@ from .general import general_decode
 from .merge import mask_arguments, merge_splits
 from .pages import (
     add_values,
+    add_whole_logits,
     channel_logits,
     channel_meta,
     group_totals,
@@ -49,7 +50,6 @@ from .pages import (
     token_logits,
     value_fields,
     visible_logits,
-    whole_logits,
     whole_queries,
     whole_sums,
 )
@@ -133,6 +133,11 @@ def attend_pages(
         if N4 > 0:
             b_highs = raised_fields(k_high, i_head, i_slot, G, N4, B4, BT)
             b_raised, b_channel = raised_queries(p_head, m_m, k_high_index + i_head * N4, N4, B4)
+            # Asked for now, used when the other bits are done.
+            b_risen = ()
+            for n in tl.static_range(BT // SUB):
+                p_group = k_scale + (i_head * (G // K_GROUP) + (i_slot + n * SUB) // K_GROUP) * D
+                b_risen = b_risen + (raised_scales(p_group, b_channel, N4, B4),)
         if N16 > 0:
             b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16)
         for h in tl.static_range(BT // PART):
@@ -147,13 +152,12 @@ def attend_pages(
                 b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
                 if K_CHANNEL:
                     b_s = tl.zeros([SUB, BM], tl.float32)
-                    if N4 > 0:
-                        p_group = k_scale + (i_head * (G // K_GROUP) + (i_slot + h * PART + n * SUB) // K_GROUP) * D
-                        b_q = b_raised * raised_scales(p_group, b_channel, N4, B4)[:, None]
-                        b_s = raised_logits(b_highs, b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
-                    if N16 > 0:
-                        b_s += whole_logits(b_wholes, k_full, i_head, o_slot, G, N16, B16)
                     b_s, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_s, K_BITS, BEK, BM, n * K_FIELDS)
+                    if N16 > 0:
+                        b_s = add_whole_logits(b_s, b_wholes, k_full, i_head, o_slot, G, N16, B16)
+                    if N4 > 0:
+                        b_q = b_raised * b_risen[h * TILES + n][:, None]
+                        b_s += raised_logits(b_highs, b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
                     b_bias = b_bias * log2_scaling
                     if not RAW:
                         b_s = b_s * unit + b_bias[None, :]
@@ -323,16 +327,16 @@ def attend_loose(
                     b_scales = channel_meta(run[3], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_lows = channel_meta(run[4], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_own = tl.zeros([BR, BM], tl.float32)
+                    b_own, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_own, K_BITS, BEK, BM, 0)
+                    if N16 > 0:
+                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
+                        b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, o_slot, G, N16, B16)
                     if N4 > 0:
                         p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
                         b_raised, b_channel = raised_queries(p_head, m_m, run[6] + i_head * N4, N4, B4)
                         b_q = b_raised * raised_scales(p_group, b_channel, N4, B4)[:, None]
                         b_highs = raised_fields(run[5], i_head, i_slot, G, N4, B4, BR)
-                        b_own = raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
-                    if N16 > 0:
-                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
-                        b_own += whole_logits(b_wholes, run[7], i_head, o_slot, G, N16, B16)
-                    b_own, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_own, K_BITS, BEK, BM, 0)
+                        b_own += raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
                     b_own = b_own * (log2_scaling * key_unit(K_BITS)) + (b_bias * log2_scaling)[None, :]
                 else:
                     b_totals = ()
@@ -372,7 +376,7 @@ def attend_loose(
 
 @triton.jit(
     do_not_specialize=[
-        "L", "WK", "WV", "SPLITS", "LOOSE", "REST0", "REST1", "PAGES0", "PAGES1", "TABLE0", "TABLE1", "FIRST"
+        "B", "L", "WK", "WV", "SPLITS", "LOOSE", "REST0", "REST1", "PAGES0", "PAGES1", "TABLE0", "TABLE1", "FIRST"
     ]
 )  # fmt: skip
 def decode_kernel(

@@ -225,16 +225,16 @@ def whole_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
-def whole_logits(b_q, full, i_head, o_slot, G: tl.constexpr, N16: tl.constexpr, BR: tl.constexpr):
-    """Logits [SUB, BM] of the channels kept in 16 bits, in the units of raw logits."""
+def add_whole_logits(b_s, b_q, full, i_head, o_slot, G: tl.constexpr, N16: tl.constexpr, BR: tl.constexpr):
+    """Raw logits [SUB, BM] with those of the channels kept in 16 bits added."""
     o_r = tl.arange(0, BR)
     p_x = full + i_head * (G * N16) + o_slot[:, None] * N16 + o_r[None, :]
     b_x = tl.load(p_x, mask=(o_r < N16)[None, :], other=0.0)
     if b_x.dtype == tl.bfloat16:
         # bf16 has the exponents of f32, so the unit folds into the query.
-        return tl.dot(dotable(b_x), dotable((b_q.to(tl.float32) * (Q_SHIFT / UNIT)).to(tl.bfloat16)))
+        return tl.dot(dotable(b_x), dotable((b_q.to(tl.float32) * (Q_SHIFT / UNIT)).to(tl.bfloat16)), b_s)
     else:
-        return tl.dot(b_x, b_q.to(tl.float16)) * (Q_SHIFT / UNIT)
+        return b_s + tl.dot(b_x, b_q.to(tl.float16)) * (Q_SHIFT / UNIT)
 
 
 @triton.jit
