@@ -20,10 +20,11 @@ from .split_kv import FAILURES
 
 GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "decode": {
-        "programs_per_sm": (16, 24, 32, 48),
-        "stages": (2, 3, 4, 5, 6),
-        "loose": (16, 32, 64),
+        "programs_per_sm": (4, 6, 8, 12),
+        "stages": (2, 3, 5, 7),
         "max_registers": (0, 128, 168),
+        "page_loop": (0, 1),
+        "step": (0, 64, 128),
     }
 }
 """Values tried for each knob, one knob at a time; then the best of each together."""

@@ -53,12 +53,7 @@ def test_key_of_leaves_page_and_raised_channels_out():
 
 
 def test_a_gpu_without_a_row_has_the_defaults(gpu):
-    assert configs.lookup(GPU, "decode", KEY) == {
-        "programs_per_sm": 32,
-        "stages": 5,
-        "loose": 32,
-        "max_registers": 0,
-    }
+    assert configs.lookup(GPU, "decode", KEY) == configs.DEFAULTS["decode"]
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
@@ -68,13 +63,13 @@ def test_every_class_knows_every_knob(gpu, capability):
     assert list(knobs) == list(configs.DEFAULTS["decode"])
     assert all(knobs[name] >= least for name, least in configs.LEAST.items())
     # Less shared memory, fewer loads in flight.
-    assert knobs["stages"] == {8: 3 if capability == (8, 0) else 2, 12: 2}.get(capability[0], 5)
+    assert knobs["stages"] == {8: 3, 12: 3}.get(capability[0], 5)
 
 
 def test_the_interpreter_gets_small_numbers_and_no_file(file):
     write(file, {configs.gpu_key("cpu"): {"decode": {KEY: {"stages": 4}}}})
     knobs = configs.lookup(CPU, "decode", KEY)
-    assert (knobs["programs_per_sm"], knobs["stages"], knobs["loose"]) == (2, 1, 32)
+    assert (knobs["programs_per_sm"], knobs["stages"]) == (4, 1)
 
 
 def test_lookup_is_cached_and_read_only(gpu, monkeypatch):
@@ -92,9 +87,9 @@ def test_an_unknown_kernel_is_refused():
 
 def test_the_file_wins_over_the_class_for_its_gpu_and_key_alone(gpu, file):
     gpu("Synthetic 80", 8, 0)
-    write(file, {f"Synthetic 80, Triton {version('triton')}": {"decode": {KEY: {"stages": 4, "loose": 16}}}})
+    write(file, {f"Synthetic 80, Triton {version('triton')}": {"decode": {KEY: {"stages": 4, "step": 64}}}})
     knobs = configs.lookup(GPU, "decode", KEY)
-    assert (knobs["stages"], knobs["loose"], knobs["programs_per_sm"]) == (4, 16, 32)
+    assert (knobs["stages"], knobs["step"], knobs["programs_per_sm"]) == (4, 64, 8)
     assert configs.lookup(GPU, "decode", "4c128/4t128,D128,N8")["stages"] == 3
     gpu("Synthetic 80 Super", 8, 0)
     assert configs.lookup(GPU, "decode", KEY)["stages"] == 3
@@ -138,12 +133,12 @@ def test_saving_keeps_what_is_there(gpu, file):
     assert configs.save(GPU, {"decode": {KEY: {"stages": 3}}}) == file
     assert configs.lookup(GPU, "decode", KEY)["stages"] == 3
     gpu("Synthetic 2", 8, 9)
-    configs.save(GPU, {"decode": {"other": {"loose": 64}}})
+    configs.save(GPU, {"decode": {"other": {"step": 64}}})
     configs.save(GPU, {"decode": {KEY: {"stages": 4}}})
     saved = json.loads(file.read_text(encoding="utf-8"))
     assert saved == {
         configs.gpu_key("Synthetic 9000"): {"decode": {KEY: {"stages": 3}}},
-        configs.gpu_key("Synthetic 2"): {"decode": {"other": {"loose": 64}, KEY: {"stages": 4}}},
+        configs.gpu_key("Synthetic 2"): {"decode": {"other": {"step": 64}, KEY: {"stages": 4}}},
     }
     assert [path.name for path in file.parent.iterdir()] == ["tuning.json"]
 
@@ -172,11 +167,11 @@ def test_a_user_without_a_home_has_no_file(gpu, monkeypatch):
 
 def test_override_wins_and_nests():
     before = configs.lookup(CPU, "decode", KEY)
-    with configs.override("decode", None, stages=7, loose=8):
+    with configs.override("decode", None, stages=7, step=8):
         assert configs.lookup(CPU, "decode", "other")["stages"] == 7
         with configs.override("decode", KEY, stages=3):
             knobs = configs.lookup(CPU, "decode", KEY)
-            assert (knobs["stages"], knobs["loose"]) == (3, 8)
+            assert (knobs["stages"], knobs["step"]) == (3, 8)
             assert configs.lookup(CPU, "decode", "other")["stages"] == 7
         assert configs.lookup(CPU, "decode", KEY)["stages"] == 7
     assert configs.lookup(CPU, "decode", KEY) == before

@@ -12,7 +12,7 @@ from hfkvq.kernels.triton import configs
 
 CPU = torch.device("cpu")
 KEY = "2c128/2t128,D128,N8"
-START = {"programs_per_sm": 32, "stages": 5, "loose": 32, "max_registers": 0}
+START = dict(configs.DEFAULTS["decode"])
 
 
 def search(model, start=START):
@@ -42,25 +42,25 @@ def test_grid_and_knobs_are_the_same():
 
 
 def test_the_best_of_each_knob_are_tried_together():
-    found, said = search(lambda knobs: [100.0 + 5 * abs(knobs["stages"] - 3) + abs(knobs["programs_per_sm"] - 24)])
-    assert found.after == {**START, "stages": 3, "programs_per_sm": 24}
-    assert found.share == pytest.approx(100 / 118)
-    assert said[-1] == f"{KEY} programs_per_sm 24, stages 3"
+    found, said = search(lambda knobs: [100.0 + 5 * abs(knobs["stages"] - 3) + abs(knobs["programs_per_sm"] - 6)])
+    assert found.after == {**START, "stages": 3, "programs_per_sm": 6}
+    assert found.share == pytest.approx(100 / 112)
+    assert said[-1] == f"{KEY} programs_per_sm 6, stages 3"
 
 
 def test_knobs_that_only_help_apart_are_not_joined():
     def model(knobs):
         changed = [name for name in START if knobs[name] != START[name]]
-        return [{(): 100.0, ("stages",): 90.0, ("loose",): 80.0}.get(tuple(changed), 120.0)]
+        return [{(): 100.0, ("stages",): 90.0, ("step",): 80.0}.get(tuple(changed), 120.0)]
 
     found, _ = search(model)
     assert found.after["stages"] == 5
-    assert found.after["loose"] != 32
+    assert found.after["step"] != 0
     assert found.share == pytest.approx(0.8)
 
 
 def test_less_than_two_per_cent_is_noise():
-    found, _ = search(lambda knobs: [99.0 if knobs["loose"] == 64 else 100.0])
+    found, _ = search(lambda knobs: [99.0 if knobs["step"] == 64 else 100.0])
     assert (found.after, found.share) == (START, 1.0)
 
 
@@ -73,12 +73,12 @@ def test_all_shapes_count_the_same():
 
 def test_what_the_gpu_has_no_room_for_is_passed_over():
     def model(knobs):
-        if knobs["stages"] == 6:
+        if knobs["stages"] == 7:
             raise RuntimeError("out of resource: shared memory")
-        return [100.0 - 10 * (knobs["stages"] == 4)]
+        return [100.0 - 10 * (knobs["stages"] == 3)]
 
     found, _ = search(model)
-    assert found.after["stages"] == 4
+    assert found.after["stages"] == 3
 
 
 def test_tune_finds_the_variants_that_formats_use(monkeypatch):
@@ -93,7 +93,7 @@ def test_tune_finds_the_variants_that_formats_use(monkeypatch):
 
     def time_calls(calls, replays):
         knobs = calls[0]()
-        return Timing(1, 100.0 - knobs["loose"] if knobs else 0.0, 1, 1, 1, replays)
+        return Timing(1, 500.0 - knobs["step"] if knobs else 0.0, 1, 1, 1, replays)
 
     monkeypatch.setattr(tune, "fill", lambda name, keys, values: Store({"kitty-pro": "kitty"}.get(name, name)))
     monkeypatch.setattr(tune, "store_calls", store_calls)
@@ -102,13 +102,13 @@ def test_tune_finds_the_variants_that_formats_use(monkeypatch):
     shapes = [Shape(1, 64, heads=1, kv_heads=1, head_dim=16), Shape(2, 64, heads=1, kv_heads=1, head_dim=16)]
     said = []
     findings = tune.tune(["kitty", "kitty-pro", "int4"], shapes, CPU, lambda what, share: said.append(what))
-    assert [(finding.kernel, finding.key, finding.after["loose"]) for finding in findings] == [
-        ("decode", "int4", 64),
-        ("decode", "kitty", 64),
+    assert [(finding.kernel, finding.key, finding.after["step"]) for finding in findings] == [
+        ("decode", "int4", 128),
+        ("decode", "kitty", 128),
     ]
     first_timing = next(i for i, what in enumerate(said) if what.startswith(("int4", "kitty")))
     assert any(what.startswith("compiling") for what in said[:first_timing])
     assert not any(what.startswith(("compiling", "filling")) for what in said[first_timing:])
     # Nothing stays overridden.
-    assert configs.lookup(CPU, "decode", "kitty")["loose"] == 32
-    assert tune.to_save(findings)["decode"]["kitty"]["loose"] == 64
+    assert configs.lookup(CPU, "decode", "kitty")["step"] == 0
+    assert tune.to_save(findings)["decode"]["kitty"]["step"] == 128

@@ -57,6 +57,9 @@ from .pages import (
 SMALL = 2048
 """Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
 
+BLOCK = 32
+"""Tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
+
 PROGRAM_COST = 2.0
 """What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
 
@@ -646,7 +649,6 @@ def decode_attention_triton(
 
     sms = multiprocessors(q.device)
     knobs = [lookup(q.device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
-    block = min(knobs[0]["loose"], page)
     memory = shared_memory(q.device)
     room = memory // knobs[0]["programs_per_sm"]
     formats = [
@@ -657,15 +659,15 @@ def decode_attention_triton(
     rows_of_programs = batch * heads * tiles
     most_pages = [view.table.shape[1] for view in views]
     tail = max(held[2].shape[2], held[3].shape[2])
-    loose = triton.cdiv(form.sink, block)
+    loose = triton.cdiv(form.sink, BLOCK)
     # What one side has sealed ahead of the other is still in the other's tail.
-    loose += triton.cdiv(tail + (page + queries if form.ordered else 0), block)
-    rest = 0 if form.ordered else page // block
-    blocks = sum(most_pages) * (page // block)
+    loose += triton.cdiv(tail + (page + queries if form.ordered else 0), BLOCK)
+    rest = 0 if form.ordered else page // BLOCK
+    blocks = sum(most_pages) * (page // BLOCK)
     if (blocks + loose) * rows_of_programs <= resident and not knobs[0]["page_loop"]:
         # So little that all of it is taken in blocks, side by side.
         paged = [0] * len(views)
-        rests = [0 if form.ordered else pages * (page // block) for pages in most_pages]
+        rests = [0 if form.ordered else pages * (page // BLOCK) for pages in most_pages]
         loose += blocks if form.ordered else 0
     else:
         paged = split_counts(tuple(most_pages), rows_of_programs, resident)
@@ -729,7 +731,7 @@ def decode_attention_triton(
                 S=form.sink,
                 G=page,
                 BM=columns,
-                BR=block,
+                BR=BLOCK,
                 MASK=mask_kind,
                 ROWS=mask_strides[1] != 0 or mask_strides[2] != 0,
                 SOFTCAP=softcap > 0,
