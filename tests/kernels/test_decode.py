@@ -142,6 +142,7 @@ CASES = {
     ),
     "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
+    "8t-groups": Case(runs="8t32p32/8t16p32", dtype=torch.bfloat16),
     "r1": Case(share=1),
     "r5": Case(share=5),
     "r7-q3": Case(share=7, queries=3),
@@ -265,6 +266,44 @@ def test_softcap(backend, name, softcap):
     got = decode(layer, backend, 0.2, mask, None, softcap)
     exact = attend(layer, torch.float64, 0.2, mask, None, softcap)
     assert_as_good_as_torch(got, exact, attend(layer, layer.case.dtype, 0.2, mask, None, softcap))
+
+
+@pytest.mark.parametrize("loop", [0, 1])
+def test_small_values_of_small_probability(triton_backend, loop):
+    """Where one token has most of the weight, the many others still add up: nothing of fp8 values is lost."""
+    from hfkvq.kernels.triton import configs
+
+    case = Case(
+        runs="16t64p128/8t64p128", heads=1, head_dim=64, value_dim=64, dtype=torch.float16, sink=0, tail=(16, 16),
+        lengths=[512], starts=[0], keys=[[512]], values=[[512]],
+    )  # fmt: skip
+    layer = build(case)
+    layer.q = torch.zeros_like(layer.q)
+    layer.q[..., 0] = 1.0
+    keys, scale = layer.runs[1], layer.runs[-1]
+    keys.masked_fill_(keys.isnan(), 0.0)[..., 0] = 0.0
+    keys[layer.runs[0][0, 1].long(), :, 7, 0] = 8.0
+    layer.dense_keys[..., 0] = 0.0
+    layer.dense_keys[:, :, 128 + 7, 0] = 8.0
+    # As stored: the scale that is left has rounded.
+    small = (scale.double() / 512).half()
+    factor = small.double() / scale.double()
+    scale.copy_(small)
+    layer.dense_values *= factor[layer.runs[0][0].long()].transpose(0, 1).reshape(1, 1, 512, 1)
+    exact, plain = attend(layer, torch.float64, 1.0), attend(layer, torch.float16, 1.0)
+    with configs.override("decode", None, page_loop=loop):
+        assert_as_good_as_torch(decode(layer, triton_backend, 1.0), exact, plain)
+
+
+def test_any_room_of_shared_memory_will_do(triton_backend):
+    """A program that asks for more than there is counts as one that runs alone."""
+    from hfkvq.kernels.triton import configs
+
+    case = Case(runs="16t256p32/16t256p32", heads=1, head_dim=256, value_dim=256, dtype=torch.float16)
+    layer = build(case)
+    with configs.override("decode", None, stages=5 if triton_backend.type == "cpu" else 1):
+        got = decode(layer, triton_backend, 0.1)
+    assert_as_good_as_torch(got, attend(layer, torch.float64, 0.1), attend(layer, case.dtype, 0.1))
 
 
 @pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "values-lag", "two-runs", "rotated-blocks"])

@@ -525,7 +525,8 @@ def _side_is_served(fmt: PageFormat, head_dim: int) -> bool:
     if fmt.bits == 16:
         return _low_bit(head_dim) >= 16
     if fmt.bits == 8:
-        return _low_bit(head_dim // 2) >= 16
+        # One scale a token.
+        return _low_bit(head_dim // 2) >= 16 and fmt.group_size == head_dim
     words = fmt.words(head_dim)
     if words * 16 != head_dim * fmt.bits:
         return False
@@ -655,7 +656,8 @@ def decode_attention_triton(
         _format_constants(*own, head_dim, value_dim, knob["stages"], room, knob["step"])
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
-    resident = sms * min(knobs[0]["programs_per_sm"], *(memory // own[15] for own in formats))
+    # At least one: where loads are not asynchronous, they take no shared memory.
+    resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // own[15] for own in formats)))
     rows_of_programs = batch * heads * tiles
     most_pages = [view.table.shape[1] for view in views]
     tail = max(held[2].shape[2], held[3].shape[2])

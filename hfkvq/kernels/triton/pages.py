@@ -304,6 +304,9 @@ def add_values(
                 b_scale = tl.load(scale + p_t, mask=m_t, other=0.0)
             else:
                 b_scale = tl.load(scale + p_t)
+            if BITS == 8:
+                # Scales of e4m3 are small, and so are probabilities: their product would be lost among subnormals.
+                b_scale = b_scale * field_unit(BITS)
             b_scales = parted(b_scale, TILES, SUB)
             if BITS < 8:
                 if MASKED:
@@ -326,9 +329,9 @@ def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.c
     """Sums by field as they are: powers of two out, zeros in."""
     b_outs = ()
     for f in tl.static_range(len(b_accs)):
-        b_out = b_accs[f] * (field_unit(BITS) * weight(f, BITS))
+        b_out = b_accs[f]
         if BITS < 8:
-            b_out += tl.max(b_zeros[f * E // GROUP], 0)[None, :]
+            b_out = b_out * (field_unit(BITS) * weight(f, BITS)) + tl.max(b_zeros[f * E // GROUP], 0)[None, :]
         b_outs = b_outs + (b_out,)
     return b_outs
 
