@@ -127,7 +127,7 @@ def attend_pages(
     b_accs = zero_tiles(V_FIELDS, BEV, BM)
     b_zeros = zero_tiles(V_GROUPS, 16, BM)
     b_sum = tl.zeros([16, BM], tl.float32)
-    b_ones = dotable(tl.full([16, SUB], 1.0, DTYPE if V_BITS == 16 else tl.float16))
+    b_ones = dotable(tl.full([16, SUB], 1.0, tl.float32).to(DTYPE if V_BITS == 16 else tl.float16))
     b_top = tl.full([BM], float("-inf"), tl.float32)
 
     for i_step in tl.range(i_first * STEPS, i_end * STEPS, num_stages=STAGES):

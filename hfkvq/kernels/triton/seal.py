@@ -17,6 +17,7 @@ from ..dispatch import reference
 from ..pages import PageFormat
 from ..seal import RULES, channel_widths
 from ._lib import F16_MAX, fields_of, on_device, power
+from .fields import INTERPRETED
 
 FP8_MAX = tl.constexpr(448.0)
 F16_TINY = tl.constexpr(2.0**-24)
@@ -117,6 +118,9 @@ def inverse_of(b_scale):
 def affine_codes(b_x, b_inverse, b_zero, levels):
     """``floor((x - zero) / scale + 1/2)`` as i32, clamped to [0, levels]; 0 for NaN."""
     b_code = (b_x - b_zero) * b_inverse + 0.5
+    if INTERPRETED:
+        # GPUs drop NaN in a maximum; not every interpreter does.
+        b_code = tl.where(b_code == b_code, b_code, 0.0)
     # Clamped first: then the conversion's truncation is the floor, and the maximum has dropped NaN.
     return tl.minimum(tl.maximum(b_code, 0.0), levels).to(tl.int32)
 
@@ -125,6 +129,9 @@ def affine_codes(b_x, b_inverse, b_zero, levels):
 def is_wide(b_low, b_high):
     """Whether any group's range leaves f16 (scalar)."""
     m_wide = (b_low < -F16_MAX) | (b_high > F16_MAX)
+    if INTERPRETED:
+        # GPUs leave NaN out of a minimum, and so do some interpreters; others return it.
+        m_wide = m_wide | (b_low != b_low) | (b_high != b_high)
     return tl.max(tl.ravel(m_wide.to(tl.int32)), 0) > 0
 
 
@@ -268,9 +275,9 @@ def seal_channel_kernel(
         # Loaded once more: hardly ever, and registers for it would cost every page.
         b_column = tl.load(p_column, mask=m_t, other=0)
         b_own = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
-        b_own = tl.where(m_t[None, :, None] & (tl.abs(b_own) <= F16_MAX), b_own, float("nan"))
-        b_own = tl.reshape(b_own, (FH, NG, BG, C))
-        b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
+        m_own = m_t[None, :, None] & (tl.abs(b_own) <= F16_MAX)
+        b_low = tl.min(tl.reshape(tl.where(m_own, b_own, float("inf")), (FH, NG, BG, C)), 2)
+        b_high = tl.max(tl.reshape(tl.where(m_own, b_own, float("-inf")), (FH, NG, BG, C)), 2)
     # [FH, 1, C]
     m_high = (m_4 | (LEVELS == 15))[:, None, :]
     b_scale, b_zero = affine_scale(b_low, b_high, m_high)
@@ -387,9 +394,10 @@ def seal_token_kernel(
             # Loaded once more: hardly ever, and registers for it would cost every tile.
             b_column = tl.load(p_column, mask=m_t, other=0)
             b_own = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
-            b_own = tl.where(m_c & (tl.abs(b_own) <= F16_MAX), b_own, float("nan"))
-            b_own = tl.reshape(b_own, (A, F, BT, K, W))
-            b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
+            m_own = m_c & (tl.abs(b_own) <= F16_MAX)
+            b_low = tl.reshape(tl.where(m_own, b_own, float("inf")), (A, F, BT, K, W))
+            b_high = tl.reshape(tl.where(m_own, b_own, float("-inf")), (A, F, BT, K, W))
+            b_low, b_high = tl.min(tl.min(b_low, 1), 3), tl.max(tl.max(b_high, 1), 3)
         b_scale, b_zero = affine_scale(b_low, b_high, m_high)
         o_n = (tl.arange(0, A) * K)[:, None, None] + tl.arange(0, K)[None, None, :]
         p_group = (i_head * (D // GROUP) + o_n) * G + o_slot[None, :, None]
@@ -406,8 +414,11 @@ def seal_token_kernel(
         b_base = b_inverse
         for i_n in range(D // GROUP):
             m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
-            b_own = tl.where(m_n & (tl.abs(b_x) <= F16_MAX), b_x, float("nan"))
-            b_scale, b_zero = affine_scale(tl.min(tl.min(b_own, 0), 1), tl.max(tl.max(b_own, 0), 1), m_high)
+            m_n = m_n & (tl.abs(b_x) <= F16_MAX)
+            b_low = tl.min(tl.min(tl.where(m_n, b_x, float("inf")), 0), 1)
+            b_high = tl.max(tl.max(tl.where(m_n, b_x, float("-inf")), 0), 1)
+            b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+            m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
             p_group = (i_head * (D // GROUP) + i_n) * G + o_slot
             tl.store(scale + p_group, b_scale, mask=m_t)
             tl.store(zero + p_group, b_zero, mask=m_t)
