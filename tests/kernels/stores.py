@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -87,14 +88,17 @@ def _order(case: Case, row: int) -> list[Tensor]:
     return [torch.cat([a.sort().values, b.sort().values]) + case.sink for a, b in zip(old, new, strict=True)]
 
 
-def build(case: Case, seed: int = 0) -> Layer:
-    """Puts random tokens where the case says they are; everything else holds NaN."""
+def build(case: Case, seed: int = 0, change: Callable[[str, Tensor], Tensor] | None = None) -> Layer:
+    """Puts random tokens where the case says they are; everything else holds NaN.
+
+    ``change`` may replace what a side ("keys" or "values") is given, f32 (B, H, L, D).
+    """
     torch.manual_seed(seed)
     store, batch, longest = case.store, len(case.lengths), max(case.lengths)
     sides = {}
     for side, dim in (("keys", case.head_dim), ("values", case.value_dim)):
         x = torch.randn(batch, case.heads, longest, dim) * torch.rand(dim).mul(3).exp() / 4
-        sides[side] = x.to(case.dtype)
+        sides[side] = (x if change is None else change(side, x)).to(case.dtype)
     orders = [_order(case, row) for row in range(batch)]
 
     flat: list[Tensor] = []

@@ -428,3 +428,41 @@ def test_pages_by_the_page(triton_backend, name, kind):
     for programs in (1, 4) if triton_backend.type == "cuda" else (1,):
         with configs.override("decode", None, page_loop=1, programs_per_sm=programs):
             assert_as_good_as_torch(decode(layer, triton_backend, scaling, mask), exact, plain)
+
+
+def outliers(side, x):
+    """Some key channels, and some values' channels, are a thousand times the others."""
+    x[..., 5::37] *= 1000.0
+    return x
+
+
+def constant(side, x):
+    """Groups of tokens, and whole tokens, without any range."""
+    x[:, :, 32:64] = 0.75
+    x[:, :, 70] = -2.0
+    return x
+
+
+def huge_token(side, x):
+    """One token among the sealed ones is huge."""
+    x[:, :, 40] *= 2000.0
+    return x
+
+
+def tiny(side, x):
+    """Key scales of subnormal f16, and values whose products with probabilities come near to that."""
+    return x * 1e-3 if side == "values" else x * 1e-5
+
+
+def equal_keys(side, x):
+    """Every token weighs the same."""
+    return x[:, :, :1].expand_as(x).clone() if side == "keys" else x
+
+
+@pytest.mark.parametrize("change", [outliers, constant, huge_token, tiny, equal_keys])
+@pytest.mark.parametrize("name", ["tiles-2c-raised-4", "tiles-2c-groups", "tiles-4t-blocks", "tiles-8t"])
+def test_adverse_data(triton_backend, name, change):
+    layer = build(CASES[name], change=change)
+    scaling = layer.case.head_dim**-0.5
+    exact, plain = attend(layer, torch.float64, scaling), attend(layer, layer.case.dtype, scaling)
+    assert_as_good_as_torch(decode(layer, triton_backend, scaling), exact, plain)

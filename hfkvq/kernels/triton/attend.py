@@ -1,0 +1,471 @@
+"""Decode attention in one launch over everything a layer holds.
+
+Programs of one warp. Some take full pages, in a loop that never branches and whose loads run ahead; the others take a
+block each of what is *loose*: the sink, the tail, and pages that are not full or that only one side has sealed.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .fields import (
+    LOG2E,
+    as_operand,
+    as_product,
+    channels_of,
+    dotable,
+    fields_of,
+    key_unit,
+    put,
+    query_fields,
+    words_of,
+)
+from .pages import (
+    add_values,
+    add_whole_logits,
+    channel_logits,
+    channel_meta,
+    group_totals,
+    half_queries,
+    key_fields,
+    raised_fields,
+    raised_logits,
+    raised_queries,
+    raised_scales,
+    store_part,
+    token_logits,
+    value_fields,
+    visible_logits,
+    whole_queries,
+    whole_sums,
+)
+
+
+@triton.jit
+def zero_tiles(COUNT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
+    """COUNT tiles [R, BM] of zeros."""
+    b_tiles = ()
+    for _ in tl.static_range(COUNT):
+        b_tiles = b_tiles + (tl.zeros([R, BM], tl.float32),)
+    return b_tiles
+
+
+@triton.jit
+def attend_pages(
+    run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start,
+    o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Full pages ``i_first`` to ``i_end`` of one row's run against the queries of a KV head."""
+    table, pos = run[0], run[1]
+    k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index = (
+        run[2], run[3], run[4], run[5], run[6], run[7], run[8],
+    )  # fmt: skip
+    v_codes, v_scale, v_zero = run[9], run[10], run[11]
+    K_BITS: tl.constexpr = FORMATS[I][0]
+    K_CHANNEL: tl.constexpr = FORMATS[I][1]
+    K_GROUP: tl.constexpr = FORMATS[I][2]
+    N4: tl.constexpr = FORMATS[I][3]
+    N16: tl.constexpr = FORMATS[I][4]
+    V_BITS: tl.constexpr = FORMATS[I][5]
+    V_GROUP: tl.constexpr = FORMATS[I][6]
+    BT: tl.constexpr = FORMATS[I][7]
+    SUB: tl.constexpr = FORMATS[I][8]
+    B4: tl.constexpr = FORMATS[I][9]
+    B16: tl.constexpr = FORMATS[I][10]
+    BEK: tl.constexpr = FORMATS[I][11]
+    BEV: tl.constexpr = FORMATS[I][12]
+    STAGES: tl.constexpr = FORMATS[I][13]
+    # A turn of the loop loads BT tokens and takes them in parts, each with a maximum of its own.
+    PART: tl.constexpr = FORMATS[I][14]
+    EK: tl.constexpr = words_of(D, K_BITS)
+    EV: tl.constexpr = words_of(DV, V_BITS)
+    K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
+    V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
+    V_GROUPS: tl.constexpr = DV // V_GROUP if V_BITS < 8 else 0
+    STEPS: tl.constexpr = G // BT
+    TILES: tl.constexpr = PART // SUB
+    # Fields of raised channels' words that a tile of tokens has.
+    COUNT: tl.constexpr = 8 * SUB // G
+    # Logits stay raw where nothing but the exponent uses them.
+    RAW: tl.constexpr = K_CHANNEL and MASK == 0 and not SOFTCAP and not CAUSAL
+    o_sub = tl.arange(0, SUB)
+    o_t = tl.arange(0, PART)
+    m_sub = o_sub < SUB
+    log2_scaling = scaling * LOG2E
+    b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
+    unit = log2_scaling * key_unit(K_BITS)
+    b_halves = half_queries(b_qs, K_BITS, DTYPE)
+    b_totals = ()
+    if not K_CHANNEL and K_BITS < 8:
+        b_totals = group_totals(b_qs, D, EK, K_GROUP)
+    b_accs = zero_tiles(V_FIELDS, BEV, BM)
+    b_zeros = zero_tiles(V_GROUPS, 16, BM)
+    b_sum = tl.zeros([16, BM], tl.float32)
+    b_ones = dotable(tl.full([16, SUB], 1.0, tl.float32).to(DTYPE if V_BITS == 16 else tl.float16))
+    b_top = tl.full([BM], float("-inf"), tl.float32)
+
+    for i_step in tl.range(i_first * STEPS, i_end * STEPS, num_stages=STAGES):
+        i_slot = i_step % STEPS * BT
+        i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
+        if N4 > 0:
+            b_highs = raised_fields(k_high, i_head, i_slot, G, N4, B4, BT)
+            b_raised, b_channel = raised_queries(p_head, m_m, k_high_index + i_head * N4, N4, B4)
+            # Asked for now, used when the other bits are done.
+            b_risen = ()
+            for n in tl.static_range(BT // SUB):
+                p_group = k_scale + (i_head * (G // K_GROUP) + (i_slot + n * SUB) // K_GROUP) * D
+                b_risen = b_risen + (raised_scales(p_group, b_channel, N4, B4),)
+        if N16 > 0:
+            b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16)
+        for h in tl.static_range(BT // PART):
+            b_logits = ()
+            b_biases = ()
+            b_vs = ()
+            if K_CHANNEL:
+                b_scales = channel_meta(k_scale, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
+                b_lows = channel_meta(k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
+            for n in tl.static_range(TILES):
+                o_slot = i_slot + h * PART + n * SUB + o_sub
+                b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
+                if K_CHANNEL:
+                    b_s = tl.zeros([SUB, BM], tl.float32)
+                    b_s, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_s, K_BITS, BEK, BM, n * K_FIELDS)
+                    if N16 > 0:
+                        b_s = add_whole_logits(b_s, b_wholes, k_full, i_head, o_slot, G, N16, B16)
+                    if N4 > 0:
+                        b_q = b_raised * b_risen[h * TILES + n][:, None]
+                        b_s += raised_logits(b_highs, b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
+                    b_bias = b_bias * log2_scaling
+                    if not RAW:
+                        b_s = b_s * unit + b_bias[None, :]
+                else:
+                    b_s = token_logits(
+                        b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_sub, log2_scaling, D, G, K_BITS,
+                        K_GROUP, EK, SUB, BM, False,
+                    )  # fmt: skip
+                    b_bias = b_top
+                if MASK > 0 or SOFTCAP or CAUSAL:
+                    i_j = i_step * BT + h * PART + n * SUB
+                    o_x = i_j + o_sub + S
+                    if not ORDERED:
+                        o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub)
+                    b_s = visible_logits(
+                        b_s, o_x, m_sub, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
+                    )
+                b_logits = b_logits + (b_s,)
+                b_biases = b_biases + (b_bias,)
+
+            b_new = b_top
+            for n in tl.static_range(TILES):
+                b_most = tl.max(b_logits[n], 0)
+                if RAW:
+                    b_most = b_most * unit + b_biases[n]
+                b_new = tl.maximum(b_new, b_most)
+            b_safe = b_new
+            if MASK > 0 or CAUSAL:
+                # A step in which nothing is visible, before anything else was.
+                b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_shrink = tl.exp2(b_top - b_safe)[None, :]
+            b_top = b_new
+            b_ps = ()
+            b_sum = b_sum * b_shrink
+            for n in tl.static_range(TILES):
+                if RAW:
+                    b_p = tl.exp2(b_logits[n] * unit + (b_biases[n] - b_safe)[None, :])
+                else:
+                    b_p = tl.exp2(b_logits[n] - b_safe[None, :])
+                    if MASK > 0 or CAUSAL:
+                        b_p = as_product(b_p, SUB, BM)
+                b_p = as_operand(b_p.to(DTYPE if V_BITS == 16 else tl.float16), SUB, BM)
+                b_ps = b_ps + (b_p,)
+                b_sum = tl.dot(b_ones, dotable(b_p), b_sum)
+                # Not before: registers are short while logits are made.
+                o_slot = i_slot + h * PART + n * SUB + o_sub
+                b_vs = b_vs + value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
+            for f in tl.static_range(V_FIELDS):
+                b_accs = put(b_accs, f, b_accs[f] * b_shrink)
+            for g in tl.static_range(V_GROUPS):
+                b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
+            b_accs, b_zeros = add_values(
+                b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART + o_t, o_t < PART, G, DV,
+                V_BITS, V_GROUP, EV, PART, SUB, False,
+            )  # fmt: skip
+
+    b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
+    store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+
+
+@triton.jit
+def attend_loose(
+    run, windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block, i_from, n_k,
+    n_v, i_length, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr,
+    I: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """One block of BR loose tokens.
+
+    KIND 0: the sink, then everything of an ordered row from run token ``i_from`` on: keys below ``n_k`` and values
+    below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail. KIND 2: tokens of a run that
+    has positions, from ``i_from`` to ``n_k``.
+    """
+    table, pos = run[0], run[1]
+    K_BITS: tl.constexpr = FORMATS[I][0]
+    K_CHANNEL: tl.constexpr = FORMATS[I][1]
+    K_GROUP: tl.constexpr = FORMATS[I][2]
+    N4: tl.constexpr = FORMATS[I][3]
+    N16: tl.constexpr = FORMATS[I][4]
+    V_BITS: tl.constexpr = FORMATS[I][5]
+    V_GROUP: tl.constexpr = FORMATS[I][6]
+    B4: tl.constexpr = FORMATS[I][9]
+    B16: tl.constexpr = FORMATS[I][10]
+    BEK: tl.constexpr = FORMATS[I][11]
+    BEV: tl.constexpr = FORMATS[I][12]
+    EK: tl.constexpr = words_of(D, K_BITS)
+    EV: tl.constexpr = words_of(DV, V_BITS)
+    K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
+    V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
+    V_GROUPS: tl.constexpr = DV // V_GROUP if V_BITS < 8 else 0
+    SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
+    log2_scaling = scaling * LOG2E
+    o_r = tl.arange(0, BR)
+    o_k = tl.arange(0, BEK)
+    o_v = tl.arange(0, BEV)
+
+    # Run tokens of the block, and where their keys and values stand.
+    i_j = i_from + (i_block - SINKS) * BR
+    if KIND < 2:
+        sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
+        if i_block < SINKS:
+            o_x = i_block * BR + o_r
+            m_t = (o_x < S) & (o_x < i_length)
+            o_j = tl.full([BR], 1073741824, tl.int32)
+            o_ring_k = o_x
+            o_ring_v = o_x
+            p_ring_k = sink_k + i_bh * (S * D)
+            p_ring_v = sink_v + i_bh * (S * DV)
+        else:
+            o_j = i_j + o_r
+            o_x = o_j + S
+            m_t = o_x < i_length
+            o_ring_k = o_j % WK
+            o_ring_v = o_j % WV
+            p_ring_k = tail_k + i_bh * (WK * D)
+            p_ring_v = tail_v + i_bh * (WV * DV)
+    else:
+        o_j = i_j + o_r
+        m_t = o_j < n_k
+        o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
+    if tl.max(m_t.to(tl.int32), 0) == 0:
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+    else:
+        # Everything that can be asked for is asked for before anything waits.
+        b_rings_k = ()
+        b_rings_v = ()
+        if KIND < 2:
+            m_ring = m_t & (o_j >= n_k)
+            for f in tl.static_range(K_FIELDS):
+                o_c = channels_of(f, o_k, EK, K_BITS)
+                m_c = (o_k < EK) & (o_c < D)
+                p_x = p_ring_k + o_ring_k[:, None] * D + o_c[None, :]
+                b_rings_k = b_rings_k + (tl.load(p_x, mask=m_ring[:, None] & m_c[None, :], other=0.0),)
+            m_ring = m_t & (o_j >= n_v)
+            for f in tl.static_range(V_FIELDS):
+                o_c = channels_of(f, o_v, EV, V_BITS)
+                m_c = (o_v < EV) & (o_c < DV)
+                p_x = p_ring_v + o_ring_v[None, :] * DV + o_c[:, None]
+                b_rings_v = b_rings_v + (tl.load(p_x, mask=m_ring[None, :] & m_c[:, None], other=0.0),)
+        m_page_k = m_t & (o_j < n_k)
+        m_page_v = m_t & (o_j < n_v)
+        i_slot = i_j % G
+        i_head = i_j * 0
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < tl.maximum(n_k, n_v)):
+                i_head = tl.load(table + i_b * n_table + i_j // G)
+        i_head = i_head.to(tl.int64) * H + i_h
+
+        b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
+        b_s = tl.zeros([BR, BM], tl.float32)
+        if KIND < 2:
+            for f in tl.static_range(K_FIELDS):
+                b_high = b_qs[f].to(DTYPE)
+                b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_high), b_s)
+                if ROTATED:
+                    # A rotated query has more bits than the model's dtype holds.
+                    b_low = (b_qs[f] - b_high.to(tl.float32)).to(DTYPE)
+                    b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_low), b_s)
+            b_s = b_s * log2_scaling
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < n_k):
+                b_halves = half_queries(b_qs, K_BITS, DTYPE)
+                o_slot = i_slot + o_r
+                b_ks = key_fields(run[2], i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
+                if K_CHANNEL:
+                    b_scales = channel_meta(run[3], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_lows = channel_meta(run[4], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_own = tl.zeros([BR, BM], tl.float32)
+                    b_own, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_own, K_BITS, BEK, BM, 0)
+                    if N16 > 0:
+                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
+                        b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, o_slot, G, N16, B16)
+                    if N4 > 0:
+                        p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
+                        b_raised, b_channel = raised_queries(p_head, m_m, run[6] + i_head * N4, N4, B4)
+                        b_q = b_raised * raised_scales(p_group, b_channel, N4, B4)[:, None]
+                        b_highs = raised_fields(run[5], i_head, i_slot, G, N4, B4, BR)
+                        b_own += raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
+                    b_own = b_own * (log2_scaling * key_unit(K_BITS)) + (b_bias * log2_scaling)[None, :]
+                else:
+                    b_totals = ()
+                    if K_BITS < 8:
+                        b_totals = group_totals(b_qs, D, EK, K_GROUP)
+                    b_own = token_logits(
+                        b_ks, b_halves, b_totals, run[3], run[4], i_head, o_slot, m_page_k, log2_scaling, D, G, K_BITS,
+                        K_GROUP, EK, BR, BM, True,
+                    )  # fmt: skip
+                b_s = tl.where(m_page_k[:, None], b_own, b_s)
+        b_s = visible_logits(b_s, o_x, m_t, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP)
+
+        b_top = tl.max(b_s, 0)
+        b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
+        b_sum = tl.sum(b_p, 0)
+        b_p = as_product(b_p, BR, BM)
+        b_outs = zero_tiles(V_FIELDS, BEV, BM)
+        if KIND < 2:
+            m_ring = m_t & (o_j >= n_v)
+            b_kept = as_operand(tl.where(m_ring[:, None], b_p, 0.0).to(DTYPE), BR, BM)
+            for f in tl.static_range(V_FIELDS):
+                b_outs = put(b_outs, f, tl.dot(dotable(b_rings_v[f]), dotable(b_kept), b_outs[f]))
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < n_v):
+                b_paged = tl.where(m_page_v[:, None], b_p, 0.0).to(DTYPE if V_BITS == 16 else tl.float16)
+                b_ps = (as_operand(b_paged, BR, BM),)
+                b_vs = value_fields(run[9], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
+                b_accs, b_zeros = add_values(
+                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_GROUPS, 16, BM), b_vs, b_ps, run[10], run[11], i_head,
+                    i_slot + o_r, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
+                )  # fmt: skip
+                b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
+                for f in tl.static_range(V_FIELDS):
+                    b_outs = put(b_outs, f, b_outs[f] + b_more[f])
+        store_part(out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "B", "L", "WK", "WV", "SPLITS", "LOOSE", "REST0", "REST1", "PAGES0", "PAGES1", "TABLE0", "TABLE1", "FIRST"
+    ]
+)  # fmt: skip
+def decode_kernel(
+    q, counters, windows, runs, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
+    B, L, WK, WV, SPLITS, FIRST, LOOSE, REST0, REST1, PAGES0, PAGES1, TABLE0, TABLE1,
+    FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One split of one row and KV head against BM of the queries that share the head.
+
+    The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: LOOSE blocks of what is loose; where
+    tokens have positions, REST0 and REST1 blocks of what the runs have in pages that are not full; PAGES0 and PAGES1
+    splits of their full pages. Without splits for full pages, these count as loose.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    i_bh, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    COUNT: tl.constexpr = len(runs)
+    ORDERED: tl.constexpr = TOTAL == 1
+    CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < SHARE * Q
+    i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * Q)
+    p_head = q + i_b * s_qb + (i_h * SHARE + o_m // Q) * s_qh + o_m % Q * s_qt
+    o_w = tl.arange(0, 16)
+    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * Q)
+    o_w += i_m * BM
+    p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // Q) * s_qh + o_w % Q * s_qt
+    i_start = tl.load(counters + i_b)
+    i_length = tl.load(counters + B + i_b)
+    p_mask = q
+    o_mask = o_m
+    # Rows of padding see nothing.
+    o_last = tl.where(m_m, i_length - Q + o_m % Q, -1)
+    if MASK > 0:
+        o_last = tl.where(m_m, 1073741824, -1)
+        p_mask = mask + i_b * s_mb
+        o_mask = (i_h * SHARE + o_m // Q) * s_mh + o_m % Q * s_mq
+    n_k0 = tl.load(counters + (2 + 2 * AT) * B + i_b)
+    n_v0 = tl.load(counters + (3 + 2 * AT) * B + i_b)
+    n_full0 = tl.minimum(n_k0, n_v0)
+    if ORDERED and Q > 1 and MASK == 0:
+        # Pages that not all queries may see are loose.
+        n_full0 = tl.minimum(n_full0, tl.maximum(i_length - Q - S + 1, 0))
+    n_full0 = tl.where(PAGES0 > 0, n_full0 // G, 0)
+    n_k1 = n_k0
+    n_full1 = n_full0
+    if COUNT > 1:
+        n_k1 = tl.load(counters + (4 + 2 * AT) * B + i_b)
+        n_full1 = tl.where(PAGES1 > 0, n_k1 // G, 0)
+
+    if i_s < LOOSE:
+        if ORDERED:
+            attend_loose(
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_s,
+                n_full0 * G, n_k0, n_v0, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling,
+                softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 0, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
+            )  # fmt: skip
+        else:
+            # The tail begins behind what all runs have sealed. Its channels are taken in their own order.
+            n_sealed = 0
+            for i in tl.static_range(TOTAL):
+                n_sealed += tl.load(counters + (2 + 2 * i) * B + i_b)
+            attend_loose(
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_s,
+                n_sealed, n_sealed, n_sealed, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV,
+                scaling, softcap, FORMATS, COUNT, H, D, DV, S, G, BM, BR, 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED,
+            )  # fmt: skip
+    elif i_s < LOOSE + REST0:
+        if not ORDERED:
+            attend_loose(
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+                i_s - LOOSE, n_full0 * G, n_k0, n_k0, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK,
+                WV, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED,
+            )  # fmt: skip
+    elif i_s < LOOSE + REST0 + REST1:
+        if COUNT > 1:
+            attend_loose(
+                runs[1], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+                i_s - LOOSE - REST0, n_full1 * G, n_k1, n_k1, i_length, TABLE1, i_start, o_last, p_mask, o_mask, s_ml,
+                L, WK, WV, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED,
+            )  # fmt: skip
+    elif i_s < LOOSE + REST0 + REST1 + PAGES0:
+        i_first = (i_s - LOOSE - REST0 - REST1) * ((n_full0 + PAGES0 - 1) // PAGES0)
+        i_end = tl.minimum(i_first + (n_full0 + PAGES0 - 1) // PAGES0, n_full0)
+        if i_first >= i_end:
+            tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+        else:
+            attend_pages(
+                runs[0], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, TABLE0,
+                i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, ORDERED,
+                MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+            )  # fmt: skip
+    else:
+        if COUNT > 1:
+            i_first = (i_s - LOOSE - REST0 - REST1 - PAGES0) * ((n_full1 + PAGES1 - 1) // PAGES1)
+            i_end = tl.minimum(i_first + (n_full1 + PAGES1 - 1) // PAGES1, n_full1)
+            if i_first >= i_end:
+                tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+            else:
+                attend_pages(
+                    runs[1], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end,
+                    TABLE1, i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM,
+                    ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+                )  # fmt: skip
