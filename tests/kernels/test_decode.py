@@ -402,8 +402,7 @@ def test_tiles_take_the_main_kernel(name):
     from hfkvq.kernels.triton.decode import is_served
 
     case = (CASES | FULL_PAGES)[name]
-    q = torch.empty(1, case.heads * case.share, case.queries, case.head_dim)
-    assert is_served(case.store, q, case.dtype, case.value_dim)
+    assert is_served(case.store, case.head_dim, case.value_dim, case.dtype)
 
 
 BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [

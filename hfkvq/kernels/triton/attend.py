@@ -55,9 +55,9 @@ def zero_tiles(COUNT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 def attend_pages(
     run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start,
     o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr,
-    DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr,
-    ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
+    ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Full pages ``i_first`` to ``i_end`` of one row's run against the queries of a KV head."""
     table, pos = run[0], run[1]

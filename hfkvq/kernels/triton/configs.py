@@ -28,7 +28,7 @@ Knobs = Mapping[str, int]
 DEFAULTS: Mapping[str, Knobs] = {
     # programs_per_sm: programs of one warp that run on a multiprocessor at a time (registers allow two on each of its
     # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. page_loop: 1
-    # takes full pages by the page even where there are so few that small blocks, side by side, would be sooner done.
+    # takes full pages by the page even where there are so few that small blocks of all of them fit side by side.
     # step: tokens of a turn of the page loop, 0 for what suits the format.
     "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "page_loop": 0, "step": 0},
 }

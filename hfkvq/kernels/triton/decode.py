@@ -20,6 +20,8 @@ from .configs import key_of, lookup
 from .general import general_decode
 from .merge import mask_arguments, merge_splits
 
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
 SMALL = 2048
 """Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
 
@@ -77,23 +79,24 @@ def _side_is_served(fmt: PageFormat, head_dim: int) -> bool:
     return not fmt.raised_count(4) or fmt.page_size == 128
 
 
-def is_served(form: StoreFormat, q: Tensor, dtype: torch.dtype, value_dim: int) -> bool:
+@lru_cache(maxsize=1024)
+def is_served(form: StoreFormat, head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
     """Whether `decode_kernel` takes a store; `general_decode` takes the others."""
-    if dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256 or value_dim > 256:
+    if dtype not in _DTYPES or max(head_dim, value_dim) > 256:
         return False
     pages = {keys.page_size for keys, _ in form.runs}
     if len(pages) != 1 or not pages <= {32, 64, 128, 256, 512}:
         return False
     if form.rotate_keys and any(keys.raised for keys, _ in form.runs):
         return False
-    return all(_side_is_served(keys, q.shape[-1]) and _side_is_served(values, value_dim) for keys, values in form.runs)
+    return all(_side_is_served(keys, head_dim) and _side_is_served(values, value_dim) for keys, values in form.runs)
 
 
 @lru_cache(maxsize=1024)
 def _format_constants(
     keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int, stages: int, room: int, step: int = 0
-) -> tuple[Any, ...]:
-    """A run's pair of formats as `decode_kernel` takes it, then the shared memory that its loop needs of ``room``."""
+) -> tuple[tuple[Any, ...], int]:
+    """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
     channel = keys.axis == "channel" and keys.bits < 8
     bits = max(keys.bits, values.bits)
     room4, room16 = keys.raised_room(4), keys.raised_room(16)
@@ -115,7 +118,7 @@ def _format_constants(
             return max(16, power(fmt.words(dim)))
         return min(4 * fmt.bits, _low_bit(dim * fmt.bits // 16))
 
-    return (
+    constants = (
         keys.bits,
         channel,
         keys.group_size if keys.bits < 8 else head_dim,
@@ -131,8 +134,8 @@ def _format_constants(
         width(values, value_dim),
         stages,
         step if coarse else min(step, 64),
-        buffers * size + SMALL,
     )
+    return constants, buffers * size + SMALL
 
 
 def _run_tensors(view: RunView, keys: PageFormat, values: PageFormat) -> tuple[Tensor, ...]:
@@ -147,9 +150,6 @@ def _run_tensors(view: RunView, keys: PageFormat, values: PageFormat) -> tuple[T
     names = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
     parts = [key.get(name, table) for name in names] + [value.get(name, table) for name in names[:3]]
     return table, table if view.pos is None else view.pos.contiguous(), *parts
-
-
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def decode_attention_triton(
@@ -168,7 +168,7 @@ def decode_attention_triton(
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = windows[0].shape[1], windows[1].shape[-1]
     dtype = q.dtype
-    if not is_served(form, q, dtype, value_dim):
+    if not is_served(form, head_dim, value_dim, dtype):
         return general_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     views = split_runs(form, runs)
     rows = query_heads // heads * queries
@@ -194,7 +194,7 @@ def decode_attention_triton(
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     # At least one: where loads are not asynchronous, they take no shared memory.
-    resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // own[15] for own in formats)))
+    resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // size for _, size in formats)))
     rows_of_programs = batch * heads * tiles
     most_pages = [view.table.shape[1] for view in views]
     tail = max(held[2].shape[2], held[3].shape[2])
@@ -221,7 +221,7 @@ def decode_attention_triton(
     out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
     dependent = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
     unquantized = PageFormat(16, "token", 1, page)
-    plain = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
+    plain, _ = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
     first = 0
     with on_device(q):
         for own in pairs:
@@ -251,7 +251,7 @@ def decode_attention_triton(
                 *counts,
                 views[own[0]].table.shape[1],
                 views[own[-1]].table.shape[1],
-                FORMATS=(*(formats[i][:15] for i in own), plain[:15]),
+                FORMATS=(*(formats[i][0] for i in own), plain),
                 AT=own[0],
                 TOTAL=len(views),
                 H=heads,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ._lib import power
 from .fields import LOG2E
+from .hadamard import butterflies
 
 
 @triton.jit(do_not_specialize=["SPLITS"])
@@ -53,14 +54,7 @@ def merge_kernel(
         b_top = b_new
     b_acc = b_acc / tl.maximum(b_sum, 1e-30)
     if ROTATE > 0:
-        # Sums and differences of channels that stand 2^i apart.
-        for i in tl.static_range(0, 10):
-            if (1 << i) < ROTATE:
-                b_pair = tl.permute(tl.reshape(b_acc, (BD >> (i + 1), 2, 1 << i)), (0, 2, 1))
-                b_upper, b_lower = tl.split(b_pair)
-                b_pair = tl.join(b_upper + b_lower, b_upper - b_lower)
-                b_acc = tl.reshape(tl.permute(b_pair, (0, 2, 1)), (BD,))
-        b_acc = b_acc * norm
+        b_acc = tl.reshape(butterflies(tl.reshape(b_acc, (BD // ROTATE, ROTATE)), ROTATE, BD // ROTATE), (BD,)) * norm
     p_out = out + (i_bh * ROWS + i_m) * DV + o_d
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
 
