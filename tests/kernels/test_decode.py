@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from hfkvq.kernels import decode_attention, gather_rows
+from hfkvq.kernels import decode_attention
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
 
 CASES = {
@@ -316,26 +316,6 @@ def test_a_row_is_the_same_alone(backend, name):
     layer.counters[1, 1] -= 5
     expected = decode(build(case), backend, 0.2).cpu()
     assert torch.equal(decode(layer, backend, 0.2).cpu()[0], expected[0])
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_gather_rows(backend, name, side):
-    layer = build(CASES[name])
-    case = layer.case
-    columns = columns_of(layer)
-    _, counters, windows, runs = layer.to(backend)
-    got = gather_rows(counters, windows, runs, columns, case.store, side)
-    assert got.dtype == case.dtype
-    dense = layer.dense_keys if side == "keys" else layer.dense_values
-    for row, (start, length) in enumerate(zip(case.starts, case.lengths, strict=True)):
-        exact = dense[row, :, :length]
-        close = torch.allclose(
-            got[row, :, start : start + length].cpu().double(), exact, rtol=torch.finfo(case.dtype).eps, atol=2e-6
-        )
-        assert close
-        assert not got[row, :, :start].any()
-        assert not got[row, :, start + length :].any()
 
 
 @pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "two-runs", "rotated"])

@@ -105,15 +105,6 @@ def field_channels(o_e, D: tl.constexpr, E: tl.constexpr, FIELDS: tl.constexpr, 
 
 
 @triton.jit
-def pack_fields(b_code, BITS: tl.constexpr, FIELDS: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr):
-    """Codes i32 [BT, FIELDS * BE] to words i16 [BT, BE]."""
-    o_shift = tl.arange(0, FIELDS) * BITS
-    # [BT, FIELDS, BE]
-    b_code = tl.reshape(b_code, (BT, FIELDS, BE)) << o_shift[None, :, None]
-    return tl.sum(b_code, 1).to(tl.int16)
-
-
-@triton.jit
 def unpack_fields(b_word, BITS: tl.constexpr, FIELDS: tl.constexpr, BE: tl.constexpr, BT: tl.constexpr):
     """Words i16 [BT, BE] to codes i32 [BT, FIELDS * BE]."""
     o_shift = tl.arange(0, FIELDS) * BITS
