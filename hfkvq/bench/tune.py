@@ -23,7 +23,6 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "programs_per_sm": (4, 6, 8, 12),
         "stages": (2, 3, 5, 7),
         "max_registers": (0, 128, 168),
-        "page_loop": (0, 1),
         "step": (0, 64, 128),
     }
 }

@@ -268,11 +268,8 @@ def test_softcap(backend, name, softcap):
     assert_as_good_as_torch(got, exact, attend(layer, layer.case.dtype, 0.2, mask, None, softcap))
 
 
-@pytest.mark.parametrize("loop", [0, 1])
-def test_small_values_of_small_probability(triton_backend, loop):
+def test_small_values_of_small_probability(triton_backend):
     """Where one token has most of the weight, the many others still add up: nothing of fp8 values is lost."""
-    from hfkvq.kernels.triton import configs
-
     case = Case(
         runs="16t64p128/8t64p128", heads=1, head_dim=64, value_dim=64, dtype=torch.float16, sink=0, tail=(16, 16),
         lengths=[512], starts=[0], keys=[[512]], values=[[512]],
@@ -291,8 +288,7 @@ def test_small_values_of_small_probability(triton_backend, loop):
     scale.copy_(small)
     layer.dense_values *= factor[layer.runs[0][0].long()].transpose(0, 1).reshape(1, 1, 512, 1)
     exact, plain = attend(layer, torch.float64, 1.0), attend(layer, torch.float16, 1.0)
-    with configs.override("decode", None, page_loop=loop):
-        assert_as_good_as_torch(decode(layer, triton_backend, 1.0), exact, plain)
+    assert_as_good_as_torch(decode(layer, triton_backend, 1.0), exact, plain)
 
 
 def test_any_room_of_shared_memory_will_do(triton_backend):
@@ -394,7 +390,7 @@ BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [
 
 @pytest.mark.parametrize(("name", "kind"), BY_THE_PAGE)
 def test_pages_by_the_page(triton_backend, name, kind):
-    """Small stores are taken in blocks, side by side, where a GPU has room; here full pages go through their loop."""
+    """Splits of several pages each, where a GPU has room for many."""
     from hfkvq.kernels.triton import configs
 
     layer = build(CASES[name], seed=1)
@@ -405,7 +401,7 @@ def test_pages_by_the_page(triton_backend, name, kind):
     exact = attend(layer, torch.float64, scaling, mask)
     plain = attend(layer, case.dtype, scaling, mask)
     for programs in (1, 4) if triton_backend.type == "cuda" else (1,):
-        with configs.override("decode", None, page_loop=1, programs_per_sm=programs):
+        with configs.override("decode", None, programs_per_sm=programs):
             assert_as_good_as_torch(decode(layer, triton_backend, scaling, mask), exact, plain)
 
 

@@ -24,6 +24,7 @@ from .fields import (
 from .pages import (
     add_values,
     add_whole_logits,
+    channel_biases,
     channel_logits,
     channel_meta,
     group_totals,
@@ -39,6 +40,7 @@ from .pages import (
     visible_logits,
     whole_queries,
     whole_sums,
+    zero_tiles_of,
 )
 
 
@@ -59,7 +61,7 @@ def attend_pages(
     MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
     ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Full pages ``i_first`` to ``i_end`` of one row's run against the queries of a KV head."""
+    """Steps ``i_first`` to ``i_end`` over the full pages of one row's run against the queries of a KV head."""
     table, pos = run[0], run[1]
     k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index = (
         run[2], run[3], run[4], run[5], run[6], run[7], run[8],
@@ -85,11 +87,12 @@ def attend_pages(
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
-    V_GROUPS: tl.constexpr = DV // V_GROUP if V_BITS < 8 else 0
+    V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
     STEPS: tl.constexpr = G // BT
     TILES: tl.constexpr = PART // SUB
-    # Fields of raised channels' words that a tile of tokens has.
+    # Fields of raised channels' words that a tile of tokens has; a step is a whole page there.
     COUNT: tl.constexpr = 8 * SUB // G
+    RANKS: tl.constexpr = (N4 + B4 - 1) // B4
     # Logits stay raw where nothing but the exponent uses them.
     RAW: tl.constexpr = K_CHANNEL and MASK == 0 and not SOFTCAP and not CAUSAL
     o_sub = tl.arange(0, SUB)
@@ -103,51 +106,52 @@ def attend_pages(
     if not K_CHANNEL and K_BITS < 8:
         b_totals = group_totals(b_qs, D, EK, K_GROUP)
     b_accs = zero_tiles(V_FIELDS, BEV, BM)
-    b_zeros = zero_tiles(V_GROUPS, 16, BM)
+    b_zeros = zero_tiles(V_ZEROS, 16, BM)
     b_sum = tl.zeros([16, BM], tl.float32)
     b_ones = dotable(tl.full([16, SUB], 1.0, tl.float32).to(DTYPE if V_BITS == 16 else tl.float16))
     b_top = tl.full([BM], float("-inf"), tl.float32)
 
-    for i_step in tl.range(i_first * STEPS, i_end * STEPS, num_stages=STAGES):
+    for i_step in tl.range(i_first, i_end, num_stages=STAGES):
         i_slot = i_step % STEPS * BT
         i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
         if N4 > 0:
-            b_highs = raised_fields(k_high, i_head, i_slot, G, N4, B4, BT)
-            b_raised, b_channel = raised_queries(p_head, m_m, k_high_index + i_head * N4, N4, B4)
             # Asked for now, used when the other bits are done.
+            b_highs = ()
+            b_raised = ()
             b_risen = ()
-            for n in tl.static_range(BT // SUB):
-                p_group = k_scale + (i_head * (G // K_GROUP) + (i_slot + n * SUB) // K_GROUP) * D
-                b_risen = b_risen + (raised_scales(p_group, b_channel, N4, B4),)
+            for r in tl.static_range(RANKS):
+                b_own, b_channel = raised_queries(p_head, m_m, k_high_index + i_head * N4, r * B4, N4, B4)
+                b_raised = b_raised + (b_own,)
+                for n in tl.static_range(G // SUB):
+                    p_group = k_scale + (i_head * (G // K_GROUP) + n * SUB // K_GROUP) * D
+                    b_risen = b_risen + (raised_scales(p_group, b_channel, r * B4, N4, B4),)
+                b_highs = b_highs + (raised_fields(k_high, i_head, 0, r * B4, G, N4, B4, G),)
         if N16 > 0:
             b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16)
         for h in tl.static_range(BT // PART):
             b_logits = ()
-            b_biases = ()
             b_vs = ()
             if K_CHANNEL:
                 b_scales = channel_meta(k_scale, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
-                b_lows = channel_meta(k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
+                b_lows = channel_meta(k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES, True)
+                b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, TILES)
             for n in tl.static_range(TILES):
                 o_slot = i_slot + h * PART + n * SUB + o_sub
                 b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
                 if K_CHANNEL:
-                    b_s = tl.zeros([SUB, BM], tl.float32)
-                    b_s, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_s, K_BITS, BEK, BM, n * K_FIELDS)
+                    b_s = channel_logits(b_ks, b_halves, b_scales, b_biases[n], K_BITS, SUB, BM, n * K_FIELDS)
                     if N16 > 0:
                         b_s = add_whole_logits(b_s, b_wholes, k_full, i_head, o_slot, G, N16, B16)
-                    if N4 > 0:
-                        b_q = b_raised * b_risen[h * TILES + n][:, None]
-                        b_s += raised_logits(b_highs, b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
-                    b_bias = b_bias * log2_scaling
+                    for r in tl.static_range(RANKS):
+                        b_q = b_raised[r] * b_risen[r * (G // SUB) + h * TILES + n][:, None]
+                        b_s += raised_logits(b_highs[r], b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
                     if not RAW:
-                        b_s = b_s * unit + b_bias[None, :]
+                        b_s = b_s * unit
                 else:
                     b_s = token_logits(
                         b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_sub, log2_scaling, D, G, K_BITS,
                         K_GROUP, EK, SUB, BM, False,
                     )  # fmt: skip
-                    b_bias = b_top
                 if MASK > 0 or SOFTCAP or CAUSAL:
                     i_j = i_step * BT + h * PART + n * SUB
                     o_x = i_j + o_sub + S
@@ -157,14 +161,15 @@ def attend_pages(
                         b_s, o_x, m_sub, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
                     )
                 b_logits = b_logits + (b_s,)
-                b_biases = b_biases + (b_bias,)
 
-            b_new = b_top
-            for n in tl.static_range(TILES):
-                b_most = tl.max(b_logits[n], 0)
-                if RAW:
-                    b_most = b_most * unit + b_biases[n]
-                b_new = tl.maximum(b_new, b_most)
+            # Within lanes first, between them once.
+            b_most = b_logits[0]
+            for n in tl.static_range(1, TILES):
+                b_most = tl.maximum(b_most, b_logits[n])
+            b_most = tl.max(b_most, 0)
+            if RAW:
+                b_most = b_most * unit
+            b_new = tl.maximum(b_top, b_most)
             b_safe = b_new
             if MASK > 0 or CAUSAL:
                 # A step in which nothing is visible, before anything else was.
@@ -175,7 +180,7 @@ def attend_pages(
             b_sum = b_sum * b_shrink
             for n in tl.static_range(TILES):
                 if RAW:
-                    b_p = tl.exp2(b_logits[n] * unit + (b_biases[n] - b_safe)[None, :])
+                    b_p = tl.exp2(b_logits[n] * unit - b_safe[None, :])
                 else:
                     b_p = tl.exp2(b_logits[n] - b_safe[None, :])
                     if MASK > 0 or CAUSAL:
@@ -188,15 +193,41 @@ def attend_pages(
                 b_vs = b_vs + value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
             for f in tl.static_range(V_FIELDS):
                 b_accs = put(b_accs, f, b_accs[f] * b_shrink)
-            for g in tl.static_range(V_GROUPS):
+            for g in tl.static_range(V_ZEROS):
                 b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
             b_accs, b_zeros = add_values(
                 b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART + o_t, o_t < PART, G, DV,
                 V_BITS, V_GROUP, EV, PART, SUB, False,
             )  # fmt: skip
 
-    b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
+    b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
     store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+
+
+@triton.jit
+def attend_split(
+    run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, n_full, n_table, FINE,
+    i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+    DTYPE: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Split ``i_split`` of SPLITS of ``n_full`` pages: whole pages or, if FINE, steps."""
+    STEPS: tl.constexpr = G // FORMATS[I][7]
+    n_steps = n_full * STEPS
+    n_share = (n_full + SPLITS - 1) // SPLITS * STEPS
+    if FINE:
+        n_share = (n_steps + SPLITS - 1) // SPLITS
+    i_first = i_split * n_share
+    i_end = tl.minimum(i_first + n_share, n_steps)
+    if i_first >= i_end:
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+    else:
+        attend_pages(
+            run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table,
+            i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK,
+            ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -229,7 +260,7 @@ def attend_loose(
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
-    V_GROUPS: tl.constexpr = DV // V_GROUP if V_BITS < 8 else 0
+    V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
     SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
     log2_scaling = scaling * LOG2E
     o_r = tl.arange(0, BR)
@@ -307,18 +338,19 @@ def attend_loose(
                 if K_CHANNEL:
                     b_scales = channel_meta(run[3], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_lows = channel_meta(run[4], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
-                    b_own = tl.zeros([BR, BM], tl.float32)
-                    b_own, b_bias = channel_logits(b_ks, b_halves, b_scales, b_lows, b_own, K_BITS, BEK, BM, 0)
+                    b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
+                    b_own = channel_logits(b_ks, b_halves, b_scales, b_biases[0], K_BITS, BR, BM, 0)
                     if N16 > 0:
                         b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
                         b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, o_slot, G, N16, B16)
                     if N4 > 0:
                         p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
-                        b_raised, b_channel = raised_queries(p_head, m_m, run[6] + i_head * N4, N4, B4)
-                        b_q = b_raised * raised_scales(p_group, b_channel, N4, B4)[:, None]
-                        b_highs = raised_fields(run[5], i_head, i_slot, G, N4, B4, BR)
-                        b_own += raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
-                    b_own = b_own * (log2_scaling * key_unit(K_BITS)) + (b_bias * log2_scaling)[None, :]
+                        for r in tl.static_range((N4 + B4 - 1) // B4):
+                            b_raised, b_channel = raised_queries(p_head, m_m, run[6] + i_head * N4, r * B4, N4, B4)
+                            b_q = b_raised * raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None]
+                            b_highs = raised_fields(run[5], i_head, i_slot, r * B4, G, N4, B4, BR)
+                            b_own += raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
+                    b_own = b_own * (log2_scaling * key_unit(K_BITS))
                 else:
                     b_totals = ()
                     if K_BITS < 8:
@@ -346,10 +378,10 @@ def attend_loose(
                 b_ps = (as_operand(b_paged, BR, BM),)
                 b_vs = value_fields(run[9], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
                 b_accs, b_zeros = add_values(
-                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_GROUPS, 16, BM), b_vs, b_ps, run[10], run[11], i_head,
+                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, run[10], run[11], i_head,
                     i_slot + o_r, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
                 )  # fmt: skip
-                b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV)
+                b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
                 for f in tl.static_range(V_FIELDS):
                     b_outs = put(b_outs, f, b_outs[f] + b_more[f])
         store_part(out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
@@ -357,12 +389,13 @@ def attend_loose(
 
 @triton.jit(
     do_not_specialize=[
-        "B", "L", "WK", "WV", "SPLITS", "LOOSE", "REST0", "REST1", "PAGES0", "PAGES1", "TABLE0", "TABLE1", "FIRST"
+        "B", "L", "WK", "WV", "SPLITS", "FIRST", "PAGES0", "PAGES1", "LOOSE", "REST0", "REST1", "TABLE0", "TABLE1",
+        "FINE", "TURN",
     ]
 )  # fmt: skip
 def decode_kernel(
     q, counters, windows, runs, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, L, WK, WV, SPLITS, FIRST, LOOSE, REST0, REST1, PAGES0, PAGES1, TABLE0, TABLE1,
+    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN,
     FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
@@ -370,14 +403,17 @@ def decode_kernel(
 ):  # fmt: skip
     """One split of one row and KV head against BM of the queries that share the head.
 
-    The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: LOOSE blocks of what is loose; where
-    tokens have positions, REST0 and REST1 blocks of what the runs have in pages that are not full; PAGES0 and PAGES1
-    splits of their full pages. Without splits for full pages, these count as loose.
+    The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: PAGES0 and PAGES1 splits of their full
+    pages; LOOSE blocks of what is loose; where tokens have positions, REST0 and REST1 blocks of what the runs have in
+    pages that are not full. The first programs take what is TURN places further on. FORMATS: of the runs, then of
+    unquantized tokens.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i_bh, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    i_s = (i_s + TURN) % tl.num_programs(1)
     COUNT: tl.constexpr = len(runs)
     ORDERED: tl.constexpr = TOTAL == 1
     CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
@@ -405,17 +441,31 @@ def decode_kernel(
     if ORDERED and Q > 1 and MASK == 0:
         # Pages that not all queries may see are loose.
         n_full0 = tl.minimum(n_full0, tl.maximum(i_length - Q - S + 1, 0))
-    n_full0 = tl.where(PAGES0 > 0, n_full0 // G, 0)
+    n_full0 = n_full0 // G
     n_k1 = n_k0
     n_full1 = n_full0
     if COUNT > 1:
         n_k1 = tl.load(counters + (4 + 2 * AT) * B + i_b)
-        n_full1 = tl.where(PAGES1 > 0, n_k1 // G, 0)
+        n_full1 = n_k1 // G
 
-    if i_s < LOOSE:
+    if i_s < PAGES0:
+        attend_split(
+            runs[0], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, n_full0,
+            TABLE0, FINE, i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM,
+            ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+        )  # fmt: skip
+    elif i_s < PAGES0 + PAGES1:
+        if COUNT > 1:
+            attend_split(
+                runs[1], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1,
+                n_full1, TABLE1, FINE, i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, H, D, DV,
+                S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+            )  # fmt: skip
+    elif i_s < PAGES0 + PAGES1 + LOOSE:
+        i_block = i_s - PAGES0 - PAGES1
         if ORDERED:
             attend_loose(
-                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_s,
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block,
                 n_full0 * G, n_k0, n_v0, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling,
                 softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 0, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
             )  # fmt: skip
@@ -425,47 +475,24 @@ def decode_kernel(
             for i in tl.static_range(TOTAL):
                 n_sealed += tl.load(counters + (2 + 2 * i) * B + i_b)
             attend_loose(
-                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_s,
+                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block,
                 n_sealed, n_sealed, n_sealed, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV,
                 scaling, softcap, FORMATS, COUNT, H, D, DV, S, G, BM, BR, 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
                 ROTATED,
             )  # fmt: skip
-    elif i_s < LOOSE + REST0:
+    elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
         if not ORDERED:
             attend_loose(
                 runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-                i_s - LOOSE, n_full0 * G, n_k0, n_k0, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK,
-                WV, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
-                ROTATED,
-            )  # fmt: skip
-    elif i_s < LOOSE + REST0 + REST1:
-        if COUNT > 1:
-            attend_loose(
-                runs[1], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-                i_s - LOOSE - REST0, n_full1 * G, n_k1, n_k1, i_length, TABLE1, i_start, o_last, p_mask, o_mask, s_ml,
-                L, WK, WV, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
-                ROTATED,
-            )  # fmt: skip
-    elif i_s < LOOSE + REST0 + REST1 + PAGES0:
-        i_first = (i_s - LOOSE - REST0 - REST1) * ((n_full0 + PAGES0 - 1) // PAGES0)
-        i_end = tl.minimum(i_first + (n_full0 + PAGES0 - 1) // PAGES0, n_full0)
-        if i_first >= i_end:
-            tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-        else:
-            attend_pages(
-                runs[0], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, TABLE0,
-                i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, ORDERED,
-                MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+                i_s - PAGES0 - PAGES1 - LOOSE, n_full0 * G, n_k0, n_k0, i_length, TABLE0, i_start, o_last, p_mask,
+                o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP,
+                DTYPE, ROTATE, ROTATED,
             )  # fmt: skip
     else:
         if COUNT > 1:
-            i_first = (i_s - LOOSE - REST0 - REST1 - PAGES0) * ((n_full1 + PAGES1 - 1) // PAGES1)
-            i_end = tl.minimum(i_first + (n_full1 + PAGES1 - 1) // PAGES1, n_full1)
-            if i_first >= i_end:
-                tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-            else:
-                attend_pages(
-                    runs[1], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end,
-                    TABLE1, i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM,
-                    ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
-                )  # fmt: skip
+            attend_loose(
+                runs[1], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+                i_s - PAGES0 - PAGES1 - LOOSE - REST0, n_full1 * G, n_k1, n_k1, i_length, TABLE1, i_start, o_last,
+                p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM, BR, 2, MASK, ROWS,
+                SOFTCAP, DTYPE, ROTATE, ROTATED,
+            )  # fmt: skip

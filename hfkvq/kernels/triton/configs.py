@@ -27,13 +27,12 @@ Knobs = Mapping[str, int]
 
 DEFAULTS: Mapping[str, Knobs] = {
     # programs_per_sm: programs of one warp that run on a multiprocessor at a time (registers allow two on each of its
-    # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. page_loop: 1
-    # takes full pages by the page even where there are so few that small blocks of all of them fit side by side.
-    # step: tokens of a turn of the page loop, 0 for what suits the format.
-    "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "page_loop": 0, "step": 0},
+    # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. step: tokens
+    # of a turn of the page loop, 0 for what suits the format.
+    "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "page_loop": 0, "step": 0}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0}
 """Smallest legal value of every knob."""
 
 # By (major, minor) of the compute capability, or by major alone; what is not listed takes the defaults, which fit the

@@ -22,8 +22,11 @@ from .merge import mask_arguments, merge_splits
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-SMALL = 2048
+SMALL = 1088
 """Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
+
+STEP = 7
+"""Where `_format_constants` has the tokens of a step."""
 
 BLOCK = 32
 """Tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
@@ -94,7 +97,14 @@ def is_served(form: StoreFormat, head_dim: int, value_dim: int, dtype: torch.dty
 
 @lru_cache(maxsize=1024)
 def _format_constants(
-    keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int, stages: int, room: int, step: int = 0
+    keys: PageFormat,
+    values: PageFormat,
+    head_dim: int,
+    value_dim: int,
+    stages: int,
+    room: int,
+    step: int = 0,
+    rotated: bool = False,
 ) -> tuple[tuple[Any, ...], int]:
     """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
     channel = keys.axis == "channel" and keys.bits < 8
@@ -103,12 +113,14 @@ def _format_constants(
     # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
     coarse = bits == 2 and (not channel or keys.group_size == keys.page_size)
     # Words of raised channels hold tokens from all over the page.
-    step = 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64
-    step = min(keys.page_size, step)
-    size = room4 // 4 + 2 * room16
+    step = min(keys.page_size, 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64)
+    size = room4 / 4 + 2 * room16
     for fmt, dim in ((keys, head_dim), (values, value_dim)):
         size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
     size = math.ceil(step * size)
+    if bits == 8 or (bits == 4 and not channel and not rotated):
+        # One more buffer: measured.
+        stages += 2
     buffers = max(1, (stages - 1) // 2)
     if bits < 8 and buffers * size + SMALL > room:
         stages, buffers = min(stages, 3), 1
@@ -128,7 +140,7 @@ def _format_constants(
         values.group_size if values.bits < 8 else value_dim,
         step,
         min(keys.group_size, step, 128 if coarse else 64) if channel else step,
-        max(16, power(room4)),
+        16,
         max(16, power(room16)),
         width(keys, head_dim),
         width(values, value_dim),
@@ -190,7 +202,7 @@ def decode_attention_triton(
     memory = shared_memory(q.device)
     room = memory // knobs[0]["programs_per_sm"]
     formats = [
-        _format_constants(*own, head_dim, value_dim, knob["stages"], room, knob["step"])
+        _format_constants(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0)
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     # At least one: where loads are not asynchronous, they take no shared memory.
@@ -202,15 +214,14 @@ def decode_attention_triton(
     # What one side has sealed ahead of the other is still in the other's tail.
     loose += triton.cdiv(tail + (page + queries if form.ordered else 0), BLOCK)
     rest = 0 if form.ordered else page // BLOCK
-    blocks = sum(most_pages) * (page // BLOCK)
-    if (blocks + loose) * rows_of_programs <= resident and not knobs[0]["page_loop"]:
-        # So little that all of it is taken in blocks, side by side.
-        paged = [0] * len(views)
-        rests = [0 if form.ordered else pages * (page // BLOCK) for pages in most_pages]
-        loose += blocks if form.ordered else 0
-    else:
-        paged = split_counts(tuple(most_pages), rows_of_programs, resident)
-        rests = [rest] * len(views)
+    rests = [rest] * len(views)
+    paged = split_counts(tuple(most_pages), rows_of_programs, resident)
+    # Where pages are few and many bytes, steps of one run side by side.
+    steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(most_pages, formats, strict=True)]
+    wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
+    fine = wide and 2 * sum(steps) * rows_of_programs <= resident
+    if fine:
+        paged = steps
     pairs = [range(at, min(at + 2, len(views))) for at in range(0, len(views), 2)]
     splits = sum(paged) + loose + sum(rests)
 
@@ -225,9 +236,9 @@ def decode_attention_triton(
     first = 0
     with on_device(q):
         for own in pairs:
-            counts = [loose if own[0] == 0 else 0, rests[own[0]], 0, paged[own[0]], 0]
+            counts = [paged[own[0]], 0, loose if own[0] == 0 else 0, rests[own[0]], 0]
             if len(own) > 1:
-                counts[2], counts[4] = rests[own[1]], paged[own[1]]
+                counts[1], counts[4] = paged[own[1]], rests[own[1]]
             registers = knobs[own[0]]["max_registers"]
             decode_kernel[(batch * heads, sum(counts), tiles)](
                 q,
@@ -251,6 +262,10 @@ def decode_attention_triton(
                 *counts,
                 views[own[0]].table.shape[1],
                 views[own[-1]].table.shape[1],
+                int(fine),
+                # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
+                # first: they have more to wait for.
+                sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
                 FORMATS=(*(formats[i][0] for i in own), plain),
                 AT=own[0],
                 TOTAL=len(views),
@@ -271,6 +286,7 @@ def decode_attention_triton(
                 ROTATED=form.rotate_keys > 0,
                 PDL=dependent,
                 num_warps=1,
+                **({"launch_pdl": True} if dependent else {}),
                 **({"maxnreg": registers} if registers else {}),
             )
             first += sum(counts)

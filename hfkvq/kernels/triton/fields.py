@@ -2,7 +2,7 @@
 
 Codes are never converted. A field of a 16-bit word, masked where it stands, *is* an f16 number: a subnormal, the code
 times a power of two, exactly. Tensor cores take subnormals at full speed, so unpacking two values costs one AND. A
-byte of e4m3, shifted into place, is an f16 number as well, 2^8 too small.
+byte of e4m3 becomes an f16 number by an instruction or, on older GPUs, by its place.
 
 Tiles live in tuples, one for each field. Tokens stand on the long side of every product and queries on the short one,
 so that the unpacked operand stays in registers. Which tensor comes in which layout is the compiler's choice; what is
@@ -21,6 +21,9 @@ UNIT = tl.constexpr(16777216.0)
 
 Q_SHIFT = tl.constexpr(0.125)
 """Factor on queries in f16, which keeps the product of a large query and a large scale finite."""
+
+VALUE_SHIFT = tl.constexpr(256.0)
+"""Factor on the scales of values in e4m3, which keeps products of small scales and probabilities in f16 normal."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -66,20 +69,22 @@ def unpack2(b_w):
 def unpack2_from(b_w, b_shift):
     """Four 2-bit fields as f16, times 4^i 2^-24: fields 0 to 3 for a shift of 0, fields 4 to 7 for one of 8."""
     if INTERPRETED:
-        b_w = b_w >> b_shift.to(tl.int16)
+        b_w = b_w >> b_shift
         return masked(b_w, 0x3), masked(b_w, 0xC), masked(b_w, 0x30), masked(b_w, 0xC0)
     else:
-        # Bits of the upper word get into the upper half of the lower one, which no mask takes.
+        # Bits of the upper word get into the upper half of the lower one, which no mask takes. The shift comes in the
+        # words' dtype, since another would change how operands stand.
         return tl.inline_asm_elementwise(
             asm="""{
             .reg .b32 t;
-            shr.u32 t, $4, $5;
+            and.b32 t, $5, 0xff;
+            shr.u32 t, $4, t;
             and.b32 $0, t, 0x00030003;
             and.b32 $1, t, 0x000c000c;
             and.b32 $2, t, 0x00300030;
             and.b32 $3, t, 0x00c000c0;
             }""",
-            constraints="=r,=r,=r,=r,r,r,r",
+            constraints="=r,=r,=r,=r,r,r",
             args=[b_w, b_shift],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
             is_pure=True,
@@ -113,24 +118,46 @@ def unpack4(b_w):
 
 @triton.jit
 def unpack8(b_w):
-    """Low and high byte, numbers in e4m3, as f16 times 2^-8: exact, subnormals included."""
+    """Low and high byte, numbers in e4m3, as f16: exact, subnormals included."""
     if INTERPRETED:
         b_low = ((b_w << 8) & -0x8000) | ((b_w & 0x7F) << 7)
         b_high = (b_w & -0x8000) | ((b_w >> 1) & 0x3F80)
-        return b_low.to(tl.int16).to(tl.float16, bitcast=True), b_high.to(tl.int16).to(tl.float16, bitcast=True)
-    else:
+        b_low = b_low.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+        return b_low.to(tl.float16), (b_high.to(tl.int16).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+    elif tl.target_info.cuda_capability_geq(8, 9):
+        # A word is two elements here: their low bytes first, then their high ones.
         return tl.inline_asm_elementwise(
             asm="""{
-            .reg .b32 s, t;
+            .reg .b16 s, t;
+            .reg .b32 u;
+            prmt.b32 u, $2, 0, 0x3120;
+            mov.b32 {s, t}, u;
+            cvt.rn.f16x2.e4m3x2 $0, s;
+            cvt.rn.f16x2.e4m3x2 $1, t;
+            }""",
+            constraints="=r,=r,r",
+            args=[b_w],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        # The bits of a byte, in place, are a number 2^-8 too small.
+        return tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 s, t, u;
+            mov.b32 u, 0x5c005c00;
             shr.u32 t, $2, 1;
             lop3.b32 t, $2, t, 0x80008000, 0xe4;
-            and.b32 $1, t, 0xbf80bf80;
+            and.b32 t, t, 0xbf80bf80;
+            mul.f16x2 $1, t, u;
             shl.b32 s, $2, 8;
             shl.b32 t, $2, 7;
             lop3.b32 t, s, t, 0x80008000, 0xe4;
-            and.b32 $0, t, 0xbf80bf80;
+            and.b32 t, t, 0xbf80bf80;
+            mul.f16x2 $0, t, u;
             }""",
-            constraints="=r,=r,r",
+            constraints="=&r,=&r,r",
             args=[b_w],
             dtype=(tl.float16, tl.float16),
             is_pure=True,
@@ -147,7 +174,7 @@ def weight(f, bits):
 @triton.constexpr_function
 def field_unit(bits):
     """What every field has to be multiplied by to be its code (or its number, for 8 and 16 bits)."""
-    return {8: 256.0, 16: 1.0}.get(bits, 16777216.0)
+    return 16777216.0 if bits < 8 else 1.0
 
 
 @triton.constexpr_function
@@ -201,6 +228,29 @@ def parted(b_x, PARTS: tl.constexpr, E: tl.constexpr):
     else:
         b_first, b_last = tl.split(tl.permute(tl.reshape(b_x, (2, PARTS // 2 * E)), (1, 0)))
         return parted(b_first, PARTS // 2, E) + parted(b_last, PARTS // 2, E)
+
+
+@triton.jit
+def paired(b_x, HALVES: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr):
+    """[HALVES, 2, PARTS * E] as HALVES * PARTS tiles [2, E], in order."""
+    if PARTS > 1:
+        b_x = tl.permute(tl.reshape(b_x, (HALVES, 2, 2, PARTS // 2 * E)), (0, 1, 3, 2))
+        b_first, b_last = tl.split(b_x)
+        b_firsts = paired(b_first, HALVES, PARTS // 2, E)
+        b_lasts = paired(b_last, HALVES, PARTS // 2, E)
+        b_tiles = ()
+        for i in tl.static_range(HALVES):
+            for j in tl.static_range(PARTS // 2):
+                b_tiles = b_tiles + (b_firsts[i * (PARTS // 2) + j],)
+            for j in tl.static_range(PARTS // 2):
+                b_tiles = b_tiles + (b_lasts[i * (PARTS // 2) + j],)
+        return b_tiles
+    elif HALVES == 1:
+        return (tl.reshape(b_x, (2, E)),)
+    else:
+        b_x = tl.permute(tl.reshape(b_x, (2, HALVES // 2, 2, E)), (1, 2, 3, 0))
+        b_first, b_last = tl.split(b_x)
+        return paired(b_first, HALVES // 2, 1, E) + paired(b_last, HALVES // 2, 1, E)
 
 
 @triton.jit

@@ -16,10 +16,12 @@ from .fields import (
     LOG2E,
     Q_SHIFT,
     UNIT,
+    VALUE_SHIFT,
     channels_of,
     dotable,
     field_unit,
     key_unit,
+    paired,
     parted,
     put,
     stacked,
@@ -129,9 +131,12 @@ def group_totals(b_qs, D: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def channel_meta(
     meta, i_head, i_slot, D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
-    FIELDS: tl.constexpr, TILES: tl.constexpr,
+    FIELDS: tl.constexpr, TILES: tl.constexpr, PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """Scales (or zeros) of key channels, from the group of slot ``i_slot`` on: TILES * FIELDS vectors of BE."""
+    """Scales (or zeros) of key channels, from the group of slot ``i_slot`` on: TILES * FIELDS vectors of BE.
+
+    With PAIRS half as many, [2, BE], of two tiles each.
+    """
     p_meta = meta + (i_head * (G // GROUP) + i_slot // GROUP) * D
     o_x = tl.arange(0, TILES * FIELDS * BE)
     if E == BE and FIELDS * E == D:
@@ -140,38 +145,71 @@ def channel_meta(
         o_c = o_x // BE % FIELDS * E + o_x % BE
         m_c = (o_x % BE < E) & (o_c < D)
         b_meta = tl.load(p_meta + o_x // (FIELDS * BE) * D + o_c, mask=m_c, other=0.0)
-    return parted(b_meta, TILES * FIELDS, BE)
+    if PAIRS and TILES > 1:
+        return paired(tl.reshape(b_meta, (TILES // 2, 2, FIELDS * BE)), TILES // 2, FIELDS, BE)
+    else:
+        return parted(b_meta, TILES * FIELDS, BE)
+
+
+@triton.jit
+def in_eights(b_pair, E: tl.constexpr):
+    """Two vectors [2, E] as [16, E]: eight rows of each."""
+    return tl.reshape(tl.broadcast_to(b_pair[:, None, :], (2, 8, E)), (16, E))
+
+
+@triton.jit
+def channel_biases(b_qs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr):
+    """What zeros of channels add to the raw logits of a tile, which is the same for all its tokens: [8, BM] each.
+
+    Rows are alike: a product's columns stand where the logits' do, whatever the row. ``b_zeros`` has vectors by field
+    for one tile, and for several the pairs of `paired`.
+    """
+    CLASSES: tl.constexpr = 5 if BITS == 2 else 2
+    FIELDS: tl.constexpr = len(b_qs)
+    b_biases = ()
+    for n in tl.static_range(0, TILES, 2):
+        b_sums = ()
+        for f in tl.static_range(FIELDS):
+            if TILES == 1:
+                b_left = tl.full([16, BE], 1.0, tl.float16)
+                b_right = b_qs[f] * b_zeros[f][:, None]
+            else:
+                # One product for two tiles, and nothing is multiplied beforehand.
+                b_left = in_eights(b_zeros[n // 2 * FIELDS + f], BE)
+                b_right = b_qs[f]
+            if f < CLASSES:
+                b_sums = b_sums + (tl.dot(b_left, b_right),)
+            else:
+                b_sums = put(b_sums, f % CLASSES, tl.dot(b_left, b_right, b_sums[f % CLASSES]))
+        b_bias = b_sums[0] * (1.0 / (Q_SHIFT * key_unit(BITS)))
+        for f in tl.static_range(1, CLASSES):
+            b_bias += b_sums[f] * (1.0 / (weight(f, BITS) * Q_SHIFT * key_unit(BITS)))
+        b_first, b_last = tl.split(tl.permute(tl.reshape(b_bias, (2, 8, BM)), (1, 2, 0)))
+        b_biases = b_biases + (b_first, b_last)
+    return b_biases
 
 
 @triton.jit
 def channel_logits(
-    b_ks, b_qs, b_scales, b_zeros, b_s, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, AT: tl.constexpr
+    b_ks, b_qs, b_scales, b_bias, BITS: tl.constexpr, SUB: tl.constexpr, BM: tl.constexpr, AT: tl.constexpr
 ):
-    """Raw logits [SUB, BM] of keys with scales per channel, added to ``b_s``, and their bias [BM], not yet scaled.
+    """Raw logits [SUB, BM] of keys with scales per channel: what `key_unit` makes logits of, not yet scaled.
 
-    ``b_scales`` and ``b_zeros`` hold this tile's vectors from element AT on.
+    ``b_scales`` holds this tile's vectors from element AT on; ``b_bias`` is of `channel_biases`.
     """
-    CLASSES: tl.constexpr = 5 if BITS == 2 else 2
-    # Every row of the bias is the same sum over channels: it comes out where the logits' columns are.
-    b_ones = tl.full([16, BE], 1.0, tl.float16)
-    b_sums = ()
+    b_s = tl.reshape(tl.broadcast_to(b_bias[None, :, :], (SUB // 8, 8, BM)), (SUB, BM))
     for f in tl.static_range(len(b_qs)):
         b_s = tl.dot(b_ks[f], b_qs[f] * b_scales[AT + f][:, None], b_s)
-        b_least = b_qs[f] * b_zeros[AT + f][:, None]
-        if f < CLASSES:
-            b_sums = b_sums + (tl.dot(b_ones, b_least),)
-        else:
-            b_sums = put(b_sums, f % CLASSES, tl.dot(b_ones, b_least, b_sums[f % CLASSES]))
-    b_bias = b_sums[0] * (1.0 / Q_SHIFT)
-    for f in tl.static_range(1, CLASSES):
-        b_bias += b_sums[f] * (1.0 / (weight(f, BITS) * Q_SHIFT))
-    return b_s, tl.max(b_bias, 0)
+    return b_s
 
 
 @triton.jit
-def raised_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr):
-    """Queries [BR, BM] of raised channels in f16, times 4, and the channels: gathered, so that keys need not be."""
-    o_r = tl.arange(0, BR)
+def raised_queries(p_q, m_m, index, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
+    """Queries [BR, BM] of raised channels in f16, times 4, and the channels: gathered, so that keys need not be.
+
+    Ranks from FIRST on, of R. Sixteen at a time: more of them would be loaded in one layout and used in another.
+    """
+    o_r = FIRST + tl.arange(0, BR)
     m_r = o_r < R
     b_channel = tl.load(index + o_r, mask=m_r, other=0).to(tl.int32)
     b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0).to(tl.float32)
@@ -179,27 +217,29 @@ def raised_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
-def raised_scales(scale, b_channel, R: tl.constexpr, BR: tl.constexpr):
+def raised_scales(scale, b_channel, FIRST: tl.constexpr, R: tl.constexpr, BR: tl.constexpr):
     """Scales of raised channels in a group: [BR]."""
-    return tl.load(scale + b_channel, mask=tl.arange(0, BR) < R, other=0.0)
+    return tl.load(scale + b_channel, mask=FIRST + tl.arange(0, BR) < R, other=0.0)
 
 
 @triton.jit
-def raised_fields(high, i_head, i_slot, G: tl.constexpr, N4: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr):
+def raised_fields(
+    high, i_head, i_slot, FIRST: tl.constexpr, G: tl.constexpr, N4: tl.constexpr, BR: tl.constexpr, BT: tl.constexpr
+):
     """The raised channels' upper bits of BT tokens from slot ``i_slot`` on: fields of G / 8 tokens, each [G / 8, BR].
 
     BT is the page, half of it, or a quarter.
     """
-    o_r = tl.arange(0, BR)
+    o_r = FIRST + tl.arange(0, BR)
     p_w = high + i_head * (G // 8 * N4) + tl.arange(0, G // 8)[:, None] * N4 + o_r[None, :]
-    if N4 == BR:
+    if FIRST + BR <= N4:
         b_w = tl.load(p_w)
     else:
         b_w = tl.load(p_w, mask=(o_r < N4)[None, :], other=0)
     if BT == G:
         return unpack2(b_w)
     else:
-        b_fields = unpack2_from(b_w, tl.zeros([G // 8, BR], tl.int32) + i_slot // (G // 8) * 2)
+        b_fields = unpack2_from(b_w, tl.zeros([G // 8, BR], tl.int16) + (i_slot // (G // 8) * 2).to(tl.int16))
         if BT == G // 4:
             return b_fields[0], b_fields[1]
         else:
@@ -296,7 +336,6 @@ def add_values(
             for f in tl.static_range(FIELDS):
                 b_accs = put(b_accs, f, tl.dot(dotable(b_vs[n * FIELDS + f]), dotable(b_ps[n]), b_accs[f]))
     else:
-        b_ones = tl.full([16, SUB], 1.0, tl.float16)
         GROUPS: tl.constexpr = D // GROUP if BITS < 8 else 1
         for g in tl.static_range(GROUPS):
             p_t = (i_head * GROUPS + g) * G + o_slot
@@ -306,16 +345,27 @@ def add_values(
                 b_scale = tl.load(scale + p_t)
             if BITS == 8:
                 # Scales of e4m3 are small, and so are probabilities: their product would be lost among subnormals.
-                b_scale = b_scale * field_unit(BITS)
+                b_scale = b_scale * VALUE_SHIFT
             b_scales = parted(b_scale, TILES, SUB)
-            if BITS < 8:
+            if BITS < 8 and GROUPS == 1:
                 if MASKED:
                     b_zero = tl.load(zero + p_t, mask=m_t, other=0.0)
                 else:
                     b_zero = tl.load(zero + p_t)
                 b_lows = parted(b_zero, TILES, SUB)
                 for n in tl.static_range(TILES):
-                    b_zeros = put(b_zeros, g, tl.dot(b_ones, b_ps[n] * b_lows[n][:, None], b_zeros[g]))
+                    b_least = b_ps[n] * b_lows[n][:, None]
+                    b_zeros = put(b_zeros, 0, tl.dot(tl.full([16, SUB], 1.0, tl.float16), b_least, b_zeros[0]))
+            elif BITS < 8 and g % 2 == 0:
+                # Two groups in one product, and nothing is multiplied beforehand. [2, BT]
+                p_z = zero + (i_head * GROUPS + g + tl.arange(0, 2))[:, None] * G + o_slot[None, :]
+                if MASKED:
+                    b_zero = tl.load(p_z, mask=m_t[None, :], other=0.0)
+                else:
+                    b_zero = tl.load(p_z)
+                b_pairs = paired(tl.reshape(b_zero, (1, 2, BT)), 1, TILES, SUB)
+                for n in tl.static_range(TILES):
+                    b_zeros = put(b_zeros, g // 2, tl.dot(in_eights(b_pairs[n], SUB), b_ps[n], b_zeros[g // 2]))
             for n in tl.static_range(TILES):
                 b_p = b_ps[n] * b_scales[n][:, None]
                 for f in tl.static_range(FIELDS):
@@ -324,14 +374,27 @@ def add_values(
     return b_accs, b_zeros
 
 
+@triton.constexpr_function
+def zero_tiles_of(value_dim, bits, group):
+    """Tiles that sums by groups of zeros make: two groups to a tile."""
+    return max(1, value_dim // group // 2) if bits < 8 else 0
+
+
 @triton.jit
-def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr):
+def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
     """Sums by field as they are: powers of two out, zeros in."""
+    b_lows = ()
+    for i in tl.static_range(len(b_zeros)):
+        b_pair = tl.max(tl.reshape(b_zeros[i], (2, 8, BM)), 1)
+        b_first, b_last = tl.split(tl.permute(b_pair, (1, 0)))
+        b_lows = b_lows + (b_first, b_last)
     b_outs = ()
     for f in tl.static_range(len(b_accs)):
         b_out = b_accs[f]
         if BITS < 8:
-            b_out = b_out * (field_unit(BITS) * weight(f, BITS)) + tl.max(b_zeros[f * E // GROUP], 0)[None, :]
+            b_out = b_out * (field_unit(BITS) * weight(f, BITS)) + b_lows[f * E // GROUP][None, :]
+        elif BITS == 8:
+            b_out = b_out * (1.0 / VALUE_SHIFT)
         b_outs = b_outs + (b_out,)
     return b_outs
 

@@ -274,10 +274,10 @@ def seal_channel_kernel(
     if is_wide(b_low, b_high):
         # Loaded once more: hardly ever, and registers for it would cost every page.
         b_column = tl.load(p_column, mask=m_t, other=0)
-        b_own = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
-        m_own = m_t[None, :, None] & (tl.abs(b_own) <= F16_MAX)
-        b_low = tl.min(tl.reshape(tl.where(m_own, b_own, float("inf")), (FH, NG, BG, C)), 2)
-        b_high = tl.max(tl.reshape(tl.where(m_own, b_own, float("-inf")), (FH, NG, BG, C)), 2)
+        b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
+        m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
+        b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
+        b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
     # [FH, 1, C]
     m_high = (m_4 | (LEVELS == 15))[:, None, :]
     b_scale, b_zero = affine_scale(b_low, b_high, m_high)
@@ -393,11 +393,11 @@ def seal_token_kernel(
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every tile.
             b_column = tl.load(p_column, mask=m_t, other=0)
-            b_own = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
-            m_own = m_c & (tl.abs(b_own) <= F16_MAX)
-            b_low = tl.reshape(tl.where(m_own, b_own, float("inf")), (A, F, BT, K, W))
-            b_high = tl.reshape(tl.where(m_own, b_own, float("-inf")), (A, F, BT, K, W))
-            b_low, b_high = tl.min(tl.min(b_low, 1), 3), tl.max(tl.max(b_high, 1), 3)
+            b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
+            m_own = m_c & (tl.abs(b_again) <= F16_MAX)
+            b_lows = tl.reshape(tl.where(m_own, b_again, float("inf")), (A, F, BT, K, W))
+            b_highs = tl.reshape(tl.where(m_own, b_again, float("-inf")), (A, F, BT, K, W))
+            b_low, b_high = tl.min(tl.min(b_lows, 1), 3), tl.max(tl.max(b_highs, 1), 3)
         b_scale, b_zero = affine_scale(b_low, b_high, m_high)
         o_n = (tl.arange(0, A) * K)[:, None, None] + tl.arange(0, K)[None, None, :]
         p_group = (i_head * (D // GROUP) + o_n) * G + o_slot[None, :, None]
