@@ -120,10 +120,12 @@ def unpack4(b_w):
 def unpack8(b_w):
     """Low and high byte, numbers in e4m3, as f16: exact, subnormals included."""
     if INTERPRETED:
-        b_low = ((b_w << 8) & -0x8000) | ((b_w & 0x7F) << 7)
-        b_high = (b_w & -0x8000) | ((b_w >> 1) & 0x3F80)
-        b_low = b_low.to(tl.int16).to(tl.float16, bitcast=True) * 256.0
-        return b_low.to(tl.float16), (b_high.to(tl.int16).to(tl.float16, bitcast=True) * 256.0).to(tl.float16)
+        b_low = (((b_w << 8) & -0x8000) | ((b_w & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+        b_high = ((b_w & -0x8000) | ((b_w >> 1) & 0x3F80)).to(tl.int16).to(tl.float16, bitcast=True)
+        # As the instruction has it.
+        b_low = tl.where((b_w & 0x7F) == 0x7F, float("nan"), b_low * 256.0)
+        b_high = tl.where((b_w & 0x7F00) == 0x7F00, float("nan"), b_high * 256.0)
+        return b_low.to(tl.float16), b_high.to(tl.float16)
     elif tl.target_info.cuda_capability_geq(8, 9):
         # A word is two elements here: their low bytes first, then their high ones.
         return tl.inline_asm_elementwise(

@@ -91,7 +91,11 @@ def value_fields(
         b_fields = ()
         for w in tl.static_range(D // 2 // BE):
             p_w = codes + i_head * (G * D // 2) + o_slot[None, :] * (D // 2) + (w * BE + o_e)[:, None]
-            b_fields = b_fields + unpack8(tl.load(p_w))
+            if MASKED:
+                # What was never written may be NaN.
+                b_fields = b_fields + unpack8(tl.load(p_w, mask=m_t[None, :], other=0))
+            else:
+                b_fields = b_fields + unpack8(tl.load(p_w))
         return b_fields
     else:
         b_fields = ()
