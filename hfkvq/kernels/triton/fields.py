@@ -233,26 +233,13 @@ def parted(b_x, PARTS: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def paired(b_x, HALVES: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr):
-    """[HALVES, 2, PARTS * E] as HALVES * PARTS tiles [2, E], in order."""
-    if PARTS > 1:
-        b_x = tl.permute(tl.reshape(b_x, (HALVES, 2, 2, PARTS // 2 * E)), (0, 1, 3, 2))
-        b_first, b_last = tl.split(b_x)
-        b_firsts = paired(b_first, HALVES, PARTS // 2, E)
-        b_lasts = paired(b_last, HALVES, PARTS // 2, E)
-        b_tiles = ()
-        for i in tl.static_range(HALVES):
-            for j in tl.static_range(PARTS // 2):
-                b_tiles = b_tiles + (b_firsts[i * (PARTS // 2) + j],)
-            for j in tl.static_range(PARTS // 2):
-                b_tiles = b_tiles + (b_lasts[i * (PARTS // 2) + j],)
-        return b_tiles
-    elif HALVES == 1:
-        return (tl.reshape(b_x, (2, E)),)
+def paired(b_x, PARTS: tl.constexpr, E: tl.constexpr):
+    """[2, PARTS * E] as PARTS tiles [2, E], in order."""
+    if PARTS == 1:
+        return (b_x,)
     else:
-        b_x = tl.permute(tl.reshape(b_x, (2, HALVES // 2, 2, E)), (1, 2, 3, 0))
-        b_first, b_last = tl.split(b_x)
-        return paired(b_first, HALVES // 2, 1, E) + paired(b_last, HALVES // 2, 1, E)
+        b_first, b_last = tl.split(tl.permute(tl.reshape(b_x, (2, 2, PARTS // 2 * E)), (0, 2, 1)))
+        return paired(b_first, PARTS // 2, E) + paired(b_last, PARTS // 2, E)
 
 
 @triton.jit

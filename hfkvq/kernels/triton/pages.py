@@ -139,7 +139,7 @@ def channel_meta(
 ):  # fmt: skip
     """Scales (or zeros) of key channels, from the group of slot ``i_slot`` on: TILES * FIELDS vectors of BE.
 
-    With PAIRS half as many, [2, BE], of two tiles each.
+    With PAIRS, those of two tiles as FIELDS pairs [2, BE].
     """
     p_meta = meta + (i_head * (G // GROUP) + i_slot // GROUP) * D
     o_x = tl.arange(0, TILES * FIELDS * BE)
@@ -150,7 +150,7 @@ def channel_meta(
         m_c = (o_x % BE < E) & (o_c < D)
         b_meta = tl.load(p_meta + o_x // (FIELDS * BE) * D + o_c, mask=m_c, other=0.0)
     if PAIRS and TILES > 1:
-        return paired(tl.reshape(b_meta, (TILES // 2, 2, FIELDS * BE)), TILES // 2, FIELDS, BE)
+        return paired(tl.reshape(b_meta, (2, FIELDS * BE)), FIELDS, BE)
     else:
         return parted(b_meta, TILES * FIELDS, BE)
 
@@ -163,34 +163,29 @@ def in_eights(b_pair, E: tl.constexpr):
 
 @triton.jit
 def channel_biases(b_qs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr):
-    """What zeros of channels add to the raw logits of a tile, which is the same for all its tokens: [8, BM] each.
+    """What zeros of channels add to the raw logits of one tile or two, the same for all tokens of each: [8, BM] twice.
 
     Rows are alike: a product's columns stand where the logits' do, whatever the row. ``b_zeros`` has vectors by field
-    for one tile, and for several the pairs of `paired`.
+    for one tile, pairs of them for two.
     """
     CLASSES: tl.constexpr = 5 if BITS == 2 else 2
-    FIELDS: tl.constexpr = len(b_qs)
-    b_biases = ()
-    for n in tl.static_range(0, TILES, 2):
-        b_sums = ()
-        for f in tl.static_range(FIELDS):
-            if TILES == 1:
-                b_left = tl.full([16, BE], 1.0, tl.float16)
-                b_right = b_qs[f] * b_zeros[f][:, None]
-            else:
-                # One product for two tiles, and nothing is multiplied beforehand.
-                b_left = in_eights(b_zeros[n // 2 * FIELDS + f], BE)
-                b_right = b_qs[f]
-            if f < CLASSES:
-                b_sums = b_sums + (tl.dot(b_left, b_right),)
-            else:
-                b_sums = put(b_sums, f % CLASSES, tl.dot(b_left, b_right, b_sums[f % CLASSES]))
-        b_bias = b_sums[0] * (1.0 / (Q_SHIFT * key_unit(BITS)))
-        for f in tl.static_range(1, CLASSES):
-            b_bias += b_sums[f] * (1.0 / (weight(f, BITS) * Q_SHIFT * key_unit(BITS)))
-        b_first, b_last = tl.split(tl.permute(tl.reshape(b_bias, (2, 8, BM)), (1, 2, 0)))
-        b_biases = b_biases + (b_first, b_last)
-    return b_biases
+    b_sums = ()
+    for f in tl.static_range(len(b_qs)):
+        if TILES == 1:
+            b_left = tl.full([16, BE], 1.0, tl.float16)
+            b_right = b_qs[f] * b_zeros[f][:, None]
+        else:
+            # One product for two tiles, and nothing is multiplied beforehand.
+            b_left = in_eights(b_zeros[f], BE)
+            b_right = b_qs[f]
+        if f < CLASSES:
+            b_sums = b_sums + (tl.dot(b_left, b_right),)
+        else:
+            b_sums = put(b_sums, f % CLASSES, tl.dot(b_left, b_right, b_sums[f % CLASSES]))
+    b_bias = b_sums[0] * (1.0 / (Q_SHIFT * key_unit(BITS)))
+    for f in tl.static_range(1, CLASSES):
+        b_bias += b_sums[f] * (1.0 / (weight(f, BITS) * Q_SHIFT * key_unit(BITS)))
+    return tl.split(tl.permute(tl.reshape(b_bias, (2, 8, BM)), (1, 2, 0)))
 
 
 @triton.jit
@@ -232,7 +227,7 @@ def raised_fields(
 ):
     """The raised channels' upper bits of BT tokens from slot ``i_slot`` on: fields of G / 8 tokens, each [G / 8, BR].
 
-    BT is the page, half of it, or a quarter.
+    BT is the page or a quarter of it.
     """
     o_r = FIRST + tl.arange(0, BR)
     p_w = high + i_head * (G // 8 * N4) + tl.arange(0, G // 8)[:, None] * N4 + o_r[None, :]
@@ -244,10 +239,7 @@ def raised_fields(
         return unpack2(b_w)
     else:
         b_fields = unpack2_from(b_w, tl.zeros([G // 8, BR], tl.int16) + (i_slot // (G // 8) * 2).to(tl.int16))
-        if BT == G // 4:
-            return b_fields[0], b_fields[1]
-        else:
-            return b_fields
+        return b_fields[0], b_fields[1]
 
 
 @triton.jit
@@ -367,7 +359,7 @@ def add_values(
                     b_zero = tl.load(p_z, mask=m_t[None, :], other=0.0)
                 else:
                     b_zero = tl.load(p_z)
-                b_pairs = paired(tl.reshape(b_zero, (1, 2, BT)), 1, TILES, SUB)
+                b_pairs = paired(b_zero, TILES, SUB)
                 for n in tl.static_range(TILES):
                     b_zeros = put(b_zeros, g // 2, tl.dot(in_eights(b_pairs[n], SUB), b_ps[n], b_zeros[g // 2]))
             for n in tl.static_range(TILES):

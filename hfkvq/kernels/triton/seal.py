@@ -380,9 +380,9 @@ def seal_token_kernel(
     m_high = LEVELS == 15
     if ALIGNED:
         # A groups of F fields, or of one field's K parts of W words.
-        F: tl.constexpr = max(1, GROUP // E) if GROUP != D else FIELDS
+        F: tl.constexpr = FIELDS if GROUP == D else (GROUP // E if GROUP > E else 1)
         A: tl.constexpr = FIELDS // F
-        W: tl.constexpr = min(GROUP, BE) if GROUP != D else BE
+        W: tl.constexpr = GROUP if GROUP < BE and GROUP != D else BE
         K: tl.constexpr = BE // W
         b_own = b_x
         if not EXACT:

@@ -1,0 +1,330 @@
+"""Takes every kernel through Triton's front end, from syntax tree to verified IR, for GPUs that need not be there.
+
+``python -m tests.kernels.compile_kernels FOLDER``, without TRITON_INTERPRET, writes a log for each GPU to FOLDER: see
+`FrontEnd.log`. Tensors on the CPU say here that they are on a GPU, so launchers choose the types, tiles and constants
+that they choose there, and hand them to a Triton that stops before its first pass and launches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import multiprocessing
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.errors import TritonError
+from triton.runtime.jit import JITFunction
+
+import hfkvq
+from hfkvq import kernels
+from hfkvq.bench import split_kv
+from hfkvq.bench.cases import DEFAULT_FORMATS, scheme_of
+from hfkvq.bench.tune import GRID
+from hfkvq.caches.scheme import Layout, Scheme, SideLayout
+from hfkvq.caches.store import SIDES, KVStore
+from hfkvq.kernels import triton as launchers
+from hfkvq.kernels.decode import run_count
+from hfkvq.kernels.pages import StoreFormat
+from hfkvq.kernels.seal import RULES
+from hfkvq.kernels.triton import configs
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+GPUS = {"8.0": ("A100", 108, 164 << 10), "9.0": ("H200", 132, 228 << 10), "10.0": ("B200", 148, 228 << 10)}
+"""Name, multiprocessors and their shared memory, by compute capability."""
+
+
+class FrontEnd:
+    """A GPU as torch and Triton's launches see it; notes what it builds and what fails, instead of raising."""
+
+    def __init__(self, capability: str, file: Path) -> None:
+        self.major, self.minor = map(int, capability.split("."))
+        self.name, self.multi_processor_count, self.shared_memory_per_multiprocessor = GPUS[capability]
+        self.file, self.doing = file, ""
+        self.built: set[str] = set()
+
+    def log(self, event: str, *what: str) -> None:
+        """Notes ``building`` (kernel, case), ``failed`` (where, case, error) or ``done``."""
+        # At once, since a compiler may take the process with it.
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps([event, *what]) + "\n")
+
+    @contextlib.contextmanager
+    def case(self, name: str) -> Iterator[None]:
+        """Names what is done now. What fails in a launcher does not keep the next case from being tried."""
+        self.doing = name
+        try:
+            yield
+        except Exception as error:
+            own = (__file__, str(Path(hfkvq.__file__).parent))
+            frame = [x for x in traceback.extract_tb(error.__traceback__) if x.filename.startswith(own)][-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+            self.log("failed", where, self.doing, f"{type(error).__name__}: {error}")
+
+    # What Triton asks its driver.
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 10 * self.major + self.minor, 32)
+
+    # What Triton calls to compile.
+
+    def compile(self, src: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> SimpleNamespace:
+        """The first steps of `triton.compile`, then a kernel that does nothing."""
+        name = name_of(src.fn)
+        self.built.add(name)
+        self.log("building", name, self.doing)
+        backend = make_backend(target)
+        parsed = backend.parse_options(options | src.parse_options())
+        context = ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        try:
+            # The key of Triton's cache looks at everything that a kernel refers to, and refuses some of it.
+            src.hash()
+            functions, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+            if not src.make_ir(target, parsed, functions, modules, context).verify():
+                raise RuntimeError("the IR is not valid.")
+        except Exception as error:
+            self.log("failed", name, self.doing, told(error))
+        nothing = {"function": None, "packed_metadata": None}
+        return SimpleNamespace(run=lambda *_: None, launch_metadata=lambda *_: None, **nothing)
+
+
+def told(error: BaseException) -> str:
+    """The innermost error that shows a place in a kernel, and the calls that led there: Triton has one for each."""
+    calls = []
+    while isinstance(error.__cause__, TritonError):
+        calls.append(str(error).splitlines()[-2].strip())
+        error = error.__cause__
+    return "\n".join([f"{type(error).__name__}: {error}", *(f"called by: {line}" for line in reversed(calls))])
+
+
+def name_of(kernel: JITFunction) -> str:
+    """E.g. ``seal.seal_token_kernel``."""
+    return f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"
+
+
+def all_kernels() -> set[str]:
+    """Names of the kernels that there are: what is launched, not what that calls."""
+    names = [f"{launchers.__name__}.{module.name}" for module in pkgutil.iter_modules(launchers.__path__)]
+    return {
+        name_of(x)
+        for module in (*map(importlib.import_module, names), split_kv)
+        for x in vars(module).values()
+        if isinstance(x, JITFunction) and x.module == module.__name__ and x.__name__.endswith("_kernel")
+    }
+
+
+def pretend(front: FrontEnd) -> None:
+    """Makes tensors on the CPU pass for tensors on the GPU, for torch and for Triton, until the process ends."""
+    triton.runtime.driver.set_active(front)
+    # Kernels look for it when they are first launched on a device.
+    triton.compiler.compile = front.compile
+    torch.Tensor.is_cuda = property(lambda x: True)
+    torch.Tensor.device = property(lambda x: torch.device("cuda", 0))
+    torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch.cuda.get_device_properties = lambda device: front
+    torch.cuda.get_device_capability = lambda device: (front.major, front.minor)
+
+    def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, device=None, **kwargs: make(*args, **kwargs)
+
+    for name in ("arange", "empty", "full", "ones", "zeros"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pages(Scheme):
+    """Any store by its name (see `StoreFormat.spec`); widths of tokens take turns, channels are raised by a rule."""
+
+    store: str
+    rule: str | None = None
+
+    @property
+    def channel_rule(self) -> str | None:
+        return self.rule
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        form = StoreFormat.parse(self.store)
+        keys, values = zip(*form.runs, strict=True)
+        unit = keys[0].page_size
+        return Layout(
+            SideLayout(keys, unit=unit, rotate=form.rotate_keys),
+            SideLayout(values, unit=unit, rotate=form.rotate_values),
+            form.sink,
+        )
+
+    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+        widths = torch.tensor([fmt.bits for fmt, _ in StoreFormat.parse(self.store).runs], dtype=torch.uint8)
+        return widths[position.long() % len(widths)]
+
+
+def tensor(rows: int, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """(B, H, T, D) as attention hands it over: (B, T, H, D) in memory."""
+    return torch.zeros(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+
+
+def fill(
+    scheme: Scheme, key_dim: int = 128, value_dim: int = 128, dtype: torch.dtype = BF16, rows: int = 2, heads: int = 2,
+    tokens: int = 400, q_abs: bool = False,
+) -> KVStore:  # fmt: skip
+    """A store after a prompt and a step."""
+
+    def new(count: int) -> tuple[Tensor, Tensor]:
+        return tensor(rows, heads, count, key_dim, dtype), tensor(rows, heads, count, value_dim, dtype)
+
+    store = KVStore(scheme.layout(key_dim, value_dim), scheme, *new(1))
+    weight = torch.ones(rows, heads, key_dim) if q_abs else None
+    store.extend(*new(tokens), q_abs=weight)
+    store.push(*new(1))
+    return store
+
+
+def attend(
+    store: KVStore, queries: int = 1, share: int = 4, mask: str = "", softcap: float = 0.0, sinks: bool = False
+) -> None:
+    """Decode attention; masks by name."""
+    heads, columns = store.heads * share, store.longest + 3
+    made = {
+        "": None,
+        "bool": torch.ones(store.batch, 1, queries, columns, dtype=torch.bool),
+        "float": torch.zeros(store.batch, heads, queries, columns, dtype=store.dtype),
+        "row": torch.zeros(1, 1, 1, columns),
+    }
+    query = tensor(store.batch, heads, queries, store.dims["keys"], store.dtype)
+    logits = torch.zeros(heads, dtype=store.dtype) if sinks else None
+    store.attend(query, made[mask], 0.1, softcap, logits)
+
+
+def gather(store: KVStore) -> None:
+    """Dense keys and values."""
+    for side in SIDES:
+        store.dense(side, store.longest + 5)
+
+
+def multiply(store: KVStore, dtype: torch.dtype, rows: int) -> None:
+    """Logits and weighted sums over pages by themselves."""
+    for i, (view, (keys, values)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
+        count = [run_count(store.counters, i, side) for side in SIDES]
+        query = tensor(store.batch, store.heads, rows, store.dims["keys"], dtype)
+        kernels.qk_pages(query, view.table, count[0], view.keys, keys)
+        probs = torch.zeros(store.batch, store.heads, rows, view.table.shape[1] * keys.page_size, dtype=dtype)
+        kernels.sv_pages(probs, view.table, count[1], view.values, values, store.dims["values"])
+
+
+STORES = (
+    # With tiles in `decode`: head dims, dtype, store, what is asked.
+    (64, 64, F16, "s0;k0;v0;2c64p256+16x8/2t64p256", {"queries": 5, "mask": "float"}),
+    (64, 64, F16, "s0;k0;v0;4t64p128/4t64p128|8t64p128/8t64p128|16t64p128/16t64p128", {"mask": "bool"}),
+    (80, 80, F16, "s4;k16;v16;4t40p128/4t40p128", {"sinks": True}),
+    (80, 80, BF16, "s4;k0;v0;16t80p128/8t80p128", {"mask": "bool", "softcap": 5.0}),
+    (96, 96, F16, "s5;k32;v32;8t96p128/8t96p128", {"mask": "row"}),
+    (192, 128, BF16, "s4;k0;v0;2c128p128+4x24/2t128p128", {"queries": 2}),
+    (256, 256, F16, "s0;k256;v256;2t256p128/2t64p128", {}),
+    # For `general`.
+    (64, 64, F16, "s0;k0;v0;16c64p24/16t64p24", {}),
+    (64, 64, BF16, "s0;k0;v0;8t32p32/8t16p32", {"mask": "row"}),
+    (72, 48, F32, "s4;k0;v0;2c12p24/4t24p24", {"mask": "bool", "softcap": 5.0}),
+    (80, 80, BF16, "s4;k0;v0;2c8p24+16x5+4x3/4t16p24", {"queries": 5}),
+    (96, 80, F32, "s4;k32;v16;2c32p32+4x8/2t80p32", {"mask": "float", "sinks": True}),
+    (320, 320, BF16, "s4;k0;v0;2c32p64+4x8+16x8/2t320p64", {}),
+)
+"""Stores beyond the benchmark's."""
+
+RAISED = (
+    (128, BF16, "s0;k0;v0;2c128p128+4x16/2t128p128"),
+    (64, F16, "s0;k0;v0;2c16p32+4x5+16x9/2t64p32"),
+    (80, F32, "s0;k0;v0;4c32p32+16x8/4t80p32"),
+    # More than a program can rank: its launcher does.
+    (512, F16, "s0;k0;v0;2c64p128+4x50/2t512p128"),
+)
+"""Stores with raised channels: head dim, dtype, store."""
+
+
+def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
+    """Every case."""
+    more = {
+        "mixkvq-pages": {"queries": 5, "mask": "bool", "softcap": 5.0, "sinks": True},
+        "saw-int4": {"queries": 5, "softcap": 5.0},
+        "fp8+16": {"queries": 5},
+    }
+    for name in DEFAULT_FORMATS:
+        with case(name):
+            store = fill(scheme_of(name, 128))
+            # Seals of one token have tiles of one token.
+            store.commit()
+            attend(store)
+            gather(store)
+            multiply(store, F32, 4)
+    for name, asked in more.items():
+        for dtype in (BF16, F32):
+            with case(f"{name}, {dtype}, {asked}"):
+                attend(fill(scheme_of(name, 128), dtype=dtype), **asked)
+    tuned = {knob: values[-1] for knob, values in GRID["decode"].items()}
+    with case(f"kivi-2, tuned: {tuned}"), configs.override("decode", None, **tuned):
+        attend(fill(scheme_of("kivi-2", 128)))
+    # Integers that are 1 are constants to Triton. Many splits are merged in another shape than few.
+    with case("kivi-4, one row, one head"):
+        store = fill(scheme_of("kivi-4", 128), rows=1, heads=1, tokens=6000)
+        attend(store, share=1)
+        gather(store)
+    for key_dim, value_dim, dtype, spec, asked in STORES:
+        with case(f"{spec}, heads of {key_dim} and {value_dim}, {dtype}, {asked}"):
+            store = fill(Pages(store=spec), key_dim, value_dim, dtype)
+            attend(store, **asked)
+            if store.format.runs[0][0].page_size < 128:
+                gather(store)
+                multiply(store, dtype, 20)
+    for dim, dtype, spec in RAISED:
+        for rule in RULES:
+            with case(f"{spec}, heads of {dim}, {dtype}, channels by {rule}"):
+                fill(Pages(store=spec, rule=rule), dim, dim, dtype, q_abs=rule == RULES[0])
+    for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
+        with case(f"split_kv, heads of {dim}, {dtype}"):
+            query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)
+            split_kv.split_kv(query, keys, keys, 0.1)
+
+
+def work(capability: str, file: Path) -> None:
+    """Does everything for one GPU."""
+    # What has been imported is many objects, which need not be searched for cycles while IR is made.
+    gc.freeze()
+    front = FrontEnd(capability, file)
+    pretend(front)
+    # Nothing is interpreted: it is how tensors on the CPU get to the launchers.
+    with kernels.use_interpreter():
+        do_all(front.case)
+    for name in sorted(all_kernels() - front.built):
+        front.log("failed", name, "none was tried", "No case launches it: add one.")
+    front.log("done")
+
+
+if __name__ == "__main__":
+    # Every GPU has a process, and so its own caches; forked, since to import takes half as long as to build.
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=work, args=(name, Path(sys.argv[1]) / name)) for name in GPUS]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
