@@ -1,8 +1,9 @@
 """State and the Hugging Face seam: stores, layers, schemes, the cache."""
 
 from . import schemes
-from .cache import KittyCache, MixedKVCache, SawInt4Cache
+from .cache import MixedKVCache
 from .memory import MemoryReport
+from .named import KittyCache, SawInt4Cache
 from .scheme import Scheme, get_scheme, list_schemes
 
 __all__ = [

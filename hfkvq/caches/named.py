@@ -1,0 +1,59 @@
+"""Caches named after the papers: `MixedKVCache` with the scheme fixed and its knobs as arguments."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from .cache import MixedKVCache
+from .scheme import get_scheme
+
+
+class NamedCache(MixedKVCache):
+    """`MixedKVCache` of the scheme ``preset``.
+
+    Args:
+        model_or_config: the model, or its config.
+        max_cache_len: see `MixedKVCache`.
+        attach: see `MixedKVCache`.
+        debug: see `MixedKVCache`.
+        **knobs: fields of the scheme.
+
+    Raises:
+        ValueError: unknown knob or one out of range; see `MixedKVCache`.
+    """
+
+    preset: ClassVar[str]
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        *,
+        max_cache_len: int | None = None,
+        attach: bool = True,
+        debug: bool = False,
+        **knobs: Any,
+    ) -> None:
+        scheme = get_scheme(self.preset, **knobs)
+        super().__init__(model_or_config, scheme, max_cache_len=max_cache_len, attach=attach, debug=debug)
+
+
+class KittyCache(NamedCache):
+    """`MixedKVCache` with the Kitty scheme: 2-bit pages whose strongest key channels get 4 bits.
+
+    ``KittyCache(model.config)`` is Kitty, ``KittyCache(model.config, boost_ratio=0.25)`` Kitty-Pro. Knobs are the
+    fields of `hfkvq.caches.schemes.Kitty`: ``boost_ratio`` (0.125), ``score`` ("k_abs"), ``sink_length`` (32),
+    ``local_length`` (128), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+    """
+
+    preset = "kitty"
+
+
+class SawInt4Cache(NamedCache):
+    """`MixedKVCache` with the SAW-INT4 scheme: token-wise INT4 after a Hadamard rotation.
+
+    ``SawInt4Cache(model.config)`` rotates keys in blocks of up to 128; ``rotate="both"`` rotates values too. Knobs are
+    the fields of `hfkvq.caches.schemes.SawInt4`: ``rotate`` ("keys"), ``block`` (the largest up to 128),
+    ``sink_length`` (0), ``local_length`` (0), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+    """
+
+    preset = "saw-int4"
