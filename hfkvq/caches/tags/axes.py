@@ -44,8 +44,9 @@ def parse_tag(name: str) -> int:
     if number is None:
         near = get_close_matches(name, TAGS, n=1)
         raise ValueError(
-            f"tag: got {name!r}, allowed 'pad' or temporal|modal|semantic with temporal in {', '.join(TEMPORAL)}; modal in "
-            f"{', '.join(MODAL)}; semantic in {', '.join(SEMANTIC)}" + (f". Did you mean {near[0]!r}?" if near else ".")
+            f"tag: got {name!r}, allowed 'pad' or temporal|modal|semantic with temporal in {', '.join(TEMPORAL)}; "
+            f"modal in {', '.join(MODAL)}; semantic in {', '.join(SEMANTIC)}."
+            + (f" Did you mean {near[0]!r}?" if near else "")
         )
     return number
 
@@ -65,7 +66,7 @@ def tag_axes(number: int) -> tuple[str, str, str] | None:
 
 
 def age_tags(tags: Tensor, turns: int | Tensor) -> Tensor:
-    """``older ← turn_m2 ← turn_m1 ← current``, as many steps as turns have begun; the other axes stay, and so does `PAD`.
+    """``older ← turn_m2 ← turn_m1 ← current``, a step for each turn that has begun; the rest stays, and so does `PAD`.
 
     Args:
         tags: (B, T) or (T,) tag numbers, uint8.
