@@ -5,13 +5,17 @@ from .cache import MixedKVCache
 from .memory import MemoryReport
 from .named import KittyCache, SawInt4Cache
 from .scheme import Scheme, get_scheme, list_schemes
+from .table import BitTable
+from .triaxial import TriAxialCache
 
 __all__ = [
+    "BitTable",
     "KittyCache",
     "MemoryReport",
     "MixedKVCache",
     "SawInt4Cache",
     "Scheme",
+    "TriAxialCache",
     "get_scheme",
     "list_schemes",
     "schemes",

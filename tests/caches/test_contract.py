@@ -50,6 +50,11 @@ def assert_dense_agrees(layer, queries, mask=None):
     assert_close(fused, plain)
 
 
+def sealed(layer):
+    """(2, B): keys and values that each row has sealed, in all runs."""
+    return layer.store.counters[2:].unflatten(0, (-1, 2)).sum(0)
+
+
 def assert_rows_alone(layer, rows, scheme, chunks):
     """Every row holds the bits that it holds when it is fed alone, in these chunks of tokens."""
     for i, own in enumerate(rows):
@@ -87,13 +92,13 @@ def test_fused_attention_is_attention_over_dense(name, backend, device):
     rows, pads = [row(i, start + steps, device=device) for i in (1, 2)], [0, 6]
     valid = torch.arange(start + steps, device=device) >= torch.tensor(pads, device=device)[:, None]
     feed(layer, rows, [start], pads)
-    sealed = layer.store.counters[2:].clone()
+    before = sealed(layer)
     for i in range(start, start + steps):
         queries, keys, values = join([x[i - pad : i + 1 - pad] for x, pad in zip(rows, pads, strict=True)])
         out = forward(layer, queries, keys, values, valid[:, : i + 1])
         assert torch.isfinite(out).all()
         assert_dense_agrees(layer, queries, valid[:, None, None, : i + 1])
-    crossed = layer.store.counters[2:] - sealed
+    crossed = sealed(layer) - before
     assert (crossed >= page).all() if backend == "reference" else crossed.any()
 
 
@@ -146,7 +151,7 @@ def test_paper_defaults_hold_a_long_row(name):
     own = row(5, 2 * page + 60)
     feed(layer, [own], [page + 50, *[16] * ((page - 16) // 16), *[1] * 26])
     assert_dense_agrees(layer, own.queries[None, :, -1:])
-    assert int(layer.store.counters[2, 0]) >= page
+    assert int(sealed(layer)[0, 0]) >= page
     sink, local = scheme.layout(DIM, DIM).sink, scheme.layout(DIM, DIM).values.local
     seen = layer.get_seq_length()
     # Sink and local window come back whole.
@@ -421,15 +426,12 @@ def test_shared_pages_are_given_back_after_select(name):
 def test_full_pages_are_shared_not_copied(scheme):
     """Repeating rows adds tables, windows and room, but no page changes."""
     layer, _, _ = _started(scheme)
-    full = [
-        (part[view.table[0, 0].long()].clone(), part)
-        for view in layer.store.runs
-        for part in (*view.keys, *view.values)
-    ]
-    table = layer.store.runs[0].table[0, 0].item()
+    (run,) = (run for run in layer.store.runs if run.table.shape[1])
+    table = run.table[0, 0].item()
+    full = [part[table].clone() for part in (*run.keys, *run.values)]
     layer.batch_repeat_interleave(2)
-    assert layer.store.runs[0].table[:2, 0].tolist() == [table, table]
-    for (before, _), now in zip(full, (p for v in layer.store.runs for p in (*v.keys, *v.values)), strict=True):
+    assert run.table[:2, 0].tolist() == [table, table]
+    for before, now in zip(full, (*run.keys, *run.values), strict=True):
         assert torch.equal(before.view(torch.uint8), now[table].contiguous().view(torch.uint8))
 
 
@@ -904,7 +906,7 @@ class Alternating(Scheme):
         units = {"local": self.local, "unit": self.unit * 2}
         return Layout(SideLayout((narrow, wide), **units), SideLayout(values, **units), self.sink)
 
-    def token_bits(self, keys, values, position):
+    def token_bits(self, keys, values, position, tags=None):
         return torch.where(position % 2 == 0, 4, 2).to(torch.uint8)
 
 
@@ -947,7 +949,7 @@ class TestTokenWidths:
     def test_residual_tokens_go_to_the_wider_run(self, alternating, monkeypatch):
         """2-bit pages per channel are whole: of 16 tokens 11 are to be narrow, 8 fit, the last 3 are widened."""
 
-        def bits(self, keys, values, position):
+        def bits(self, keys, values, position, tags=None):
             return torch.where((position - 2) % 16 < 11, 2, 4).to(torch.uint8)
 
         monkeypatch.setattr(alternating, "token_bits", bits)

@@ -4,5 +4,6 @@ from .full import Full
 from .kitty import Kitty
 from .kivi import Kivi
 from .saw import SawInt4
+from .triaxial import TriAxial
 
-__all__ = ["Full", "Kitty", "Kivi", "SawInt4"]
+__all__ = ["Full", "Kitty", "Kivi", "SawInt4", "TriAxial"]
