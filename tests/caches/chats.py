@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from hfkvq.caches.tags import TAGS
+from tests.caches.chat_samples import Sample, spell
 
 _VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 _BRACKETS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
@@ -105,15 +109,8 @@ def byte_tokenizer(family: str, template: str | None, merges: tuple[str, ...] = 
 MERGES = ("user\n", "assistant\n", "system\n", "\n\n", ">\n", '{"', "<tool", "</tool", "_response>\n", "ab", "ce")
 
 
-def load_messages(lines: str) -> list[dict]:
-    """Messages from lines of JSON."""
-    return [json.loads(line) for line in lines.strip().splitlines()]
-
-
 def tau_conversations(folder: Path, count: int) -> list[list[dict]]:
     """Real conversations with tool calls, as their benchmark recorded them."""
-    import gzip
-
     with gzip.open(folder / "agent_traces" / "tau_bench_gpt-4o-airline.json.gz", "rt", encoding="utf-8") as file:
         runs = json.load(file)
     found = []
@@ -151,3 +148,18 @@ def bfcl_tools(folder: Path) -> list[dict]:
     return [
         {"type": "function", "function": json.loads(line)} for line in path.read_text(encoding="utf-8").splitlines()
     ]
+
+
+def encode(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def names(tags) -> list[str]:
+    return [TAGS[tag] for tag in tags.tolist()]
+
+
+def expected(sample: Sample, tokenizer) -> tuple[list[int], list[str]]:
+    """Ids, and by hand the tag of each: a token belongs to the piece in which it begins."""
+    made = tokenizer(sample.text, add_special_tokens=False, return_offsets_mapping=True)
+    letters = [spell(tag) for text, tag in sample.pieces for _ in text]
+    return made["input_ids"], [letters[begin] for begin, _ in made["offset_mapping"]]

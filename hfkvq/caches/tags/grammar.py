@@ -33,9 +33,17 @@ class Sequences(Generic[Value]):
         self.by_first: dict[int, list[tuple[tuple[int, ...], Value]]] = {}
         for sequence, value in sorted(dict(entries).items(), key=lambda entry: -len(entry[0])):
             self.by_first.setdefault(sequence[0], []).append((sequence, value))
+        # Most markers are one token, with no other sequence that begins with it.
+        self.alone = {
+            first: Match(found[0][1], 1, False)
+            for first, found in self.by_first.items()
+            if len(found) == 1 and len(found[0][0]) == 1
+        }
 
     def match(self, ids: list[int], at: int) -> Match:
         """What begins at ``ids[at]``."""
+        if (alone := self.alone.get(ids[at])) is not None:
+            return alone
         unfinished = False
         for sequence, value in self.by_first.get(ids[at], ()):
             window = tuple(ids[at : at + len(sequence)])

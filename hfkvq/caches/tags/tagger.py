@@ -177,7 +177,9 @@ class Tagger:
         if len(state.rows) != len(ids):
             raise ValueError(f"input_ids: got {len(ids)} rows, but the state has {len(state.rows)}.")
         tags = np.full(ids.shape, PAD, dtype=np.uint8)
-        rows, aged, revised = [], [], []
+        rows, aged = [], []
+        # Begins with nothing, for a batch of no rows.
+        revised = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8))]
         for i, row in enumerate(state.rows):
             real = self._real(ids[i], row.started) if mask is None else mask[i]
             (new,) = np.nonzero(real)
@@ -194,9 +196,9 @@ class Tagger:
             TagState(tuple(rows), state.seen + ids.shape[1]),
             torch.from_numpy(tags),
             torch.tensor(aged, dtype=torch.int64),
-            torch.from_numpy(of_rows.astype(np.int64)),
-            torch.from_numpy(of_columns.astype(np.int64)),
-            torch.from_numpy(of_tags.astype(np.uint8)),
+            torch.from_numpy(of_rows),
+            torch.from_numpy(of_columns),
+            torch.from_numpy(of_tags),
         )
 
     def _real(self, ids: np.ndarray, started: bool) -> np.ndarray:
