@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .caches import KittyCache, MixedKVCache, SawInt4Cache, Scheme, TriAxialCache, get_scheme, list_schemes
+from .caches import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, Scheme, TriAxialCache, get_scheme, list_schemes
 
 try:
     __version__ = version("hfkvq")
@@ -12,6 +12,7 @@ except PackageNotFoundError:
 
 __all__ = [
     "KittyCache",
+    "MixKVQCache",
     "MixedKVCache",
     "SawInt4Cache",
     "Scheme",

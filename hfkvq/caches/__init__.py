@@ -3,7 +3,7 @@
 from . import schemes
 from .cache import MixedKVCache
 from .memory import MemoryReport
-from .named import KittyCache, SawInt4Cache
+from .named import KittyCache, MixKVQCache, SawInt4Cache
 from .scheme import Scheme, get_scheme, list_schemes
 from .table import BitTable
 from .triaxial import TriAxialCache
@@ -12,6 +12,7 @@ __all__ = [
     "BitTable",
     "KittyCache",
     "MemoryReport",
+    "MixKVQCache",
     "MixedKVCache",
     "SawInt4Cache",
     "Scheme",

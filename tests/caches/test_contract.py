@@ -732,7 +732,7 @@ def test_recording_the_past_keeps_the_newest_unsealed(scheme):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "qwen3-next", "deepseek-v3"])
-@pytest.mark.parametrize("name", ["kitty", "kivi-4", "saw-int4-kv", "full"])
+@pytest.mark.parametrize("name", ["kitty", "kivi-4", "mixkvq", "saw-int4-kv", "full"])
 def test_memory_is_the_sum_of_all_tensors(family, name):
     """Nothing is held that the report does not count."""
     if family == "mistral-sliding" and name != "full":
@@ -779,6 +779,8 @@ def test_memory_counts_what_is_held_in_passing(when):
         ("saw-int4-kv", 128, 4, 4),
         ("int4", 128, 4, 4),
         ("full", 128, 16, 16),
+        # 8 channels at 16 bits, 16 at 4.
+        ("mixkvq", 128, 2 + 14 * 8 / 128 + 2 * 16 / 128, 2),
     ],
 )
 def test_nominal_code_bits(name, dim, keys, values):
@@ -799,6 +801,7 @@ def test_nominal_code_bits(name, dim, keys, values):
 
 # Bits an element of a page, codes, scale, zero and index: head dim 128, pages of 128.
 #   kitty keys: 2 + (scale, zero of 128 tokens) 32/128 + (high) 2*16/128 + (index) 8*16/(128*128)
+#   mixkvq keys: 2 + (scale, zero of 32 tokens) 32/32 + (full) 16*8/128 + (index) 8*8/(128*128) + high as kitty's.
 #   kitty values: 2 + 32/128.  saw: 4 + 32/128.  kivi (g = 32): b + 32/32.
 TOTAL_BITS = {
     "kitty": (2 + 0.25 + 0.25 + 0.0078125, 2.25),
@@ -807,6 +810,9 @@ TOTAL_BITS = {
     "kivi-2": (3, 3),
     "kivi-4": (5, 5),
     "full": (16, 16),
+    "mixkvq": (3 + 1.00390625 + 0.2578125, 3),
+    # Room for twice as many at 16 bits.
+    "mixkvq-r1-qwen-7b": (3 + 2.0078125 + 0.2578125, 3),
 }
 
 

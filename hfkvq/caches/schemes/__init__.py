@@ -3,7 +3,8 @@
 from .full import Full
 from .kitty import Kitty
 from .kivi import Kivi
+from .mixkvq import MixKVQ
 from .saw import SawInt4
 from .triaxial import TriAxial
 
-__all__ = ["Full", "Kitty", "Kivi", "SawInt4", "TriAxial"]
+__all__ = ["Full", "Kitty", "Kivi", "MixKVQ", "SawInt4", "TriAxial"]
