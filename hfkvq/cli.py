@@ -200,7 +200,7 @@ def _chat_format(given: str | None) -> ChatFormat | None:
         return None
     try:
         return ChatFormat.from_file(given) if Path(given).suffix else get_format(given)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         fail(error)
 
 

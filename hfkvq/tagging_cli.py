@@ -35,7 +35,7 @@ class Conversation:
     """Messages and tool schemas, as a chat template takes them."""
 
     messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
 
 
 @dataclass

@@ -128,6 +128,21 @@ def tau_conversations(folder: Path, count: int) -> list[list[dict]]:
     return found
 
 
+def swe_conversations(folder: Path) -> list[list[dict]]:
+    """Demonstrations of an agent at a command line, with the line ends of its terminal."""
+    found = []
+    for path in sorted((folder / "agent_traces").glob("swe_agent_*.traj")):
+        messages = []
+        for given in json.loads(path.read_text(encoding="utf-8"))["history"]:
+            message = {"role": given["role"], "content": given["content"]}
+            for call in given.get("tool_calls") or ():
+                inner = {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
+                message.setdefault("tool_calls", []).append({"type": "function", "function": inner})
+            messages.append(message)
+        found.append(messages)
+    return found
+
+
 def bfcl_conversations(folder: Path) -> list[list[dict]]:
     """BFCL's memory conversations: users who tell much, one message after another."""
     found = []

@@ -347,6 +347,7 @@ def test_a_format_from_toml(tmp_path):
         ({"markers": {}}, "nothing begins a message"),
         ({"start": "<<"}, "roles is empty"),
         ({"markers": {"@@": "human"}}, "got semantic 'human', allowed inst, user"),
+        ({"ends": "</s>"}, "got ends = '</s>', allowed a tuple"),
         ({"marker": {}}, "got marker, allowed channel"),
         ({"spans": [{"open": "(("}]}, "missing 2 required"),
         ({"openings": [{"role": "user", "text": "R", "semantic": "tool"}]}, "got semantic 'tool'"),
@@ -358,6 +359,9 @@ def test_formats_that_cannot_be(change, message):
 
 
 def test_a_format_file_of_another_kind(tmp_path):
+    (tmp_path / "list.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds a list, allowed an object"):
+        ChatFormat.from_file(tmp_path / "list.json")
     with pytest.raises(ValueError, match=r"ends in .json or .toml"):
         ChatFormat.from_file(tmp_path / "own.yaml")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -69,7 +70,7 @@ class ChatFormat:
         images: Placeholders of images and of video frames; those the tokenizer does not know are passed over.
 
     Raises:
-        ValueError: A semantic is none, or nothing begins a message.
+        ValueError: A semantic is none, nothing begins a message, or a string stands where several belong.
     """
 
     name: str
@@ -93,6 +94,10 @@ class ChatFormat:
             raise ValueError(f"chat format {self.name!r}: nothing begins a message; give start with roles, or markers.")
         if self.start and not self.roles:
             raise ValueError(f"chat format {self.name!r}: roles is empty; name the roles that follow {self.start!r}.")
+        for name in ("detect", "ends", "delims", "images"):
+            # A string would be taken for its letters.
+            if isinstance(value := getattr(self, name), str):
+                raise ValueError(f"chat format {self.name!r}: got {name} = {value!r}, allowed a tuple of strings.")
         given = [self.other_role, *self.roles.values(), *self.channels.values(), *self.markers.values()]
         given += [part.semantic for part in (*self.spans, *self.openings)] + [part.role for part in self.openings]
         given += [semantic for span in self.spans for semantic in span.within]
@@ -111,16 +116,10 @@ class ChatFormat:
         known = {part.name for part in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise ValueError(f"chat format: got {', '.join(unknown)}, allowed {', '.join(sorted(known))}.")
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
-        }
+        values = _tuples(given)
         try:
             for name, part in (("spans", Span), ("openings", Opening)):
-                made = [
-                    part(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
-                    for item in values.get(name, ())
-                ]
-                values[name] = tuple(made)
+                values[name] = tuple(part(**_tuples(item)) for item in values.get(name, ()))
             return cls(**values)
         except TypeError as error:
             raise ValueError(f"chat format: {error}") from error
@@ -131,12 +130,23 @@ class ChatFormat:
 
         Raises:
             ValueError: The file holds no chat format, or ends in neither.
+            ImportError: This Python reads no TOML.
         """
         path = Path(path)
         if path.suffix == ".json":
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            given = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(given, dict):
+                raise ValueError(f"chat format: {path.name} holds a {type(given).__name__}, allowed an object.")
+            return cls.from_dict(given)
         if path.suffix == ".toml":
+            if importlib.util.find_spec("tomllib") is None:
+                raise ImportError(f"chat format: {path.name} needs Python 3.11 or newer; write it as JSON.")
             import tomllib
 
             return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
         raise ValueError(f"chat format: got {path.name}, allowed a file that ends in .json or .toml.")
+
+
+def _tuples(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists as tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
