@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq demo``, ``hfkvq schemes``, ``hfkvq tag`` and ``hfkvq bench``."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate and allocate."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hfkvq.bench.cli import app as bench_app
 from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.tuning.cli import app as tuning_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
 )
 app.add_typer(bench_app, name="bench")
+# Without a name: its commands stand beside the others.
+app.add_typer(tuning_app)
 
 
 class DType(str, Enum):
