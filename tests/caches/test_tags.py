@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from hfkvq.caches.tags import (
     FORMATS,
@@ -288,6 +290,30 @@ def test_formats_are_found_by_added_tokens_too(family):
         **{"qwen2_5": "chatml", "qwen3": "chatml", "internvl": "chatml", "gemma3": "gemma", "gptoss": "gpt-oss"},
         **{"glm4moe": "glm4", "phi3_5": "phi3", "deepseekv3": "deepseek"},
     }.get(family, family)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_sentencepiece_writes_spaces_of_its_own(everywhere):
+    """Llama 2 and Mistral: markers are text, and pieces begin with a space that nobody wrote."""
+    letters = ["▁", *"[/INST]helo"]
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    vocab |= {letter: 257 + i for i, letter in enumerate(dict.fromkeys(letters))}
+    vocab |= {"▁[": len(vocab), "IN": len(vocab) + 1}
+    core = Tokenizer(models.BPE(vocab, [("▁", "["), ("I", "N")], unk_token="<unk>", byte_fallback=True))
+    spaces = [normalizers.Replace(" ", "▁")]
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if everywhere else spaces)
+    core.add_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", chat_template="[INST]")
+    ids = encode(tokenizer, "<s>[INST] hello[/INST] hell</s>[INST]hole[/INST]")
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    got = [tag.split("|") for tag in names(Tagger.from_tokenizer(tokenizer).tag(ids)[0])]
+    by_semantic = {
+        semantic: "".join(piece for piece, tag in zip(pieces, got, strict=True) if tag[2] == semantic)
+        for semantic in {tag[2] for tag in got}
+    }
+    assert by_semantic["user"] == "▁hellohole"
+    assert by_semantic["assistant"] == "▁hell"
+    assert set(by_semantic) == {"user", "assistant", "delim"}
 
 
 def test_templates_by_name_and_processors():

@@ -100,19 +100,22 @@ class Encoder:
                     found.add(tuple(p[0] for p in pieces if whole or p[2] <= end))
         return {form for form in found if form}
 
+    def blanks(self) -> set[int]:
+        """Tokens of nothing but white space."""
+        return {
+            number for token, number in self.vocab.items() if token in _BYTES or (token and not token.strip(_BLANK))
+        }
+
     def newlines(self) -> set[int]:
-        """Tokens of nothing but white space that begin with a newline."""
-        found = set()
-        for token, number in self.vocab.items():
-            # Byte-level vocabularies write \n as Ċ and \r as č, sentencepiece as <0x0A> and <0x0D>.
-            if token[:1] in ("\n", "\r", "Ċ", "č") or token in ("<0x0A>", "<0x0D>"):
-                text = token.translate(_BYTE_LEVEL)
-                if token.startswith("<0x") or text.isspace():
-                    found.add(number)
-        return found
+        """Those of `blanks` that begin with a newline."""
+        names = self.tokenizer.convert_ids_to_tokens(sorted(self.blanks()))
+        return {self.vocab[name] for name in names if name[0] in _NEWLINE or name in _BYTES[:2]}
 
 
-_BYTE_LEVEL = str.maketrans({"Ċ": "\n", "č": "\r", "Ġ": " ", "ĉ": "\t", "▁": " "})
+# Byte-level vocabularies write \n, \r, tab and space as Ċ, č, ĉ and Ġ; sentencepiece has ▁ and the names of bytes.
+_NEWLINE = "\n\rĊč"
+_BLANK = _NEWLINE + "\t ĉĠ▁"
+_BYTES = ("<0x0A>", "<0x0D>", "<0x09>", "<0x20>")
 
 
 class Grammar:
@@ -129,7 +132,7 @@ class Grammar:
         self.events: Sequences[Event] = Sequences(
             (sequence, event) for text, event in events.items() for sequence in encoder.forms(text)
         )
-        self.newlines = encoder.newlines()
+        self.newlines, self.blanks = encoder.newlines(), encoder.blanks()
         context = (form.start,) if form.start else ("",)
         follow = ["", "\n", "\n\n", *((form.header_end,) if form.header_end != "\n" else ())]
         follow += [text for text in (form.channel, form.recipient) if text]

@@ -26,7 +26,7 @@ class Place(NamedTuple):
         turns: Turns that have begun.
         message: Semantic of the message, None between messages.
         span: The span inside it.
-        scaffold: Whether a marker stands before this place, to which newlines here belong.
+        scaffold: Whether a marker stands before this place, to which newlines belong; between messages, spaces too.
         header: Position of the header whose message has no token yet and so may turn out to be another, else None.
     """
 
@@ -83,7 +83,9 @@ class Scan:
     def _fill(self, begin: int, end: int) -> None:
         """Text between markers."""
         if self.place.scaffold:
-            while begin < end and self.ids[begin] in self.grammar.newlines:
+            # Inside a message a space may be the text's own.
+            blank = self.grammar.blanks if self.place.message is None else self.grammar.newlines
+            while begin < end and self.ids[begin] in blank:
                 begin += 1
             if begin < end:
                 self.place = self.place._replace(scaffold=False)

@@ -92,8 +92,9 @@ class Tagger:
     result belongs to the turn before it.
 
     Roles give ``inst``, ``user``, ``assistant`` and ``obs``; brackets give ``reasoning`` and ``tool_call``. Markers,
-    headers and the newlines right after them are ``delim``. Text outside any message, such as a prompt that begins in
-    the middle of one, is ``inst``. Image placeholders are ``image``, with the semantic of the message they stand in.
+    headers, the newlines right after them and the white space between messages are ``delim``. Text outside any message,
+    such as a prompt that begins in the middle of one, is ``inst``. Image placeholders are ``image``, with the semantic
+    of the message they stand in.
 
     What the ids cannot tell: markers that a user types are markers if the tokenizer makes them so. Inside a user's or
     the system's message this is harmless for brackets, which count in an assistant's message only, but ends of messages
