@@ -136,7 +136,8 @@ class TriAxialCache(NamedCache):
             ValueError: not of that shape, no more tokens than are cached, or others than are cached. Nothing is changed
                 then.
         """
-        seen, held = self._seen, self.compressed_layers[0].batch_size if self._seen else input_ids.shape[0]
+        seen, layers = self._seen, self.compressed_layers
+        held = layers[0].batch_size if seen and layers else input_ids.shape[0]
         if input_ids.dim() != 2 or input_ids.is_floating_point():
             raise ValueError(
                 f"input_ids: got {input_ids.dtype} of {tuple(input_ids.shape)}, allowed token ids (batch, tokens)."
@@ -166,10 +167,11 @@ class TriAxialCache(NamedCache):
             ValueError: other tokens than `see` was shown. Nothing is changed then.
         """
         seen = self._seen
-        if seen and ids.shape[0] != self.compressed_layers[0].batch_size:
-            # The layers refuse these in words of their own.
+        layers = self.compressed_layers
+        if not layers or (seen and ids.shape[0] != layers[0].batch_size):
+            # Nothing to give widths to, or more rows than there are, which the layers refuse in words of their own.
             return
-        recording = any(layer.record_past for layer in self.compressed_layers)
+        recording = any(layer.record_past for layer in layers)
         if seen and (ids.shape[1] == 1 or recording):
             # One token, or a few that are guessed (assisted decoding): generated.
             self.tokens.step(ids, seen)

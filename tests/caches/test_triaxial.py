@@ -364,6 +364,22 @@ def test_memory_counts_ids_and_tags(model):
     assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
 
 
+def test_one_line_on_a_chat_model():
+    """Model and tokenizer are all it takes: the chat template tells what each token is."""
+    from hfkvq.caches.tags import Tagger
+    from hfkvq.reference import load_reference, tools
+
+    model, tokenizer = load_reference(torch.float32)
+    ids = tokenizer(tools(seed=3, rounds=4).prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    cache = TriAxialCache(model, tokenizer, page_size=8, group_size=8, seal_unit=8)
+    forward(model, cache, ids)
+    names = [TAGS[tag] for tag in Tagger.from_tokenizer(tokenizer).tag(ids)[0].tolist()]
+    sealed = ids.shape[1] // 8 * 8
+    old = [i for i, name in enumerate(names[:sealed]) if name in ("older|text|obs", "turn_m2|text|obs")]
+    assert len(old) >= 16
+    assert positions(cache)[0] == old[: len(old) // 8 * 8]
+
+
 # What users get wrong.
 
 
