@@ -16,6 +16,8 @@ from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.scheme import Scheme
+from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.triaxial import TriAxialCache
 
 from .prompts import Batch, Subject
 
@@ -23,7 +25,12 @@ from .prompts import Batch, Subject
 def make_cache(subject: Subject, scheme: Scheme | None) -> Cache:
     """A fresh cache; no scheme means the stock one."""
     config = subject.model.config
-    return DynamicCache(config=config) if scheme is None else MixedKVCache(config, scheme)
+    if scheme is None:
+        return DynamicCache(config=config)
+    if isinstance(scheme, TriAxial):
+        knobs = {key: value for key, value in scheme.to_dict().items() if key != "scheme"}
+        return TriAxialCache(subject.model, subject.tokenizer, **knobs)
+    return MixedKVCache(config, scheme)
 
 
 def greedy(subject: Subject, limit: int) -> GenerationConfig:

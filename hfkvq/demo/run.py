@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,7 +183,10 @@ def _score(subject: Subject, batch: Batch, mine: Answers, baseline: Answers, sco
 
 
 def run_demo(
-    subject: Subject, settings: Settings, on_progress: Callable[[str, str, float], Any] | None = None
+    subject: Subject,
+    settings: Settings,
+    on_progress: Callable[[str, str, float], Any] | None = None,
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> Result:
     """Runs every cache on every task.
 
@@ -191,6 +194,7 @@ def run_demo(
         subject: the model.
         settings: tasks, schemes, sizes.
         on_progress: called before each batch with the cache's name, the task and the share of the work done.
+        schemes: by name, in place of the settings' presets.
 
     Raises:
         ValueError: the model cannot hold a task's prompts, or a scheme cannot hold its heads.
@@ -205,7 +209,8 @@ def run_demo(
     longest = max(range(len(batches)), key=lambda i: batches[i].ids.shape[1])
     # The first batch of that task, which is a full one.
     longest = next(i for i, batch in enumerate(batches) if batch.task == batches[longest].task)
-    chosen: dict[str, Scheme | None] = {BASELINE: None, **choose_schemes(settings.schemes)}
+    own = choose_schemes(settings.schemes) if schemes is None else schemes
+    chosen: dict[str, Scheme | None] = {BASELINE: None, **own}
     rows = {name: Row(name, scheme, {batch.task: TaskScore() for batch in batches}) for name, scheme in chosen.items()}
     for scheme in chosen.values():
         # Refused heads are told before the first batch is run.

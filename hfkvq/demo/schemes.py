@@ -96,11 +96,15 @@ def _bits(least_most: list[float]) -> str:
     return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
 
 
+def _knob_words(name: str, value: Any) -> str:
+    # A table of widths by tag would take the whole screen.
+    return f"{name}={value!r}" if not isinstance(value, tuple) else f"{name}: {len(value)} entries"
+
+
 def schemes_table() -> Table:
     """All presets."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    view.add_column("preset", no_wrap=True)
-    view.add_column("scheme\npaper", no_wrap=True)
+    view.add_column("preset\nscheme\npaper", no_wrap=True)
     view.add_column("what is held", min_width=30)
     view.add_column("code\nbits", justify="right")
     view.add_column("total\nbits", justify="right")
@@ -110,12 +114,11 @@ def schemes_table() -> Table:
         same = item["keys"] == item["values"]
         held = [f"keys, values: {item['keys']}"] if same else [f"keys: {item['keys']}", f"values: {item['values']}"]
         view.add_row(
-            item["name"],
-            f"{item['class']}\n{item['paper'].removeprefix('arXiv:')}",
+            f"{item['name']}\n{item['class']}\n{item['paper'].removeprefix('arXiv:')}",
             "\n".join([*held, f"whole: {item['whole']}"]),
             _bits(item["code_bits"]),
             _bits(item["long_context_bits"]),
-            "\n".join(f"{name}={value!r}" for name, value in item["knobs"].items()),
+            "\n".join(_knob_words(name, value) for name, value in item["knobs"].items()),
         )
         if number < len(items) - 1:
             view.add_row()

@@ -1,0 +1,170 @@
+"""Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures, README's table.
+
+    python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
+
+"measure" takes minutes on a GPU and hours on a CPU; it writes results/accuracy.json, two pictures and the table.
+"slice" writes results/accuracy-slice.json, the small fixed part that the tests measure again, on the CPU. "table"
+writes the table alone, from what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from hfkvq.caches import Scheme, get_scheme
+from hfkvq.demo import Settings, run_demo
+from hfkvq.demo.prompts import load
+from hfkvq.demo.report import as_json, save_picture
+from hfkvq.demo.run import BASELINE, Result, choose_schemes
+from hfkvq.demo.schemes import describe
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
+
+OUTLIERS = 8.0
+"""Factor on some key channels of the second model; large models have such channels."""
+
+SLICE = Settings(tasks=("recall-40", "arithmetic-4"), samples=4, batch_size=4, kl_tokens=64)
+"""Small enough for every run of the tests; prompts long enough to fill pages."""
+
+app = typer.Typer(add_completion=False)
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kitty, values rotated": ("kitty", {"rotate_values": True}),
+    "kitty, rotated, clipped 0.97": ("kitty", {"rotate_values": True, "clip_values": 0.97}),
+    "kitty, rotated, clipped 0.92": ("kitty", {"rotate_values": True, "clip_values": 0.92}),
+}
+"""Options that are off by default, to be measured beside the presets."""
+
+
+def _schemes(options: bool) -> dict[str, Scheme]:
+    more = {name: get_scheme(preset, **knobs) for name, (preset, knobs) in OPTIONS.items()} if options else {}
+    return choose_schemes() | more
+
+
+def _measure(settings: Settings, device: str, outliers: float | None, schemes: dict[str, Scheme]) -> Result:
+    return run_demo(load(None, device=torch.device(device), outliers=outliers), settings, None, schemes)
+
+
+def measure(settings: Settings, device: str, outliers: float | None, jobs: int) -> Result:
+    """All presets and options, by so many processes: one model's steps hardly keep a GPU, or several cores, busy."""
+    schemes = _schemes(True)
+    names = list(schemes)
+    shares = [{name: schemes[name] for name in names[at::jobs]} for at in range(min(jobs, len(names)))]
+    with ProcessPoolExecutor(len(shares), mp_context=get_context("spawn")) as pool:
+        work = [pool.submit(_measure, settings, device, outliers, share) for share in shares]
+        results = [each.result() for each in work]
+    rows = {row.name: row for result in results for row in result.rows}
+    first = results[0]
+    first.rows = [rows[name] for name in (BASELINE, *names)]
+    return first
+
+
+def without_speeds(measured: dict[str, Any]) -> dict[str, Any]:
+    """Processes that share a device say nothing about speed."""
+    for row in measured["rows"]:
+        row.pop("prompt_tokens_per_second")
+        row.pop("decode_tokens_per_second")
+    measured.pop("seconds")
+    return measured
+
+
+def measure_slice() -> dict[str, dict[str, Any]]:
+    """The slice on the CPU: by preset, what the table has, plain and with outliers."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, factor in (("plain", None), ("outliers", OUTLIERS)):
+        for row in as_json(_measure(SLICE, "cpu", factor, _schemes(False)))["rows"]:
+            right = sum(task["right"] for task in row["tasks"].values())
+            total = sum(task["total"] for task in row["tasks"].values())
+            kept = {"right": right, "total": total, "kl_mean": row["kl_mean"], "total_bits": row["total_bits"]}
+            found.setdefault(row["name"], {})[kind] = kept
+    return found
+
+
+def _kl(row: dict[str, Any]) -> str:
+    value = row["kl_mean"]
+    return "" if row["scheme"] is None else "<0.0001" if value < 0.00005 else f"{value:.4f}"
+
+
+def _right(row: dict[str, Any]) -> str:
+    return "/".join(str(task["right"]) for task in row["tasks"].values())
+
+
+def _long(row: dict[str, Any]) -> str:
+    if row["scheme"] is None:
+        return "16.00"
+    least, most = describe(row["name"], Scheme.from_dict(row["scheme"]))["long_context_bits"]
+    return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
+
+
+def markdown(measured: dict[str, Any]) -> str:
+    """The table of README."""
+    plain, hard = measured["plain"]["rows"], {row["name"]: row for row in measured["outliers"]["rows"]}
+    total = max(task["total"] for task in plain[0]["tasks"].values())
+    head = ["cache", "code bits", "total bits", "bf16 / held", "long context", f"right, of {total} each", "KLD"]
+    head += ["right, outliers", "KLD, outliers"]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row in plain:
+        other = hard[row["name"]]
+        code = "–" if row["code_bits"] is None else f"{row['code_bits']:.2f}"
+        name = row["name"] if row["name"] in OPTIONS else f"`{row['name']}`"
+        cells = [name, code, f"{row['total_bits']:.2f}", f"{row['ratio']:.2f}x"]
+        cells += [_long(row), _right(row), _kl(row), _right(other), _kl(other)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def put_table(text: str, measured: dict[str, Any]) -> str:
+    """README's text with the table in its place."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{markdown(measured)}\n{END}{rest.split(END)[1]}"
+
+
+@app.command()
+def main(
+    what: Annotated[str, typer.Argument(help="measure, slice or table.")] = "measure",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 64,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
+    commit: Annotated[str, typer.Option(help="What is measured, for the record.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = RESULTS,
+) -> None:
+    """Measures, and writes what README shows."""
+    if what not in ("measure", "slice", "table"):
+        raise typer.BadParameter(f"got {what!r}, allowed measure, slice or table.")
+    if what == "slice":
+        text = json.dumps({"versions": _versions(), "rows": measure_slice()}, indent=1)
+        (out / "accuracy-slice.json").write_text(text + "\n", encoding="utf-8")
+        return
+    if what == "measure":
+        where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        settings = Settings(tasks=("recall-160", "arithmetic-12", "tools"), samples=samples, batch_size=samples)
+        measured: dict[str, Any] = {"commit": commit}
+        for kind, factor in (("plain", None), ("outliers", OUTLIERS)):
+            result = measure(settings, where, factor, jobs)
+            measured[kind] = without_speeds(as_json(result))
+            save_picture(result, out / f"accuracy-{kind}.png")
+        (out / "accuracy.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))
+    if out == RESULTS:
+        README.write_text(put_table(README.read_text(encoding="utf-8"), measured), encoding="utf-8")
+    typer.echo(markdown(measured))
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+if __name__ == "__main__":
+    app()
