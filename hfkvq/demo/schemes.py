@@ -93,7 +93,7 @@ def describe_all() -> list[dict[str, Any]]:
 
 def _bits(least_most: list[float]) -> str:
     least, most = least_most
-    return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
+    return f"{least:.2f}" if least == most else f"{least:.2f}–{most:.2f}"
 
 
 def _knob_words(name: str, value: Any) -> str:
@@ -105,7 +105,7 @@ def schemes_table() -> Table:
     """All presets."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
     view.add_column("preset\nscheme\npaper", no_wrap=True)
-    view.add_column("what is held", min_width=30)
+    view.add_column("what is held", min_width=28)
     view.add_column("code\nbits", justify="right")
     view.add_column("total\nbits", justify="right")
     view.add_column("knobs", no_wrap=True)

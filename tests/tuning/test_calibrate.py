@@ -8,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hfkvq.caches import BitTable
 from hfkvq.caches.tags import TAGS, parse_tag
 from hfkvq.kernels.pages import PageFormat
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, load_conversations, parse_conversation
@@ -309,6 +310,10 @@ def test_calibrate_then_allocate(tmp_path):
     done = run(app, ["allocate", str(found), "--budget", "2.7", "--out", str(table)])
     assert done.exit_code == 0, done.output
     model, tokenizer = load_reference(torch.float32)
+    # As in the paper's section 4.2: what a call must reproduce to the letter needs the bits most.
+    ranks = sorted(sensitivity.counts, key=lambda tag: -sensitivity.distortion[tag][0])
+    assert {INST, USER} == set(ranks[:2])
+    assert {tag for tag, bits in BitTable.load(table).bits.items() if bits == 4} >= {INST, USER}
     assert dict(TriAxialCache(model, tokenizer, table=table).scheme.table).keys() == sensitivity.counts.keys()
 
 
