@@ -54,7 +54,7 @@ class MixKVQCache(NamedCache):
     ``MixKVQCache(model.config)`` fills the room of each page with its most salient channels;
     ``MixKVQCache(model.config, select="thresholds", tau_bf16=1.44, tau_int4=0.79)`` raises by the paper's thresholds.
     Knobs are the fields of `hfkvq.caches.schemes.MixKVQ`: ``select`` ("fractions"), ``salience`` ("raw_logit"),
-    ``tau_bf16`` (1.44), ``tau_int4`` (0.79), ``most_bf16`` (0.0625), ``most_int4`` (0.125), ``group_size`` (32),
+    ``tau_bf16`` (1.44), ``tau_int4`` (0.79), ``most_bf16`` (0.0625), ``most_int4`` (0.25), ``group_size`` (32),
     ``sink_length`` (32), ``page_size`` (128). Other arguments and errors: `NamedCache`.
     """
 

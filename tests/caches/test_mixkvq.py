@@ -184,7 +184,7 @@ def test_layout():
     """G = 32, R = 128, sink 32; values 2 bits; both sides wait for R tokens."""
     layout = MixKVQ().layout(128, 128)
     assert layout.sink == 32
-    assert layout.keys == SideLayout((PageFormat(2, "channel", 32, 128, ((4, 16), (16, 8))),), local=0, unit=128)
+    assert layout.keys == SideLayout((PageFormat(2, "channel", 32, 128, ((4, 32), (16, 8))),), local=0, unit=128)
     assert layout.values == SideLayout((PageFormat(2, "token", 32, 128),), local=0, unit=128)
 
 
