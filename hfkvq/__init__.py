@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .caches import KittyCache, MixedKVCache, SawInt4Cache, Scheme, get_scheme, list_schemes
+from .caches import ARKVCache, KittyCache, MixedKVCache, SawInt4Cache, Scheme, get_scheme, list_schemes
 
 try:
     __version__ = version("hfkvq")
@@ -10,4 +10,13 @@ except PackageNotFoundError:
     # A checkout on the path, not installed.
     __version__ = "0.1.0"
 
-__all__ = ["KittyCache", "MixedKVCache", "SawInt4Cache", "Scheme", "__version__", "get_scheme", "list_schemes"]
+__all__ = [
+    "ARKVCache",
+    "KittyCache",
+    "MixedKVCache",
+    "SawInt4Cache",
+    "Scheme",
+    "__version__",
+    "get_scheme",
+    "list_schemes",
+]

@@ -9,7 +9,16 @@ import pytest
 import hfkvq
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = {"MixedKVCache", "KittyCache", "SawInt4Cache", "Scheme", "get_scheme", "list_schemes", "__version__"}
+PUBLIC = {
+    "ARKVCache",
+    "MixedKVCache",
+    "KittyCache",
+    "SawInt4Cache",
+    "Scheme",
+    "get_scheme",
+    "list_schemes",
+    "__version__",
+}
 
 
 def test_all_is_exactly_the_public_api():

@@ -131,7 +131,11 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query"}."""
+        """What the scheme must observe: a subset of {"query", "probs"}.
+
+        A scheme that observes attention probabilities ("probs") evicts tokens and assigns tiers again: see
+        `hfkvq.caches.evict.EvictingLayer` for the methods that it must have.
+        """
         return frozenset()
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:

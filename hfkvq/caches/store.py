@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.decode import LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
+from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
 from hfkvq.kernels.pages import RunView, Side
 
 from .scheme import Layout, Scheme, SideLayout
@@ -168,6 +168,11 @@ class KVStore:
     def longest(self) -> int:
         """Most tokens that a row may hold."""
         return max(state.length for state in self.states)
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """i32 (B,): tokens that each row holds."""
+        return self.counters[LENGTH]
 
     # Tokens arrive and leave the tail.
 
@@ -482,7 +487,7 @@ class KVStore:
         need = max(need, min(2 * have, self.tail_limit[side]))
         where = column_positions(self.format, self.counters, self.runs, have, side)[:, -have:]
         # Slots that hold nothing share one target outside the window and are cut off with it.
-        slot = torch.where(where >= 0, (where - self.layout.sink) % need, need).long()
+        slot = torch.where(where > ABSENT, (where - self.layout.sink) % need, need).long()
         grown = torch.nn.functional.pad(self._window(need, side), (0, 0, 0, 1))
         grown.scatter_(2, slot[:, None, :, None].expand(-1, self.heads, -1, tail.shape[3]), tail)
         self.windows[at] = grown[:, :, :need].contiguous()
