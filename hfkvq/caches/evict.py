@@ -46,7 +46,7 @@ class Peers:
         return new
 
     def greatest(self, prompts: int, device: torch.device) -> Tensor | None:
-        """Strength of the strongest layer among those that have met as many prompts: f32 (B,); None if there is none."""
+        """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
         known = [x.strength.to(device) for x in self.layers if x.strength is not None and x.prompts == prompts]
         return torch.stack(known).amax(0) if known else None
 
@@ -243,7 +243,6 @@ class EvictingLayer(KVLayer):
     def _trim(self, scores: Tensor, prompt: bool, rows: Tensor | None = None) -> None:
         """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,))."""
         store, scheme = self._held(), self.scheme
-        low, whole = self.costs
         length = store.counters[LENGTH].long()
         over = self._room() < 0 if rows is None else rows
         if not over.any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import Side
 
 from .retier import EVICT, STAY, positions, retier

@@ -667,6 +667,23 @@ class KVStore:
         ]
         return new
 
+    def __getstate__(self) -> dict[str, object]:
+        """Everything, with fp8 codes as bytes: PyTorch cannot unpickle them."""
+
+        def plain(parts: list[Tensor]) -> list[Tensor]:
+            return [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts]
+
+        runs = [RunView(view.table, view.pos, plain(view.keys), plain(view.values)) for view in self.runs]
+        return self.__dict__ | {"runs": runs}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Inverse of `__getstate__`."""
+        self.__dict__.update(state)
+        for view, formats in zip(self.runs, self.format.runs, strict=True):
+            for fmt, parts in zip(formats, (view.keys, view.values), strict=True):
+                if fmt.bits == 8:
+                    parts[0] = parts[0].view(torch.float8_e4m3fn)
+
     # Accounting.
 
     def nbytes(self) -> StoreBytes:

@@ -17,7 +17,7 @@ START, LENGTH, RUNS = 0, 1, 2
 """Rows of ``counters``: leading padding, stored tokens, then (keys, values) sealed in each run."""
 
 ABSENT = -(2**30)
-"""Row position of a column that holds no token; negative positions are tokens of a row that forgot others (`retier`)."""
+"""Row position of a column that holds no token; other negative ones are of rows that have forgotten tokens."""
 
 
 def run_count(counters: Tensor, run: int, side: Side) -> Tensor:

@@ -20,7 +20,7 @@ from hfkvq.kernels.decode import LENGTH, RUNS, START
 HEADS, SHARE, DIM = 2, 2, 32
 
 # So small that a few dozen tokens cross many page borders.
-SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8}
+SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8, "window": 16}
 
 
 def small(name: str | Scheme, **knobs: Any) -> Scheme:

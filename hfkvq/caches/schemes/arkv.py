@@ -220,7 +220,7 @@ class Arkv(Scheme):
         return torch.nn.functional.avg_pool1d(score, 5, stride=1, padding=2)[:, 0]
 
     def layer_statistics(self, probs: Tensor, real: Tensor, past: Tensor) -> Tensor:
-        """Sums of which a layer's entropy, variance and kurtosis are made (``stats="code"``), or the three (eqs. 3 to 5).
+        """What a layer's entropy, variance and kurtosis are made of, by the code's formulas or the paper's eqs. (3)-(5).
 
         "code": ``E = -Σ A log(A + 1e-10)``, ``V = Σ var_q A``, ``κ = Σ m4 / max(m2, 1e-8)²`` over the queries, to be
         summed over KV heads. "paper": of ``p_k = Σ_{h,q} A / Z`` over the past keys, to be averaged over KV heads.
