@@ -17,9 +17,10 @@ from transformers.cache_utils import (
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
-from .evict import EvictingLayer, Peers, layer_class
+from .evict import EvictingLayer, layer_class
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
+from .peers import Peers
 from .scheme import Scheme, get_scheme
 from .store import StoreBytes
 

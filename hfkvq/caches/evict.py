@@ -14,6 +14,8 @@ from hfkvq.kernels.decode import LENGTH, run_count
 from .headwise import HeadwiseStore
 from .layer import KVLayer
 from .observe import Observation, probabilities, token_order
+from .peers import Peers
+from .ranking import tier_widths
 from .retier import EVICT, STAY, retier, run_columns
 from .scheme import Scheme
 from .store import MAX_STEP
@@ -26,50 +28,19 @@ def layer_class(scheme: Scheme) -> type[KVLayer]:
     return EvictingLayer if "probs" in scheme.needs else KVLayer
 
 
-class Peers:
-    """The evicting layers of a cache, which compare their strengths.
-
-    Attributes:
-        layers: in the model's order.
-        warned: whether it has been said that attention hides its queries.
-    """
-
-    def __init__(self, layers: list[EvictingLayer]) -> None:
-        self.layers, self.warned = layers, False
-        for layer in layers:
-            layer.peers = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Peers:
-        """The same layers' copies."""
-        new = memo[id(self)] = copy.copy(self)
-        new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        return new
-
-    def greatest(self, prompts: int, device: torch.device) -> Tensor | None:
-        """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
-        known = [x.strength.to(device) for x in self.layers if x.strength is not None and x.prompts == prompts]
-        return torch.stack(known).amax(0) if known else None
-
-    def report(self, prompts: int) -> None:
-        """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
-        if all(layer.prompts == prompts for layer in self.layers):
-            for layer in self.layers:
-                layer.assign()
-
-
 class EvictingLayer(KVLayer):
     """Cache layer that holds a budget of tokens, each KV head its own.
 
     A prompt beyond the budget is cut to its best tokens in each layer as it passes, so only one layer at a time holds
-    it whole. A layer's share of whole tokens is relative to the strongest layer's, which is known when the last layer
-    is done: until then the strongest so far stands for it, which can only leave too many tokens whole. In this time a
-    layer holds at most one and a half times a budget in bytes.
+    it whole: twice for a moment, as it came and in pages. A layer's share of whole tokens is relative to the strongest
+    layer's, which is known when the last layer is done: until then the strongest so far stands for it, which can only
+    leave too many tokens whole. In this time a layer holds less than twice a budget in bytes.
 
     Later input of up to 16 tokens is a step: a trim is due when a row has outgrown its budget, and asks the newest
     queries. Attention functions that know no handles never show their queries; then nothing is evicted.
 
     The scheme has, beside what `Scheme` says: ``window``, ``low_bits``, ``beta``, ``score``, ``budget_bytes``,
-    ``tokens``, ``token_bytes``, ``kept``, ``whole``, ``widths``, ``token_scores``, ``layer_statistics``, ``strength``
+    ``tokens``, ``token_bytes``, ``kept``, ``whole``, ``token_scores``, ``layer_statistics``, ``strength``
     and ``share``; see `hfkvq.caches.schemes.Arkv`.
     """
 
@@ -205,7 +176,9 @@ class EvictingLayer(KVLayer):
         rank = torch.arange(order.shape[1], device=order.device)
         past = rank < (store.counters[LENGTH] - self.scheme.window)[:, None]
         scores, statistics = torch.zeros(order.shape, device=order.device), []
-        for rows, probs, real in probabilities(store, seen, order):
+        # Steps that rank by age ask nobody.
+        asked = seen.prompt or self.scheme.score != "recency"
+        for rows, probs, real in probabilities(store, seen, order) if asked else ():
             scores[rows] = self.scheme.token_scores(probs, real)
             if seen.prompt:
                 statistics.append(self.scheme.layer_statistics(probs, real, past[rows]))
@@ -219,7 +192,7 @@ class EvictingLayer(KVLayer):
         if due:
             self._trim(scores, seen.prompt)
         elif self.scheme.beta > 0:
-            self.scores = scores
+            self._remember(scores)
         if seen.prompt:
             self.peers.report(self.prompts)
 
@@ -231,6 +204,11 @@ class EvictingLayer(KVLayer):
         old = torch.nn.functional.pad(old, (0, scores.shape[1] - old.shape[1]), value=torch.nan)
         beta = self.scheme.beta
         return torch.where(old.isnan(), scores, beta * old + (1 - beta) * scores)
+
+    def _remember(self, scores: Tensor) -> None:
+        """Keeps scores, NaN behind a row's last token: what comes there has no history."""
+        rank = torch.arange(scores.shape[1], device=scores.device)
+        self.scores = scores.masked_fill(rank >= self._held().counters[LENGTH, :, None], torch.nan)
 
     def assign(self) -> None:
         """Assigns tiers to what a prompt left, now that every layer's share is final."""
@@ -247,7 +225,9 @@ class EvictingLayer(KVLayer):
         over = self._room() < 0 if rows is None else rows
         if not over.any():
             self.trim_at = self.seen + 1 + max(int(self._room().min()), 0)
-            self.scores = scores if scheme.beta > 0 else None
+            self.scores = None
+            if scheme.beta > 0:
+                self._remember(scores)
             return
         share = self._share().repeat_interleave(store.fold)
         order = token_order(store)
@@ -260,7 +240,7 @@ class EvictingLayer(KVLayer):
         narrow, tail = run_columns(store)[0], run_columns(store)[-1][0]
         is_whole = (order < narrow[0]) | (order >= narrow[0] + narrow[1])
         judged = rank < past[:, None]
-        bits = scheme.widths(
+        bits = tier_widths(
             scores.masked_fill(~judged, -torch.inf), stay, scheme.whole(kept, share), is_whole, scheme.low_bits
         )
         runs = torch.full(bits.shape, EVICT, dtype=torch.int8, device=bits.device)
@@ -276,7 +256,9 @@ class EvictingLayer(KVLayer):
         self.edition += 1
         # What is left of the scores, oldest first again.
         left = ((runs != EVICT) & (rank < length[:, None])).to(torch.int8).argsort(dim=1, descending=True, stable=True)
-        self.scores = scores.gather(1, left[:, : store.longest]) if scheme.beta > 0 or not final else None
+        self.scores = None
+        if scheme.beta > 0 or not final:
+            self._remember(scores.gather(1, left[:, : store.longest]))
         self.cut = over if not final else None
         self.trim_at = self.seen + 1 + max(int(self._room().min()), 0)
 
@@ -309,8 +291,7 @@ class EvictingLayer(KVLayer):
         """
         super().crop(tokens_to_remove)
         if self.scores is not None and self.store is not None:
-            rank = torch.arange(self.scores.shape[1], device=self.scores.device)
-            self.scores = self.scores.masked_fill(rank >= self.store.counters[LENGTH, :, None], torch.nan)
+            self._remember(self.scores)
 
     def _rows(self, rows: Tensor) -> None:
         super()._rows(rows)
@@ -318,6 +299,8 @@ class EvictingLayer(KVLayer):
             self.strength = self.strength[rows.to(self.strength.device)]
         if self.scores is not None:
             self.scores = self.scores[self._held().rows_of(rows.to(self.scores.device))]
+        if self.cut is not None:
+            self.cut = self.cut[self._held().rows_of(rows.to(self.cut.device))]
 
     def notes(self) -> list[Tensor]:
         """See `KVLayer.notes`."""

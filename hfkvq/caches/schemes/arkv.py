@@ -9,10 +9,8 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import PageFormat, Side
 
+from ..ranking import WHOLE, code_statistics, paper_statistics, token_scores
 from ..scheme import Layout, Scheme, SideLayout, knob
-
-WHOLE = 16
-"""Width of a token in the model's own dtype; 0 is a token to evict."""
 
 SEAL_UNIT = 16
 """Tokens that leave the tail together: fewer, longer steps, and nothing else, since they stay whole."""
@@ -27,7 +25,7 @@ class Arkv(Scheme):
     the layer's own share ρ, measured on the prompt.
 
     Paper: Lei et al., ARKV. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and `share`, (9) is
-    `token_scores`, (8) and (10) are `kept`, `whole` and `widths`.
+    `token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
     Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
     eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
     so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, scores that
@@ -177,76 +175,15 @@ class Arkv(Scheme):
         """Tokens of those kept that stay whole: B_o = round(ρ b), half up: i64 (...,)."""
         return (share.double() * kept + 0.5).floor().long()
 
-    @staticmethod
-    def widths(scores: Tensor, kept: Tensor, whole: Tensor, is_whole: Tensor, low_bits: int) -> Tensor:
-        """Eq. (10): of the tokens of highest score, the first ``whole`` stay whole, the rest of ``kept`` get few bits.
-
-        Args:
-            scores: f32 (N, n), -inf where there is no token to judge. Of equal scores the earlier token comes first.
-            kept: i64 (N,), b.
-            whole: i64 (N,), B_o.
-            is_whole: bool (N, n), tokens that are whole so far; only they can be whole hereafter.
-            low_bits: width of the tier of few bits.
-
-        Returns:
-            u8 (N, n): 16, ``low_bits`` or 0.
-        """
-        order = scores.argsort(dim=1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(
-            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-        )
-        stays = (rank < kept[:, None]) & (scores > -torch.inf)
-        best = (stays & is_whole).gather(1, order)
-        first = torch.zeros_like(best).scatter_(1, order, best & (best.cumsum(1) <= whole[:, None]))
-        bits = torch.where(first, WHOLE, torch.where(stays, low_bits, 0))
-        return bits.to(torch.uint8)
-
     # What attention says.
 
     def token_scores(self, probs: Tensor, real: Tensor) -> Tensor:
-        """Eq. (9): ``S_k = mean_{h,q} A + γ var_q A``, averaged over five neighbours and over the query heads.
-
-        The variance is unbiased, and 0 for a single query. Beyond a row's ends scores count as 0.
-
-        Args:
-            probs: f32 (N, r, Q, n), attention of a KV head's query heads, tokens in order.
-            real: bool (N, Q), queries that are no padding.
-
-        Returns:
-            f32 (N, n).
-        """
-        mean, _, _, variance = _moments(probs, real)
-        score = (mean + self.gamma * variance).mean(1, keepdim=True)
-        return torch.nn.functional.avg_pool1d(score, 5, stride=1, padding=2)[:, 0]
+        """Eq. (9), see `ranking.token_scores`: f32 (N, n)."""
+        return token_scores(probs, real, self.gamma)
 
     def layer_statistics(self, probs: Tensor, real: Tensor, past: Tensor) -> Tensor:
-        """What a layer's entropy, variance and kurtosis are made of, by the code's formulas or the paper's eqs. (3)-(5).
-
-        "code": ``E = -Σ A log(A + 1e-10)``, ``V = Σ var_q A``, ``κ = Σ m4 / max(m2, 1e-8)²`` over the queries, to be
-        summed over KV heads. "paper": of ``p_k = Σ_{h,q} A / Z`` over the past keys, to be averaged over KV heads.
-
-        Args:
-            probs: f32 (N, r, Q, n), see `token_scores`.
-            real: bool (N, Q), likewise.
-            past: bool (N, n), tokens older than the window.
-
-        Returns:
-            f32 (N, 3): entropy, variance, kurtosis.
-        """
-        if self.stats == "code":
-            _, second, fourth, variance = _moments(probs, real)
-            entropy = -(probs * (probs + 1e-10).log() * real[:, None, :, None]).sum((1, 2, 3))
-            kurtosis = fourth / second.clamp(min=1e-8).square()
-            return torch.stack([entropy, variance.sum((1, 2)), kurtosis.sum((1, 2))], 1)
-        p = (probs * real[:, None, :, None]).sum((1, 2)) * past
-        p = p / p.sum(1, keepdim=True).clamp(min=1e-30)
-        keys = past.sum(1, keepdim=True).clamp(min=1)
-        centred = (p - p.sum(1, keepdim=True) / keys) * past
-        second, fourth = (centred.pow(n).sum(1) / keys[:, 0] for n in (2, 4))
-        entropy = -torch.special.xlogy(p, p).sum(1)
-        # Flat attention: 0 / 0.
-        kurtosis = torch.where(second > 0, fourth / second.square().clamp(min=1e-38), 0.0)
-        return torch.stack([entropy, second, kurtosis], 1)
+        """Entropy, variance and kurtosis of each KV head by ``stats``, see `ranking.paper_statistics`: f32 (N, 3)."""
+        return code_statistics(probs, real) if self.stats == "code" else paper_statistics(probs, real, past)
 
     def strength(self, statistics: Tensor) -> Tensor:
         """Eq. (6): ``o = E^(1/τ1) V^(1/τ2) κ^(1/τ3)`` of each row: f32 (B,) from (B, H, 3)."""
@@ -267,14 +204,3 @@ class Arkv(Scheme):
         if self.tiers != "mixed":
             return torch.full_like(own, float(self.tiers == "origin"))
         return torch.where(most > 0, own / most, 1.0)
-
-
-def _moments(probs: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, m2, m4 and unbiased variance over the real queries of (N, r, Q, n): each (N, r, n)."""
-    weight = real[:, None, :, None].to(probs.dtype)
-    count = weight.sum(2)
-    mean = (probs * weight).sum(2) / count.clamp(min=1)
-    square = ((probs - mean[:, :, None]) * weight).square_()
-    total = square.sum(2)
-    fourth = square.square_().sum(2) / count.clamp(min=1)
-    return mean, total / count.clamp(min=1), fourth, total / (count - 1).clamp(min=1)
