@@ -57,6 +57,7 @@ class EvictingLayer(KVLayer):
         self.strength: Tensor | None = None
         self.prompts = 0
         self.real: Tensor | None = None
+        self.fresh: Tensor | None = None
         self.pending: Observation | None = None
         # f32 (B*H, n), oldest token first: until tiers are assigned, or for good where scores accumulate.
         self.scores: Tensor | None = None
@@ -65,19 +66,20 @@ class EvictingLayer(KVLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for tensors of this shape, dtype and device."""
-        layout = self.scheme.layout(key_states.shape[-1], value_states.shape[-1])
+        scheme, dims = self.scheme, (key_states.shape[-1], value_states.shape[-1])
+        layout = scheme.layout(*dims)
+        costs = scheme.token_bytes(layout, *dims, key_states.dtype.itemsize)
+        if scheme.budget_bytes is not None and scheme.budget_bytes <= scheme.window * costs[1]:
+            raise ValueError(
+                f"budget_bytes: got {scheme.budget_bytes}, allowed more than {scheme.window * costs[1]}, which the "
+                f"window of {scheme.window} tokens takes in each KV head in {key_states.dtype}; raise it, or lower "
+                "window."
+            )
         # A capacity bounds the tokens seen; pages go by the budget, and move.
-        self.store = HeadwiseStore(layout, self.scheme, key_states, value_states)
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.store = HeadwiseStore(layout, scheme, key_states, value_states)
+        self.dtype, self.device, self.costs = key_states.dtype, key_states.device, costs
         self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
         self.is_initialized = True
-        dims = self.store.dims
-        self.costs = self.scheme.token_bytes(layout, dims["keys"], dims["values"], self.dtype.itemsize)
-        if self.scheme.budget_bytes is not None and self.scheme.budget_bytes <= self.scheme.window * self.costs[1]:
-            raise ValueError(
-                f"budget_bytes: got {self.scheme.budget_bytes}, allowed more than {self.scheme.window * self.costs[1]},"
-                f" which the window of {self.scheme.window} tokens takes in each KV head in {self.dtype}; raise it."
-            )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """See `KVLayer.update`."""
@@ -96,8 +98,14 @@ class EvictingLayer(KVLayer):
 
     def begin(self, mask: Tensor | None, queries: int) -> bool:
         """See `KVLayer.begin`. A prompt on a cache that has evicted tokens is attended in pages too."""
+        store, new = self._held(), self.new_columns
+        starts = any(state.length == 0 for state in store.states)
+        asks = new > MAX_STEP or starts or self.scheme.beta > 0 or self.seen >= self._trim_at()
+        if new and asks:
+            long = torch.full((self.batch_size,), new > MAX_STEP, dtype=torch.bool, device=self.device)
+            self.fresh = long | (store.row_lengths == 0) if starts or new > MAX_STEP else None
         fits = super().begin(mask, queries)
-        if self.new_columns:
+        if new and asks:
             newest = min(self.scheme.window, self.new_columns)
             column = torch.arange(self.new_columns - newest, self.new_columns, device=self.device)
             self.real = torch.ones(self.batch_size, newest, dtype=torch.bool, device=self.device)
@@ -139,20 +147,17 @@ class EvictingLayer(KVLayer):
         sinks: Tensor | None = None,
     ) -> None:
         """Keeps the newest queries if they are to be asked; see `KVLayer.finish`."""
-        new, store = self.new_columns, self.store
-        if new and store is not None and self.real is not None:
-            prompt = new > MAX_STEP or not self.prompts
-            if prompt or self.scheme.beta > 0 or self.seen >= self._trim_at():
-                if new == 1 and query.shape[2] > 1:
-                    # Heads where tokens are expected: see `handle`.
-                    query = query.reshape(query.shape[0], -1, 1, query.shape[3])
-                newest = self.real.shape[1]
-                if mask is not None and mask.shape[2] > newest:
-                    mask = mask[:, :, -newest:]
-                scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-                query = query[:, :, -newest:].detach()
-                self.pending = Observation(query, self.real, mask, scaling, softcap, sinks, prompt)
-        self.real = None
+        if self.real is not None:
+            if self.new_columns == 1 and query.shape[2] > 1:
+                # Heads where tokens are expected: see `handle`.
+                query = query.reshape(query.shape[0], -1, 1, query.shape[3])
+            newest = self.real.shape[1]
+            if mask is not None and mask.shape[2] > newest:
+                mask = mask[:, :, -newest:]
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            query = query[:, :, -newest:].detach()
+            self.pending = Observation(query, self.real, mask, scaling, softcap, sinks, self.fresh)
+        self.real = self.fresh = None
         super().finish(query)
 
     def _settle(self, commit: bool = True) -> None:
@@ -177,23 +182,25 @@ class EvictingLayer(KVLayer):
         past = rank < (store.counters[LENGTH] - self.scheme.window)[:, None]
         scores, statistics = torch.zeros(order.shape, device=order.device), []
         # Steps that rank by age ask nobody.
-        asked = seen.prompt or self.scheme.score != "recency"
+        asked = seen.prompt is not None or self.scheme.score != "recency"
         for rows, probs, real in probabilities(store, seen, order) if asked else ():
             scores[rows] = self.scheme.token_scores(probs, real)
-            if seen.prompt:
+            if seen.prompt is not None:
                 statistics.append(self.scheme.layer_statistics(probs, real, past[rows]))
         if self.scheme.beta > 0:
             scores = self._accumulated(scores)
         if self.scheme.score == "recency":
             scores = rank.float().expand(order.shape)
-        if seen.prompt:
-            self.strength = self.scheme.strength(torch.cat(statistics).unflatten(0, (self.batch_size, -1)))
+        if seen.prompt is not None:
+            strength = self.scheme.strength(torch.cat(statistics).unflatten(0, (self.batch_size, -1)))
+            self.strength = strength if self.strength is None else torch.where(seen.prompt, strength, self.strength)
             self.prompts += 1
         if due:
-            self._trim(scores, seen.prompt)
+            prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
+            self._trim(scores, prompt.repeat_interleave(store.fold))
         elif self.scheme.beta > 0:
             self._remember(scores)
-        if seen.prompt:
+        if seen.prompt is not None:
             self.peers.report(self.prompts)
 
     def _accumulated(self, scores: Tensor) -> Tensor:
@@ -213,13 +220,16 @@ class EvictingLayer(KVLayer):
     def assign(self) -> None:
         """Assigns tiers to what a prompt left, now that every layer's share is final."""
         if self.cut is not None and self.scores is not None:
-            self._trim(self.scores, True, self.cut)
+            self._trim(self.scores, self.cut, self.cut)
         self.cut = None
         if not self.scheme.beta:
             self.scores = None
 
-    def _trim(self, scores: Tensor, prompt: bool, rows: Tensor | None = None) -> None:
-        """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,))."""
+    def _trim(self, scores: Tensor, prompt: Tensor, rows: Tensor | None = None) -> None:
+        """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,)).
+
+        ``prompt`` (likewise) are those that have had a prompt just now.
+        """
         store, scheme = self._held(), self.scheme
         length = store.counters[LENGTH].long()
         over = self._room() < 0 if rows is None else rows
@@ -234,9 +244,11 @@ class EvictingLayer(KVLayer):
         rank = torch.arange(order.shape[1], device=order.device)
         past = (length - max(scheme.window, self._hold())).clamp(min=0)
         # Until all layers are done, as many tokens as the budget could hold in few bits.
-        final = rows is not None or not prompt or all(x.prompts == self.prompts for x in self.peers.layers)
+        final = rows is not None or all(x.prompts == self.prompts for x in self.peers.layers)
         kept = scheme.kept(past, share, self.costs, prompt)
-        stay = kept if final else scheme.kept(past, torch.zeros_like(share), self.costs, prompt)
+        stay = kept
+        if not final:
+            stay = torch.where(prompt, scheme.kept(past, torch.zeros_like(share), self.costs, prompt), kept)
         narrow, tail = run_columns(store)[0], run_columns(store)[-1][0]
         is_whole = (order < narrow[0]) | (order >= narrow[0] + narrow[1])
         judged = rank < past[:, None]
@@ -259,7 +271,7 @@ class EvictingLayer(KVLayer):
         self.scores = None
         if scheme.beta > 0 or not final:
             self._remember(scores.gather(1, left[:, : store.longest]))
-        self.cut = over if not final else None
+        self.cut = over & prompt if not final else None
         self.trim_at = self.seen + 1 + max(int(self._room().min()), 0)
 
     def _share(self) -> Tensor:

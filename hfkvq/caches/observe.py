@@ -29,7 +29,7 @@ class Observation:
         scaling: factor on the logits.
         softcap: see `kernels.decode_attention`.
         sinks: (Hq,), likewise, or None.
-        prompt: whether the input was a prompt, by which layers are compared.
+        prompt: bool (B,), rows for which the input was a prompt, by which layers are compared; None if for none.
     """
 
     query: Tensor
@@ -38,7 +38,7 @@ class Observation:
     scaling: float
     softcap: float
     sinks: Tensor | None
-    prompt: bool
+    prompt: Tensor | None
 
 
 def token_order(store: HeadwiseStore) -> Tensor:

@@ -35,6 +35,7 @@ from tests.caches.driver import (
 from tests.caches.models import build, config, prompt
 
 TIGHT = {"budget_tokens": 40, "window": 8, "page_size": 8}
+NO = torch.zeros(3, dtype=torch.bool)
 WHOLE_BYTES, LOW_BYTES = 2 * DIM * 4 + 4, 2 * (DIM + 2) + 4
 
 
@@ -116,15 +117,15 @@ class TestEquations:
         """Eq. (10): floor(.75 * 33) = 24; a prompt fills its 40 - 8; many tokens at once are bounded by that."""
         past = torch.tensor([33, 4, 100])
         share = torch.ones(3)
-        assert arkv().kept(past, share, (1, 2), False).tolist() == [24, 3, 32]
-        assert arkv().kept(past, share, (1, 2), True).tolist() == [32, 4, 32]
+        assert arkv().kept(past, share, (1, 2), NO).tolist() == [24, 3, 32]
+        assert arkv().kept(past, share, (1, 2), ~NO).tolist() == [32, 4, 32]
 
     def test_kept_in_bytes(self):
         """100 bytes less 10 tokens of 5: 50, less 2 for rounding, over 5, 3 or 4 bytes each."""
         scheme = Arkv(budget_bytes=100, window=10)
         past, share = torch.tensor([90, 90, 90]), torch.tensor([1.0, 0.0, 0.5])
-        assert scheme.kept(past, share, (3, 5), True).tolist() == [9, 16, 12]
-        assert scheme.kept(past, share, (3, 5), False).tolist() == [6, 12, 9]
+        assert scheme.kept(past, share, (3, 5), ~NO).tolist() == [9, 16, 12]
+        assert scheme.kept(past, share, (3, 5), NO).tolist() == [6, 12, 9]
 
     def test_whole(self):
         assert Arkv.whole(torch.tensor([10, 10, 5, 0]), torch.tensor([0.25, 0.31, 1.0, 0.5])).tolist() == [3, 3, 5, 0]
@@ -405,6 +406,27 @@ def test_padded_row_is_the_same_row_alone(chunks, knobs):
         (out,) = feed(alone, [rows[i][: total - pad]], [chunks[0] - pad, *chunks[1:]])
         assert_same_bits(stored(layer, i), stored(alone, 0))
         assert_close(outs[i], out)
+
+
+def test_row_that_starts_in_a_later_chunk():
+    """Its first tokens are its prompt, however few, and a step for the rows beside it."""
+    rows, pads = [row(1, 80), row(2, 80)], [0, 35]
+    layer = make(arkv())
+    outs = feed(layer, rows, [30, 10, 10, *[1] * 30], pads)
+    for i, (pad, chunks) in enumerate(zip(pads, ([30, 10, 10, *[1] * 30], [5, 10, *[1] * 30]), strict=True)):
+        alone = make(arkv())
+        (out,) = feed(alone, [rows[i][: 80 - pad]], chunks)
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+        assert_close(layer.strength[i], alone.strength[0])
+        assert_close(outs[i], out)
+
+
+def test_budget_in_bytes_knows_the_dtype_before_anything_is_held():
+    layer = make(arkv(budget_tokens=None, budget_bytes=8 * 140))
+    with pytest.raises(ValueError, match=r"budget_bytes: got 1120, allowed more than 2080.*in torch.float32; raise it"):
+        feed(layer, [row(1, 20)], [20])
+    assert layer.store is None
+    assert layer.get_seq_length() == 0
 
 
 def test_padding_is_never_kept():

@@ -146,14 +146,14 @@ class Arkv(Scheme):
             costs.append(cost)
         return costs[0], costs[1]
 
-    def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: bool) -> Tensor:
+    def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor:
         """Older tokens that a trim keeps: b = floor(α * past) (eq. 10), but never more than the budget has room for.
 
         Args:
             past: i64 (...,), tokens older than the window.
             share: f32 (...,), ρ.
             costs: bytes of a token in few bits and whole, see `token_bytes`.
-            prompt: whether a prompt is trimmed: it fills the budget.
+            prompt: bool (...,), whether a prompt is trimmed: it fills the budget.
 
         Returns:
             i64 (...,).
@@ -168,7 +168,8 @@ class Arkv(Scheme):
             left = self.budget_bytes - self.window * whole - (whole - low)
             room = (left / each).floor().long().clamp(min=0)
             base = torch.minimum(room, past)
-        return torch.minimum(room if prompt else (self.alpha * base.double()).floor().long(), torch.minimum(room, past))
+        step = (self.alpha * base.double()).floor().long()
+        return torch.minimum(torch.where(prompt, room, step), torch.minimum(room, past))
 
     @staticmethod
     def whole(kept: Tensor, share: Tensor) -> Tensor:
