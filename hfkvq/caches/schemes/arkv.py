@@ -24,7 +24,7 @@ class Arkv(Scheme):
     queries pay them, each KV head for itself, when a row outgrows its budget. How many of those that stay are whole is
     the layer's own share ρ, measured on the prompt.
 
-    Paper: Lei et al., ARKV. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and `share`, (9) is
+    Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and `share`, (9) is
     `token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
     Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
     eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
@@ -54,7 +54,7 @@ class Arkv(Scheme):
     """
 
     name = "arkv"
-    paper = "ARKV"
+    paper = "arXiv:2603.08727"
     presets = {
         "arkv-origin": {"tiers": "origin"},
         "arkv-quant": {"tiers": "quant"},
@@ -65,7 +65,7 @@ class Arkv(Scheme):
     budget_bytes: int | None = knob(None, low=1)
     window: int = knob(32, low=1, high=4096)
     alpha: float = knob(0.75, low=0.0, high=1.0)
-    # Section 1.2 of the released configuration: found by search, on the code's statistics.
+    # The released code's defaults: found by search, on the code's statistics.
     gamma: float = knob(263.8108280337562, low=0.0)
     tau_entropy: float = knob(7.774380648611771, low=1e-3)
     tau_variance: float = knob(5.407015096778621, low=1e-3)
