@@ -2,7 +2,17 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .caches import ARKVCache, KittyCache, MixedKVCache, SawInt4Cache, Scheme, get_scheme, list_schemes
+from .caches import (
+    ARKVCache,
+    KittyCache,
+    MixedKVCache,
+    MixKVQCache,
+    SawInt4Cache,
+    Scheme,
+    TriAxialCache,
+    get_scheme,
+    list_schemes,
+)
 
 try:
     __version__ = version("hfkvq")
@@ -13,9 +23,11 @@ except PackageNotFoundError:
 __all__ = [
     "ARKVCache",
     "KittyCache",
+    "MixKVQCache",
     "MixedKVCache",
     "SawInt4Cache",
     "Scheme",
+    "TriAxialCache",
     "__version__",
     "get_scheme",
     "list_schemes",

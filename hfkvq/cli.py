@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq demo``, ``hfkvq schemes`` and ``hfkvq bench``."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate and allocate."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from rich.console import Console
 
 from hfkvq.bench.cli import app as bench_app
 from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.tuning.cli import app as tuning_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedTokenizerBase
 
+    from hfkvq.caches.tags import ChatFormat
     from hfkvq.demo.prompts import Subject
     from hfkvq.demo.run import Result, Settings
 
@@ -24,6 +27,8 @@ app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
 )
 app.add_typer(bench_app, name="bench")
+# Without a name: its commands stand beside the others.
+app.add_typer(tuning_app)
 
 
 class DType(str, Enum):
@@ -188,6 +193,84 @@ def demo(
     if png_file is not None:
         save_picture(result, png_file)
         console.print(f"Saved {png_file}", highlight=False)
+
+
+def _chat_format(given: str | None) -> ChatFormat | None:
+    """A chat format by name, or from a file."""
+    from hfkvq.caches.tags import ChatFormat, get_format
+
+    if given is None:
+        return None
+    try:
+        return ChatFormat.from_file(given) if Path(given).suffix else get_format(given)
+    except (OSError, ValueError, ImportError) as error:
+        fail(error)
+
+
+def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
+        fail(f"tokenizer: the folder {name} does not exist.")
+    try:
+        return AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if name.startswith("~") else name)
+    except (OSError, ValueError) as error:
+        fail(f"tokenizer: {name!r} cannot be loaded: {error}")
+
+
+@app.command()
+def tag(
+    tokenizer: Annotated[str, typer.Option(help="Tokenizer with a chat template: a folder or a name on the Hub.")],
+    messages: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="JSON lines: a message each, or a list of messages each, or both in one list."
+        ),
+    ],
+    tools: Annotated[Path | None, typer.Option(metavar="FILE", help="Tool schemas, JSON or JSON lines.")] = None,
+    chat_format: Annotated[
+        str | None,
+        typer.Option("--format", help=r"Name of a chat format, or a .json or .toml file. \[default: by the template]"),
+    ] = None,
+    generation_prompt: Annotated[bool, typer.Option(help="End with the header of the next answer.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of colours.")] = False,
+) -> None:
+    """Show the triaxial tag of every token of a conversation."""
+    from jinja2 import TemplateError
+    from transformers.utils import logging
+
+    from hfkvq import tagging_cli
+    from hfkvq.caches.tags import Tagger
+
+    form = _chat_format(chat_format)
+    conversations = tagging_cli.read_conversations(messages, tools)
+    logging.set_verbosity_error()
+    reader = _load_tokenizer(tokenizer)
+    if not reader.chat_template:
+        fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
+    try:
+        tagger = Tagger.from_tokenizer(reader, form)
+    except ValueError as error:
+        fail(error)
+    found = []
+    for one in conversations:
+        try:
+            text = reader.apply_chat_template(
+                one.messages, tools=one.tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            fail(f"messages: the chat template refuses them: {error}")
+        ids = reader.encode(str(text), add_special_tokens=False)
+        found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
+    if as_json:
+        name = tagger.grammar.format.name if tagger.grammar else None
+        typer.echo(json.dumps(tagging_cli.as_json(tokenizer, name, found)))
+        return
+    console = make_console()
+    for number, one in enumerate(found):
+        if number:
+            console.rule(style="dim")
+        tagging_cli.print_tagged(console, one)
 
 
 def main() -> None:

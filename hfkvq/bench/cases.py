@@ -132,7 +132,7 @@ class MixedTokens(Scheme):
         keys, values = zip(*self.formats, strict=True)
         return Layout(SideLayout(keys, unit=PAGE), SideLayout(values, unit=PAGE))
 
-    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor) -> Tensor | None:
+    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         """A share ``narrow`` of the tokens is narrow."""
         narrow, wide = (pair[0].bits for pair in self.formats)
         # Multiples of the golden ratio fill the unit interval evenly.

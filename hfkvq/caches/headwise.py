@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.decode import LENGTH, START
+from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.pages import Side
 
-from .retier import EVICT, STAY, positions, retier
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
 
@@ -79,9 +78,10 @@ class HeadwiseStore(KVStore):
         padding: Padding | None = None,
         hold: int = 0,
         q_abs: Tensor | None = None,
+        tags: Tensor | None = None,
     ) -> None:
-        """See `KVStore.extend`."""
-        super().extend(self.folded(keys), self.folded(values), self.folded_padding(padding), hold, q_abs)
+        """See `KVStore.extend`; statistics of queries and tags are the layer's, and are not for folded rows."""
+        super().extend(self.folded(keys), self.folded(values), self.folded_padding(padding), hold)
 
     def attend(
         self,
@@ -108,25 +108,18 @@ class HeadwiseStore(KVStore):
         return self.unfolded(super().dense(side, columns))
 
     def crop(self, tokens: int, seen: int) -> None:
-        """See `KVStore.crop`. Sealed tokens go as well, and the tail starts again behind those that are left.
+        """See `KVStore.crop`.
 
         Raises:
             NotImplementedError: sealed tokens of a row that has forgotten others; nothing is changed then.
         """
         sink = self.layout.sink
-        if all(max(state.length - tokens - sink, 0) >= state.keys for state in self.states):
-            super().crop(tokens, seen)
-            return
-        if self.forgetful:
+        if self.forgetful and any(max(state.length - tokens - sink, 0) < state.keys for state in self.states):
             raise NotImplementedError(
                 f"crop: cannot remove {tokens} tokens, since a trim has evicted tokens from among them or before them; "
-                f"crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
+                "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
             )
-        where = positions(self)
-        left = (self.counters[LENGTH] - tokens).clamp(min=0)
-        target = torch.where(where >= left[:, None], EVICT, STAY).to(torch.int8)
-        retier(self, target, newest=True)
-        self.counters[START] = self.counters[START].clamp(max=seen - tokens)
+        super().crop(tokens, seen)
 
     def reorder(self, rows: Tensor) -> None:
         """See `KVStore.reorder`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import weakref
 from typing import Any
@@ -17,11 +18,21 @@ from hfkvq.kernels.pages import Side
 from .handle import LazyKV
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
+from .tokens import TokenRecord
 
 logger = logging.getLogger(__name__)
 
 ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
+
+
+@functools.cache
+def _warn_without_tags(scheme: str) -> None:
+    logger.warning(
+        "%s gives tokens their bits by tags, which this cache is not shown, so every token gets the most bits; use "
+        "TriAxialCache(model, tokenizer).",
+        scheme,
+    )
 
 
 class PaddingReader:
@@ -116,6 +127,8 @@ class KVLayer(CacheLayerMixin):
     ) -> None:
         self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
         self.record_past = False
+        # Token ids and their tags, where the scheme wants them: one record for all layers, kept by the cache.
+        self.tokens: TokenRecord | None = None
         self.is_initialized = False
         self.edition = 0
         self._forget()
@@ -437,7 +450,7 @@ class KVLayer(CacheLayerMixin):
             return
         if self.staged is not None:
             before = sealed_count(store.counters, "keys")
-            store.extend(*self.staged, self.padding, self._hold(), self._query_mean())
+            store.extend(*self.staged, self.padding, self._hold(), self._query_mean(), self._tags())
             # Not earlier: if there was no memory, the tokens are still staged.
             self.staged = self.padding = None
             self._forget_queries(before)
@@ -449,9 +462,17 @@ class KVLayer(CacheLayerMixin):
         store = self.store
         if store is not None:
             before = None if self.query_sum is None else sealed_count(store.counters, "keys")
-            if store.commit(self._hold(), self._query_mean()) and before is not None:
+            if store.commit(self._hold(), self._query_mean(), self._tags()) and before is not None:
                 self._forget_queries(before)
         self.padding, self.uncommitted = None, False
+
+    def _tags(self) -> Tensor | None:
+        if "tags" not in self.scheme.needs:
+            return None
+        if self.tokens is None:
+            _warn_without_tags(self.scheme.name)
+            return None
+        return self.tokens.tags_on(self._held().device)
 
     def _forget_queries(self, before: Tensor) -> None:
         """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates."""
@@ -461,8 +482,9 @@ class KVLayer(CacheLayerMixin):
             self.query_count = self.query_count.masked_fill(sealed, 0)
 
     def notes(self) -> list[Tensor]:
-        """Small tensors beside the store: query statistics and the padding last found."""
+        """Small tensors beside the store: query statistics, the padding last found, token ids and tags."""
         found = [self.query_sum, self.query_count]
+        found += [] if self.tokens is None else self.tokens.tensors()
         for padding in (self.padding, self.reader.found):
             found += [] if padding is None else [padding.lead, padding.source]
         return [tensor for tensor in found if tensor is not None]
@@ -489,6 +511,7 @@ class KVLayer(CacheLayerMixin):
         """Independent tensors, shared scheme."""
         new = copy.copy(self)
         new.store = copy.deepcopy(self.store, memo)
+        new.tokens = copy.deepcopy(self.tokens, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:
             new.staged = (self.staged[0].clone(), self.staged[1].clone())

@@ -48,6 +48,19 @@ class KittyCache(NamedCache):
     preset = "kitty"
 
 
+class MixKVQCache(NamedCache):
+    """`MixedKVCache` with the MixKVQ scheme: key channels in 2, 4 or 16 bits, by how much the queries see their error.
+
+    ``MixKVQCache(model.config)`` fills the room of each page with its most salient channels;
+    ``MixKVQCache(model.config, select="thresholds", tau_bf16=1.44, tau_int4=0.79)`` raises by the paper's thresholds.
+    Knobs are the fields of `hfkvq.caches.schemes.MixKVQ`: ``select`` ("fractions"), ``salience`` ("raw_logit"),
+    ``tau_bf16`` (1.44), ``tau_int4`` (0.79), ``most_bf16`` (0.0625), ``most_int4`` (0.125), ``group_size`` (32),
+    ``sink_length`` (32), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+    """
+
+    preset = "mixkvq"
+
+
 class SawInt4Cache(NamedCache):
     """`MixedKVCache` with the SAW-INT4 scheme: token-wise INT4 after a Hadamard rotation.
 

@@ -12,7 +12,7 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.quantize import dequantize_pages
 
-from .store import SIDES, KVStore, RowState
+from .store import SIDES, KVStore, RowState, clipped
 
 EVICT, STAY = -1, -2
 """Targets of `retier` beside the number of a run."""
@@ -95,18 +95,18 @@ def _gather(store: KVStore, side: Side, columns: Tensor) -> Tensor:
     return out
 
 
-def retier(store: KVStore, target: Tensor, newest: bool = False) -> None:
+def retier(store: KVStore, target: Tensor) -> None:
     """Moves every token to the run that it is to be in; the pages that it leaves are given back.
 
     A token that stays in its run keeps its bits. One that comes from elsewhere is dequantized and quantized again, from
     what the store holds of it. A row that forgets e tokens has ``start`` greater and positions smaller by e, so that
-    logical columns stay what they were and those of the forgotten tokens are empty. Asks the device once.
+    logical columns stay what they were and those of the forgotten tokens are empty. Tokens of a run need not be in order
+    of position afterwards, which `KVStore.crop` of sealed tokens counts on. Asks the device once.
 
     Args:
         store: a store with several runs, all per token.
         target: i8 (B, N) over the columns of `positions`: number of a run, `EVICT`, or `STAY`. Columns without a token
             count for nothing. Sink tokens stay; of the tail, those that do not stay must be older than those that do.
-        newest: the tokens to be forgotten are the newest of their rows (`crop`): positions stay as they are.
 
     Raises:
         NotImplementedError: a store of one run, or formats per channel, whose pages cannot be taken apart.
@@ -117,7 +117,6 @@ def retier(store: KVStore, target: Tensor, newest: bool = False) -> None:
     where, spans = positions(store), run_columns(store)
     held, batch, device = where > ABSENT, store.batch, store.device
     evicted = (held & (target == EVICT)).sum(1, dtype=torch.int32)
-    shift = torch.zeros_like(evicted) if newest else evicted
     plans, counts = [], []
     for i, (first, length) in enumerate(spans[:-1]):
         own = torch.zeros_like(held)
@@ -131,7 +130,7 @@ def retier(store: KVStore, target: Tensor, newest: bool = False) -> None:
     told = torch.stack([length, sealed, *counts]).tolist()
 
     runs, counters = [], store.counters.clone()
-    counters[START] += shift
+    counters[START] += evicted
     counters[LENGTH] = length
     for i, ((stays, comes), view, pair) in enumerate(zip(plans, store.runs, formats, strict=True)):
         kept, new = counts[2 * i], counts[2 * i + 1]
@@ -153,7 +152,9 @@ def retier(store: KVStore, target: Tensor, newest: bool = False) -> None:
                 parts = fmt.allocate(side, batch * blocks, store.heads, store.dims[side], store.dtype, device)
             if most_new:
                 index = torch.arange(most_new, dtype=torch.int32, device=device).expand(batch, -1)
-                kernels.seal(parts, table, kept, new, _gather(store, side, fresh), index.contiguous(), None, fmt, side)
+                source, share = _gather(store, side, fresh), getattr(store.layout, side).clip
+                source = clipped(source, index, share) if share < 1.0 else source
+                kernels.seal(parts, table, kept, new, source, index.contiguous(), None, fmt, side)
             sides.append(parts)
         # Behind those that stayed, those that came.
         slot = torch.arange(blocks * page, device=device)[None]
@@ -161,7 +162,7 @@ def retier(store: KVStore, target: Tensor, newest: bool = False) -> None:
         pick = torch.where(slot < kept[:, None], slot, slot - kept[:, None] + most_kept).clamp(
             max=max(both.shape[1], 1) - 1
         )
-        pos = where.gather(1, both.gather(1, pick)) - shift[:, None] if most else where[:, :0]
+        pos = where.gather(1, both.gather(1, pick)) - evicted[:, None] if most else where[:, :0]
         runs.append(RunView(table, pos.to(torch.int32).contiguous(), *sides))
         counters[RUNS + 2 * i : RUNS + 2 * i + 2] = kept + new
 
@@ -169,7 +170,7 @@ def retier(store: KVStore, target: Tensor, newest: bool = False) -> None:
     windows, ring = list(store.windows), store.windows[2].shape[2]
     slot = torch.arange(ring, dtype=torch.int32, device=device)[None]
     token = sealed[:, None] + (slot - sealed[:, None]) % ring
-    before = ((token + shift[:, None]) % ring).long()[:, None, :, None]
+    before = ((token + evicted[:, None]) % ring).long()[:, None, :, None]
     for at in (2, 3):
         windows[at] = windows[at].gather(2, before.expand(-1, store.heads, -1, windows[at].shape[3]))
     store.counters, store.windows, store.runs = counters, windows, runs

@@ -17,6 +17,10 @@ _SCHEMES: dict[str, type[Scheme]] = {}
 _PRESETS: dict[str, tuple[type[Scheme], Mapping[str, Any]]] = {}
 
 
+UNTAGGED = 255
+"""Tag of tokens of which none is known: generated ones, and all where nobody showed the token ids."""
+
+
 def knob(
     default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[Any, ...] | None = None
 ) -> Any:
@@ -33,12 +37,15 @@ class SideLayout:
         local: newest tokens that stay unquantized.
         unit: tokens that are sealed together; a multiple of the page for formats per channel.
         rotate: Hadamard block, 0 for none.
+        clip: vectors are clipped, when they are sealed, at the entry of this rank among their magnitudes, as a share of
+            the dimension; 1 clips nothing.
     """
 
     formats: tuple[PageFormat, ...]
     local: int = 0
     unit: int = 1
     rotate: int = 0
+    clip: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +66,8 @@ class Layout:
         """Checks what the store relies on."""
         for name, side in (("keys", self.keys), ("values", self.values)):
             for fmt in side.formats:
-                if fmt.axis == "channel" and fmt.bits < 8 and side.unit % fmt.page_size:
+                per_channel = fmt.axis == "channel" and fmt.bits < 8
+                if per_channel and len(side.formats) == 1 and side.unit % fmt.page_size:
                     raise ValueError(
                         f"{name}: got a seal unit of {side.unit} tokens, which must be a multiple of the page of "
                         f"{fmt.page_size} tokens where scales are per channel."
@@ -131,7 +139,7 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "probs"}.
+        """What the scheme must observe: a subset of {"query", "tags", "probs"}.
 
         A scheme that observes attention probabilities ("probs") evicts tokens and assigns tiers again: see
         `hfkvq.caches.evict.EvictingLayer` for the methods that it must have.
@@ -160,13 +168,15 @@ class Scheme:
         """
         return None
 
-    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor) -> Tensor | None:
+    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         """Width of every token about to be sealed, for layouts with several runs.
 
         Args:
             keys: (B, H, m, Dk), entries beyond what a row has due are arbitrary.
             values: (B, H, m, Dv), likewise.
             position: i32 (B, m), row position of each token.
+            tags: u8 (B, m), the code of each token's tag or `UNTAGGED`, if ``needs`` has "tags" and somebody showed the
+                cache its token ids.
 
         Returns:
             u8 (B, m): one of the key formats' widths; None gives every token the widest.

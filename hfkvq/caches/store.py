@@ -30,7 +30,7 @@ from hfkvq import kernels
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
 from hfkvq.kernels.pages import RunView, Side
 
-from .scheme import Layout, Scheme, SideLayout
+from .scheme import UNTAGGED, Layout, Scheme, SideLayout
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -105,6 +105,23 @@ class StoreBytes:
 def _target(rest: int, sealed: int, side: SideLayout, hold: int) -> int:
     """Tokens behind the sink that should be sealed when ``rest`` are there."""
     return max(sealed, max(rest - max(side.local, hold), 0) // side.unit * side.unit)
+
+
+def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
+    """Vectors ``index`` of a source, each clipped at the entry of rank ``floor(share * D)`` among its magnitudes.
+
+    Args:
+        source: (B, H, T, D).
+        index: i32 (B, m), columns of the source.
+        share: 0 < share <= 1.
+
+    Returns:
+        (B, H, m, D).
+    """
+    x = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
+    rank = max(1, int(share * x.shape[-1]))
+    limit = x.abs().float().kthvalue(rank, dim=-1, keepdim=True).values.to(x.dtype)
+    return torch.minimum(torch.maximum(x, -limit), limit)
 
 
 class KVStore:
@@ -252,6 +269,7 @@ class KVStore:
         padding: Padding | None = None,
         hold: int = 0,
         q_abs: Tensor | None = None,
+        tags: Tensor | None = None,
     ) -> None:
         """Takes a prompt: seals what may be sealed straight from it and keeps the rest in the windows.
 
@@ -261,6 +279,7 @@ class KVStore:
             padding: padding among them, or None.
             hold: newest tokens that must stay unsealed, beyond what the layout says (see `reserve_tail`).
             q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+            tags: u8 (B, n), tag of each of the first n logical columns; see `Scheme.token_bits`.
         """
         if padding is not None and padding.source is not None:
             source = padding.source[:, None, :, None]
@@ -283,7 +302,7 @@ class KVStore:
             return (x if fresh else torch.cat([tail, x], 2)), columns
 
         try:
-            self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs)
+            self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags)
             for side in SIDES:
                 self._grow_tail(side, self._tail_need(side, 1))
         except BaseException:
@@ -293,12 +312,13 @@ class KVStore:
             raise
         self._fill_windows(keys, values, old, padding)
 
-    def commit(self, hold: int = 0, q_abs: Tensor | None = None) -> bool:
+    def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: Tensor | None = None) -> bool:
         """Seals what has left the windows; does nothing, and asks the device nothing, when nothing is due.
 
         Args:
             hold: newest tokens that must stay unsealed, beyond what the layout says.
             q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+            tags: u8 (B, n), tag of each of the first n logical columns; see `Scheme.token_bits`.
 
         Returns:
             Whether a seal was due in some row.
@@ -307,7 +327,7 @@ class KVStore:
         def ring(tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
             return tail, lambda behind: behind % tail.shape[2]
 
-        return self._seal(ring(self.windows[2]), ring(self.windows[3]), hold, q_abs)
+        return self._seal(ring(self.windows[2]), ring(self.windows[3]), hold, q_abs, tags)
 
     def due(self, side: Side, hold: int = 0) -> int:
         """Most tokens that a row has to seal on a side now."""
@@ -323,6 +343,7 @@ class KVStore:
         values: tuple[Tensor, Callable[[Tensor], Tensor]],
         hold: int,
         q_abs: Tensor | None,
+        tags: Tensor | None,
     ) -> bool:
         sides: tuple[tuple[Side, SideLayout, tuple[Tensor, Callable[[Tensor], Tensor]]], ...] = (
             ("keys", self.layout.keys, keys),
@@ -343,7 +364,7 @@ class KVStore:
             for state in self.states
         )
         if not self.format.ordered:
-            self._seal_by_width(keys, values, rest, due["keys"], hold)
+            self._seal_by_width(keys, values, rest, due["keys"], hold, tags)
             self.states = states
             return True
         page = self.format.runs[0][0].page_size
@@ -376,6 +397,10 @@ class KVStore:
         fmt = self.format.runs[run][side == "values"]
         view = self.runs[run]
         index = index.clamp(0, source.shape[2] - 1).to(torch.int32)
+        layout = self.layout.keys if side == "keys" else self.layout.values
+        if layout.clip < 1.0:
+            source = clipped(source, index, layout.clip)
+            index = torch.arange(index.shape[1], dtype=torch.int32, device=self.device).expand_as(index)
         widths, rule = None, self.scheme.channel_rule if fmt.raised else None
         if fmt.raised and rule is None:
             pages = source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
@@ -390,6 +415,7 @@ class KVStore:
         rest: Tensor,
         bound: int,
         hold: int,
+        tags: Tensor | None,
     ) -> None:
         """Routes the tokens that leave the tail to the run of their width.
 
@@ -407,7 +433,7 @@ class KVStore:
             source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
             for (source, _), index in zip((keys, values), indices, strict=True)
         ]
-        bits = self.scheme.token_bits(gathered[0], gathered[1], position)
+        bits = self.scheme.token_bits(gathered[0], gathered[1], position, self._tags_at(position, tags))
         run_of = torch.full_like(position, len(self.runs) - 1)
         if bits is not None:
             for i in range(len(self.runs) - 1):
@@ -441,6 +467,14 @@ class KVStore:
             for side, (source, _), index in zip(("keys", "values"), (keys, values), indices, strict=True):
                 self._seal_run(i, side, count, taken, source, index.gather(1, order))  # type: ignore[arg-type]
             self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] += taken
+
+    def _tags_at(self, position: Tensor, tags: Tensor | None) -> Tensor | None:
+        """Tags of row positions (B, m): logical columns count the padding that a row began with."""
+        if tags is None or not tags.shape[1]:
+            return None
+        column = self.counters[START][:, None] + position
+        found = tags.gather(1, column.clamp(0, tags.shape[1] - 1).long())
+        return torch.where(column < tags.shape[1], found, UNTAGGED)
 
     # Room.
 
@@ -532,11 +566,13 @@ class KVStore:
             states.add(RowState(left, keys, values))
         reopens = any(max(state.length - tokens - sink, 0) < max(state[1:]) for state in self.states)
         if reopens and not self.format.ordered:
-            raise NotImplementedError(
-                "crop: cannot remove tokens that are already sealed where tokens have widths of their own; "
-                "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
-            )
-        if reopens:
+            self._drop_sealed(length)
+            states = {
+                RowState(left, *(min(sealed, max(left - sink, 0)) for sealed in state[1:]))
+                for state in self.states
+                for left in (max(state.length - tokens, 0),)
+            }
+        elif reopens:
             for at, side, layout in ((2, "keys", self.layout.keys), (3, "values", self.layout.values)):
                 self._reopen(at, side, layout, rest)  # type: ignore[arg-type]
         self.counters[LENGTH] = length
@@ -545,6 +581,30 @@ class KVStore:
         if reopens:
             # A page that was full, and so may be shared, takes new tokens again.
             self._part()
+
+    def _drop_sealed(self, length: Tensor) -> None:
+        """Takes tokens at row positions from ``length`` (i32 (B,)) on out of several runs, if all runs can do that.
+
+        Each run has its tokens in order of position, so the first ones of each stay. Asks the device once.
+        """
+        counts, torn = [], torch.zeros((), dtype=torch.bool, device=self.device)
+        for i, (view, (fmt, _)) in enumerate(zip(self.runs, self.format.runs, strict=True)):
+            if view.pos is None:
+                raise AssertionError("a run of several has positions")
+            count = run_count(self.counters, i, "keys")
+            held = torch.arange(view.pos.shape[1], device=self.device) < count[:, None]
+            left = (held & (view.pos < length[:, None])).sum(1, dtype=torch.int32)
+            counts.append(left)
+            if fmt.axis == "channel" and fmt.bits < 8:
+                torn = torn | (left % fmt.page_size != 0).any()
+        if bool(torn):
+            raise NotImplementedError(
+                "crop: cannot remove tokens that are already sealed where tokens have widths of their own and a page "
+                "per channel would be cut; crop less, or start the conversation again from a copy (copy.deepcopy) of "
+                "the cache."
+            )
+        for i, left in enumerate(counts):
+            self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] = left
 
     def _reopen(self, at: int, side: Side, layout: SideLayout, rest: Tensor) -> None:
         count = run_count(self.counters, 0, side)

@@ -20,7 +20,7 @@ from hfkvq.kernels.decode import LENGTH, RUNS, START
 HEADS, SHARE, DIM = 2, 2, 32
 
 # So small that a few dozen tokens cross many page borders.
-SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8, "window": 16}
+SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8, "seal_unit": 8, "window": 16}
 
 
 def small(name: str | Scheme, **knobs: Any) -> Scheme:
@@ -132,8 +132,18 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
         out = layer.attend(queries, mask, scaling)
     else:
         out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, scaling)
-    layer.finish(queries, mask, scaling)
+    layer.finish(steady(queries) if "query" in layer.scheme.needs else queries, mask, scaling)
     return out
+
+
+def steady(queries: Tensor) -> Tensor:
+    """Queries that weigh channels as all others do, whatever their window.
+
+    What schemes that watch queries seal depends on those since the last seal, and so on how tokens come. Magnitudes
+    that are the same for every token (and powers of two, of which sums are exact) leave the rest comparable.
+    """
+    channel = torch.arange(queries.shape[-1], device=queries.device) % 3
+    return torch.where(queries < 0, -1.0, 1.0).to(queries.dtype) * torch.exp2(-channel.to(queries.dtype))
 
 
 def feed(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int], pads: Sequence[int] | None = None) -> list[Tensor]:
@@ -163,6 +173,18 @@ def feed(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int], pads: Seque
         outs.append(forward(layer, queries[:, :, new], keys[:, :, new], values[:, :, new], seen))
     out = torch.cat(outs, 2)
     return [out[b, :, lead:] for b, lead in enumerate(leads)]
+
+
+def feed_as_is(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int]) -> None:
+    """Feeds rows without padding, in chunks, and shows the layer their queries as they are."""
+    at = 0
+    for chunk in chunks:
+        queries, keys, values = join([x[at : at + chunk] for x in rows])
+        layer.update(keys, values)
+        if layer.begin(None, chunk):
+            layer.attend(queries, None, 1.0)
+        layer.finish(queries)
+        at += chunk
 
 
 def _padded(row: Row, lead: int, columns: int) -> Row:

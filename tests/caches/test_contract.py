@@ -50,17 +50,17 @@ def assert_dense_agrees(layer, queries, mask=None):
     assert_close(fused, plain)
 
 
+def sealed(layer):
+    """(2, B): keys and values that each row has sealed, in all runs."""
+    return layer.store.counters[2:].unflatten(0, (-1, 2)).sum(0)
+
+
 def assert_rows_alone(layer, rows, scheme, chunks):
     """Every row holds the bits that it holds when it is fed alone, in these chunks of tokens."""
     for i, own in enumerate(rows):
         alone = make(scheme)
         feed(alone, [own], chunks(len(own)))
         assert_same_bits(stored(layer, i), stored(alone, 0))
-
-
-def all_sealed(layer):
-    """Keys and values that rows have sealed, whatever the run: (2, rows)."""
-    return layer.store.counters[2:].unflatten(0, (-1, 2)).sum(0)
 
 
 def prompt_then_steps(prompt_length):
@@ -92,13 +92,13 @@ def test_fused_attention_is_attention_over_dense(name, backend, device):
     rows, pads = [row(i, start + steps, device=device) for i in (1, 2)], [0, 6]
     valid = torch.arange(start + steps, device=device) >= torch.tensor(pads, device=device)[:, None]
     feed(layer, rows, [start], pads)
-    sealed = all_sealed(layer)
+    before = sealed(layer)
     for i in range(start, start + steps):
         queries, keys, values = join([x[i - pad : i + 1 - pad] for x, pad in zip(rows, pads, strict=True)])
         out = forward(layer, queries, keys, values, valid[:, : i + 1])
         assert torch.isfinite(out).all()
         assert_dense_agrees(layer, queries, valid[:, None, None, : i + 1])
-    crossed = all_sealed(layer) - sealed
+    crossed = sealed(layer) - before
     assert (crossed >= page).all() if backend == "reference" else crossed.any()
 
 
@@ -151,7 +151,7 @@ def test_paper_defaults_hold_a_long_row(name):
     own = row(5, 2 * page + 60)
     feed(layer, [own], [page + 50, *[16] * ((page - 16) // 16), *[1] * 26])
     assert_dense_agrees(layer, own.queries[None, :, -1:])
-    assert int(all_sealed(layer)[0, 0]) >= page
+    assert int(sealed(layer)[0, 0]) >= page
     sink, local = scheme.layout(DIM, DIM).sink, scheme.layout(DIM, DIM).values.local
     seen = layer.get_seq_length()
     # Sink and local window come back whole.
@@ -426,20 +426,13 @@ def test_shared_pages_are_given_back_after_select(name):
 def test_full_pages_are_shared_not_copied(scheme):
     """Repeating rows adds tables, windows and room, but no page changes."""
     layer, _, _ = _started(scheme)
-    full = [
-        (part[view.table[0, 0].long()].clone(), part)
-        for view in layer.store.runs
-        if view.table.shape[1]
-        for part in (*view.keys, *view.values)
-    ]
-    used = next(i for i, view in enumerate(layer.store.runs) if view.table.shape[1])
-    table = layer.store.runs[used].table[0, 0].item()
+    (run,) = (run for run in layer.store.runs if run.table.shape[1])
+    table = run.table[0, 0].item()
+    full = [part[table].clone() for part in (*run.keys, *run.values)]
     layer.batch_repeat_interleave(2)
     # Where heads are rows of the store, the copy stands behind all heads of its original.
-    copies = [0, getattr(layer.store, "fold", 1)]
-    assert layer.store.runs[used].table[copies, 0].tolist() == [table, table]
-    held = (p for v in layer.store.runs if v.table.shape[1] for p in (*v.keys, *v.values))
-    for (before, _), now in zip(full, held, strict=True):
+    assert run.table[[0, getattr(layer.store, "fold", 1)], 0].tolist() == [table, table]
+    for before, now in zip(full, (*run.keys, *run.values), strict=True):
         assert torch.equal(before.view(torch.uint8), now[table].contiguous().view(torch.uint8))
 
 
@@ -740,7 +733,7 @@ def test_recording_the_past_keeps_the_newest_unsealed(scheme):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-sliding", "gemma3", "qwen3-next", "deepseek-v3"])
-@pytest.mark.parametrize("name", ["kitty", "kivi-4", "saw-int4-kv", "full"])
+@pytest.mark.parametrize("name", ["kitty", "kivi-4", "mixkvq", "saw-int4-kv", "full"])
 def test_memory_is_the_sum_of_all_tensors(family, name):
     """Nothing is held that the report does not count."""
     if family == "mistral-sliding" and name != "full":
@@ -787,6 +780,8 @@ def test_memory_counts_what_is_held_in_passing(when):
         ("saw-int4-kv", 128, 4, 4),
         ("int4", 128, 4, 4),
         ("full", 128, 16, 16),
+        # 8 channels at 16 bits, 16 at 4.
+        ("mixkvq", 128, 2 + 14 * 8 / 128 + 2 * 16 / 128, 2),
     ],
 )
 def test_nominal_code_bits(name, dim, keys, values):
@@ -807,6 +802,7 @@ def test_nominal_code_bits(name, dim, keys, values):
 
 # Bits an element of a page, codes, scale, zero and index: head dim 128, pages of 128.
 #   kitty keys: 2 + (scale, zero of 128 tokens) 32/128 + (high) 2*16/128 + (index) 8*16/(128*128)
+#   mixkvq keys: 2 + (scale, zero of 32 tokens) 32/32 + (full) 16*8/128 + (index) 8*8/(128*128) + high as kitty's.
 #   kitty values: 2 + 32/128.  saw: 4 + 32/128.  kivi (g = 32): b + 32/32.
 TOTAL_BITS = {
     "kitty": (2 + 0.25 + 0.25 + 0.0078125, 2.25),
@@ -815,6 +811,9 @@ TOTAL_BITS = {
     "kivi-2": (3, 3),
     "kivi-4": (5, 5),
     "full": (16, 16),
+    "mixkvq": (3 + 1.00390625 + 0.2578125, 3),
+    # Room for twice as many at 16 bits.
+    "mixkvq-r1-qwen-7b": (3 + 2.0078125 + 0.2578125, 3),
 }
 
 
@@ -916,7 +915,7 @@ class Alternating(Scheme):
         units = {"local": self.local, "unit": self.unit * 2}
         return Layout(SideLayout((narrow, wide), **units), SideLayout(values, **units), self.sink)
 
-    def token_bits(self, keys, values, position):
+    def token_bits(self, keys, values, position, tags=None):
         return torch.where(position % 2 == 0, 4, 2).to(torch.uint8)
 
 
@@ -959,7 +958,7 @@ class TestTokenWidths:
     def test_residual_tokens_go_to_the_wider_run(self, alternating, monkeypatch):
         """2-bit pages per channel are whole: of 16 tokens 11 are to be narrow, 8 fit, the last 3 are widened."""
 
-        def bits(self, keys, values, position):
+        def bits(self, keys, values, position, tags=None):
             return torch.where((position - 2) % 16 < 11, 2, 4).to(torch.uint8)
 
         monkeypatch.setattr(alternating, "token_bits", bits)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from hfkvq import KittyCache, MixedKVCache, SawInt4Cache, get_scheme, list_schemes
+from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme, list_schemes
 from hfkvq.caches.layer import KVLayer
 from tests.caches.driver import small
 from tests.caches.models import FAMILIES, build, prompt
@@ -170,6 +170,8 @@ def test_lossy_schemes_agree_on_every_road(name, attention):
     """The same pages give the same logits, fused, intercepted or dequantized; all are finite."""
     # Eager attention never shows its mask, so there padding is stored with the rest.
     padded = attention == "sdpa"
+    if not padded and "query" in get_scheme(name).needs:
+        pytest.skip("nor its queries, on which depends what is sealed")
     expected = ours("llama", None, forwards, small(name), mask=padded)
     got = ours("llama", attention, forwards, small(name), mask=padded)
     assert torch.isfinite(got).all()
@@ -229,6 +231,7 @@ def test_constructors_agree():
         (lambda m: MixedKVCache(m, "kitty-pro"), lambda m: MixedKVCache(m, get_scheme("kitty", boost_ratio=0.25))),
         (lambda m: MixedKVCache(m, "kitty"), KittyCache),
         (lambda m: MixedKVCache(m, "saw-int4"), SawInt4Cache),
+        (lambda m: MixedKVCache(m, "mixkvq"), MixKVQCache),
         (lambda m: MixedKVCache(m), lambda m: KittyCache(m, boost_ratio=0.25)),
         (lambda m: MixedKVCache(m, "saw-int4-kv"), lambda m: SawInt4Cache(m.config, rotate="both")),
     ]:

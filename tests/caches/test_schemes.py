@@ -13,7 +13,7 @@ from hfkvq.caches import scheme as registry
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, SawInt4
 from hfkvq.kernels import PageFormat, channel_widths
-from tests.caches.driver import Row, feed, forward, make, row
+from tests.caches.driver import Row, feed, feed_as_is, forward, make, row
 
 # Kitty.
 
@@ -117,7 +117,7 @@ def test_kitty_page_follows_its_score(score):
     layer, own = make(scheme), row(1, 16, dim=16)
     # Queries whose channels differ much.
     own = Row(own.queries * torch.linspace(-2, 2, 16).exp(), own.keys, own.values)
-    feed(layer, [own], [16])
+    feed_as_is(layer, [own], [16])
     index = layer.store.runs[0].keys[scheme.layout(16, 16).keys.formats[0].names.index("high_index")]
     keys = own.keys[None, :, None]
     q_abs = own.queries.abs().mean(1).unflatten(0, (2, 2)).mean(1)[None]
@@ -237,6 +237,9 @@ def test_presets():
     presets = list_schemes()
     assert set(presets) == {
         "full", "kitty", "kitty-pro", "kivi", "kivi-2", "kivi-4", "saw-int4", "saw-int4-kv", "int4",
+        "mixkvq", "mixkvq-fractions", "mixkvq-error-only",
+        "mixkvq-r1-llama-8b", "mixkvq-r1-qwen-7b", "mixkvq-r1-qwen-14b", "mixkvq-r1-qwen-32b",
+        "triaxial",
     }  # fmt: skip
     for name, scheme in presets.items():
         assert get_scheme(name) == scheme

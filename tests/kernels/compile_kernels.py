@@ -175,7 +175,7 @@ class Pages(Scheme):
             form.sink,
         )
 
-    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor) -> Tensor:
+    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor:
         widths = torch.tensor([fmt.bits for fmt, _ in StoreFormat.parse(self.store).runs], dtype=torch.uint8)
         return widths[position.long() % len(widths)]
 

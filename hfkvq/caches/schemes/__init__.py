@@ -4,6 +4,8 @@ from .arkv import Arkv
 from .full import Full
 from .kitty import Kitty
 from .kivi import Kivi
+from .mixkvq import MixKVQ
 from .saw import SawInt4
+from .triaxial import TriAxial
 
-__all__ = ["Arkv", "Full", "Kitty", "Kivi", "SawInt4"]
+__all__ = ["Arkv", "Full", "Kitty", "Kivi", "MixKVQ", "SawInt4", "TriAxial"]

@@ -24,8 +24,8 @@ class Arkv(Scheme):
     queries pay them, each KV head for itself, when a row outgrows its budget. How many of those that stay are whole is
     the layer's own share ρ, measured on the prompt.
 
-    Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and `share`, (9) is
-    `token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
+    Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and
+    `share`, (9) is `token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
     Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
     eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
     so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, scores that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
 from ..scheme import Layout, Scheme, SideLayout, knob
@@ -29,6 +30,9 @@ class Kitty(Scheme):
         sink_length: S, first tokens kept whole.
         local_length: R, newest values kept whole.
         page_size: G, tokens per page and per key scale.
+        rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
+        clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
+            sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
     """
 
     name = "kitty"
@@ -40,6 +44,8 @@ class Kitty(Scheme):
     sink_length: int = knob(32, low=0, high=1024)
     local_length: int = knob(128, low=0, high=4096)
     page_size: int = knob(128, low=8, high=1024)
+    rotate_values: bool = knob(False, choices=(False, True))
+    clip_values: float = knob(1.0, low=0.5, high=1.0)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -56,11 +62,11 @@ class Kitty(Scheme):
         raised = ((4, count),) if count else ()
         keys = PageFormat(2, "channel", self.page_size, self.page_size, raised)
         values = PageFormat(2, "token", value_dim, self.page_size)
-        return Layout(
-            SideLayout((keys,), unit=self.page_size),
-            SideLayout((values,), local=self.local_length, unit=self.page_size),
-            self.sink_length,
+        block = min(128, largest_block(value_dim)) if self.rotate_values else 0
+        own = SideLayout(
+            (values,), self.local_length, self.page_size, rotate=block if block > 1 else 0, clip=self.clip_values
         )
+        return Layout(SideLayout((keys,), unit=self.page_size), own, self.sink_length)
 
     @property
     def channel_rule(self) -> str:

@@ -1,0 +1,211 @@
+"""MixKVQ: key channels in three widths, by how much their error would show to the queries."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.pages import RAISED_STEP, PageFormat
+from hfkvq.kernels.quantize import F16_MAX
+
+from ..scheme import Layout, Scheme, SideLayout, knob
+
+A_MAX = 1e18
+"""Saliences end here, so that their squares stay finite in f32."""
+
+
+def _sum_channels(x: Tensor) -> Tensor:
+    """Sum over the last axis, kept, as ``x[i] + x[i + n/2]`` until one is left: the same bits on every device."""
+    x = torch.nn.functional.pad(x, (0, (1 << (x.shape[-1] - 1).bit_length()) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        upper, lower = x.chunk(2, -1)
+        x = upper + lower
+    return x
+
+
+def _divide(x: Tensor, by: float) -> Tensor:
+    # By a tensor: CUDA divides by a number by multiplying with its rounded reciprocal.
+    return x / torch.full_like(x, by)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixKVQ(Scheme):
+    """2-bit KV cache in which the key channels whose error the queries would see most get 4 or 16 bits.
+
+    Layout: the first ``sink_length`` tokens stay whole; all others wait unquantized until ``page_size`` of them are
+    there, and are sealed together, keys per channel and ``group_size`` tokens, values 2 bits per token and
+    ``group_size`` channels. Every page of a KV head has room for so many raised key channels: of D channels
+    ``most_bf16`` and ``most_int4``, rounded up to multiples of eight. The room is paid for whether it is used or not:
+    eight channels of 128 cost one bit an element of keys at 16 bits, an eighth at 4 bits. With the default room keys
+    take 4.26 bits, values 3, at D = 128, scales and indices included.
+
+    Paper: Zhang et al., arXiv:2512.19206. I of eq. (6) is ``q_abs``, which the layer averages over the queries since
+    the last seal and the query heads of a KV head; eq. (7) is `sensitivity`; eq. (8) is `salience_of`; section 4.2's
+    three tiers are `channel_bits`; appendix D.1's buffer of R tokens is `layout`.
+    Differs from the paper: room is bounded. Channels above a bound go down a tier, the most salient stay; of equal
+    ones the lower channel stays. ``select="fractions"`` has no thresholds. Which units the paper's thresholds have it
+    does not say: see ``salience``. A first prompt's queries all count, for each of its pages. B of eq. (7) is 2.
+    Attention that does not show its queries gets ``error_only`` with ``fractions``, and a warning.
+    Differs from the released code: none is released.
+
+    Attributes:
+        select: "thresholds" raises what exceeds ``tau_bf16`` or ``tau_int4``; "fractions" fills the room with the most
+            salient channels of each page and head, whatever their salience (but for 0: they are exact as they are).
+        salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, for which one pair of
+            thresholds can do for several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
+            in standard deviations. "error_only": S, the paper's ablation (Table 6).
+        tau_bf16: channels of A above this get 16 bits; asked first. The paper searches 0.1 to 2.
+        tau_int4: other channels of A above this get 4 bits. From ``tau_bf16`` on that tier is empty, as in the
+            paper's pairs for R1-Qwen-14B and 32B, but for what has no room at 16 bits.
+        most_bf16: room at 16 bits (the model's own dtype), a share of the channels.
+        most_int4: room at 4 bits, a share of the channels.
+        group_size: G, tokens (keys) or channels (values) that share a scale; values take the largest divisor of their
+            head dim up to this.
+        sink_length: first tokens kept whole.
+        page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
+    """
+
+    name = "mixkvq"
+    paper = "arXiv:2512.19206"
+    presets = {
+        "mixkvq-fractions": {"select": "fractions"},
+        "mixkvq-error-only": {"salience": "error_only"},
+        # Appendix C; in brackets the paper's bits of key codes, by which the room is chosen.
+        # (2.7)
+        "mixkvq-r1-llama-8b": {"select": "thresholds", "tau_bf16": 1.44, "tau_int4": 0.79},
+        # (3.4)
+        "mixkvq-r1-qwen-7b": {"select": "thresholds", "tau_bf16": 0.63, "tau_int4": 0.41, "most_bf16": 0.125},
+        # (2.3)
+        "mixkvq-r1-qwen-14b": {"select": "thresholds", "tau_bf16": 1.52, "tau_int4": 1.60, "most_int4": 0.0625},
+        # (2.3)
+        "mixkvq-r1-qwen-32b": {"select": "thresholds", "tau_bf16": 1.85, "tau_int4": 1.58, "most_int4": 0.0625},
+    }
+
+    select: str = knob("fractions", choices=("fractions", "thresholds"))
+    salience: str = knob("raw_logit", choices=("raw_logit", "raw", "zscore", "error_only"))
+    tau_bf16: float = knob(1.44, low=0.0, high=100.0)
+    tau_int4: float = knob(0.79, low=0.0, high=100.0)
+    most_bf16: float = knob(0.0625, low=0.0, high=1.0)
+    most_int4: float = knob(0.125, low=0.0, high=1.0)
+    group_size: int = knob(32, low=8, high=1024)
+    sink_length: int = knob(32, low=0, high=1024)
+    page_size: int = knob(128, low=8, high=1024)
+
+    def __post_init__(self) -> None:
+        """Checks the knobs, and what they are to each other."""
+        super().__post_init__()
+        if self.most_bf16 + self.most_int4 > 1:
+            raise ValueError(
+                f"most_bf16, most_int4: got {self.most_bf16} and {self.most_int4}, allowed shares of the channels that "
+                "are 1 or less together."
+            )
+        # R and G must be such that a page can be made.
+        PageFormat(2, "channel", self.group_size, self.page_size)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Queries, unless only the error counts."""
+        return frozenset() if self.salience == "error_only" else frozenset({"query"})
+
+    def room(self, head_dim: int) -> tuple[int, int]:
+        """Channels that a page has room for at 16 and at 4 bits: multiples of eight, as far as there are channels."""
+
+        def channels(share: float, left: int) -> int:
+            # A product a rounding error above a multiple of eight is that multiple.
+            return min(math.ceil(share * head_dim / RAISED_STEP - 1e-6) * RAISED_STEP, left)
+
+        wide = channels(self.most_bf16, head_dim)
+        return wide, channels(self.most_int4, head_dim - wide)
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """Sink, 2-bit pages with raised key channels; both sides wait for R tokens (appendix D.1)."""
+        wide, middle = self.room(key_dim)
+        raised = tuple((width, count) for width, count in ((4, middle), (16, wide)) if count)
+        group = next(g for g in range(min(self.group_size, value_dim), 0, -1) if value_dim % g == 0)
+        keys = PageFormat(2, "channel", self.group_size, self.page_size, raised)
+        values = PageFormat(2, "token", group, self.page_size)
+        return Layout(
+            SideLayout((keys,), unit=self.page_size), SideLayout((values,), unit=self.page_size), self.sink_length
+        )
+
+    @staticmethod
+    def sensitivity(keys: Tensor) -> Tensor:
+        """Eq. (7): ``S = (max - min) / (2^B - 1)`` of each channel over its page, B = 2.
+
+        As where pages are quantized, what is not finite in f16 is left out.
+
+        Args:
+            keys: (B, H, n, G, D), any float dtype.
+
+        Returns:
+            f32 (B, H, n, D), in the keys' units; 0 where nothing is left.
+        """
+        finite = keys.abs() <= F16_MAX
+        low = torch.where(finite, keys, torch.inf).amin(-2).float()
+        high = torch.where(finite, keys, -torch.inf).amax(-2).float()
+        return _divide((high - low).clamp(min=0.0), 3.0)
+
+    def _product(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
+        """I * S, which orders the channels of a head as every reading does; S where I is None or not asked for."""
+        score = self.sensitivity(keys)
+        if "query" in self.needs and q_abs is not None:
+            score = score * q_abs.float()[:, :, None]
+        # NaN compares false with everything.
+        return torch.where(score > 0, score, 0.0).clamp(max=A_MAX)
+
+    def salience_of(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
+        """Eq. (8): ``A = I * S``, as ``salience`` reads it.
+
+        Args:
+            keys: (B, H, n, G, D), any float dtype.
+            q_abs: f32 (B, H, D), I of eq. (6); not used by "error_only".
+
+        Returns:
+            f32 (B, H, n, D); 0 where it would be NaN.
+        """
+        score, head_dim = self._product(keys, q_abs), keys.shape[-1]
+        if self.salience == "raw_logit":
+            score = _divide(score, math.sqrt(head_dim))
+        if self.salience == "zscore":
+            score = score - _divide(_sum_channels(score), head_dim)
+            deviation = _divide(_sum_channels(score.square()), head_dim).sqrt()
+            score = torch.where(deviation > 0, score / deviation, 0.0)
+        return score
+
+    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
+        """Section 4.2: 16 bits where ``A > tau_bf16``, else 4 where ``A > tau_int4``, else 2; as far as there is room.
+
+        Args:
+            keys: (B, H, n, G, D), whole pages, in the model's dtype.
+            q_abs: f32 (B, H, D), or None if attention has shown no query: then A is S, and ``select`` "fractions".
+
+        Returns:
+            u8 (B, H, n, D), the same on every device; None if there is no room at all.
+        """
+        wide, middle = self.room(keys.shape[-1])
+        if not wide + middle:
+            return None
+        unseen = "query" in self.needs and q_abs is None
+        if unseen:
+            # Python shows a warning once for each place it comes from.
+            warnings.warn(
+                f"{self.name}: this model's attention does not show its queries to the cache, so key channels are "
+                "raised by their quantization error alone. Load the model with one of Transformers' own attention "
+                "implementations, or choose a scheme that needs no queries (kitty, saw-int4).",
+                stacklevel=2,
+            )
+        if unseen or self.select == "fractions":
+            score, above = self._product(keys, q_abs), (0.0, 0.0)
+        else:
+            score, above = self.salience_of(keys, q_abs), (self.tau_bf16, min(self.tau_bf16, self.tau_int4))
+        # Stable, so that of equal channels the lower one comes first.
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        ranked, place = score.gather(-1, order), torch.arange(keys.shape[-1], device=keys.device)
+        full = (ranked > above[0]) & (place < wide)
+        some = (ranked > above[1]) & (place < full.sum(-1, keepdim=True) + middle)
+        bits = torch.where(full, 16, torch.where(some, 4, 2)).to(torch.uint8)
+        return torch.empty_like(bits).scatter_(-1, order, bits)

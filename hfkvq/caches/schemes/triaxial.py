@@ -1,0 +1,127 @@
+"""TriAxialKV: each token's width follows from its turn, its modality and its role in the conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.pages import PageFormat
+
+from ..scheme import Layout, Scheme, SideLayout, knob
+from ..tags import TAGS, parse_tag, tag_axes
+
+
+def _default() -> Iterator[tuple[str, int]]:
+    for number, tag in enumerate(TAGS):
+        axes = tag_axes(number)
+        if axes is None:
+            continue
+        temporal, modal, semantic = axes
+        if modal == "image" or (semantic in ("obs", "reasoning") and temporal in ("older", "turn_m2")):
+            yield tag, 2
+
+
+DEFAULT_TABLE: tuple[tuple[str, int], ...] = tuple(sorted(_default()))
+"""Tags of 2 bits where nothing was calibrated: images (most of a computer-use context, and of little effect each), and
+tool results and thoughts two or more turns back, to which attention has decayed (the paper's 3.1 and 4.4). What must be
+reproduced to the letter keeps 4 bits: instructions, tool schemas, requests, calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriAxial(Scheme):
+    """Tokens of 2 or 4 bits, by a tag that the chat template tells: turn x modality x role.
+
+    Layout: two runs. 2-bit keys are quantized per channel over ``group_size`` tokens of 2 bits, in order of position
+    whatever their tags; 2-bit values, and keys and values of 4 bits, per token in groups of ``group_size`` channels.
+    Tokens of 2 bits that do not fill a page get 4. No sink and no local window unless asked for; fewer than
+    ``seal_unit`` of the newest tokens are whole, so that a step of generation asks the device nothing but when a unit
+    is full.
+
+    Paper: Shen et al., arXiv:2605.17170. Section 3.2.1 is `layout`; the map b* of section 3.2.3 is ``table`` and
+    `token_bits`; section 3.1.3 makes tables (`hfkvq.tuning`).
+    Differs from the paper: pages of 128 tokens by default, which decoding likes (``page_size=32`` is the paper's); the
+    newest ``seal_unit`` - 1 tokens at most are unquantized; a default table exists.
+    Differs from the released code: no code was released.
+
+    Attributes:
+        table: bits of each tag, ``{"older|text|obs": 2, ...}`` (any mapping or pairs; kept as sorted pairs). Tags that
+            it leaves out, padding within a row, and tokens without a tag (generated ones) get 4 bits.
+        group_size: g, elements that share a scale.
+        seal_unit: tokens sealed together.
+        sink_length: first tokens kept whole (0 in the paper).
+        local_length: newest tokens kept whole (0 in the paper).
+        page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits.
+    """
+
+    name = "triaxial"
+    paper = "arXiv:2605.17170"
+
+    table: tuple[tuple[str, int], ...] = knob(DEFAULT_TABLE)
+    group_size: int = knob(32, low=8, high=1024)
+    seal_unit: int = knob(32, low=1, high=1024)
+    sink_length: int = knob(0, low=0, high=1024)
+    local_length: int = knob(0, low=0, high=4096)
+    page_size: int = knob(128, low=8, high=1024)
+
+    def __post_init__(self) -> None:
+        """Checks the table's tags and widths, and keeps it as sorted pairs."""
+        super().__post_init__()
+        object.__setattr__(self, "table", _pairs(self.table))
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Tags of the tokens."""
+        return frozenset({"tags"})
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """Section 3.2.1: INT2 keys per channel, all else per token."""
+        group, page = self.group_size, self.page_size
+        keys = PageFormat(2, "channel", group, page), PageFormat(4, "token", group, page)
+        values = PageFormat(2, "token", group, page), PageFormat(4, "token", group, page)
+        return Layout(
+            SideLayout(keys, self.local_length, self.seal_unit),
+            SideLayout(values, self.local_length, self.seal_unit),
+            self.sink_length,
+        )
+
+    def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
+        """Section 3.2.3: ``b*(s(t))``, 4 bits where the table says nothing."""
+        if tags is None:
+            return None
+        bits = [4] * 256
+        for tag, width in self.table:
+            bits[parse_tag(tag)] = width
+        return torch.tensor(bits, dtype=torch.uint8, device=tags.device)[tags.long()]
+
+
+def _pairs(table: Any) -> tuple[tuple[str, int], ...]:
+    """A table as sorted pairs.
+
+    Raises:
+        ValueError: not a mapping or pairs, an unknown tag, a tag given twice, or a width other than 2 and 4.
+    """
+    items: Iterable[Any] = table.items() if isinstance(table, Mapping) else table
+    try:
+        pairs = sorted((tag, bits) for tag, bits in items)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f'table: got {table!r}, allowed tags and their bits, e.g. {{"older|text|obs": 2, "current|text|user": 4}}.'
+        ) from None
+    for i, (tag, bits) in enumerate(pairs):
+        try:
+            known = isinstance(tag, str) and tag_axes(parse_tag(tag)) is not None and tag in TAGS
+        except ValueError as error:
+            raise ValueError(f"table: {error}") from None
+        if not known:
+            raise ValueError(
+                f"table: got {tag!r}, allowed temporal|modal|semantic, e.g. {TAGS[0]!r}; padding has none."
+            )
+        if isinstance(bits, bool) or bits not in (2, 4):
+            raise ValueError(f"table: got {bits!r} bits for {tag!r}, allowed 2 and 4.")
+        if i and pairs[i - 1][0] == tag:
+            raise ValueError(f"table: the tag {tag!r} is given twice.")
+    return tuple((tag, int(bits)) for tag, bits in pairs)

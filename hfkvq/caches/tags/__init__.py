@@ -1,0 +1,27 @@
+"""Triaxial tags: what each token of a conversation is, read from its ids alone."""
+
+from .axes import MODAL, PAD, SEMANTIC, TAGS, TEMPORAL, age_tags, parse_tag, tag_axes, tag_number
+from .formats import FORMATS, find_format, get_format
+from .tagger import Extension, Tagger, TagState
+from .templates import ChatFormat, Opening, Span
+
+__all__ = [
+    "FORMATS",
+    "MODAL",
+    "PAD",
+    "SEMANTIC",
+    "TAGS",
+    "TEMPORAL",
+    "ChatFormat",
+    "Extension",
+    "Opening",
+    "Span",
+    "TagState",
+    "Tagger",
+    "age_tags",
+    "find_format",
+    "get_format",
+    "parse_tag",
+    "tag_axes",
+    "tag_number",
+]

@@ -1,0 +1,227 @@
+"""The scan: kinds of tokens and the beginnings of turns, from one marker to the next."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .axes import SEMANTIC
+from .grammar import Event, Grammar, look_up
+from .templates import Span
+
+INST, USER, ASSISTANT, TOOL_CALL, DELIM = (
+    SEMANTIC.index(name) for name in ("inst", "user", "assistant", "tool_call", "delim")
+)
+_IMAGE = len(SEMANTIC)
+
+# A header that has not ended after so many tokens is none: somebody wrote its first marker as text.
+_HEADER_LIMIT = 256
+
+
+class Place(NamedTuple):
+    """Where a scan stands between two tokens.
+
+    Attributes:
+        turns: Turns that have begun.
+        message: Semantic of the message, None between messages.
+        span: The span inside it.
+        scaffold: Whether a marker stands before this place, to which newlines belong; between messages, spaces too.
+        header: Position of the header whose message has no token yet and so may turn out to be another, else None.
+    """
+
+    turns: int = 0
+    message: int | None = None
+    span: Span | None = None
+    scaffold: bool = False
+    header: int | None = None
+
+
+class Scan:
+    """One pass over the ids of a row, from a place on.
+
+    Attributes:
+        kinds: (T,) uint8, ``modal · 7 + semantic``.
+        beginnings: Settled positions at which turns begin, in order.
+        settled: Tokens before this one keep their kind and turn whatever comes.
+        settled_place: Where the scan stood there.
+        place: Where it stands at the end, should nothing come.
+    """
+
+    def __init__(self, grammar: Grammar, place: Place, ids: np.ndarray) -> None:
+        self.grammar, self.place = grammar, place
+        self.ids: list[int] = ids.tolist()
+        self.kinds = np.full(len(ids), DELIM, dtype=np.uint8)
+        self.beginnings: list[int] = []
+        self.settled, self.settled_place = len(ids), place
+        # Place before the header that is still open.
+        self._before = place
+        self._unsettled = False
+        self._run(np.flatnonzero(look_up(grammar.candidates, ids)).tolist())
+        if self.place.header is not None:
+            self._unsettle(self.place.header, self._before)
+        if not self._unsettled:
+            self.settled_place = self.place
+        # A turn counts once nothing can take it back, for a tag that has aged grows no younger.
+        self.beginnings = [at for at in self.beginnings if at < self.settled]
+        self.kinds[look_up(grammar.images, ids)] += _IMAGE
+
+    def _run(self, candidates: list[int]) -> None:
+        at = 0
+        for candidate in candidates:
+            # Inside a marker of several tokens, or a header, there are no markers.
+            if candidate < at:
+                continue
+            self._fill(at, candidate)
+            at = self._marker(candidate)
+        self._fill(at, len(self.ids))
+
+    def _unsettle(self, at: int, place: Place) -> None:
+        if not self._unsettled:
+            self._unsettled, self.settled, self.settled_place = True, at, place
+
+    def _fill(self, begin: int, end: int) -> None:
+        """Text between markers."""
+        if self.place.scaffold:
+            # Inside a message a space may be the text's own.
+            blank = self.grammar.blanks if self.place.message is None else self.grammar.newlines
+            while begin < end and self.ids[begin] in blank:
+                begin += 1
+            if begin < end:
+                self.place = self.place._replace(scaffold=False)
+        if begin < end:
+            self._decide(begin)
+            place = self.place
+            inside = SEMANTIC.index(place.span.semantic) if place.span else place.message
+            self.kinds[begin:end] = INST if inside is None else inside
+
+    def _begin(self, header: int, message: int, before: Place) -> None:
+        """A message whose header begins at ``header``; whose it is may depend on its first token."""
+        self._before = before
+        self.place = Place(before.turns, message, None, True, header)
+        if message not in self.grammar.openings:
+            self._settle_message(message)
+
+    def _settle_message(self, message: int) -> None:
+        header, turns = self.place.header, self.place.turns
+        assert header is not None
+        # An answer without a question: the user's message was cut off, but the turn is there.
+        if message == USER or (message != INST and turns == 0):
+            self.beginnings.append(header)
+            turns += 1
+        self.place = self.place._replace(turns=turns, message=message, header=None)
+
+    def _decide(self, at: int) -> None:
+        """What the message is, now that its first token is known."""
+        place = self.place
+        if place.header is None or place.message is None:
+            return
+        found = self.grammar.openings[place.message].match(self.ids, at)
+        if found.open:
+            self._unsettle(place.header, self._before)
+        self._settle_message(place.message if found.value is None else found.value)
+
+    def _marker(self, at: int) -> int:
+        """What stands at a candidate; returns the position after it."""
+        found = self.grammar.events.match(self.ids, at)
+        if found.open:
+            self._unsettle(self.place.header if self.place.header is not None else at, self._before_open())
+        event: Event | None = found.value
+        if event is None:
+            self._fill(at, at + 1)
+            return at + 1
+        end = at + found.length
+        if event.start:
+            return self._header(at, end)
+        if event.message is not None:
+            before = self._closed(at)
+            self._begin(at, event.message, before)
+        elif event.end:
+            self.place = self._closed(at)._replace(scaffold=True)
+        elif event.delim or event.header_end or self._bracket(event, at):
+            self.place = self.place._replace(scaffold=True)
+        else:
+            self._fill(at, end)
+        return end
+
+    def _before_open(self) -> Place:
+        return self._before if self.place.header is not None else self.place
+
+    def _closed(self, at: int) -> Place:
+        """The place after the present message, which ends here."""
+        if self.place.header is not None:
+            self._decide(at)
+        return Place(self.place.turns)
+
+    def _bracket(self, event: Event, at: int) -> bool:
+        """Opens or closes a span; False if the marker is text here."""
+        self._decide(at)
+        place = self.place
+        if place.message is None:
+            return False
+        semantic = SEMANTIC[place.message]
+        if place.span is not None:
+            if place.span in event.closes:
+                self.place = place._replace(span=None)
+                return True
+            return not place.span.close and place.span in event.opens
+        for span in event.opens:
+            if semantic in span.within:
+                self.place = place._replace(span=span)
+                return True
+        # The opening one was cut off, or stood in a prompt that is not here.
+        return any(semantic in span.within for span in event.closes)
+
+    def _header(self, at: int, begin: int) -> int:
+        """A header with its role written out, from its first marker at ``at``; returns the position after it."""
+        before = self._closed(at)
+        ids, grammar = self.ids, self.grammar
+        if begin == len(ids):
+            self._unsettle(at, before)
+            self.place = before._replace(scaffold=True)
+            return begin
+        role = grammar.roles.match(ids, begin)
+        if role.open:
+            self._unsettle(at, before)
+        other = SEMANTIC.index(grammar.format.other_role)
+        message = other if role.value is None else role.value
+        if grammar.format.header_end == "\n":
+            self._begin(at, message, before)
+            return begin + role.length
+        end = self._header_end(begin)
+        if end is None:
+            # Too long for a header, or another marker came first.
+            self._begin(at, other, before)
+            return begin
+        if end < 0:
+            self._unsettle(at, before)
+            self.place = before._replace(scaffold=True)
+            return len(ids)
+        stop, after = end, end + grammar.events.match(ids, end).length
+        if message == ASSISTANT:
+            message = self._channel(begin, stop)
+        self._begin(at, message, before)
+        return after
+
+    def _header_end(self, begin: int) -> int | None:
+        """Position of the marker that ends a header; -1 if the ids end before it, None if there is none."""
+        ids = self.ids
+        for at in range(begin, min(begin + _HEADER_LIMIT, len(ids))):
+            event: Event | None = self.grammar.events.match(ids, at).value
+            if event is not None and event.header_end:
+                return at
+            if event is not None and (event.start or event.end or event.message is not None):
+                return None
+        return -1 if begin + _HEADER_LIMIT > len(ids) else None
+
+    def _channel(self, begin: int, end: int) -> int:
+        """What a message of the assistant is by the rest of its header."""
+        header, grammar = self.ids[begin:end], self.grammar
+        if any(grammar.recipient.match(header, at).value for at in range(len(header))):
+            return TOOL_CALL
+        for at in range(len(header)):
+            found = grammar.channel.match(header, at)
+            if found.value and at + found.length < len(header):
+                name = grammar.channels.match(header, at + found.length)
+                return ASSISTANT if name.value is None else name.value
+        return ASSISTANT

@@ -1,0 +1,241 @@
+"""Tags of a prompt, from its token ids: one scan on the CPU, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .axes import KINDS, PAD, TAGS, TEMPORAL, age_tags, parse_tag
+from .formats import find_format, get_format
+from .grammar import Grammar
+from .scan import Place, Scan
+from .templates import ChatFormat
+
+Ids = Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+_CURRENT = len(TEMPORAL) - 1
+
+
+class Row(NamedTuple):
+    """How far a row is: a place that nothing to come can change, and the few tokens after it.
+
+    Attributes:
+        place: Where the scan goes on.
+        ids: (N,) int64 tokens given after that place.
+        columns: (N,) int64, the columns they stand in.
+        started: Whether the row had a token yet, or only padding.
+    """
+
+    place: Place = Place()
+    ids: np.ndarray = np.zeros(0, dtype=np.int64)
+    columns: np.ndarray = np.zeros(0, dtype=np.int64)
+    started: bool = False
+
+
+@dataclass(frozen=True)
+class TagState:
+    """Where the scan of a growing conversation stands. It is never changed, so one may go on from it twice.
+
+    Attributes:
+        rows: How far each row of the batch is.
+        seen: Columns given so far, padding included.
+    """
+
+    rows: tuple[Row, ...]
+    seen: int = 0
+
+    def reorder(self, indices: Sequence[int]) -> TagState:
+        """The state whose row ``i`` is this one's row ``indices[i]``, as a cache reorders its beams."""
+        return TagState(tuple(self.rows[i] for i in indices), self.seen)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What new tokens bring: their own tags, and what becomes of those before.
+
+    Attributes:
+        state: Goes into the next call of `Tagger.extend`.
+        tags: (B, T) uint8 tags of the new tokens.
+        aged: (B,) int64, how many turns began among them: by so many the older tokens aged, see `age_tags`.
+        revised_rows: (N,) int64, rows of older tokens whose tag is another now. They are few: what they are was still
+            open, as with a message header that the last call ended in.
+        revised_columns: (N,) int64, their columns, counted from the first token of the conversation.
+        revised_tags: (N,) uint8, their tags now; they are not to be aged again.
+    """
+
+    state: TagState
+    tags: Tensor
+    aged: Tensor
+    revised_rows: Tensor
+    revised_columns: Tensor
+    revised_tags: Tensor
+
+    def append_to(self, tags: Tensor) -> Tensor:
+        """Tags of the whole conversation: ``tags`` (B, T_old) aged and revised, then those of the new tokens."""
+        old = age_tags(tags, self.aged)
+        old[self.revised_rows, self.revised_columns] = self.revised_tags
+        return torch.cat([old, self.tags], dim=1)
+
+
+class Tagger:
+    """Gives every token of a prompt a tag ``temporal|modal|semantic`` (TriAxialKV, section 3.1 and Table 1).
+
+    A turn runs from one user message up to the next; the last is ``current``, those before it ``turn_m1``, ``turn_m2``
+    and ``older``. What stands before the first turn is ``older``, so that the tags of a shared system prompt never
+    change. Tool results never begin a turn, whichever role they are written under. An answer before any user message
+    begins one: its question was cut off. A header at the end of the ids whose message may still turn out to be a tool
+    result belongs to the turn before it.
+
+    Roles give ``inst``, ``user``, ``assistant`` and ``obs``; brackets give ``reasoning`` and ``tool_call``. Markers,
+    headers, the newlines right after them and the white space between messages are ``delim``. Text outside any message,
+    such as a prompt that begins in the middle of one, is ``inst``. Image placeholders are ``image``, with the semantic
+    of the message they stand in.
+
+    What the ids cannot tell: markers that a user types are markers if the tokenizer makes them so. Inside a user's or
+    the system's message this is harmless for brackets, which count in an assistant's message only, but ends of messages
+    and headers count everywhere, and so does ``<tool_response>`` at the beginning of a user's message. Formats without
+    a system role (Gemma, Llama 3 with tools, Mistral before v7) write instructions into a user message, where they are
+    ``user``. Bare JSON calls (Llama 3) are known by their first key alone.
+
+    Args:
+        grammar: What to look for, in token ids; None for no chat format: all is ``current|text|user``.
+        pad_id: Token that counts as padding at the left where no attention mask is given.
+        bos_id: Token that begins a text. Where it is the padding token too, the last at the left is no padding.
+    """
+
+    names: tuple[str, ...] = TAGS
+
+    def __init__(self, grammar: Grammar | None, pad_id: int | None = None, bos_id: int | None = None) -> None:
+        self.grammar = grammar
+        self.pad_id, self.bos_id = pad_id, bos_id
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, chat_format: ChatFormat | str | None = None) -> Tagger:
+        """A tagger for what a tokenizer's chat template writes; without a template, all is ``current|text|user``.
+
+        Args:
+            tokenizer: A Transformers tokenizer, or a processor that holds one.
+            chat_format: The format, or its name in `FORMATS`, instead of finding it out.
+
+        Raises:
+            ValueError: No known format fits the chat template, or none has that name.
+        """
+        template = getattr(tokenizer, "chat_template", None)
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        template = template or getattr(tokenizer, "chat_template", None)
+        if isinstance(chat_format, str):
+            chat_format = get_format(chat_format)
+        if chat_format is None and template:
+            # Some tokenizers have several templates by name, e.g. one for tools.
+            text = template if isinstance(template, str) else "\n".join(template.values())
+            chat_format = find_format(text, tokenizer.get_added_vocab())
+        grammar = None if chat_format is None else Grammar(tokenizer, chat_format)
+        return cls(grammar, tokenizer.pad_token_id, tokenizer.bos_token_id)
+
+    def tag(self, input_ids: Ids, attention_mask: Tensor | Sequence[Any] | None = None) -> Tensor:
+        """Tags of a batch of prompts.
+
+        Args:
+            input_ids: (B, T) or (T,) token ids, on any device.
+            attention_mask: (B, T) or (T,), 0 where there is padding. Without it padding is what `pad_id` stands at the
+                left of a row.
+
+        Returns:
+            Tensor: (B, T) uint8 tag numbers on the CPU, see `TAGS`.
+
+        Raises:
+            ValueError: Ids are no integers, or shapes do not fit.
+        """
+        return self.extend(None, input_ids, attention_mask).tags
+
+    def extend(
+        self, state: TagState | None, input_ids: Ids, attention_mask: Tensor | Sequence[Any] | None = None
+    ) -> Extension:
+        """Goes on with a conversation; ``append_to`` of the result is what `tag` gives for all ids at once.
+
+        Args:
+            state: Of the last extension; None at the beginning.
+            input_ids: (B, T) or (T,) ids of the new tokens alone.
+            attention_mask: (B, T) or (T,), of the new tokens alone.
+
+        Raises:
+            ValueError: Ids are no integers, or shapes do not fit.
+        """
+        ids = _array("input_ids", input_ids)
+        if ids.dtype.kind not in "iu" and ids.size:
+            raise ValueError(f"input_ids: got {ids.dtype}, allowed integers.")
+        ids = ids.astype(np.int64)
+        mask = None if attention_mask is None else _array("attention_mask", attention_mask) != 0
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(f"attention_mask: got shape {mask.shape}, allowed that of input_ids, {ids.shape}.")
+        if state is None:
+            state = TagState((Row(),) * len(ids))
+        if len(state.rows) != len(ids):
+            raise ValueError(f"input_ids: got {len(ids)} rows, but the state has {len(state.rows)}.")
+        tags = np.full(ids.shape, PAD, dtype=np.uint8)
+        rows, aged = [], []
+        # Begins with nothing, for a batch of no rows.
+        revised = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8))]
+        for i, row in enumerate(state.rows):
+            real = self._real(ids[i], row.started) if mask is None else mask[i]
+            (new,) = np.nonzero(real)
+            old_count = len(row.ids)
+            given = np.concatenate([row.ids, ids[i, new]])
+            columns = np.concatenate([row.columns, state.seen + new])
+            place, made, settled = self._tag_row(row.place, given)
+            tags[i, new] = made[old_count:]
+            rows.append(Row(place, given[settled:], columns[settled:], row.started or len(new) > 0))
+            aged.append(place.turns - row.place.turns)
+            revised.append((np.full(old_count, i), columns[:old_count], made[:old_count]))
+        of_rows, of_columns, of_tags = (np.concatenate(parts) for parts in zip(*revised, strict=True))
+        return Extension(
+            TagState(tuple(rows), state.seen + ids.shape[1]),
+            torch.from_numpy(tags),
+            torch.tensor(aged, dtype=torch.int64),
+            torch.from_numpy(of_rows),
+            torch.from_numpy(of_columns),
+            torch.from_numpy(of_tags),
+        )
+
+    def _real(self, ids: np.ndarray, started: bool) -> np.ndarray:
+        """(T,) where there is no padding, without a mask to say so."""
+        real = np.ones(len(ids), dtype=bool)
+        if started or self.pad_id is None:
+            return real
+        others = np.flatnonzero(ids != self.pad_id)
+        count = int(others[0]) if len(others) else len(ids)
+        if count and self.bos_id == self.pad_id:
+            count -= 1
+        real[:count] = False
+        return real
+
+    def _tag_row(self, place: Place, ids: np.ndarray) -> tuple[Place, np.ndarray, int]:
+        """The place up to which all is settled, (T,) tags, and how many tokens lie before it."""
+        if self.grammar is None:
+            return place, np.full(len(ids), parse_tag("current|text|user"), dtype=np.uint8), len(ids)
+        scan = Scan(self.grammar, place, ids)
+        turns = place.turns + np.searchsorted(np.array(scan.beginnings, dtype=np.int64), np.arange(len(ids)), "right")
+        last = place.turns + len(scan.beginnings)
+        temporal = np.where(turns == 0, 0, np.maximum(_CURRENT - (last - turns), 0))
+        return scan.settled_place, (temporal * KINDS + scan.kinds).astype(np.uint8), scan.settled
+
+
+def _array(name: str, given: Any) -> np.ndarray:
+    """(B, T) array of a tensor or of sequences."""
+    if isinstance(given, Tensor):
+        array = given.detach().cpu().numpy()
+    else:
+        rows = [given] if not len(given) or np.ndim(given[0]) == 0 else list(given)
+        lengths = sorted({len(row) for row in rows})
+        if len(lengths) != 1:
+            raise ValueError(f"{name}: got rows of {lengths} tokens; pad them to one length.")
+        array = np.array(rows)
+    array = array[None] if array.ndim == 1 else array
+    if array.ndim != 2:
+        raise ValueError(f"{name}: got shape {array.shape}, allowed (B, T) or (T,).")
+    return array

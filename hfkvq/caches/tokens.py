@@ -1,0 +1,169 @@
+"""What a cache knows of the tokens it holds: their ids and tags, one record for all layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .scheme import UNTAGGED
+
+if TYPE_CHECKING:
+    from .tags import Tagger
+
+_ROOM = 256
+"""Columns by which a record grows at least, so that a step seldom allocates."""
+
+
+class TokenRecord:
+    """Ids and tags of a cache's logical columns, padding included.
+
+    Prompts are tagged as they come, from the ids of the whole conversation, and keep the tags of that moment. A step of
+    generation is recorded without a tag and without asking the device anything; its ids are needed when the next
+    prompt comes, because a tag depends on all that came before.
+
+    Args:
+        tagger: makes tags of token ids.
+    """
+
+    def __init__(self, tagger: Tagger) -> None:
+        self.tagger = tagger
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all tokens."""
+        self.length = 0
+        # Columns before this one were shown by the user and must not turn out to be others.
+        self.promised = 0
+        self.ids: Tensor | None = None
+        self.tags: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """What the record holds, for the memory report: i32 ids and u8 tags, each (B, room)."""
+        return [tensor for tensor in (self.ids, self.tags) if tensor is not None]
+
+    def tags_on(self, device: torch.device) -> Tensor | None:
+        """u8 (B, length), the tag codes of all columns known; None if there are none."""
+        return None if self.tags is None or not self.length else self.tags[:, : self.length].to(device)
+
+    def prompt(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
+        """Tags the columns from ``seen`` on; earlier columns keep what they have.
+
+        Args:
+            ids: (B, t), what comes behind the ``seen`` columns that are cached.
+            mask: (B, seen + t), 0 at padding, or None.
+            seen: columns that the cache holds.
+
+        Raises:
+            ValueError: other ids than were promised by `promise`. Nothing is changed then.
+        """
+        if not seen:
+            self.begin(ids.shape[0])
+        have = max(min(self.promised, seen + ids.shape[1]) - seen, 0)
+        if have:
+            assert self.ids is not None
+            if not torch.equal(self.ids[:, seen : seen + have].cpu(), ids[:, :have].to("cpu", torch.int32)):
+                raise ValueError(
+                    f"input_ids: the tokens from column {seen} on are not those that see() was shown; show it the ids "
+                    "of the whole conversation again, as they are given to the model."
+                )
+        if self.promised >= seen + ids.shape[1]:
+            return
+        if self.length < seen:
+            # Nobody showed the ids of what is cached; new tokens are told by the marks that stand among them.
+            unknown = torch.zeros(ids.shape[0], seen - self.length, dtype=torch.int64, device=ids.device)
+            self._write(unknown, None, self.length)
+        before = ids.new_empty(ids.shape[0], 0) if self.ids is None else self.ids[:, :seen]
+        whole = torch.cat([before.to("cpu", torch.int64), ids.to("cpu", torch.int64)], 1)
+        if mask is not None and (mask.dim() != 2 or mask.shape != whole.shape):
+            mask = None
+        tags = self.tagger.tag(whole, None if mask is None else mask.to("cpu"))
+        self._write(ids, tags[:, seen:], seen)
+
+    def begin(self, rows: int) -> None:
+        """Nothing is cached yet: what a forward that failed has left goes; what was promised is for ``rows`` rows.
+
+        Raises:
+            ValueError: ``rows`` is no multiple of the rows that were promised. Nothing is changed then.
+        """
+        if not self.promised:
+            self.clear()
+        elif self.ids is not None and self.ids.shape[0] != rows:
+            if rows % self.ids.shape[0]:
+                raise ValueError(
+                    f"input_ids: got {rows} rows, but see() was shown {self.ids.shape[0]}; show it what the model gets."
+                )
+            # As `generate` does for beams and for several answers to a prompt.
+            self.repeat(rows // self.ids.shape[0])
+
+    def promise(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
+        """Ids (B, n) and mask of the whole conversation, ahead of the forward: the tokens that come must be these.
+
+        Raises:
+            ValueError: the columns that are cached had other ids. Nothing is changed then.
+        """
+        known = min(self.length, seen)
+        if known:
+            assert self.ids is not None
+            same = self.ids[:, :known].cpu() == ids[:, :known].to("cpu", torch.int32)
+            # Padding may be any token.
+            same = same if mask is None else same | (mask[:, :known].cpu() == 0)
+            if not bool(same.all()):
+                column = int((~same).any(0).int().argmax())
+                raise ValueError(
+                    f"input_ids: the token in column {column} is another than the one that is cached there; show the "
+                    "conversation as the cache has it, or call reset() first."
+                )
+        if not known:
+            self.clear()
+        self.promised = 0
+        if known < seen:
+            self._write(ids[:, known:seen], None, known)
+        self.prompt(ids[:, seen:], mask, seen)
+        self.promised = ids.shape[1]
+
+    def step(self, ids: Tensor, seen: int) -> None:
+        """Records generated tokens (B, t) behind ``seen`` columns, without tags."""
+        if self.promised < seen + ids.shape[1] and self.length >= seen:
+            self._write(ids, None, seen)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TokenRecord:
+        """Independent tensors, shared tagger."""
+        new = copy.copy(self)
+        new.ids, new.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
+        return new
+
+    def _write(self, ids: Tensor, tags: Tensor | None, start: int) -> None:
+        end = start + ids.shape[1]
+        have = 0 if self.ids is None else self.ids.shape[1]
+        if self.ids is None or self.tags is None or have < end:
+            room = max(end, have + have // 4) + _ROOM
+            grown = torch.zeros(ids.shape[0], room, dtype=torch.int32, device=ids.device)
+            grown_tags = torch.full_like(grown, UNTAGGED, dtype=torch.uint8)
+            if self.ids is not None and self.tags is not None:
+                grown[:, :have], grown_tags[:, :have] = self.ids, self.tags
+            self.ids, self.tags = grown, grown_tags
+        self.ids[:, start:end] = ids
+        if tags is None:
+            self.tags[:, start:end] = UNTAGGED
+        else:
+            self.tags[:, start:end] = tags.to(self.tags.device)
+        self.length = end
+
+    def crop(self, seen: int) -> None:
+        """Keeps the first ``seen`` columns."""
+        self.length, self.promised = min(self.length, seen), min(self.promised, seen)
+
+    def rows(self, index: Tensor) -> None:
+        """Row b becomes what row ``index[b]`` was; a boolean mask (B,) keeps rows."""
+        if self.ids is not None and self.tags is not None:
+            index = index.to(self.ids.device)
+            self.ids, self.tags = self.ids[index], self.tags[index]
+
+    def repeat(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        if self.ids is not None and self.tags is not None:
+            self.ids = self.ids.repeat_interleave(repeats, 0)
+            self.tags = self.tags.repeat_interleave(repeats, 0)

@@ -1,0 +1,231 @@
+"""`TriAxialCache`: a mixed-precision cache that reads roles and turns from the token ids the model is given."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .named import NamedCache
+from .table import BitTable
+from .tags import Tagger
+from .tokens import TokenRecord
+
+logger = logging.getLogger(__name__)
+
+Table = Mapping[str, int] | Iterable[tuple[str, int]] | BitTable | str | Path
+
+
+class _Hook:
+    """Shows a model's token ids to a cache, and holds neither. A copy of the model shows nothing to this cache."""
+
+    def __init__(self, cache: TriAxialCache | None = None) -> None:
+        self.cache = None if cache is None else weakref.ref(cache)
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = None if self.cache is None else self.cache()
+        if cache is None or not any(x is cache for x in (kwargs.get("past_key_values"), *args)):
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        mask = kwargs.get("attention_mask")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+            cache.arrive(ids, mask if isinstance(mask, Tensor) else None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
+class TriAxialCache(NamedCache):
+    """`MixedKVCache` with the TriAxialKV scheme: 2 or 4 bits a token, by turn, modality and role.
+
+    ``TriAxialCache(model, tokenizer)`` is all it takes: the cache sees the token ids of every forward that it is passed
+    to, and the tokenizer's chat template says what they are. Without the model (``TriAxialCache(model.config,
+    tokenizer)``) show it the conversation before each turn: ``cache.see(input_ids)``. While it has seen no ids
+    everything gets 4 bits, and a warning says so once.
+
+    A token's bits are settled when it is first sealed: as a conversation goes on, the tags of new tokens tell what is
+    old, but what is stored stays as it is. Generated tokens get 4 bits.
+
+    A prompt that the model is given in several chunks is tagged chunk by chunk, as if each ended the conversation;
+    ``see`` the whole of it first, and its turns are told right.
+
+    Knobs are the fields of `hfkvq.caches.schemes.TriAxial`: ``group_size`` (32), ``seal_unit`` (32), ``sink_length``
+    (0), ``local_length`` (0), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+
+    Args:
+        model_or_config: the model, or its config.
+        tokenizer: the model's, with its chat template.
+        tagger: a `hfkvq.caches.tags.Tagger`, in place of the tokenizer's.
+        table: bits of each tag: a mapping ``{"older|text|obs": 2}``, a `BitTable`, or the file of one, as ``hfkvq
+            allocate`` writes it. None takes the scheme's default.
+
+    Raises:
+        ValueError: neither tokenizer nor tagger, an unknown tag, or a table of another model or chat template.
+    """
+
+    preset = "triaxial"
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        tokenizer: Any = None,
+        *,
+        tagger: Tagger | None = None,
+        table: Table | None = None,
+        max_cache_len: int | None = None,
+        attach: bool = True,
+        debug: bool = False,
+        **knobs: Any,
+    ) -> None:
+        if tokenizer is None and tagger is None:
+            raise ValueError(
+                "tokenizer: got None, but roles and turns are read from token ids; pass the model's tokenizer, or "
+                "tagger=Tagger.from_tokenizer(tokenizer)."
+            )
+        if isinstance(table, (str, Path)):
+            table = BitTable.load(table)
+        if isinstance(table, BitTable):
+            table.check(getattr(model_or_config, "config", model_or_config), tokenizer)
+            table = table.bits
+        if table is not None:
+            knobs["table"] = table
+        tagger = Tagger.from_tokenizer(tokenizer) if tagger is None else tagger
+        super().__init__(model_or_config, max_cache_len=max_cache_len, attach=attach, debug=debug, **knobs)
+        self.tokens = TokenRecord(tagger)
+        for layer in self.compressed_layers:
+            layer.tokens = self.tokens
+        self._warned = False
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        if isinstance(model_or_config, torch.nn.Module):
+            self.watch(model_or_config)
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Reads the token ids of the model's forwards from now on, those that are given this cache.
+
+        The constructor does this with the model that it is given; a cache that was loaded from a file needs it again.
+        Neither keeps the other alive.
+        """
+        self._model = weakref.ref(model)
+        handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
+        weakref.finalize(self, handle.remove)
+
+    @property
+    def _seen(self) -> int:
+        layers = self.compressed_layers
+        return layers[0].get_seq_length() if layers else self.get_seq_length()
+
+    def see(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Shows the conversation before the model is given its newest part.
+
+        Needed where the cache was made from a config, or where the model is given embeddings or chunks of a prompt.
+
+        Args:
+            input_ids: (B, n), all tokens of the conversation, those that are cached included.
+            attention_mask: (B, n), 0 at padding, or None.
+
+        Raises:
+            ValueError: not of that shape, no more tokens than are cached, or others than are cached. Nothing is changed
+                then.
+        """
+        seen, held = self._seen, self.compressed_layers[0].batch_size if self._seen else input_ids.shape[0]
+        if input_ids.dim() != 2 or input_ids.is_floating_point():
+            raise ValueError(
+                f"input_ids: got {input_ids.dtype} of {tuple(input_ids.shape)}, allowed token ids (batch, tokens)."
+            )
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"attention_mask: got {tuple(attention_mask.shape)}, allowed the shape of input_ids, "
+                f"{tuple(input_ids.shape)}."
+            )
+        if input_ids.shape[0] != held:
+            raise ValueError(f"input_ids: got {input_ids.shape[0]} rows, but the cache holds {held}.")
+        if input_ids.shape[1] <= seen:
+            raise ValueError(
+                f"input_ids: got {input_ids.shape[1]} tokens, but {seen} are cached; give all tokens of the "
+                "conversation, those that are cached included, and the new ones."
+            )
+        self.tokens.promise(input_ids, attention_mask, seen)
+
+    def arrive(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        """Takes note of what the model is about to be given; the model's hook calls this.
+
+        Args:
+            ids: (B, t), the new tokens.
+            mask: (B, seen + t), 0 at padding, or None.
+
+        Raises:
+            ValueError: other tokens than `see` was shown. Nothing is changed then.
+        """
+        seen = self._seen
+        if seen and ids.shape[0] != self.compressed_layers[0].batch_size:
+            # The layers refuse these in words of their own.
+            return
+        recording = any(layer.record_past for layer in self.compressed_layers)
+        if seen and (ids.shape[1] == 1 or recording):
+            # One token, or a few that are guessed (assisted decoding): generated.
+            self.tokens.step(ids, seen)
+        else:
+            self.tokens.prompt(ids, mask, seen)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """See `MixedKVCache.update`."""
+        if not self._warned and not self.tokens.length and key_states.shape[2] > 1:
+            self._warned = True
+            logger.warning(
+                "TriAxialCache was not shown any token ids, so everything is held in 4 bits: make it with the model "
+                "itself, TriAxialCache(model, tokenizer), or call cache.see(input_ids) before the model."
+            )
+        if self.tokens.promised and not self._seen:
+            # Where no hook shows the forward: beams come as several rows of what was shown.
+            self.tokens.begin(key_states.shape[0])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens; see `KVLayer.crop`."""
+        super().crop(tokens_to_remove)
+        self.tokens.crop(self._seen)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+        """Row b becomes what row ``beam_idx[b]`` was."""
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.tokens.rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times."""
+        super().batch_repeat_interleave(repeats)
+        self.tokens.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows only."""
+        super().batch_select_indices(indices)
+        self.tokens.rows(indices)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        super().reset()
+        self.tokens.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TriAxialCache:
+        """Independent layers and tokens, which the same model shows its ids; config and scheme are shared."""
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, TriAxialCache)
+        new.tokens = copy.deepcopy(self.tokens, memo)
+        model = None if self._model is None else self._model()
+        if model is not None:
+            new.watch(model)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but config and model."""
+        return super().__getstate__() | {"_model": None}

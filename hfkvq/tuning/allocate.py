@@ -1,0 +1,158 @@
+"""Bits under a budget: which tags get 4 bits and which 2 (TriAxialKV, section 3.1.3 and Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hfkvq.caches.table import BitTable
+
+from .sensitivity import Sensitivity
+
+ENUMERABLE = 22
+"""Most tags of which all allocations are tried (section 3.1.3)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Something that gets one width: a tag, or several that share theirs.
+
+    Attributes:
+        gain: ``D(2) - D(4)``, what 4 bits spare.
+        cost: ``2 N``, what 4 bits cost.
+    """
+
+    gain: float
+    cost: float
+
+
+def allocate_exact(choices: Sequence[Choice], room: float) -> list[bool]:
+    """Which to give 4 bits: ``max Σ gain s.t. Σ cost <= room``, eq. (3), by trying everything.
+
+    Args:
+        choices: at most `ENUMERABLE`.
+        room: ``(B - 2) Σ N``.
+
+    Returns:
+        One bool for each choice. Of equally good allocations the one that costs least.
+
+    Raises:
+        ValueError: more choices than can be enumerated.
+    """
+    if len(choices) > ENUMERABLE:
+        raise ValueError(f"choices: got {len(choices)}, allowed {ENUMERABLE}; use allocate_greedy.")
+    gain, cost = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    for choice in choices:
+        # Bit k of an index tells whether choice k is in.
+        gain, cost = torch.cat([gain, gain + choice.gain]), torch.cat([cost, cost + choice.cost])
+    gain = gain.masked_fill(cost > room * (1 + 1e-12), -torch.inf)
+    best = int(cost.masked_fill(gain < gain.max(), torch.inf).argmin())
+    return [bool(best >> k & 1) for k in range(len(choices))]
+
+
+def allocate_greedy(choices: Sequence[Choice], room: float) -> list[bool]:
+    """Which to give 4 bits, by falling ``ρ = gain / cost``, eq. (4), as long as there is room (Algorithm 1).
+
+    What gains nothing stays at 2 bits, which the paper's text leaves open.
+
+    Args:
+        choices: any number; costs are positive.
+        room: ``(B - 2) Σ N``.
+
+    Returns:
+        One bool for each choice.
+    """
+    chosen, left = [False] * len(choices), room * (1 + 1e-12)
+    for k in sorted(range(len(choices)), key=lambda k: choices[k].gain / choices[k].cost, reverse=True):
+        if choices[k].gain > 0 and choices[k].cost <= left:
+            chosen[k] = True
+            left -= choices[k].cost
+    return chosen
+
+
+def allocate(
+    distortion: Mapping[str, tuple[float, float]], counts: Mapping[str, float], budget: float
+) -> dict[str, int]:
+    """``min Σ D_k(b_k) s.t. Σ N_k b_k <= B Σ N_k``, eq. (3): exact up to 22 tags, greedy above.
+
+    Args:
+        distortion: (D_k(2), D_k(4)) by tag.
+        counts: N_k by tag; tags without tokens drop out.
+        budget: B, mean code bits of a token.
+
+    Returns:
+        2 or 4 for each tag that has tokens.
+
+    Raises:
+        ValueError: a budget outside 2 to 4, or no tokens at all.
+    """
+    if not 2 <= budget <= 4:
+        raise ValueError(f"budget: got {budget:g}, allowed 2 to 4 bits.")
+    tags = [tag for tag, count in counts.items() if count > 0]
+    if not tags:
+        raise ValueError("counts: no tag has a token, so there is nothing to allocate.")
+    choices = [Choice(distortion[tag][0] - distortion[tag][1], 2 * counts[tag]) for tag in tags]
+    room = (budget - 2) * sum(counts[tag] for tag in tags)
+    solve = allocate_exact if len(tags) <= ENUMERABLE else allocate_greedy
+    return {tag: 4 if wide else 2 for tag, wide in zip(tags, solve(choices, room), strict=True)}
+
+
+def make_table(sensitivity: Sensitivity, budget: float, without: str | None = None) -> BitTable:
+    """The table of a budget.
+
+    Args:
+        sensitivity: what was measured.
+        budget: B, mean code bits of a token.
+        without: "temporal", "modal" or "semantic": give one width to tags that differ on that axis only (the paper's
+            ablation, Table 4). Their distortions are added up, as eq. (2) adds those of tags.
+
+    Raises:
+        ValueError: see `allocate`, or no such axis.
+    """
+    groups = sensitivity.groups(without)
+    bits = allocate(
+        {
+            name: (
+                sum(sensitivity.distortion[tag][0] for tag in tags),
+                sum(sensitivity.distortion[tag][1] for tag in tags),
+            )
+            for name, tags in groups.items()
+        },
+        {name: sum(sensitivity.counts[tag] for tag in tags) for name, tags in groups.items()},
+        budget,
+    )
+    by_tag = {tag: bits[name] for name, tags in groups.items() if name in bits for tag in tags}
+    return BitTable(by_tag, sensitivity.origin, budget, sensitivity.distortion, sensitivity.counts)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One budget of a sweep.
+
+    Attributes:
+        budget: B that was asked for.
+        bits: mean code bits a token, ``Σ N_k b_k / Σ N_k``.
+        narrow: share of tokens in 2 bits.
+        distortion: ``Σ D_k(b_k)``.
+        table: the allocation.
+    """
+
+    budget: float
+    bits: float
+    narrow: float
+    distortion: float
+    table: BitTable
+
+
+def sweep(sensitivity: Sensitivity, budgets: Iterable[float], without: str | None = None) -> list[Point]:
+    """Tables of several budgets, to choose the smallest that a task still bears (section 3.1.4)."""
+    points = []
+    for budget in budgets:
+        table = make_table(sensitivity, budget, without)
+        total = sum(sensitivity.counts[tag] for tag in table.bits)
+        wide = sum(sensitivity.counts[tag] for tag, bits in table.bits.items() if bits == 4)
+        error = sum(sensitivity.distortion[tag][bits == 4] for tag, bits in table.bits.items())
+        points.append(Point(budget, 2 + 2 * wide / total, 1 - wide / total, error, table))
+    return points

@@ -1,0 +1,142 @@
+"""The commands ``hfkvq calibrate`` and ``hfkvq allocate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hfkvq.terminal import fail, make_console
+
+# torch and Transformers are imported inside the commands, so that help comes at once.
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from .allocate import Point
+    from .sensitivity import Sensitivity
+
+app = typer.Typer()
+
+
+def _check_folder(option: str, path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        fail(f"{option}: got {path}, but the folder {path.parent} does not exist.")
+
+
+@app.command()
+def calibrate(
+    data: Annotated[
+        Path, typer.Argument(dir_okay=False, help='Conversations: JSON Lines of {"messages": [...], "tools": [...]}.')
+    ],
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the sensitivities, as JSON.")],
+    model: Annotated[
+        str | None, typer.Option(help=r"Chat model: a folder or a name on the Hub. \[default: the reference model]")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Take the first conversations only.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers to measure, evenly spread.")] = 6,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer requests.")] = None,
+    all_queries: Annotated[
+        bool, typer.Option("--all-queries", help="Measure at every token, not only at what is new in a request.")
+    ] = False,
+    shared_inst: Annotated[
+        bool, typer.Option(help="Whether requests share one copy of their instructions (prefix caching).")
+    ] = True,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")] = "auto",
+) -> None:
+    """Measure how much each tag's tokens suffer in 2 and in 4 bits (TriAxialKV)."""
+    _check_folder("out", out)
+
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hfkvq.demo.prompts import load
+
+    from .calibrate import calibrate as measure
+    from .conversations import load_conversations
+
+    try:
+        conversations = load_conversations(data)[:samples]
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        subject = load(model, device=where)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            bar = progress.add_task("calibrating", total=1.0)
+            result = measure(
+                subject.model,
+                subject.tokenizer,
+                conversations,
+                layers=layers,
+                shared_inst=shared_inst,
+                all_queries=all_queries,
+                max_tokens=max_tokens,
+                progress=lambda share: progress.update(bar, completed=share),
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        fail(error)
+    result.save(out)
+    console = make_console()
+    console.print(_sensitivities(result))
+    console.print(
+        f"{result.origin.requests} requests, layers {', '.join(map(str, result.origin.layers))}. Saved {out}; next: "
+        f"hfkvq allocate {out} --budget 2.7 --out table.json",
+        style="dim",
+        highlight=False,
+    )
+
+
+@app.command()
+def allocate(
+    sensitivity: Annotated[Path, typer.Argument(dir_okay=False, help="What hfkvq calibrate wrote.")],
+    budget: Annotated[float | None, typer.Option(min=2, max=4, help="Mean code bits of a token.")] = None,
+    out: Annotated[Path | None, typer.Option(dir_okay=False, help="Where to write the table, as JSON.")] = None,
+    without: Annotated[
+        str | None, typer.Option(help="Leave an axis out of account: temporal, modal or semantic.")
+    ] = None,
+) -> None:
+    """Give each tag 2 or 4 bits under a budget; without --budget, show what each budget would bring."""
+    if out is not None:
+        if budget is None:
+            fail("out: a table has one budget; give --budget too.")
+        _check_folder("out", out)
+
+    from .allocate import make_table, sweep
+    from .sensitivity import Sensitivity
+
+    try:
+        found = Sensitivity.load(sensitivity)
+        budgets = [round(2 + step / 10, 1) for step in range(21)] if budget is None else [budget]
+        points = sweep(found, budgets, without)
+        table = None if budget is None else make_table(found, budget, without)
+    except ValueError as error:
+        fail(error)
+    console = make_console()
+    console.print(_sweep(points))
+    if table is not None:
+        wide = ", ".join(sorted(tag for tag, bits in table.bits.items() if bits == 4))
+        console.print(f"4 bits: {wide or 'none'}", highlight=False)
+        if out is not None:
+            table.save(out)
+            console.print(
+                f"Saved {out}; use it with TriAxialCache(model, tokenizer, table={str(out)!r}).", highlight=False
+            )
+
+
+def _sensitivities(result: Sensitivity) -> RichTable:
+    from rich.table import Table
+
+    table = Table("tag", "tokens", "D(2)", "D(4)", "gain a bit", title="Distortion of the attention's output")
+    for tag, (two, four) in sorted(result.distortion.items(), key=lambda item: -item[1][0]):
+        count = result.counts[tag]
+        gain = (two - four) / (2 * count) if count else 0.0
+        table.add_row(tag, f"{count:g}", f"{two:.3g}", f"{four:.3g}", f"{gain:.3g}")
+    return table
+
+
+def _sweep(points: list[Point]) -> RichTable:
+    from rich.table import Table
+
+    table = Table("budget", "bits", "tokens in 2 bits", "distortion", title="Bits by tag under a budget")
+    for point in points:
+        table.add_row(f"{point.budget:g}", f"{point.bits:.2f}", f"{point.narrow:.0%}", f"{point.distortion:.3g}")
+    return table

@@ -1,0 +1,160 @@
+"""Conversations to calibrate on: read from a file, and turned into the requests that a model would be sent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Where agent frameworks keep the messages of a trace, and ShareGPT its roles.
+_FIELDS = ("messages", "conversation", "conversations", "trajectory", "history")
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What was said.
+
+    Attributes:
+        messages: as chat templates take them, each with at least "role".
+        tools: JSON schemas of functions, or None.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt as a model is sent it, just before it answers.
+
+    Attributes:
+        ids: token ids.
+        first_new: tokens that came in earlier requests of the same conversation, and would be in the cache.
+    """
+
+    ids: tuple[int, ...]
+    first_new: int
+
+
+def load_conversations(path: str | Path) -> list[Conversation]:
+    """Reads JSON Lines: ``{"messages": [...], "tools": [...]}``, a bare list of messages, or an agent's trace.
+
+    Messages may also stand under "conversation", "conversations", "trajectory" or "history", and be ShareGPT's
+    ``{"from": ..., "value": ...}``. Arguments of tool calls that are JSON in a string are parsed, as templates want it.
+
+    Raises:
+        ValueError: there is no such file, a line is no conversation (its number is told), or there are none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data: {path} cannot be read ({error}).") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(parse_conversation(json.loads(line)))
+            except ValueError as error:
+                raise ValueError(f"data: line {number} of {path}: {error}") from None
+    if not found:
+        raise ValueError(f"data: {path} holds no conversation; give one JSON object a line with its messages.")
+    return found
+
+
+def parse_conversation(given: Any) -> Conversation:
+    """A conversation from plain data; see `load_conversations`.
+
+    Raises:
+        ValueError: it has no messages, or one without a role.
+    """
+    tools = None
+    messages = given
+    if isinstance(given, Mapping):
+        messages = next((given[name] for name in _FIELDS if name in given), None)
+        tools = given.get("tools")
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'expected {{"messages": [...]}} or a list of messages, got {_short(given)}')
+    return Conversation(tuple(_message(x) for x in messages), tuple(tools) if tools else None)
+
+
+def _message(given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"expected a message with a role, got {_short(given)}")
+    message = dict(given)
+    if "role" not in message and "from" in message:
+        message = {"role": message.pop("from"), "content": message.pop("value", ""), **message}
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise ValueError(f"expected a message with a role, got {_short(given)}")
+    message["role"] = _ROLES.get(role, role)
+    if message.get("content") is None:
+        message["content"] = ""
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
+
+
+def _call(given: Any) -> Any:
+    if not isinstance(given, Mapping):
+        return given
+    call = dict(given)
+    function = dict(call["function"]) if isinstance(call.get("function"), Mapping) else None
+    for part in (call, function):
+        if part is not None and isinstance(part.get("arguments"), str):
+            try:
+                part["arguments"] = json.loads(part["arguments"])
+            except ValueError:
+                # Some agents write arguments that are no JSON; templates take strings too.
+                continue
+    return call if function is None else {**call, "function": function}
+
+
+def _short(thing: Any) -> str:
+    text = json.dumps(thing, default=str)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def data_hash(conversations: Iterable[Conversation]) -> str:
+    """Sixteen hex digits of the conversations' content."""
+    text = json.dumps([[x.messages, x.tools] for x in conversations], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def make_request(conversation: Conversation, tokenizer: Any) -> Request | None:
+    """The request that the conversation's last answer was given to; None if there is no such answer.
+
+    ``first_new`` is where what the previous answer ended with is followed by something new: what a cache kept from turn
+    to turn would not hold yet.
+
+    Raises:
+        ValueError: the chat template does not take the messages.
+    """
+    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant" and i]
+    if not answers:
+        return None
+
+    def ids(end: int, prompt: bool) -> list[int]:
+        try:
+            text = tokenizer.apply_chat_template(
+                list(conversation.messages[:end]),
+                tools=list(conversation.tools) if conversation.tools else None,
+                add_generation_prompt=prompt,
+                tokenize=False,
+            )
+        except Exception as error:
+            # Templates raise whatever Jinja does.
+            raise ValueError(f"data: the chat template does not take these messages: {error}") from error
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    whole = ids(answers[-1], True)
+    before = ids(answers[-2] + 1, False) if len(answers) > 1 else []
+    same = next(
+        (i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), min(len(whole), len(before))
+    )
+    # Something must be new, if only the last token.
+    return Request(tuple(whole), min(same, len(whole) - 1))

@@ -1,0 +1,85 @@
+"""What a calibration measured: the distortion D_k(b) and the token count N_k of every tag."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hfkvq.caches.table import Origin, read_json
+from hfkvq.caches.tags import parse_tag, tag_axes
+
+KIND = "hfkvq.sensitivity"
+AXES = ("temporal", "modal", "semantic")
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Result of a calibration (TriAxialKV, section 3.1.4), from which tables are made for any budget.
+
+    Attributes:
+        distortion: (D_k(2), D_k(4)) by tag: what quantizing that tag's tokens alone does to the attention's output.
+        counts: N_k by tag, tokens.
+        origin: model, chat template and data.
+        shared_inst: whether N_k of instructions is a median, as where requests share one copy of them.
+    """
+
+    distortion: Mapping[str, tuple[float, float]]
+    counts: Mapping[str, float]
+    origin: Origin = field(default_factory=Origin)
+    shared_inst: bool = True
+
+    def __post_init__(self) -> None:
+        """Checks that the numbers are such as can be allocated."""
+        if self.distortion.keys() != self.counts.keys():
+            odd = sorted(self.distortion.keys() ^ self.counts.keys())
+            raise ValueError(f"counts: must have the tags of distortion; {', '.join(odd)} stand in one of them only.")
+        for tag, count in self.counts.items():
+            parse_tag(tag)
+            if not all(math.isfinite(x) and x >= 0 for x in (*self.distortion[tag], count)):
+                raise ValueError(
+                    f"{tag}: got distortion {self.distortion[tag]} and {count} tokens, allowed finite numbers from 0."
+                )
+
+    def groups(self, without: str | None = None) -> dict[str, list[str]]:
+        """Tags that must share one width: each by itself, or all that differ on the axis ``without`` only.
+
+        Raises:
+            ValueError: no such axis.
+        """
+        if without is None:
+            return {tag: [tag] for tag in self.counts}
+        if without not in AXES:
+            raise ValueError(f"without: got {without!r}, allowed {', '.join(AXES)} or none.")
+        found: dict[str, list[str]] = {}
+        for tag in self.counts:
+            axes = tag_axes(parse_tag(tag))
+            assert axes is not None
+            kept = [value for axis, value in zip(AXES, axes, strict=True) if axis != without]
+            found.setdefault("|".join(kept), []).append(tag)
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Writes everything as JSON."""
+        text = json.dumps({"kind": KIND, **asdict(self)}, indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Sensitivity:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: there is no such file, or it holds something else.
+        """
+        values = read_json(path, KIND, "sensitivity", "hfkvq calibrate")
+        try:
+            return Sensitivity(
+                {tag: (float(pair[0]), float(pair[1])) for tag, pair in values["distortion"].items()},
+                {tag: float(count) for tag, count in values["counts"].items()},
+                Origin.from_dict(values["origin"]),
+                bool(values["shared_inst"]),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ValueError(f"sensitivity: {path} is damaged ({error}); make it with `hfkvq calibrate`.") from None

@@ -1,0 +1,180 @@
+"""Small tokenizers with real markers, and conversations whose tags are written out by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hfkvq.caches.tags import TAGS
+from tests.caches.chat_samples import Sample, spell
+
+_VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+_BRACKETS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+# Added tokens of each family's tokenizer; the first is the padding.
+TOKENS = {
+    # Of the brackets, Qwen2.5 has tokens for tool calls alone.
+    "qwen2_5": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_VISION, "<tool_call>", "</tool_call>"],
+    "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_VISION, *_BRACKETS],
+    "internvl": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *_BRACKETS, "<img>", "<IMG_CONTEXT>", "</img>"],
+    "llama3": [
+        "<|finetune_right_pad_id|>",
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+        *("<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>"),
+    ],
+    "gemma3": [
+        *("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
+        *("<start_of_image>", "<image_soft_token>", "<end_of_image>"),
+    ],
+    "gptoss": [
+        "<|endoftext|>",
+        *("<|startoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>"),
+        *("<|constrain|>", "<|call|>", "<|return|>"),
+    ],
+    "glm4moe": [
+        "<|endoftext|>",
+        *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *_BRACKETS),
+    ],
+    "mistral": [
+        "<pad>",
+        *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"),
+        *(
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+            "[SYSTEM_PROMPT]",
+            "[/SYSTEM_PROMPT]",
+            "[IMG]",
+            "[IMG_BREAK]",
+            "[IMG_END]",
+        ),
+        *("[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]", "[TOOL_CONTENT]"),
+    ],
+    # Its role markers are plain text.
+    "falcon3": ["<|pad|>", "<|endoftext|>", "<|startoftext|>"],
+    "phi3_5": ["<|endoftext|>", "<s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+    "deepseekv3": [
+        "<｜▁pad▁｜>",
+        *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
+        *(
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁calls▁end｜>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁end｜>",
+            "<｜tool▁sep｜>",
+        ),
+        *("<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+    ],
+}
+
+_BOS = {
+    "llama3": "<|begin_of_text|>",
+    "gemma3": "<bos>",
+    "mistral": "<s>",
+    "phi3_5": "<s>",
+    "deepseekv3": "<｜begin▁of▁sentence｜>",
+}
+
+
+def byte_tokenizer(family: str, template: str | None, merges: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    """One token a byte, the family's markers, and tokens for ``merges``, each built from left to right."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    pairs = []
+    for text in merges:
+        pieces = text.replace("\n", "Ċ").replace(" ", "Ġ")
+        for cut in range(1, len(pieces)):
+            if pieces[: cut + 1] not in vocab:
+                vocab[pieces[: cut + 1]] = len(vocab)
+                pairs.append((pieces[:cut], pieces[cut]))
+    core = Tokenizer(models.BPE(vocab, pairs))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_tokens([AddedToken(token, special=True, normalized=False) for token in TOKENS[family]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=TOKENS[family][0],
+        bos_token=_BOS.get(family),
+        eos_token="<|endoftext|>" if "<|endoftext|>" in TOKENS[family] else None,
+        chat_template=template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# A tokenizer that merges where it can: roles with their newline, newlines, brackets with what follows.
+MERGES = ("user\n", "assistant\n", "system\n", "\n\n", ">\n", '{"', "<tool", "</tool", "_response>\n", "ab", "ce")
+
+
+def tau_conversations(folder: Path, count: int) -> list[list[dict]]:
+    """Real conversations with tool calls, as their benchmark recorded them."""
+    with gzip.open(folder / "agent_traces" / "tau_bench_gpt-4o-airline.json.gz", "rt", encoding="utf-8") as file:
+        runs = json.load(file)
+    found = []
+    for run in runs[:count]:
+        messages = []
+        for given in run["traj"]:
+            message = {"role": given["role"], "content": given.get("content") or ""}
+            if given.get("tool_calls"):
+                call = given["tool_calls"][0]["function"]
+                message["tool_calls"] = [
+                    {"type": "function", "function": {"name": call["name"], "arguments": json.loads(call["arguments"])}}
+                ]
+            messages.append(message)
+        found.append(messages)
+    return found
+
+
+def swe_conversations(folder: Path) -> list[list[dict]]:
+    """Demonstrations of an agent at a command line, with the line ends of its terminal."""
+    found = []
+    for path in sorted((folder / "agent_traces").glob("swe_agent_*.traj")):
+        messages = []
+        for given in json.loads(path.read_text(encoding="utf-8"))["history"]:
+            message = {"role": given["role"], "content": given["content"]}
+            for call in given.get("tool_calls") or ():
+                inner = {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
+                message.setdefault("tool_calls", []).append({"type": "function", "function": inner})
+            messages.append(message)
+        found.append(messages)
+    return found
+
+
+def bfcl_conversations(folder: Path) -> list[list[dict]]:
+    """BFCL's memory conversations: users who tell much, one message after another."""
+    found = []
+    for path in sorted((folder / "bfcl" / "memory_prereq_conversation").glob("*.json")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            told = json.loads(line)
+            messages = [{"role": "system", "content": told["topic"]}]
+            for turn in told["question"]:
+                messages += turn
+                messages.append({"role": "assistant", "content": "Noted."})
+            found.append(messages)
+    return found
+
+
+def bfcl_tools(folder: Path) -> list[dict]:
+    """Tool schemas of BFCL's file system."""
+    path = folder / "bfcl" / "multi_turn_func_doc" / "gorilla_file_system.json"
+    return [
+        {"type": "function", "function": json.loads(line)} for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+
+
+def encode(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def names(tags) -> list[str]:
+    return [TAGS[tag] for tag in tags.tolist()]
+
+
+def expected(sample: Sample, tokenizer) -> tuple[list[int], list[str]]:
+    """Ids, and by hand the tag of each: a token belongs to the piece in which it begins."""
+    made = tokenizer(sample.text, add_special_tokens=False, return_offsets_mapping=True)
+    letters = [spell(tag) for text, tag in sample.pieces for _ in text]
+    return made["input_ids"], [letters[begin] for begin, _ in made["offset_mapping"]]

@@ -1,0 +1,427 @@
+"""MixKVQ's equations with numbers small enough to check by hand, and what its bounds on room change."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from hfkvq import MixKVQCache, get_scheme
+from hfkvq.caches.scheme import SideLayout
+from hfkvq.caches.schemes import MixKVQ
+from hfkvq.kernels import PageFormat
+from tests.caches.driver import DIM, Row, assert_same_bits, feed, feed_as_is, join, make, row, stored
+from tests.caches.models import build, config, prompt
+
+# Room for 8 channels of 32 at 16 bits and 8 at 4.
+TAUS = {"select": "thresholds", "tau_bf16": 2.0, "tau_int4": 1.0, "most_bf16": 0.25, "most_int4": 0.25}
+
+
+def ranges(*spans, channels=32, page=8):
+    """Keys (1, 1, 1, page, channels) whose first channels have these ranges; the others are constant."""
+    keys = torch.full((1, 1, 1, page, channels), 5.0)
+    for channel, span in enumerate(spans):
+        keys[0, 0, 0, :, channel] = torch.linspace(0, span, page)
+    return keys
+
+
+def flat(x):
+    return x[0, 0, 0].tolist()
+
+
+# Equations.
+
+
+def test_importance_is_the_mean_magnitude_of_queries(monkeypatch):
+    """Eq. (6), over all queries since the last seal and the query heads that share the keys."""
+    given = []
+
+    def spy(self, keys, q_abs):
+        given.append(q_abs)
+
+    monkeypatch.setattr(MixKVQ, "channel_bits", spy)
+    layer = make(MixKVQ(page_size=8, group_size=8, sink_length=0))
+    queries = torch.zeros(1, 2, 8, 16)
+    # Channel 0: 1 and -3 in turn in head 0, 4 in head 1: (2 + 4) / 2. Channel 1: a single 8 among 16.
+    queries[0, 0, ::2, 0], queries[0, 0, 1::2, 0], queries[0, 1, :, 0] = 1, -3, 4
+    queries[0, 1, 5, 1] = -8
+    feed_as_is(layer, [Row(queries[0], torch.zeros(1, 8, 16), torch.zeros(1, 8, 16))], [8])
+    assert given[0].shape == (1, 1, 16)
+    assert flat(given[0][:, :, None])[:3] == [3.0, 0.5, 0.0]
+
+
+def test_sensitivity_is_the_step_of_two_bits():
+    """Eq. (7) with B = 2: range over 3, over the tokens of the page, whatever their sign."""
+    keys = torch.zeros(1, 1, 2, 4, 3)
+    keys[0, 0, 0, :, 0] = torch.tensor([-1.0, 5, 2, 0])
+    keys[0, 0, 0, :, 1] = torch.tensor([7.0, 7, 7, 7])
+    keys[0, 0, 0, :, 2] = torch.tensor([-9.0, -3, -3, -6])
+    keys[0, 0, 1, 3, 1] = 12
+    assert MixKVQ.sensitivity(keys)[0, 0].tolist() == [[2.0, 0.0, 2.0], [0.0, 4.0, 0.0]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_sensitivity_leaves_out_what_pages_leave_out(bad):
+    keys = torch.zeros(1, 1, 1, 4, 2)
+    keys[0, 0, 0, :, 0] = torch.tensor([0.0, 3, bad, 1])
+    keys[0, 0, 0, :, 1] = bad
+    assert flat(MixKVQ.sensitivity(keys)) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("salience", "expected"),
+    [
+        # S = 2, 4, 0, 2 and I = 1, 2, 3, 0.5; sqrt(D) = 2.
+        ("raw", [2.0, 8.0, 0.0, 1.0]),
+        ("raw_logit", [1.0, 4.0, 0.0, 0.5]),
+        ("error_only", [2.0, 4.0, 0.0, 2.0]),
+        # Mean 11/4, mean square 69/4, variance 155/16.
+        ("zscore", [(x - 2.75) / math.sqrt(155 / 16) for x in (2, 8, 0, 1)]),
+    ],
+)
+def test_salience_is_importance_times_sensitivity(salience, expected):
+    """Eq. (8), and what its readings make of it."""
+    keys = ranges(6, 12, 0, 6, channels=4)
+    score = MixKVQ(salience=salience).salience_of(keys, torch.tensor([[[1.0, 2, 3, 0.5]]]))
+    assert score.dtype == torch.float32
+    assert flat(score) == pytest.approx(expected, rel=1e-6)
+
+
+def test_zscore_of_equal_channels_is_zero():
+    score = MixKVQ(salience="zscore").salience_of(ranges(*[6] * 12, channels=12), torch.ones(1, 1, 12))
+    assert flat(score) == [0.0] * 12
+
+
+def test_tiers():
+    """Section 4.2: A > tau_BF16; tau_INT4 < A <= tau_BF16; the rest. Each threshold belongs to the tier below."""
+    scheme = MixKVQ(salience="raw", **TAUS)
+    # A = 3, 2, 1.5, 1, 0.5, 0, ...
+    bits = scheme.channel_bits(ranges(9, 6, 4.5, 3, 1.5), torch.ones(1, 1, 32))
+    assert bits.dtype == torch.uint8
+    assert flat(bits) == [16, 4, 4, 2, 2, *[2] * 27]
+    # I decides where S does not: A = 1.5, 4, 0.75, 1.5, 0.
+    q_abs = torch.ones(1, 1, 32)
+    q_abs[0, 0, :5] = torch.tensor([0.5, 2, 0.5, 1.5, 0])
+    assert flat(scheme.channel_bits(ranges(9, 6, 4.5, 3, 60), q_abs))[:6] == [4, 16, 2, 4, 2, 2]
+
+
+@pytest.mark.parametrize("tau_int4", [2.0, 2.5, 100.0])
+def test_thresholds_in_the_other_order_leave_no_middle_tier(tau_int4):
+    """As in the paper's own pair for R1-Qwen-14B, (1.52, 1.60)."""
+    scheme = MixKVQ(salience="raw", **TAUS | {"tau_int4": tau_int4})
+    assert flat(scheme.channel_bits(ranges(9, 6.3, 6, 4.5), torch.ones(1, 1, 32)))[:5] == [16, 16, 2, 2, 2]
+
+
+def test_channels_above_the_room_go_down_a_tier():
+    """Ten channels above tau_BF16 for a room of eight; the two of least A, by rank, get 4 bits, and so on down."""
+    spans = [9, 30, 10, 30, 30, 30, 30, 30, 30, 30, *[4.5] * 7, 3]
+    bits = flat(MixKVQ(salience="raw", **TAUS).channel_bits(ranges(*spans), torch.ones(1, 1, 32)))
+    assert [channel for channel, width in enumerate(bits) if width == 16] == [1, 3, 4, 5, 6, 7, 8, 9]
+    # Room for eight at 4 bits: the two from above, and the first six of seven equal ones.
+    assert [channel for channel, width in enumerate(bits) if width == 4] == [0, 2, 10, 11, 12, 13, 14, 15]
+    # Without room at 4 bits they have to do with 2; also where the middle tier is empty, they get it if it is there.
+    none = MixKVQ(salience="raw", **TAUS | {"most_int4": 0.0})
+    assert flat(none.channel_bits(ranges(*spans), torch.ones(1, 1, 32))).count(4) == 0
+    empty = MixKVQ(salience="raw", **TAUS | {"tau_int4": 50.0})
+    bits = flat(empty.channel_bits(ranges(*spans), torch.ones(1, 1, 32)))
+    assert [channel for channel, width in enumerate(bits) if width == 4] == [0, 2]
+
+
+def test_of_equal_channels_the_lower_ones_are_raised():
+    for salience in ("raw_logit", "raw", "zscore", "error_only"):
+        bits = flat(MixKVQ(salience=salience).channel_bits(ranges(*[6] * 32), torch.ones(1, 1, 32)))
+        assert bits == [16] * 8 + [4] * 8 + [2] * 16, salience
+
+
+@pytest.mark.parametrize("salience", ["raw_logit", "raw", "zscore"])
+def test_fractions_fill_the_room_by_rank(salience):
+    """No threshold: of falling A the first eight, the next eight, the rest; a constant channel needs no bits."""
+    scheme = MixKVQ(salience=salience)
+    q_abs = torch.linspace(2, 1, 32)[None, None]
+    assert flat(scheme.channel_bits(ranges(*[1e-3] * 32), q_abs)) == [16] * 8 + [4] * 8 + [2] * 16
+    bits = flat(scheme.channel_bits(ranges(0, *[1e-3] * 9), q_abs))
+    assert bits == [2] + [16] * 8 + [4] + [2] * 22
+    # Backwards.
+    assert flat(scheme.channel_bits(ranges(*[1e-3] * 32), q_abs.flip(-1))) == [2] * 16 + [4] * 8 + [16] * 8
+
+
+def test_error_only_looks_at_no_query():
+    scheme = MixKVQ(salience="error_only")
+    assert scheme.needs == set()
+    assert MixKVQ().needs == {"query"}
+    q_abs = torch.zeros(1, 1, 32)
+    q_abs[..., -1] = 100
+    keys = ranges(*range(32, 0, -1))
+    expected = [16] * 8 + [4] * 8 + [2] * 16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in (q_abs, None):
+            assert flat(scheme.channel_bits(keys, given)) == expected
+
+
+def test_pages_heads_and_rows_choose_for_themselves():
+    keys = torch.zeros(2, 2, 2, 8, 32)
+    for i in range(8):
+        keys[i // 4, i // 2 % 2, i % 2, 3, i] = 9
+    bits = MixKVQ(salience="raw", **TAUS).channel_bits(keys, torch.ones(2, 2, 32))
+    assert bits.flatten(0, 2).argmax(-1).tolist() == list(range(8))
+    assert (bits == 16).sum() == 8
+
+
+def test_bad_queries_raise_nothing():
+    q_abs = torch.ones(1, 1, 32)
+    q_abs[0, 0, 0], q_abs[0, 0, 1] = math.nan, math.inf
+    bits = flat(MixKVQ(salience="raw", **TAUS).channel_bits(ranges(9, 9, 9), q_abs))
+    assert bits[:4] == [2, 16, 16, 2]
+
+
+# Layout and room.
+
+
+def test_layout():
+    """G = 32, R = 128, sink 32; values 2 bits; both sides wait for R tokens."""
+    layout = MixKVQ().layout(128, 128)
+    assert layout.sink == 32
+    assert layout.keys == SideLayout((PageFormat(2, "channel", 32, 128, ((4, 16), (16, 8))),), local=0, unit=128)
+    assert layout.values == SideLayout((PageFormat(2, "token", 32, 128),), local=0, unit=128)
+
+
+@pytest.mark.parametrize(
+    ("dim", "bf16", "int4", "room"),
+    [
+        (128, 0.0625, 0.125, (8, 16)),
+        (128, 0.04, 0.12, (8, 16)),
+        (128, 0.07, 0.0, (16, 0)),
+        (64, 0.0625, 0.125, (8, 8)),
+        (80, 0.1, 0.1, (8, 8)),
+        (8, 0.0625, 0.125, (8, 0)),
+        (12, 0.5, 0.5, (8, 4)),
+        (576, 0.0625, 0.125, (40, 72)),
+        (128, 0.0, 0.0, (0, 0)),
+        (128, 0.0, 1.0, (0, 128)),
+    ],
+)
+def test_room_comes_in_eights(dim, bf16, int4, room):
+    scheme = MixKVQ(most_bf16=bf16, most_int4=int4)
+    assert scheme.room(dim) == room
+    fmt = scheme.layout(dim, dim).keys.formats[0]
+    fmt.check_head_dim(dim)
+    assert (fmt.raised_count(16), fmt.raised_count(4)) == room
+    bits = scheme.channel_bits(torch.randn(1, 2, 3, 8, dim), torch.rand(1, 2, dim) + 0.1)
+    if room == (0, 0):
+        assert bits is None
+    else:
+        assert (bits == 16).sum() == room[0] * 6
+        assert (bits == 4).sum() == room[1] * 6
+
+
+@pytest.mark.parametrize(("dim", "group"), [(128, 32), (64, 32), (80, 20), (96, 32), (24, 24), (72, 24), (13, 13)])
+def test_values_take_the_largest_group_that_fits(dim, group):
+    assert MixKVQ().layout(128, dim).values.formats[0].group_size == group
+
+
+def test_presets():
+    """The paper's four pairs of thresholds (appendix C)."""
+    pairs = {
+        "mixkvq-r1-llama-8b": (1.44, 0.79),
+        "mixkvq-r1-qwen-7b": (0.63, 0.41),
+        "mixkvq-r1-qwen-14b": (1.52, 1.60),
+        "mixkvq-r1-qwen-32b": (1.85, 1.58),
+    }
+    for name, pair in pairs.items():
+        scheme = get_scheme(name)
+        assert (scheme.tau_bf16, scheme.tau_int4, scheme.select) == (*pair, "thresholds")
+    assert get_scheme("mixkvq") == MixKVQ()
+    assert get_scheme("mixkvq-fractions") == MixKVQ(select="fractions")
+    assert get_scheme("mixkvq-error-only") == MixKVQ(salience="error_only")
+
+
+@pytest.mark.parametrize("dim", [24, 80])
+def test_head_dims_that_are_no_power_of_two(dim, backend, device):
+    scheme = MixKVQ(page_size=16, group_size=8, sink_length=4)
+    layers = [make(scheme), make(scheme)]
+    own = row(1, 40, dim=dim, device=device)
+    for layer, chunks in zip(layers, ([38, 1, 1], [20, 20]), strict=True):
+        feed(layer, [own], chunks)
+    assert_same_bits(stored(layers[1], 0), stored(layers[0], 0))
+    whole = layers[0].dense("keys")[0] - own.keys
+    assert whole.abs().amax() < own.keys.abs().amax() / 2
+
+
+# What is stored.
+
+
+def test_page_by_hand():
+    """One page: steps of a third of the range, of a fifteenth, and none; a constant channel is exact in 2 bits."""
+    scheme = MixKVQ(salience="raw", page_size=8, group_size=8, sink_length=0, **TAUS)
+    keys = torch.full((1, 1, 8, 32), 0.3)
+    ramp = torch.arange(8.0)
+    keys[0, 0, :, 3], keys[0, 0, :, 4], keys[0, 0, :, 5] = ramp, ramp * 0.75, ramp * 0.3
+    # A = 7/3, 1.75, 0.7
+    layer = make(scheme)
+    feed_as_is(layer, [Row(torch.ones(1, 8, 32), keys[0], keys[0])], [8])
+    dense = layer.dense("keys")[0, 0]
+    assert torch.equal(dense[:, 3], ramp)
+    step = float(torch.tensor(5.25 / 15).half())
+    assert dense[:, 4].tolist() == pytest.approx([step * code for code in (0, 2, 4, 6, 9, 11, 13, 15)], abs=1e-6)
+    step = float(torch.tensor(2.1 / 3, dtype=torch.float32).half())
+    assert dense[:, 5].tolist() == pytest.approx([step * code for code in (0, 0, 1, 1, 2, 2, 3, 3)], abs=1e-3)
+    # 0.3 as the page's zero has it.
+    assert (dense[:, :3] == torch.tensor(0.3).half().float()).all()
+
+
+def test_a_channel_of_16_bits_is_exact_in_the_models_dtype():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        own = row(1, 32, dtype=dtype)
+        layer = make(MixKVQ(page_size=16, group_size=8, sink_length=0, most_bf16=1.0, most_int4=0.0))
+        feed(layer, [own], [32])
+        assert layer.store.counters[2, 0] == 32
+        assert torch.equal(layer.dense("keys")[0], own.keys)
+
+
+def weighted(own, seed):
+    """The same row with queries whose channels differ."""
+    generator = torch.Generator().manual_seed(seed)
+    return Row(own.queries * torch.randn(1, 1, DIM, generator=generator).exp(), own.keys, own.values)
+
+
+SMALL = {"page_size": 16, "group_size": 8, "sink_length": 0}
+
+
+def test_queries_decide_what_is_raised():
+    """The same keys, asked otherwise, are held otherwise; rows do not see each other's queries."""
+    own = row(1, 16)
+    one, two = weighted(own, 1), weighted(own, 2)
+    alone = []
+    for x in (one, two):
+        layer = make(MixKVQ(**SMALL))
+        feed_as_is(layer, [x], [16])
+        alone.append(stored(layer, 0))
+    assert not torch.equal(alone[0]["0 keys full_index 0"], alone[1]["0 keys full_index 0"])
+    layer = make(MixKVQ(**SMALL))
+    feed_as_is(layer, [two, one], [16])
+    assert_same_bits(stored(layer, 0), alone[1])
+    assert_same_bits(stored(layer, 1), alone[0])
+
+
+def test_window_begins_anew_with_each_seal():
+    """A page is chosen by the queries that came since the last one, not by those before."""
+    first, second = weighted(row(1, 16), 1), weighted(row(2, 16), 2)
+    both = Row(*(torch.cat([a, b], 1) for a, b in zip(
+        (first.queries, first.keys, first.values), (second.queries, second.keys, second.values), strict=True
+    )))  # fmt: skip
+    layer, alone = make(MixKVQ(**SMALL)), make(MixKVQ(**SMALL))
+    feed_as_is(layer, [both], [1] * 32)
+    feed_as_is(alone, [second], [1] * 16)
+    held, expected = stored(layer, 0), stored(alone, 0)
+    for name in ("full", "full_index", "high", "high_index"):
+        assert torch.equal(held[f"0 keys {name} 1"], expected[f"0 keys {name} 0"])
+    assert layer.query_count.tolist() == [0]
+    assert not layer.query_sum.any()
+
+
+def test_window_goes_on_in_rows_that_were_not_sealed():
+    """Row 1 began six columns later: when row 0 is sealed, its own queries stay, and count for its page."""
+    scheme = MixKVQ(**SMALL)
+    rows = [weighted(row(1, 40), 1), weighted(row(2, 40), 2)]
+    layer, pads, columns = make(scheme), torch.tensor([0, 6]), 22
+    padded = [
+        Row(*(torch.nn.functional.pad(x, (0, 0, pad, 0), value=100.0) for x in (own.queries, own.keys, own.values)))
+        for own, pad in zip(rows, pads.tolist(), strict=True)
+    ]
+    counts = []
+    for at, end in [(0, 10), *((i, i + 1) for i in range(10, columns))]:
+        queries, keys, values = join([x[at:end] for x in padded])
+        valid = torch.arange(end) >= pads[:, None]
+        mask = valid[:, None, None] if end - at == 1 else valid[:, None, None] & torch.ones(10, 10).bool().tril()
+        layer.update(keys, values)
+        if layer.begin(mask, end - at):
+            layer.attend(queries, mask, 1.0)
+        layer.finish(queries)
+        counts.append(layer.query_count.tolist())
+    # Row 0 is sealed at 16 columns, row 1 at 22; padding counts for nothing.
+    assert counts == [[10, 4], *([i, i - 6] for i in range(11, 16)), *([i - 16, i - 6] for i in range(16, 22)), [6, 0]]
+    for i, own in enumerate(rows):
+        alone = make(scheme)
+        feed_as_is(alone, [own], [10 - 6 * i] + [1] * 12)
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+
+
+# Attention that shows no queries.
+
+
+def test_without_queries_the_error_decides():
+    """No threshold has a meaning then: the room goes to the channels of greatest S."""
+    q_abs, keys = None, ranges(*range(32, 0, -1))
+    for name in ("mixkvq", "mixkvq-r1-qwen-32b"):
+        scheme = get_scheme(name)
+        with pytest.warns(UserWarning, match=r"mixkvq: .* does not show its queries .* error alone"):
+            bits = scheme.channel_bits(keys, q_abs)
+        assert torch.equal(bits, get_scheme(scheme, select="fractions", salience="error_only").channel_bits(keys, None))
+
+
+def test_eager_attention_gets_error_only_and_says_so_once():
+    model = build("llama")
+    model.config._attn_implementation = "eager"
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("default")
+        outs = []
+        for knobs in ({}, {"salience": "error_only"}):
+            cache = MixKVQCache(model, attach=False, page_size=16, group_size=8, sink_length=4, **knobs)
+            ids = prompt(1, 60)
+            model(ids[:, :30], past_key_values=cache)
+            for i in range(30, 60):
+                logits = model(ids[:, i : i + 1], past_key_values=cache).logits
+            outs.append(logits)
+    assert torch.equal(*outs)
+    assert [x.category for x in caught if "does not show its queries" in str(x.message)] == [UserWarning]
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"tau_bf16": math.nan}, r"tau_bf16: got nan, allowed 0\.0 to 100\.0"),
+        ({"tau_int4": -0.1}, r"tau_int4: got -0\.1, allowed 0\.0 to"),
+        ({"tau_bf16": "high"}, r"tau_bf16: got 'high', allowed a number"),
+        ({"tau_int4": None}, r"tau_int4: got None, allowed a number"),
+        ({"most_bf16": 1.5}, r"most_bf16: got 1\.5, allowed 0\.0 to 1\.0"),
+        ({"most_bf16": 0.6, "most_int4": 0.5}, r"most_bf16, most_int4: got 0\.6 and 0\.5, allowed shares .* together"),
+        ({"select": "top"}, r"select: got 'top', allowed 'fractions', 'thresholds'"),
+        ({"salience": "z"}, r"salience: got 'z', allowed 'raw_logit', 'raw', 'zscore', 'error_only'"),
+        ({"group_size": 48}, r"group_size: got 48, which does not divide the page of 128 tokens"),
+        ({"page_size": 100}, r"page_size: got 100, allowed multiples of 8"),
+        ({"group_size": 256}, r"group_size: got 256, which does not divide"),
+    ],
+)
+def test_bad_knobs(knobs, message):
+    for build_it in (MixKVQ, lambda **k: get_scheme("mixkvq", **k), lambda **k: MixKVQCache(config("llama"), **k)):
+        with pytest.raises(ValueError, match=message):
+            build_it(**knobs)
+
+
+# On other devices.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("salience", ["raw_logit", "raw", "zscore", "error_only"])
+@pytest.mark.parametrize("select", ["fractions", "thresholds"])
+def test_the_gpu_chooses_the_same_and_waits_for_nothing(salience, select):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    own = row(1, 16 * 64, heads=4, dim=128)
+    keys = own.keys.unflatten(1, (64, 16))[None].bfloat16()
+    q_abs = torch.rand(1, 4, 128) * torch.randn(1, 4, 128).exp()
+    scheme = MixKVQ(select=select, salience=salience, tau_bf16=0.63, tau_int4=0.41)
+    expected = scheme.channel_bits(keys, q_abs)
+    on_gpu = [x.cuda() for x in (keys, q_abs)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        bits = scheme.channel_bits(*on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(bits.cpu(), expected)

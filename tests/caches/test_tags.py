@@ -1,0 +1,427 @@
+"""Tags against conversations tagged by hand, in chunks and in batches."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from hfkvq.caches.tags import (
+    FORMATS,
+    PAD,
+    SEMANTIC,
+    TAGS,
+    ChatFormat,
+    Opening,
+    Span,
+    Tagger,
+    age_tags,
+    get_format,
+    parse_tag,
+    tag_axes,
+    tag_number,
+)
+from tests.caches.chat_samples import SAMPLES
+from tests.caches.chats import MERGES, TOKENS, byte_tokenizer, encode, expected, names
+
+IDS = [sample.name for sample in SAMPLES]
+
+
+@functools.cache
+def tokenizer_for(sample_name: str, merging: bool):
+    sample = SAMPLES[IDS.index(sample_name)]
+    # Only the markers of a template matter to the tagger.
+    template = "".join(TOKENS[sample.family]) + sample.template
+    if sample.family == "falcon3":
+        template = sample.template
+    return byte_tokenizer(sample.family, template, MERGES if merging else ())
+
+
+@functools.cache
+def tagger_for(sample_name: str, merging: bool) -> Tagger:
+    return Tagger.from_tokenizer(tokenizer_for(sample_name, merging))
+
+
+# By hand
+
+
+@pytest.mark.parametrize("merging", [False, True], ids=["bytes", "merging"])
+@pytest.mark.parametrize("name", IDS)
+def test_every_token_of_a_sample_has_the_tag_written_by_hand(name, merging):
+    sample, tokenizer = SAMPLES[IDS.index(name)], tokenizer_for(name, merging)
+    ids, wanted = expected(sample, tokenizer)
+    got = names(tagger_for(name, merging).tag(ids)[0])
+    text = [tokenizer.decode([i]) for i in ids]
+    assert list(zip(text, got, strict=True)) == list(zip(text, wanted, strict=True))
+
+
+# Properties
+
+
+@st.composite
+def _chopped(draw):
+    """A family, text of its markers and a little else, in chunks."""
+    name = draw(st.sampled_from(IDS))
+    merging = draw(st.booleans())
+    sample, tokenizer = SAMPLES[IDS.index(name)], tokenizer_for(name, merging)
+    form = tagger_for(name, merging).grammar.format
+    words = [*TOKENS[sample.family], *form.roles, *form.channels, form.header_end, *form.markers, *form.ends]
+    words += [opening.text for opening in form.openings] + [
+        "\n",
+        "\n\n",
+        "a",
+        " ",
+        "<",
+        "</",
+        "{",
+        " to=",
+        "<tool",
+        "us",
+    ]
+    text = "".join(draw(st.lists(st.sampled_from([word for word in words if word]), max_size=25)))
+    ids = encode(tokenizer, text)
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    return name, merging, [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(_chopped())
+def test_chunks_give_the_tags_of_the_whole(case):
+    name, merging, chunks = case
+    tagger, state, so_far = tagger_for(name, merging), None, torch.zeros(1, 0, dtype=torch.uint8)
+    seen: list[int] = []
+    for chunk in chunks:
+        seen += chunk
+        made = tagger.extend(state, chunk)
+        assert made.tags.shape == (1, len(chunk))
+        assert (made.aged >= 0).all()
+        so_far, state = made.append_to(so_far), made.state
+        # Not only at the end: at every step the cache holds what a new prompt would.
+        assert names(so_far[0]) == names(tagger.tag(seen)[0])
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_token_by_token_gives_the_tags_of_the_whole(name):
+    sample, tagger = SAMPLES[IDS.index(name)], tagger_for(name, True)
+    ids = encode(tokenizer_for(name, True), sample.text)
+    state, so_far = None, torch.zeros(1, 0, dtype=torch.uint8)
+    for token in ids:
+        made = tagger.extend(state, [token])
+        so_far, state = made.append_to(so_far), made.state
+        assert len(state.rows[0].ids) <= 40
+    assert torch.equal(so_far, tagger.tag(ids))
+
+
+_WORDS = st.text(alphabet="ab {}<>|\n.", min_size=1, max_size=8).map(lambda text: text.strip() or "a")
+_MESSAGES = st.lists(
+    st.tuples(st.sampled_from(["system", "user", "assistant", "think", "call", "tool", "image"]), _WORDS), max_size=10
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(_MESSAGES)
+def test_messages_of_chatml_have_the_tags_they_were_made_with(messages):
+    """Against tags written down while the prompt is made, instead of found in it."""
+    pieces: list[tuple[str, int, str]] = []
+    turn = 0
+    for role, text in messages:
+        header = {"think": "assistant", "call": "assistant", "tool": "user", "image": "user"}.get(role, role)
+        if role in ("user", "image") or (role != "system" and turn == 0):
+            turn += 1
+        pieces.append((f"<|im_start|>{header}\n", turn, "text|delim"))
+        brackets = {"think": "think", "call": "tool_call", "tool": "tool_response"}.get(role)
+        if brackets:
+            inside = {"think": "reasoning", "call": "tool_call", "tool": "obs"}[role]
+            pieces += [(f"<{brackets}>\n", turn, "text|delim"), (text, turn, f"text|{inside}")]
+            pieces.append((f"</{brackets}>", turn, "text|delim"))
+        elif role == "image":
+            pieces.append(("<|vision_start|><|image_pad|><|image_pad|><|vision_end|>", turn, "image|user"))
+        else:
+            pieces.append((text, turn, "text|" + {"system": "inst"}.get(role, role)))
+        pieces.append(("<|im_end|>\n", turn, "text|delim"))
+    ages = ["current", "turn_m1", "turn_m2"]
+    wanted = []
+    for text, at, rest in pieces:
+        count = len(encode(tokenizer_for("qwen3-five-turns", False), text))
+        age = ages[turn - at] if at and turn - at < 3 else "older"
+        wanted += [f"{age}|{rest}"] * count
+    ids = encode(tokenizer_for("qwen3-five-turns", False), "".join(text for text, _, _ in pieces))
+    assert names(tagger_for("qwen3-five-turns", False).tag(ids)[0]) == wanted
+
+
+# Padding and batches
+
+
+def _rows(name="qwen3-five-turns"):
+    tokenizer, tagger = tokenizer_for(name, False), tagger_for(name, False)
+    texts = [SAMPLES[IDS.index(name)].text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", ""]
+    return tokenizer, tagger, [encode(tokenizer, text) for text in texts]
+
+
+# Without a mask, padding is at the left.
+@pytest.mark.parametrize(("side", "masked"), [("left", True), ("right", True), ("left", False)])
+def test_a_padded_row_has_the_tags_of_the_row_alone(side, masked):
+    tokenizer, tagger, rows = _rows()
+    width = max(map(len, rows)) + 2
+    ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        columns = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+        ids[i, columns] = torch.tensor(row, dtype=torch.int64)
+        mask[i, columns] = 1
+    tags = tagger.tag(ids, mask if masked else None)
+    assert tags.dtype == torch.uint8
+    assert tags.device.type == "cpu"
+    for i, row in enumerate(rows):
+        assert torch.equal(tags[i][mask[i].bool()], tagger.tag(row)[0])
+        assert (tags[i][~mask[i].bool()] == PAD).all()
+
+
+def test_padding_token_inside_a_prompt_is_no_padding():
+    tokenizer, tagger, _ = _rows()
+    ids = encode(tokenizer, "<|endoftext|><|endoftext|><|im_start|>user\nHi<|im_end|><|endoftext|>")
+    assert names(tagger.tag(ids)[0]) == [
+        *["pad"] * 2,
+        *["current|text|delim"] * 6,
+        *["current|text|user"] * 2,
+        *["current|text|delim"] * 2,
+    ]
+    first = tagger.extend(None, ids[:1])
+    assert torch.equal(tagger.extend(first.state, ids[1:]).append_to(first.tags), tagger.tag(ids))
+
+
+def test_a_token_that_both_pads_and_begins_a_text():
+    tagger = Tagger(tagger_for("gemma3", False).grammar, pad_id=7, bos_id=7)
+    assert names(tagger.tag([7, 7, 7, 1])[0])[:3] == ["pad", "pad", "older|text|inst"]
+
+
+def test_batched_conversations_go_on_with_masks():
+    tokenizer, tagger, _ = _rows()
+    texts = [
+        ["<|im_start|>user\nA<|im_end|>\n<|im_start|>user", "\n<tool_response>\nB\n</tool_response>", "<|im_end|>\n"],
+        ["<|im_start|>user\nC<|im_end|>", "\n<|im_start|>user\n", "Dd"],
+    ]
+    state, so_far = None, torch.zeros(2, 0, dtype=torch.uint8)
+    whole_ids, whole_mask = [], []
+    for chunk in zip(*texts, strict=True):
+        rows = [encode(tokenizer, text) for text in chunk]
+        width = max(map(len, rows)) + 1
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+        made = tagger.extend(state, ids, mask)
+        state, so_far = made.state, made.append_to(so_far)
+        whole_ids.append(ids)
+        whole_mask.append(mask)
+    assert torch.equal(so_far, tagger.tag(torch.cat(whole_ids, 1), torch.cat(whole_mask, 1)))
+    assert made.aged.tolist() == [0, 1]
+    swapped = tagger.extend(state.reorder([1, 0]), [[1], [1]]).tags
+    assert names(swapped[:, 0]) == ["current|text|user", "current|text|inst"]
+
+
+# Numbers and names
+
+
+def test_tags_are_numbered_by_their_axes():
+    assert len(TAGS) == 4 * 2 * 7 + 1
+    assert Tagger.names == TAGS
+    assert PAD == 56
+    for number, name in enumerate(TAGS):
+        assert parse_tag(name) == number
+        axes = tag_axes(number)
+        assert axes is None if number == PAD else tag_number(*axes) == number
+    assert parse_tag("older|text|obs") == SEMANTIC.index("obs")
+    assert parse_tag(" current | image | user ") == tag_number("current", "image", "user")
+
+
+@pytest.mark.parametrize("name", ["older|text", "newer|text|obs", "older|text|observation", ""])
+def test_unknown_tags_are_refused(name):
+    with pytest.raises(ValueError, match="tag: got"):
+        parse_tag(name)
+
+
+@pytest.mark.parametrize("number", [-1, 57])
+def test_unknown_numbers_are_refused(number):
+    with pytest.raises(ValueError, match="allowed 0 to 56"):
+        tag_axes(number)
+
+
+def test_ageing():
+    tags = torch.tensor([[parse_tag(f"{age}|image|obs") for age in ("current", "turn_m1", "turn_m2", "older")] + [PAD]])
+    aged = torch.cat([tags, tags], 0).to(torch.uint8)
+    assert [name.split("|")[0] for name in names(age_tags(aged, 1)[0])] == [
+        *("turn_m1", "turn_m2", "older", "older", "pad")
+    ]
+    by_row = age_tags(aged, torch.tensor([0, 9]))
+    assert torch.equal(by_row[0], aged[0])
+    assert names(by_row[1]) == [*["older|image|obs"] * 4, "pad"]
+    assert by_row.dtype == torch.uint8
+
+
+# Formats
+
+
+def test_without_a_template_all_is_the_users():
+    tokenizer = byte_tokenizer("qwen3", None)
+    tags = Tagger.from_tokenizer(tokenizer).tag(encode(tokenizer, "<|endoftext|>a<|im_start|>user\nb"))
+    assert names(tags[0]) == ["pad", *["current|text|user"] * 8]
+
+
+def test_a_template_of_no_known_format_is_refused():
+    tokenizer = byte_tokenizer("falcon3", "{{ messages[0].content }} USER: ASSISTANT:")
+    with pytest.raises(ValueError, match=r"no known format fits; looked for gpt-oss by .*tags\.ChatFormat"):
+        Tagger.from_tokenizer(tokenizer)
+    assert Tagger.from_tokenizer(tokenizer, "falcon3").grammar.format is FORMATS["falcon3"]
+    with pytest.raises(ValueError, match="Did you mean 'falcon3'"):
+        get_format("falcon")
+
+
+@pytest.mark.parametrize("family", [family for family in TOKENS if family != "falcon3"])
+def test_formats_are_found_by_added_tokens_too(family):
+    # A template that puts its markers together from pieces.
+    tokenizer = byte_tokenizer(family, "{{ '<|' + message.role + '|>' }}")
+    found = Tagger.from_tokenizer(tokenizer).grammar.format.name
+    assert found == {
+        **{"qwen2_5": "chatml", "qwen3": "chatml", "internvl": "chatml", "gemma3": "gemma", "gptoss": "gpt-oss"},
+        **{"glm4moe": "glm4", "phi3_5": "phi3", "deepseekv3": "deepseek"},
+    }.get(family, family)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_sentencepiece_writes_spaces_of_its_own(everywhere):
+    """Llama 2 and Mistral: markers are text, and pieces begin with a space that nobody wrote."""
+    letters = ["▁", *"[/INST]helo"]
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    vocab |= {letter: 257 + i for i, letter in enumerate(dict.fromkeys(letters))}
+    vocab |= {"▁[": len(vocab), "IN": len(vocab) + 1}
+    core = Tokenizer(models.BPE(vocab, [("▁", "["), ("I", "N")], unk_token="<unk>", byte_fallback=True))
+    spaces = [normalizers.Replace(" ", "▁")]
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), *spaces] if everywhere else spaces)
+    core.add_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", chat_template="[INST]")
+    ids = encode(tokenizer, "<s>[INST] hello[/INST] hell</s>[INST]hole[/INST]")
+    pieces = tokenizer.convert_ids_to_tokens(ids)
+    got = [tag.split("|") for tag in names(Tagger.from_tokenizer(tokenizer).tag(ids)[0])]
+    by_semantic = {
+        semantic: "".join(piece for piece, tag in zip(pieces, got, strict=True) if tag[2] == semantic)
+        for semantic in {tag[2] for tag in got}
+    }
+    assert by_semantic["user"] == "▁hellohole"
+    assert by_semantic["assistant"] == "▁hell"
+    assert set(by_semantic) == {"user", "assistant", "delim"}
+
+
+def test_templates_by_name_and_processors():
+    tokenizer = byte_tokenizer("qwen3", None)
+    tokenizer.chat_template = {"default": "<|im_start|>", "tool_use": ""}
+
+    class Processor:
+        chat_template = None
+
+    processor = Processor()
+    processor.tokenizer = tokenizer
+    assert Tagger.from_tokenizer(processor).grammar.format.name == "chatml"
+
+
+_OWN = {
+    "name": "own",
+    "detect": ["@@"],
+    "markers": {"@@me\n": "user", "@@you\n": "assistant", "@@rule\n": "inst"},
+    "spans": [{"open": "((", "close": "))", "semantic": "reasoning", "within": ["assistant"]}],
+    "openings": [{"role": "user", "text": "RESULT", "semantic": "obs"}],
+}
+
+
+def test_a_format_of_ones_own(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(_OWN), encoding="utf-8")
+    form = ChatFormat.from_file(path)
+    assert form.spans == (Span("((", "))", "reasoning"),)
+    assert form.openings == (Opening("user", "RESULT", "obs"),)
+    tokenizer = byte_tokenizer("falcon3", "@@")
+    text = "@@rule\nA@@me\nBb@@you\n((C))D@@me\nRESULT"
+    assert names(Tagger.from_tokenizer(tokenizer, form).tag(encode(tokenizer, text))[0]) == [
+        *["older|text|delim"] * 7,
+        "older|text|inst",
+        *["current|text|delim"] * 5,
+        *["current|text|user"] * 2,
+        *["current|text|delim"] * 6,
+        *["current|text|delim"] * 2,
+        "current|text|reasoning",
+        *["current|text|delim"] * 2,
+        "current|text|assistant",
+        *["current|text|delim"] * 5,
+        *["current|text|obs"] * 6,
+    ]
+
+
+def test_a_format_from_toml(tmp_path):
+    pytest.importorskip("tomllib")
+    path = tmp_path / "own.toml"
+    path.write_text('name = "own"\ndetect = ["@@"]\n[markers]\n"@@me" = "user"\n', encoding="utf-8")
+    assert ChatFormat.from_file(path).markers == {"@@me": "user"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"markers": {}}, "nothing begins a message"),
+        ({"start": "<<"}, "roles is empty"),
+        ({"markers": {"@@": "human"}}, "got semantic 'human', allowed inst, user"),
+        ({"ends": "</s>"}, "got ends = '</s>', allowed a tuple"),
+        ({"marker": {}}, "got marker, allowed channel"),
+        ({"spans": [{"open": "(("}]}, "missing 2 required"),
+        ({"openings": [{"role": "user", "text": "R", "semantic": "tool"}]}, "got semantic 'tool'"),
+    ],
+)
+def test_formats_that_cannot_be(change, message):
+    with pytest.raises(ValueError, match=message):
+        ChatFormat.from_dict({**_OWN, **change})
+
+
+def test_a_format_file_of_another_kind(tmp_path):
+    (tmp_path / "list.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="holds a list, allowed an object"):
+        ChatFormat.from_file(tmp_path / "list.json")
+    with pytest.raises(ValueError, match=r"ends in .json or .toml"):
+        ChatFormat.from_file(tmp_path / "own.yaml")
+
+
+# Input
+
+
+def test_sequences_and_tensors_are_read_alike():
+    _, tagger, rows = _rows()
+    wanted = tagger.tag(rows[0])
+    assert wanted.shape == (1, len(rows[0]))
+    for given_ids in (torch.tensor(rows[0]), torch.tensor([rows[0]], dtype=torch.int32), [rows[0]], tuple(rows[0])):
+        assert torch.equal(tagger.tag(given_ids), wanted)
+    assert tagger.tag([]).shape == (1, 0)
+    assert tagger.tag(torch.zeros(0, 5, dtype=torch.int64)).shape == (0, 5)
+    # Some models put negative numbers where images go, and others numbers beyond the vocabulary.
+    assert names(tagger.tag([-200, 10**9])[0]) == ["older|text|inst"] * 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (torch.zeros(1, 2), None, "got float32, allowed integers"),
+        (torch.zeros(1, 2, 3, dtype=torch.int64), None, r"got shape \(1, 2, 3\)"),
+        ([[1, 2], [3]], None, r"rows of \[1, 2\] tokens"),
+        ([[1, 2]], [[1]], r"attention_mask: got shape \(1, 1\)"),
+    ],
+)
+def test_wrong_input_is_refused(ids, mask, message):
+    with pytest.raises(ValueError, match=message):
+        _rows()[1].tag(ids, mask)
+
+
+def test_another_batch_does_not_go_on():
+    _, tagger, _ = _rows()
+    with pytest.raises(ValueError, match="got 2 rows, but the state has 1"):
+        tagger.extend(tagger.extend(None, [1]).state, [[1], [2]])

@@ -1,0 +1,515 @@
+"""TriAxialKV: one test per equation, then what a conversation does to a cache whose tokens have tags."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import logging
+import pickle
+
+import pytest
+import torch
+
+from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme
+from hfkvq.caches import BitTable
+from hfkvq.caches.scheme import UNTAGGED
+from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.store import KVStore
+from hfkvq.caches.table import Origin, config_hash, template_hash
+from hfkvq.caches.tags import PAD, TAGS, parse_tag
+from tests.caches.driver import assert_same_bits, stored, tensors_of
+from tests.caches.models import build, config, prompt
+
+OBS, USER = "older|text|obs", "current|text|user"
+TABLE = {OBS: 2, USER: 4}
+SMALL = {"table": TABLE, "page_size": 16, "group_size": 8, "seal_unit": 8}
+
+
+class EvenIsObs:
+    """Even ids are old tool results, odd ones are the user's; remembers what it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def tag(self, ids, mask=None):
+        self.asked.append(ids.tolist())
+        tags = torch.where(ids % 2 == 0, parse_tag(OBS), parse_tag(USER)).to(torch.uint8)
+        return tags if mask is None else tags.masked_fill(mask == 0, PAD)
+
+
+def make(model, **knobs):
+    return TriAxialCache(model, tagger=EvenIsObs(), **(SMALL | knobs))
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+def forward(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def positions(cache, row=0):
+    """Row positions of sealed tokens: (those of 2 bits, those of 4)."""
+    held = stored(cache.layers[0], row)
+    return [held.get(f"{run} keys positions", torch.empty(0)).tolist() for run in (0, 1)]
+
+
+def generate(model, cache, ids, steps, **kwargs):
+    return model.generate(ids, past_key_values=cache, max_new_tokens=steps, do_sample=False, **kwargs)
+
+
+# The scheme.
+
+
+def test_layout_is_section_321():
+    """INT2 keys per channel over 32 tokens; INT2 values, INT4 keys and values per token over 32 channels."""
+    layout = get_scheme("triaxial", page_size=32).layout(128, 128)
+    assert [fmt.spec for fmt in layout.keys.formats] == ["2c32p32", "4t32p32"]
+    assert [fmt.spec for fmt in layout.values.formats] == ["2t32p32", "4t32p32"]
+    assert (layout.sink, layout.keys.local, layout.keys.unit) == (0, 0, 32)
+    assert [fmt.page_size for fmt in get_scheme("triaxial").layout(128, 128).keys.formats] == [128, 128]
+    # Bytes of a token and head of 128 channels: a scale and a minimum of 16 bits for 32 elements, twice.
+    sizes = []
+    for keys, values in layout.store.runs:
+        parts = [*keys.allocate("keys", 1, 1, 128, torch.float32, torch.device("cpu"))]
+        parts += values.allocate("values", 1, 1, 128, torch.float32, torch.device("cpu"))
+        sizes.append(sum(part.nbytes for part in parts) / 32)
+    assert sizes == [96, 160]
+
+
+def test_token_bits_are_the_tables():
+    """b*(s(t)); what the table leaves out, padding and untagged tokens get 4."""
+    scheme = get_scheme("triaxial", table={OBS: 2, "turn_m1|text|obs": 2, USER: 4})
+    tags = torch.tensor([[parse_tag(OBS), parse_tag(USER), parse_tag("turn_m2|text|obs"), PAD, UNTAGGED]])
+    x = torch.zeros(1, 1, 5, 8)
+    assert scheme.token_bits(x, x, torch.arange(5)[None], tags.to(torch.uint8)).tolist() == [[2, 4, 4, 4, 4]]
+    assert scheme.token_bits(x, x, torch.arange(5)[None]) is None
+
+
+def test_default_table_spares_what_is_copied_to_the_letter():
+    table = dict(get_scheme("triaxial").table)
+    assert table["older|text|obs"] == table["turn_m2|text|obs"] == table["current|image|obs"] == 2
+    assert not any(axis in tag for tag in table for axis in ("text|inst", "text|tool_call", "text|user"))
+    assert not any(tag.startswith(("current|text", "turn_m1|text")) for tag in table)
+
+
+def test_scheme_is_hashable_and_comes_back_from_json():
+    scheme = get_scheme("triaxial", table=TABLE)
+    assert scheme == get_scheme("triaxial", table=list(TABLE.items())[::-1])
+    assert hash(scheme) == hash(get_scheme("triaxial", table=TABLE))
+    assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+    assert get_scheme(scheme, page_size=32).table == scheme.table
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"older|text|observation": 2}, r"table: .*older\|text\|observation"),
+        ({"pad": 2}, r"table: got 'pad'.*padding has none"),
+        ({OBS: 3}, r"table: got 3 bits for 'older\|text\|obs', allowed 2 and 4"),
+        ({OBS: True}, r"table: got True bits"),
+        ([(OBS, 2), (OBS, 4)], r"table: the tag .* is given twice"),
+        (7, r"table: got 7, allowed tags and their bits"),
+        ("older", r"table: got 'older', allowed tags and their bits"),
+        ({5: 2}, r"table: got 5, allowed temporal"),
+    ],
+)
+def test_bad_tables(table, message):
+    with pytest.raises(ValueError, match=message):
+        TriAxial(table=table)
+
+
+# Where tokens go.
+
+
+def test_int2_tokens_fill_pages_in_order_and_the_rest_gets_int4(model):
+    """Section 3.2.1: of 38 tokens of 2 bits, sealed together, the first 32 fill two pages; six are promoted."""
+    cache = make(model)
+    ids = torch.tensor([[2] * 10 + [3] * 20 + [4] * 28 + [5] * 6])
+    forward(model, cache, ids)
+    narrow, wide = positions(cache)
+    assert narrow == [*range(10), *range(30, 52)]
+    assert wide == [*range(10, 30), *range(52, 64)]
+    assert cache.memory().code_bits == 3
+    assert all(layer.store.counters[2].tolist() == [32] for layer in cache.layers)
+
+
+def test_tokens_of_both_widths_are_close_to_what_was_given(model):
+    """Each column comes back near its own original, 4 bits nearer than 2."""
+    cache, whole = make(model), MixedKVCache(model, "full")
+    ids = prompt(1, 96)
+    for x in (cache, whole):
+        forward(model, x, ids)
+    narrow, wide = positions(cache)
+    assert len(narrow) == 32 + 16 * (len(narrow) // 16 - 2) > 0
+    for side in ("keys", "values"):
+        got, exact = (x.layers[0].dense(side)[0].float() for x in (cache, whole))
+        error = (got - exact).square().mean((0, 2))
+        assert error[wide].mean() < error[narrow].mean() / 5
+        assert error[wide].mean() < 0.02 * exact.square().mean()
+
+
+def test_generated_tokens_get_int4(model):
+    cache, ids = make(model), torch.full((1, 32), 2)
+    out = generate(model, cache, ids, 40, bad_words_ids=[[i] for i in range(1, 128, 2)])
+    assert (out[0, 32:] % 2 == 0).all()
+    narrow, wide = positions(cache)
+    assert narrow == list(range(32))
+    # 39 generated tokens are cached, 32 of them in whole units.
+    assert wide == list(range(32, 64))
+
+
+def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
+    """Between units a step neither seals nor looks at widths, so the host has nothing to ask the device."""
+    calls = []
+    original = KVStore._seal_by_width
+    monkeypatch.setattr(KVStore, "_seal_by_width", lambda self, *args: (calls.append(1), original(self, *args))[1])
+    cache = make(model)
+    ids = prompt(1, 40)
+    forward(model, cache, ids[:, :32])
+    done = len(calls)
+    for i in range(8):
+        assert len(calls) == done
+        forward(model, cache, ids[:, 32 + i : 33 + i])
+    assert len(calls) == done + len(cache.layers)
+
+
+def test_a_padded_row_is_the_row_alone(model):
+    """Tags follow the row's own tokens, wherever padding put them."""
+    ids = prompt(3, 90)
+    mask = torch.ones_like(ids)
+    pads = [0, 7, 29]
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    together = make(model)
+    out = generate(model, together, ids, 20, attention_mask=mask)
+    for row, pad in enumerate(pads):
+        alone = make(model)
+        own = generate(model, alone, ids[row : row + 1, pad:], 20)
+        assert out[row, 90:].tolist() == own[0, 90 - pad :].tolist()
+        assert positions(together, row) == positions(alone)
+        assert positions(alone)[0]
+
+
+# A conversation.
+
+
+def test_the_tagger_is_given_the_whole_conversation(model):
+    """A new turn is tagged from all ids, generated ones included; what is stored keeps its bits."""
+    cache = make(model)
+    first = torch.full((1, 32), 2)
+    out = generate(model, cache, first, 10)
+    before = positions(cache)
+    whole = torch.cat([out, torch.full((1, 40), 4)], 1)
+    generate(model, cache, whole, 2)
+    assert cache.tokens.tagger.asked[-1] == whole.tolist()
+    assert len(cache.tokens.tagger.asked) == 2
+    after = positions(cache)
+    assert [new[: len(old)] for new, old in zip(after, before, strict=True)] == before
+    # Of the second turn all 40 are narrow: 32 in pages.
+    assert after[0] == [*range(32), *range(42, 74)]
+
+
+def test_chunks_of_a_prompt_are_told_by_see(model):
+    """Chunk by chunk the tagger would take each for the end of the conversation."""
+    ids, cache = prompt(1, 64), make(model)
+    cache.see(ids)
+    for chunk in ids.split(24, 1):
+        forward(model, cache, chunk)
+    assert cache.tokens.tagger.asked == [ids.tolist()]
+
+
+def test_a_config_and_see_are_the_model_and_its_hook(model):
+    ids = prompt(2, 70)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    shown, hooked = make(model.config), make(model)
+    shown.see(ids, mask)
+    for cache in (shown, hooked):
+        forward(model, cache, ids, mask)
+    for row in range(2):
+        assert_same_bits(stored(shown.layers[1], row), stored(hooked.layers[1], row))
+        assert positions(shown, row)[0]
+
+
+def test_see_is_for_beams_too(model):
+    cache = make(model.config)
+    cache.see(prompt(2, 40))
+    generate(model, cache, prompt(2, 40), 6, num_beams=3)
+    assert cache.layers[0].batch_size == 6
+
+
+def test_beams_carry_their_own_ids(model):
+    """What is recorded of each row are the tokens of its beam."""
+    cache, ids = make(model), prompt(2, 40)
+    orders = []
+    original = cache.tokens.rows
+    cache.tokens.rows = lambda index: (orders.append(index.tolist()), original(index))[1]
+    out = generate(model, cache, ids, 12, num_beams=3, num_return_sequences=3)
+    assert any(order != sorted(order) for order in orders)
+    recorded = cache.tokens.ids[:, : cache.tokens.length].tolist()
+    # The last token of an answer is chosen, not cached; and the best beam is among the rows.
+    assert any(row[:51] == out[0, :51].tolist() for row in recorded)
+    assert cache.tokens.tags.shape[0] == 6
+
+
+def test_assisted_decoding_takes_back_what_was_guessed(model):
+    cache, ids = make(model), prompt(1, 50)
+    out = generate(model, cache, ids, 30, prompt_lookup_num_tokens=4)
+    assert cache.tokens.length == cache.get_seq_length()
+    assert cache.tokens.ids[0, : cache.tokens.length].tolist() == out[0, : cache.tokens.length].tolist()
+    assert all(p < 50 for p in positions(cache)[0])
+
+
+def test_crop_of_generated_tokens(model):
+    """Sealed tokens of 4 bits can be taken back; what is left is what was there."""
+    cache, ids = make(model), torch.full((1, 32), 2)
+    generate(model, cache, ids, 41)
+    before = cache.layers[0].dense("keys")
+    cache.crop(-29)
+    assert cache.get_seq_length() == cache.tokens.length == 43
+    assert torch.equal(cache.layers[0].dense("keys"), before[:, :, :43])
+    assert positions(cache) == [list(range(32)), list(range(32, 43))]
+    forward(model, cache, torch.full((1, 30), 3))
+    assert positions(cache)[1] == list(range(32, 72))
+
+
+def test_crop_that_would_tear_a_page_changes_nothing(model):
+    cache = make(model)
+    forward(model, cache, torch.full((1, 32), 2))
+    held = stored(cache.layers[0], 0)
+    with pytest.raises(NotImplementedError, match=r"crop: cannot remove tokens that are already sealed"):
+        cache.crop(-5)
+    assert cache.get_seq_length() == cache.tokens.length == 32
+    assert_same_bits(stored(cache.layers[0], 0), held)
+    # Whole pages go.
+    cache.crop(-16)
+    assert positions(cache) == [list(range(16)), []]
+
+
+def test_copy_goes_on_by_itself(model):
+    """Prefix reuse: the model shows its ids to the copy as well, and each to its own."""
+    cache, ids = make(model), prompt(1, 100)
+    forward(model, cache, ids[:, :40])
+    twin = copy.deepcopy(cache)
+    held = stored(cache.layers[0], 0)
+    forward(model, twin, ids[:, 40:])
+    assert_same_bits(stored(cache.layers[0], 0), held)
+    assert (cache.tokens.length, twin.tokens.length) == (40, 100)
+    assert twin.layers[0].tokens is twin.layers[1].tokens is twin.tokens
+    forward(model, cache, ids[:, 40:])
+    assert_same_bits(stored(cache.layers[0], 0), stored(twin.layers[0], 0))
+
+
+def test_rows_are_repeated_and_selected(model):
+    cache, ids = make(model), prompt(2, 40)
+    forward(model, cache, ids)
+    cache.batch_repeat_interleave(2)
+    assert cache.tokens.ids[:, :40].tolist() == ids.repeat_interleave(2, 0).tolist()
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert cache.tokens.ids[:, :40].tolist() == ids.flip(0).tolist()
+    more = prompt(2, 60)[:, 40:]
+    forward(model, cache, more)
+    assert cache.tokens.tagger.asked[-1] == torch.cat([ids.flip(0), more], 1).tolist()
+
+
+def test_reset_and_reuse(model):
+    cache, fresh = make(model), make(model)
+    forward(model, cache, prompt(3, 50))
+    cache.reset()
+    assert cache.tokens.tensors() == []
+    for x in (cache, fresh):
+        forward(model, x, prompt(1, 60))
+    assert_same_bits(stored(cache.layers[0], 0), stored(fresh.layers[0], 0))
+
+
+def test_saved_cache_needs_the_model_again(model):
+    cache, ids = make(model), prompt(1, 100)
+    forward(model, cache, ids[:, :50])
+    loaded = pickle.loads(pickle.dumps(cache))
+    loaded.watch(model)
+    for x in (cache, loaded):
+        forward(model, x, ids[:, 50:])
+    assert_same_bits(stored(loaded.layers[0], 0), stored(cache.layers[0], 0))
+    assert loaded.tokens.length == 100
+
+
+def test_model_is_left_as_it_was(model):
+    """The hook goes with the cache, neither keeps the other alive, and a hooked model can be copied and saved."""
+    hooks = len(model._forward_pre_hooks)
+    cache = make(model)
+    forward(model, cache, prompt(1, 40))
+    assert len(model._forward_pre_hooks) == hooks + 1
+    other = copy.deepcopy(model)
+    pickle.dumps(model)
+    forward(other, MixedKVCache(other, "full"), prompt(1, 10))
+    del cache
+    gc.collect()
+    assert len(model._forward_pre_hooks) == hooks
+
+
+def test_other_caches_of_the_model_are_not_looked_at(model):
+    cache = make(model)
+    forward(model, MixedKVCache(model, "full"), prompt(1, 40))
+    assert cache.tokens.length == 0
+
+
+def test_memory_counts_ids_and_tags(model):
+    cache = make(model)
+    forward(model, cache, prompt(2, 50))
+    assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
+
+
+# What users get wrong.
+
+
+def test_without_token_ids_everything_is_int4_and_a_warning_says_so_once(model, caplog):
+    cache = make(model.config)
+    with caplog.at_level(logging.WARNING, logger="hfkvq"):
+        out = generate(model, cache, prompt(1, 40), 30)
+    assert [r.message for r in caplog.records if "not shown any token ids" in r.message] == [caplog.records[0].message]
+    assert len(caplog.records) == 1
+    assert positions(cache)[0] == []
+    assert cache.memory().code_bits == 4
+    # The next turn may be shown.
+    more = torch.cat([out, torch.full((1, 40), 2)], 1)
+    cache.see(more)
+    generate(model, cache, more, 2)
+    assert len(positions(cache)[0]) >= 32
+
+
+@pytest.mark.parametrize("shown", [30, 40])
+def test_see_wants_more_than_is_cached(model, shown):
+    cache, ids = make(model), prompt(1, 60)
+    forward(model, cache, ids[:, :40])
+    asked = len(cache.tokens.tagger.asked)
+    with pytest.raises(ValueError, match=rf"input_ids: got {shown} tokens, but 40 are cached; give all tokens"):
+        cache.see(ids[:, :shown])
+    assert (cache.tokens.length, len(cache.tokens.tagger.asked)) == (40, asked)
+    cache.see(ids)
+    forward(model, cache, ids[:, 40:])
+
+
+def test_see_wants_the_conversation_that_is_cached(model):
+    cache, ids = make(model), prompt(1, 60)
+    forward(model, cache, ids[:, :40])
+    other = ids.clone()
+    other[0, 17] += 1
+    with pytest.raises(ValueError, match=r"input_ids: the token in column 17 is another than the one that is cached"):
+        cache.see(other)
+    assert cache.tokens.length == 40
+
+
+def test_the_model_must_be_given_what_was_shown(model):
+    cache, ids = make(model), prompt(1, 60)
+    cache.see(ids)
+    forward(model, cache, ids[:, :40])
+    held = stored(cache.layers[0], 0)
+    with pytest.raises(
+        ValueError, match=r"input_ids: the tokens from column 40 on are not those that see\(\) was shown"
+    ):
+        forward(model, cache, ids[:, 40:] + 1)
+    assert cache.get_seq_length() == 40
+    assert_same_bits(stored(cache.layers[0], 0), held)
+    forward(model, cache, ids[:, 40:])
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        (torch.zeros(60, dtype=torch.long), None, r"input_ids: got torch.int64 of \(60,\)"),
+        (torch.zeros(1, 60), None, r"input_ids: got torch.float32"),
+        (torch.zeros(3, 60, dtype=torch.long), None, r"input_ids: got 3 rows, but the cache holds 2"),
+        (torch.zeros(2, 60, dtype=torch.long), torch.ones(2, 59), r"attention_mask: got \(2, 59\)"),
+    ],
+)
+def test_see_refuses_other_shapes(model, ids, mask, message):
+    cache = make(model)
+    forward(model, cache, prompt(2, 40))
+    with pytest.raises(ValueError, match=message):
+        cache.see(ids, mask)
+    assert cache.tokens.length == cache.get_seq_length() == 40
+
+
+def test_a_refused_forward_leaves_no_trace(model):
+    """Too long for the capacity: the ids of tokens that were never cached are forgotten again."""
+    cache, ids = make(model, max_cache_len=50), prompt(1, 60)
+    forward(model, cache, ids[:, :40])
+    with pytest.raises(ValueError, match=r"max_cache_len: 40 tokens and 20 new ones"):
+        forward(model, cache, ids[:, 40:])
+    forward(model, cache, ids[:, 45:55])
+    assert cache.tokens.tagger.asked[-1] == [ids[0, :40].tolist() + ids[0, 45:55].tolist()]
+    with pytest.raises(ValueError, match=r"max_cache_len"):
+        forward(model, cache, ids[:, :1])
+    cache = make(model)
+    forward(model, cache, ids)
+    with pytest.raises(ValueError, match=r"got batch size 2"):
+        forward(model, cache, prompt(2, 5))
+    assert cache.tokens.length == cache.get_seq_length() == 60
+
+
+def test_neither_tokenizer_nor_tagger(model):
+    with pytest.raises(ValueError, match=r"tokenizer: got None, but roles and turns are read from token ids"):
+        TriAxialCache(model)
+
+
+# Tables as files.
+
+
+class FakeTokenizer:
+    chat_template = "{{ messages }}"
+
+
+def table_of(model_config, bits=None):
+    origin = Origin("tiny", config_hash(model_config), template_hash(FakeTokenizer), "abc", 3, (0, 1), {"torch": "2"})
+    return BitTable(bits or {OBS: 2}, origin, 2.7, {OBS: (1.0, 0.1)}, {OBS: 12.0})
+
+
+def test_table_comes_back_from_its_file(model, tmp_path):
+    table = table_of(model.config)
+    table.save(tmp_path / "table.json")
+    assert BitTable.load(tmp_path / "table.json") == table
+    for given in (table, tmp_path / "table.json", str(tmp_path / "table.json")):
+        cache = TriAxialCache(model, tagger=EvenIsObs(), table=given)
+        assert cache.scheme.table == ((OBS, 2),)
+
+
+def test_table_of_another_model_or_template_is_refused(model):
+    table = table_of(config("llama", num_hidden_layers=3))
+    with pytest.raises(ValueError, match=r"table: it was calibrated for another model \(tiny, .*hfkvq calibrate"):
+        TriAxialCache(model, tagger=EvenIsObs(), table=table)
+    other = FakeTokenizer()
+    other.chat_template = "something else"
+    with pytest.raises(ValueError, match=r"table: it was calibrated for another chat template"):
+        table_of(model.config).check(model.config, other)
+    table_of(model.config).check(model.config, FakeTokenizer())
+    # The same architecture loaded from elsewhere, in another dtype, with another attention.
+    twin = copy.deepcopy(model.config)
+    twin.dtype, twin._name_or_path = torch.float16, "/elsewhere"
+    table_of(model.config).check(twin)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"table: .* cannot be read"),
+        ("{", r"table: .* is no JSON"),
+        ("[]", r"table: .* holds 'list', expected 'hfkvq.bit_table'"),
+        ('{"kind": "hfkvq.sensitivity"}', r"table: .* holds 'hfkvq.sensitivity'"),
+        ('{"kind": "hfkvq.bit_table"}', r"table: .* is damaged"),
+    ],
+)
+def test_damaged_table_files(model, tmp_path, text, message):
+    path = tmp_path / "table.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        TriAxialCache(model, tagger=EvenIsObs(), table=path)
+
+
+def test_every_tag_but_padding_may_stand_in_a_table():
+    assert len(TriAxial(table={tag: 2 for tag in TAGS[:-1]}).table) == 56

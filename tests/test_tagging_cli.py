@@ -1,0 +1,152 @@
+"""``hfkvq tag``, as its user types it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hfkvq.cli import app
+from tests.caches.chats import byte_tokenizer
+
+# What it writes for a conversation is no matter here.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MESSAGES = [{"role": "system", "content": "Be [b]brief[/b]."}, {"role": "user", "content": "Hé"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer("qwen3", TEMPLATE).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def messages(tmp_path):
+    path = tmp_path / "messages.jsonl"
+    path.write_text("\n".join(map(json.dumps, MESSAGES)) + "\n", encoding="utf-8")
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["tag", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def test_runs_of_equal_tags_and_a_count(tokenizer, messages):
+    done = run("--tokenizer", tokenizer, "--messages", messages)
+    assert done.exit_code == 0, done.output
+    lines = [line.split(maxsplit=1) for line in done.output.splitlines() if line.strip()]
+    assert lines[:4] == [
+        ["older|text|delim", '"<|im_start|>system\\n"'],
+        ["older|text|inst", '"Be [b]brief[/b]."'],
+        ["older|text|delim", '"<|im_end|>\\n"'],
+        ["current|text|delim", '"<|im_start|>user\\n"'],
+    ]
+    # Two bytes, so two tokens, of one letter.
+    assert ["current|text|user", '"Hé"'] in lines
+    assert ["current|text|user", "3"] in [line.split()[:2] for line in done.output.splitlines()]
+
+
+def test_json(tokenizer, messages):
+    done = run("--tokenizer", tokenizer, "--messages", messages, "--json", "--no-generation-prompt")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["format"] == "chatml"
+    (one,) = found["conversations"]
+    assert len(one["ids"]) == len(one["tags"]) == sum(one["counts"].values())
+    assert one["counts"]["older|text|inst"] == len(MESSAGES[0]["content"])
+    assert one["tags"][-1] == "current|text|delim"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(MESSAGES),
+        json.dumps([MESSAGES, MESSAGES]),
+        json.dumps(MESSAGES) + "\n\n" + json.dumps({"messages": MESSAGES}),
+    ],
+    ids=["messages", "conversations", "lines"],
+)
+def test_files_of_messages(tokenizer, tmp_path, messages, text):
+    path = tmp_path / "given.json"
+    path.write_text(text, encoding="utf-8")
+    wanted = json.loads(run("--tokenizer", tokenizer, "--messages", messages, "--json").output)["conversations"][0]
+    found = json.loads(run("--tokenizer", tokenizer, "--messages", path, "--json").output)["conversations"]
+    assert found == [wanted] * (1 if text.startswith("[{") and "\n" not in text else 2)
+
+
+def test_tools_and_a_format_by_name(tokenizer, tmp_path, messages):
+    tools = tmp_path / "tools.jsonl"
+    tools.write_text('{"name": "sky"}\n{"type": "function", "function": {"name": "sea"}}\n', encoding="utf-8")
+    done = run("--tokenizer", tokenizer, "--messages", messages, "--tools", tools, "--format", "chatml")
+    assert done.exit_code == 0, done.output
+    written = [{"type": "function", "function": {"name": name}} for name in ("sky", "sea")]
+    assert json.dumps(json.dumps(written)) in done.output
+
+
+def test_colours():
+    from rich.console import Console
+
+    from hfkvq.tagging_cli import Tagged, legend, print_tagged
+
+    given = Tagged(
+        [0, 1, 2],
+        ["pad", "current|text|obs", "older|image|user"],
+        [("pad", "P"), ("older|image|user", "I"), ("current|text|obs", "O")],
+    )
+    console = Console(force_terminal=True, color_system="standard", width=80)
+    with console.capture() as capture:
+        print_tagged(console, given)
+    assert "\x1b[2mP\x1b[0m\x1b[2;7;32mI\x1b[0m\x1b[1;31mO\x1b[0m" in capture.get()
+    # Oldest first, and padding last.
+    assert [str(cell) for cell in legend(given).columns[0].cells] == [
+        *("older|image|user", "current|text|obs", "pad", "all")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "chatm"], "Did you mean 'chatml'"),
+        (["--format", "missing.json"], "missing.json"),
+        (["--tokenizer", "./no/such/folder"], "does not exist"),
+        (["--messages", "no-such-file"], "cannot be read"),
+        (["--tools", "no-such-file"], "cannot be read"),
+    ],
+)
+def test_errors_have_no_traceback(tokenizer, messages, arguments, message):
+    # The last of an option given twice counts.
+    done = run("--tokenizer", tokenizer, "--messages", messages, *arguments)
+    assert done.exit_code == 2
+    assert message in done.output
+    assert isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1"),
+        ("3", "allowed messages"),
+        (json.dumps(MESSAGES[0]) + "\n" + json.dumps(MESSAGES), "mixes"),
+        ('[{"role": "user"}]', "refuses them"),
+    ],
+)
+def test_files_that_hold_something_else(tmp_path, text, message):
+    byte_tokenizer("qwen3", TEMPLATE.replace("m.content", "m.content + ''")).save_pretrained(tmp_path)
+    path = tmp_path / "given.jsonl"
+    path.write_text(text, encoding="utf-8")
+    done = run("--tokenizer", tmp_path, "--messages", path)
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_a_tokenizer_that_cannot_write_conversations(tmp_path, messages):
+    byte_tokenizer("qwen3", None).save_pretrained(tmp_path)
+    done = run("--tokenizer", tmp_path, "--messages", messages)
+    assert done.exit_code == 2
+    assert "no chat template" in done.output
