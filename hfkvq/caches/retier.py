@@ -100,8 +100,8 @@ def retier(store: KVStore, target: Tensor) -> None:
 
     A token that stays in its run keeps its bits. One that comes from elsewhere is dequantized and quantized again, from
     what the store holds of it. A row that forgets e tokens has ``start`` greater and positions smaller by e, so that
-    logical columns stay what they were and those of the forgotten tokens are empty. Tokens of a run need not be in order
-    of position afterwards, which `KVStore.crop` of sealed tokens counts on. Asks the device once.
+    logical columns stay what they were and those of the forgotten tokens are empty. Tokens of a run need not be in
+    order of position afterwards, which `KVStore.crop` of sealed tokens counts on. Asks the device once.
 
     Args:
         store: a store with several runs, all per token.

@@ -652,3 +652,47 @@ def test_kernels_follow_the_reference():
     for i in range(2):
         assert_same_bits(stored(layers[1], i), stored(layers[0], i))
         assert_close(got[i], expected[i])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_decode_kernel_of_models_in_bf16(masked):
+    """The kernel that GPUs run, on rows whose positions are negative: causal, and by a mask."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
+    from hfkvq.kernels import use_interpreter
+
+    layer, own = make(arkv(page_size=32, tiers="quant")), row(1, 200, dtype=torch.bfloat16)
+    feed(layer, [own], [160, *[1] * 10])
+    store = layer.store
+    assert (positions(store)[positions(store) > ABSENT] < 0).any()
+    queries = own.queries[None, :, 166:170]
+    mask = None
+    if masked:
+        mask = torch.ones(4, 170, dtype=torch.bool).tril(166)[None, None].clone()
+        mask[..., ::3] = False
+    expected = layer.attend(queries.float(), mask, DIM**-0.5)
+    with use_interpreter():
+        got = layer.attend(queries, mask, DIM**-0.5)
+        dense = layer.dense("values")
+    assert torch.equal(dense, layer.dense("values"))
+    assert (got.float() - expected).abs().max() < 0.02
+
+
+@pytest.mark.slow
+def test_tiers_are_worth_their_bytes_on_the_reference_model():
+    """The same bytes a KV head: the more tokens in few bits, the nearer to the stock cache's predictions."""
+    from hfkvq.demo.measure import answer, kl_divergence, make_cache, predictions
+    from hfkvq.demo.prompts import load, make_batches
+
+    subject = load(None, device=torch.device("cpu"))
+    (batch,) = make_batches(subject, "recall-80", 8, 8, 0, None)
+    stock = answer(subject, batch, make_cache(subject, None), 8)
+    expected = torch.cat([x[1:length] for x, length in zip(stock.logits, stock.lengths, strict=True)])
+    distance = {}
+    for name in ("arkv-origin", "arkv", "arkv-quant"):
+        # 384 tokens, whole.
+        scheme = get_scheme(name, budget_bytes=384 * 516)
+        mine = answer(subject, batch, make_cache(subject, scheme), 8)
+        distance[name] = float(kl_divergence(expected, predictions(subject, batch, mine, stock)).mean())
+    assert distance["arkv"] <= distance["arkv-origin"]
+    assert distance["arkv-quant"] < distance["arkv-origin"] / 2
