@@ -44,7 +44,6 @@ class EvictingLayer(KVLayer):
     and ``share``; see `hfkvq.caches.schemes.Arkv`.
     """
 
-    store: HeadwiseStore | None  # type: ignore[assignment]
     scheme: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -80,6 +79,11 @@ class EvictingLayer(KVLayer):
         self.dtype, self.device, self.costs = key_states.dtype, key_states.device, costs
         self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
         self.is_initialized = True
+
+    def _held(self) -> HeadwiseStore:
+        store = super()._held()
+        assert isinstance(store, HeadwiseStore), "made in lazy_initialization"
+        return store
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """See `KVLayer.update`."""
@@ -154,9 +158,9 @@ class EvictingLayer(KVLayer):
             newest = self.real.shape[1]
             if mask is not None and mask.shape[2] > newest:
                 mask = mask[:, :, -newest:]
-            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+            factor = query.shape[-1] ** -0.5 if scaling is None else scaling
             query = query[:, :, -newest:].detach()
-            self.pending = Observation(query, self.real, mask, scaling, softcap, sinks, self.fresh)
+            self.pending = Observation(query, self.real, mask, factor, softcap, sinks, self.fresh)
         self.real = self.fresh = None
         super().finish(query)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -727,7 +727,7 @@ class KVStore:
         ]
         return new
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         """Everything, with fp8 codes as bytes: PyTorch cannot unpickle them."""
 
         def plain(parts: list[Tensor]) -> list[Tensor]:
@@ -736,7 +736,7 @@ class KVStore:
         runs = [RunView(view.table, view.pos, plain(view.keys), plain(view.values)) for view in self.runs]
         return self.__dict__ | {"runs": runs}
 
-    def __setstate__(self, state: dict[str, object]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
         self.__dict__.update(state)
         for view, formats in zip(self.runs, self.format.runs, strict=True):
