@@ -2,7 +2,17 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from .caches import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, Scheme, TriAxialCache, get_scheme, list_schemes
+from .caches import (
+    ARKVCache,
+    KittyCache,
+    MixedKVCache,
+    MixKVQCache,
+    SawInt4Cache,
+    Scheme,
+    TriAxialCache,
+    get_scheme,
+    list_schemes,
+)
 
 try:
     __version__ = version("hfkvq")
@@ -11,6 +21,7 @@ except PackageNotFoundError:
     __version__ = "0.1.0"
 
 __all__ = [
+    "ARKVCache",
     "KittyCache",
     "MixKVQCache",
     "MixedKVCache",

@@ -10,6 +10,7 @@ import hfkvq
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
+    "ARKVCache",
     "MixedKVCache",
     "KittyCache",
     "MixKVQCache",

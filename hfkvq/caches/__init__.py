@@ -1,6 +1,7 @@
 """State and the Hugging Face seam: stores, layers, schemes, the cache."""
 
 from . import schemes
+from .arkv import ARKVCache
 from .cache import MixedKVCache
 from .memory import MemoryReport
 from .named import KittyCache, MixKVQCache, SawInt4Cache
@@ -9,6 +10,7 @@ from .table import BitTable
 from .triaxial import TriAxialCache
 
 __all__ = [
+    "ARKVCache",
     "BitTable",
     "KittyCache",
     "MemoryReport",

@@ -50,19 +50,21 @@ def hfkvq_attention(
         or value.form != "bhsd"  # type: ignore[union-attr]
     ):
         return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if layer.begin(attention_mask, query.shape[2]):
-        mask = attention_mask
-        if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
-            mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
-        bias = kwargs.get("position_bias")
-        if bias is not None:
-            mask = _added(bias, mask)
-        sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
-        out = layer.attend(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks).transpose(1, 2).contiguous()
+    pages = layer.begin(attention_mask, query.shape[2])
+    mask = attention_mask
+    if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
+        mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        mask = _added(bias, mask)
+    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    softcap = kwargs.get("softcap") or 0.0
+    if pages:
+        out = layer.attend(query, mask, scaling, softcap, sinks).transpose(1, 2).contiguous()
     else:
         keys, values = key.materialize(), value.materialize()  # type: ignore[union-attr]
         out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
-    layer.finish(query)
+    layer.finish(query, mask, scaling, softcap, sinks)
     return out, None
 
 

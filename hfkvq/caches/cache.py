@@ -17,8 +17,10 @@ from transformers.cache_utils import (
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
+from .evict import EvictingLayer, layer_class
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
+from .peers import Peers
 from .scheme import Scheme, get_scheme
 from .store import StoreBytes
 
@@ -128,12 +130,16 @@ class MixedKVCache(Cache):
         shares = bool(getattr(text, "num_kv_shared_layers", 0))
         reader = PaddingReader()
         layers: list[Any] = []
+        make_layer = layer_class(self.scheme)
         for i, layer in enumerate(stock):
             if type(layer) is DynamicLayer:
                 defer = sharing[i] == "store" if sharing else shares
-                layers.append(KVLayer(self.scheme, reader, max_cache_len, defer, debug))
+                layers.append(make_layer(self.scheme, reader, max_cache_len, defer, debug))
             else:
                 layers.append(layer)
+        if make_layer is EvictingLayer:
+            # Each of them knows the others by it.
+            Peers([layer for layer in layers if isinstance(layer, EvictingLayer)])
         if not any(isinstance(layer, KVLayer) for layer in layers):
             if not any(isinstance(layer, DynamicLayer) for layer in layers):
                 raise ValueError(

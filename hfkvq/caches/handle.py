@@ -90,7 +90,7 @@ class LazyKV(torch.Tensor):
 
     def materialize(self) -> Tensor:
         """The dequantized tensor, in this handle's shape."""
-        dense = self.hfkvq_layer.dense(self.side)
+        dense = self.hfkvq_layer.materialized(self.side)
         if self.form == "bh1sd":
             return dense[:, :, None]
         if self.repeats == 1 and self.form == "bhsd":
@@ -212,9 +212,10 @@ def _attend(
         mask = mask.tril() if is_causal else mask
     # A query of one row per KV head group carries heads where tokens are expected (Transformers packs them so).
     packed = query.shape[1] == layer.heads and queries > 1 and layer.staged_length == 1
-    if layer.begin(attn_mask, query.shape[2]):
-        if packed and mask is None:
-            mask = torch.ones(1, 1, 1, columns, dtype=torch.bool, device=query.device)
+    pages = layer.begin(attn_mask, query.shape[2])
+    if packed and mask is None:
+        mask = torch.ones(1, 1, 1, columns, dtype=torch.bool, device=query.device)
+    if pages:
         out = layer.attend(query, mask, query.shape[-1] ** -0.5 if scale is None else scale)
     else:
         out = F.scaled_dot_product_attention(
@@ -227,7 +228,7 @@ def _attend(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    layer.finish(query)
+    layer.finish(query, mask, scale)
     return out
 
 

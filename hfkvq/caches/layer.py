@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hfkvq.kernels.decode import LENGTH, sealed_count
+from hfkvq.kernels.decode import sealed_count
 from hfkvq.kernels.pages import Side
 
 from .handle import LazyKV
@@ -382,8 +382,7 @@ class KVLayer(CacheLayerMixin):
         tokens = keys.shape[2]
         # With shared keys and values, a later layer may come without a mask: what was found stays.
         if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
-            lengths = store.counters[LENGTH]
-            self.padding = self.reader.read(mask, self.seen, tokens, lengths)
+            self.padding = self.reader.read(mask, self.seen, tokens, store.row_lengths)
         if self._hold():
             store.reserve_tail(self._hold())
         if store.longest == 0 or not store.fits(tokens) or (self.padding and self.padding.source is not None):
@@ -398,8 +397,18 @@ class KVLayer(CacheLayerMixin):
         """Attends to the pages: (B, Hq, Q, D) to (B, Hq, Q, Dv); see `hfkvq.kernels.decode_attention`."""
         return self._held().attend(query, mask, scaling, softcap, sinks)
 
-    def finish(self, query: Tensor) -> None:
-        """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""
+    def finish(
+        self,
+        query: Tensor,
+        mask: Tensor | None = None,
+        scaling: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due.
+
+        The other arguments are those of `attend`, for schemes that observe probabilities.
+        """
         # Once for the tokens of an update: with shared keys and values, later layers come here too.
         if "query" in self.scheme.needs and self.new_columns:
             self._observe(query)
@@ -489,6 +498,10 @@ class KVLayer(CacheLayerMixin):
             return new
         old = store.dense(side, before)
         return old if new is None else torch.cat([old, new], 2)
+
+    def materialized(self, side: Side) -> Tensor:
+        """`dense` for attention functions that know no handles."""
+        return self.dense(side)
 
     def layout(self) -> Layout:
         """The static layout in use."""

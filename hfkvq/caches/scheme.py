@@ -139,7 +139,11 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "tags"}."""
+        """What the scheme must observe: a subset of {"query", "tags", "probs"}.
+
+        A scheme that observes attention probabilities ("probs") evicts tokens and assigns tiers again: see
+        `hfkvq.caches.evict.EvictingLayer` for the methods that it must have.
+        """
         return frozenset()
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:

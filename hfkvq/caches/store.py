@@ -21,13 +21,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.decode import LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
+from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
 from hfkvq.kernels.pages import RunView, Side
 
 from .scheme import UNTAGGED, Layout, Scheme, SideLayout
@@ -185,6 +185,11 @@ class KVStore:
     def longest(self) -> int:
         """Most tokens that a row may hold."""
         return max(state.length for state in self.states)
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """i32 (B,): tokens that each row holds."""
+        return self.counters[LENGTH]
 
     # Tokens arrive and leave the tail.
 
@@ -516,7 +521,7 @@ class KVStore:
         need = max(need, min(2 * have, self.tail_limit[side]))
         where = column_positions(self.format, self.counters, self.runs, have, side)[:, -have:]
         # Slots that hold nothing share one target outside the window and are cut off with it.
-        slot = torch.where(where >= 0, (where - self.layout.sink) % need, need).long()
+        slot = torch.where(where > ABSENT, (where - self.layout.sink) % need, need).long()
         grown = torch.nn.functional.pad(self._window(need, side), (0, 0, 0, 1))
         grown.scatter_(2, slot[:, None, :, None].expand(-1, self.heads, -1, tail.shape[3]), tail)
         self.windows[at] = grown[:, :, :need].contiguous()
@@ -721,6 +726,23 @@ class KVStore:
             for view in self.runs
         ]
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, with fp8 codes as bytes: PyTorch cannot unpickle them."""
+
+        def plain(parts: list[Tensor]) -> list[Tensor]:
+            return [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts]
+
+        runs = [RunView(view.table, view.pos, plain(view.keys), plain(view.values)) for view in self.runs]
+        return self.__dict__ | {"runs": runs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`."""
+        self.__dict__.update(state)
+        for view, formats in zip(self.runs, self.format.runs, strict=True):
+            for fmt, parts in zip(formats, (view.keys, view.values), strict=True):
+                if fmt.bits == 8:
+                    parts[0] = parts[0].view(torch.float8_e4m3fn)
 
     # Accounting.
 

@@ -16,6 +16,9 @@ from .sv import sv_pages
 START, LENGTH, RUNS = 0, 1, 2
 """Rows of ``counters``: leading padding, stored tokens, then (keys, values) sealed in each run."""
 
+ABSENT = -(2**30)
+"""Row position of a column that holds no token; other negative ones are of rows that have forgotten tokens."""
+
 
 def run_count(counters: Tensor, run: int, side: Side) -> Tensor:
     """i32 (B,): tokens of ``side`` that each row has sealed in a run."""
@@ -30,7 +33,7 @@ def sealed_count(counters: Tensor, side: Side) -> Tensor:
 def column_positions(
     store: StoreFormat, counters: Tensor, runs: Sequence[RunView], tail_length: int, side: Side
 ) -> Tensor:
-    """Row position of every column of `sink | runs | tail`: i32 (B, N), -1 where the row has no such token."""
+    """Row position of every column of `sink | runs | tail`: i32 (B, N), `ABSENT` where the row has no such token."""
     length = counters[LENGTH, :, None]
     rest = (length - store.sink).clamp(min=0)
 
@@ -38,14 +41,14 @@ def column_positions(
         return torch.arange(count, dtype=torch.int32, device=counters.device)[None]
 
     sink = columns(store.sink)
-    positions = [torch.where(sink < length, sink, -1)]
+    positions = [torch.where(sink < length, sink, ABSENT)]
     for i, (run, (fmt, _)) in enumerate(zip(runs, store.runs, strict=True)):
         slot = columns(run.table.shape[1] * fmt.page_size)
         where = slot + store.sink if run.pos is None else run.pos
-        positions.append(torch.where(slot < run_count(counters, i, side)[:, None], where, -1))
+        positions.append(torch.where(slot < run_count(counters, i, side)[:, None], where, ABSENT))
     sealed = sealed_count(counters, side)[:, None]
     newest = sealed + (columns(tail_length) - sealed) % tail_length
-    positions.append(torch.where(newest < rest, newest + store.sink, -1))
+    positions.append(torch.where(newest < rest, newest + store.sink, ABSENT))
     return torch.cat(positions, 1)
 
 
@@ -58,6 +61,14 @@ def dense_columns(store: StoreFormat, windows: Sequence[Tensor], runs: Sequence[
         pages = table_pages(tensors, run.table, fmt, side, sink.shape[-1])
         parts.append(pages.transpose(1, 2).flatten(2, 3))
     return torch.cat([*parts, tail.float()], 2)
+
+
+def _ring_to_ring(probs: Tensor, where: Tensor, length: int, other: int, sink: int) -> Tensor:
+    """Probabilities (B, H, r, N) whose tail of ``length`` slots becomes one of ``other`` slots with the same tokens."""
+    slot = torch.where(where[:, -length:] > ABSENT, (where[:, -length:] - sink) % other, other).long()[:, None, None]
+    ring = probs.new_zeros((*probs.shape[:-1], other + 1))
+    ring.scatter_(-1, slot.expand(*probs.shape[:-1], -1), probs[..., -length:])
+    return torch.cat([probs[..., :-length], ring[..., :other]], -1)
 
 
 @define("decode_attention")
@@ -95,7 +106,7 @@ def _decode_attention(
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     logits = logits.view(batch, heads, share, queries, -1)
-    visible = (where >= 0)[:, None, None, None]
+    visible = (where > ABSENT)[:, None, None, None]
     if mask is None:
         newest = counters[LENGTH, :, None] - queries + torch.arange(queries, device=q.device)
         visible = visible & (where[:, None] <= newest[..., None])[:, None, None]
@@ -120,20 +131,24 @@ def _decode_attention(
         total = total + torch.exp(extra - top)
     probs = (probs / total.clamp(min=1e-30)).flatten(2, 3)
 
-    # Keys and values leave the tail at different steps, so probabilities go through row positions.
-    bound = form.sink + max(run.table.shape[1] for run in views) * form.runs[0][0].page_size * len(views)
-    bound += max(tail_k.shape[2], tail_v.shape[2])
-    by_row = probs.new_zeros((*probs.shape[:-1], bound + 1))
-    at = torch.where(where >= 0, where, bound).long()[:, None, None]
-    by_row.scatter_(-1, at.expand_as(probs), probs)
-    by_row[..., bound] = 0.0
-    where = column_positions(form, counters, views, tail_v.shape[2], "values")
-    at = torch.where(where >= 0, where, bound).long()[:, None, None]
-    probs = by_row.gather(-1, at.expand(*probs.shape[:-1], -1))
+    if form.ordered:
+        # Keys and values leave the tail at different steps, so probabilities go through row positions.
+        bound = form.sink + views[0].table.shape[1] * form.runs[0][0].page_size
+        bound += max(tail_k.shape[2], tail_v.shape[2])
+        by_row = probs.new_zeros((*probs.shape[:-1], bound + 1))
+        at = torch.where(where > ABSENT, where, bound).long()[:, None, None]
+        by_row.scatter_(-1, at.expand_as(probs), probs)
+        by_row[..., bound] = 0.0
+        where = column_positions(form, counters, views, tail_v.shape[2], "values")
+        at = torch.where(where > ABSENT, where, bound).long()[:, None, None]
+        probs = by_row.gather(-1, at.expand(*probs.shape[:-1], -1))
+    elif tail_k.shape[2] != tail_v.shape[2]:
+        probs = _ring_to_ring(probs, where, tail_k.shape[2], tail_v.shape[2], form.sink)
+        where = column_positions(form, counters, views, tail_v.shape[2], "values")
 
     sizes = [form.sink, *(run.table.shape[1] * fmt.page_size for run, (fmt, _) in zip(views, form.runs, strict=True))]
     parts = probs.split([*sizes, tail_v.shape[2]], -1)
-    has = (where >= 0)[:, None, :, None]
+    has = (where > ABSENT)[:, None, :, None]
     last = has.shape[2] - tail_v.shape[2]
     out = parts[0] @ sink_v.float().masked_fill(~has[:, :, : form.sink], 0.0)
     out = out + parts[-1] @ tail_v.float().masked_fill(~has[:, :, last:], 0.0)
@@ -176,7 +191,8 @@ def decode_attention(
 
     A row's token x (0 = its first real token) stands in the sink if ``x < sink``, in a run if sealed, and else in slot
     ``(x - sink) mod W`` of the tail, whose W may differ between keys and values. Its logical column, by which masks
-    are indexed, is ``start + x``.
+    are indexed, is ``start + x``. Tokens of runs that have positions may have negative ones: those of a row that has
+    forgotten tokens between them and its tail, with as much added to ``start``.
 
     Args:
         q: (B, Hq, Q, D), after RoPE, not scaled, not rotated; the queries of the newest Q tokens, already appended.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .decode import START, column_positions, dense_columns
+from .decode import ABSENT, START, column_positions, dense_columns
 from .dispatch import define, triton_slot
 from .hadamard import hadamard
 from .pages import Side, StoreFormat, split_runs
@@ -23,7 +23,8 @@ def _gather_rows(
     sink, tail = (windows[0], windows[2]) if which == "keys" else (windows[1], windows[3])
     positions = column_positions(form, counters, views, tail.shape[2], which)
     batch, count = positions.shape
-    logical = torch.where(positions >= 0, positions + counters[START, :, None], columns).long()
+    logical = torch.where(positions > ABSENT, positions + counters[START, :, None], columns).long()
+    logical = torch.where(logical < 0, columns, logical)
     origin = torch.full((batch, columns + 1), -1, device=sink.device)
     origin.scatter_(1, logical.clamp(max=columns), torch.arange(count, device=sink.device).expand(batch, count))
     origin = origin[:, None, :columns, None]

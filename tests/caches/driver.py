@@ -12,13 +12,15 @@ from transformers.masking_utils import causal_mask_function
 
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.attention import hfkvq_mask
+from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.caches.store import KVStore
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 
 HEADS, SHARE, DIM = 2, 2, 32
 
 # So small that a few dozen tokens cross many page borders.
-SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8, "seal_unit": 8}
+SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8, "seal_unit": 8, "window": 16}
 
 
 def small(name: str | Scheme, **knobs: Any) -> Scheme:
@@ -50,7 +52,7 @@ def unit(scheme: Scheme) -> int:
 
 def make(scheme: Scheme, **kwargs: Any) -> KVLayer:
     """A layer outside any cache."""
-    return KVLayer(scheme, PaddingReader(), **kwargs)
+    return layer_class(scheme)(scheme, PaddingReader(), **kwargs)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
         out = layer.attend(queries, mask, scaling)
     else:
         out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, scaling)
-    layer.finish(steady(queries) if "query" in layer.scheme.needs else queries)
+    layer.finish(steady(queries) if "query" in layer.scheme.needs else queries, mask, scaling)
     return out
 
 
@@ -202,6 +204,16 @@ def stored(layer: KVLayer, index: int) -> dict[str, Tensor]:
     """Everything a row holds, bit for bit, in the row's own order: counts, windows, codes, scales, positions."""
     store = layer.store
     assert store is not None
+    fold = getattr(store, "fold", 1)
+    held: dict[str, Tensor] = {}
+    for head in range(fold):
+        # Where heads are rows of the store, each has bits of its own.
+        own = _stored_row(store, index * fold + head)
+        held |= {name if not head else f"{name} of head {head}": x for name, x in own.items()}
+    return held
+
+
+def _stored_row(store: KVStore, index: int) -> dict[str, Tensor]:
     counters = store.counters[:, index].tolist()
     sink = store.layout.sink
     length = counters[LENGTH]
@@ -255,7 +267,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None
 def start_of(layer: KVLayer, index: int) -> int:
     """Padding that a row began with."""
     assert layer.store is not None
-    return int(layer.store.counters[START, index])
+    return int(layer.store.counters[START, index * getattr(layer.store, "fold", 1)])
 
 
 def tensors_of(thing: Any) -> list[Tensor]:

@@ -236,6 +236,7 @@ def test_presets():
     """One list; every preset is a scheme with knobs of its own."""
     presets = list_schemes()
     assert set(presets) == {
+        "arkv", "arkv-origin", "arkv-quant", "arkv-window",
         "full", "kitty", "kitty-pro", "kivi", "kivi-2", "kivi-4", "saw-int4", "saw-int4-kv", "int4",
         "mixkvq", "mixkvq-fractions", "mixkvq-error-only",
         "mixkvq-r1-llama-8b", "mixkvq-r1-qwen-7b", "mixkvq-r1-qwen-14b", "mixkvq-r1-qwen-32b",
@@ -281,7 +282,7 @@ def test_unknown_preset_shows_the_nearest(name, nearest):
 
 
 def test_nothing_near_shows_all():
-    with pytest.raises(ValueError, match=r"which is unknown; Known: full, kitty") as error:
+    with pytest.raises(ValueError, match=r"which is unknown; Known: arkv, arkv-origin") as error:
         get_scheme("zzzzzz")
     assert "did you mean" not in str(error.value)
 

@@ -1,5 +1,6 @@
 """The schemes, one file each. Importing this package registers them."""
 
+from .arkv import Arkv
 from .full import Full
 from .kitty import Kitty
 from .kivi import Kivi
@@ -7,4 +8,4 @@ from .mixkvq import MixKVQ
 from .saw import SawInt4
 from .triaxial import TriAxial
 
-__all__ = ["Full", "Kitty", "Kivi", "MixKVQ", "SawInt4", "TriAxial"]
+__all__ = ["Arkv", "Full", "Kitty", "Kivi", "MixKVQ", "SawInt4", "TriAxial"]

@@ -58,14 +58,14 @@ def gather_pages_kernel(
     if pos is None:
         o_x = o_j + S
     else:
-        o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=-1)
+        o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
     i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
     b_x = load_page_in_order(
         codes, scale, zero, high, high_index, full, full_index, i_head, i_slot, m_t,
         D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE, BD,
     )  # fmt: skip
     o_column = tl.load(counters + i_b) + o_x
-    m_t = m_t & (o_x >= 0) & (o_column < COLUMNS)
+    m_t = m_t & (o_column >= 0) & (o_column < COLUMNS)
     store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, BLOCK, BT, BD)
 
 
@@ -103,6 +103,9 @@ def gather_windows_kernel(
         b_x = tl.where(m_sink[:, None], b_sink, b_x)
     o_column = i_t * BT + tl.arange(0, BT)
     m_t = (o_column < COLUMNS) & ((o_x < S) | (o_newest >= 0))
+    if RUNS > 1:
+        # Tokens of pages may stand before the row's start, and zeros are there already.
+        m_t = m_t & (o_x >= 0)
     store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, BLOCK, BT, BD)
 
 

@@ -1,0 +1,343 @@
+"""The layer of schemes that evict: ranks tokens by attention, and keeps a budget."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.decode import LENGTH, run_count
+
+from .headwise import HeadwiseStore
+from .layer import KVLayer
+from .observe import Observation, probabilities, token_order
+from .peers import Peers
+from .ranking import tier_widths
+from .retier import EVICT, STAY, retier, run_columns
+from .scheme import Scheme
+from .store import MAX_STEP
+
+logger = logging.getLogger(__name__)
+
+
+def layer_class(scheme: Scheme) -> type[KVLayer]:
+    """The class of layer that a scheme works in."""
+    return EvictingLayer if "probs" in scheme.needs else KVLayer
+
+
+class EvictingLayer(KVLayer):
+    """Cache layer that holds a budget of tokens, each KV head its own.
+
+    A prompt beyond the budget is cut to its best tokens in each layer as it passes, so only one layer at a time holds
+    it whole: twice for a moment, as it came and in pages. A layer's share of whole tokens is relative to the strongest
+    layer's, which is known when the last layer is done: until then the strongest so far stands for it, which can only
+    leave too many tokens whole. In this time a layer holds less than twice a budget in bytes.
+
+    Later input of up to 16 tokens is a step: a trim is due when a row has outgrown its budget, and asks the newest
+    queries. Attention functions that know no handles never show their queries; then nothing is evicted.
+
+    The scheme has, beside what `Scheme` says: ``window``, ``low_bits``, ``beta``, ``score``, ``budget_bytes``,
+    ``tokens``, ``token_bytes``, ``kept``, ``whole``, ``token_scores``, ``layer_statistics``, ``strength``
+    and ``share``; see `hfkvq.caches.schemes.Arkv`.
+    """
+
+    scheme: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.peers = Peers([self])
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.evicted = False
+        self.strength: Tensor | None = None
+        self.prompts = 0
+        self.real: Tensor | None = None
+        self.fresh: Tensor | None = None
+        self.pending: Observation | None = None
+        # f32 (B*H, n), oldest token first: until tiers are assigned, or for good where scores accumulate.
+        self.scores: Tensor | None = None
+        self.cut: Tensor | None = None
+        self.trim_at = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates for tensors of this shape, dtype and device."""
+        scheme, dims = self.scheme, (key_states.shape[-1], value_states.shape[-1])
+        layout = scheme.layout(*dims)
+        costs = scheme.token_bytes(layout, *dims, key_states.dtype.itemsize)
+        if scheme.budget_bytes is not None and scheme.budget_bytes <= scheme.window * costs[1]:
+            raise ValueError(
+                f"budget_bytes: got {scheme.budget_bytes}, allowed more than {scheme.window * costs[1]}, which the "
+                f"window of {scheme.window} tokens takes in each KV head in {key_states.dtype}; raise it, or lower "
+                "window."
+            )
+        # A capacity bounds the tokens seen; pages go by the budget, and move.
+        self.store = HeadwiseStore(layout, scheme, key_states, value_states)
+        self.dtype, self.device, self.costs = key_states.dtype, key_states.device, costs
+        self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
+        self.is_initialized = True
+
+    def _held(self) -> HeadwiseStore:
+        store = super()._held()
+        assert isinstance(store, HeadwiseStore), "made in lazy_initialization"
+        return store
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See `KVLayer.update`."""
+        unseen = self.new_columns and self.store is not None
+        handles = super().update(key_states, value_states, *args, **kwargs)
+        if unseen and not self.peers.warned:
+            self.peers.warned = True
+            logger.warning(
+                "%s: attention did not show its queries, so nothing can be evicted and the budget is not kept; use the "
+                "'hfkvq' attention (attach=True) or sdpa.",
+                self.scheme.name,
+            )
+        return handles
+
+    # What attention functions call.
+
+    def begin(self, mask: Tensor | None, queries: int) -> bool:
+        """See `KVLayer.begin`. A prompt on a cache that has evicted tokens is attended in pages too."""
+        store, new = self._held(), self.new_columns
+        starts = any(state.length == 0 for state in store.states)
+        asks = new > MAX_STEP or starts or self.scheme.beta > 0 or self.seen >= self._trim_at()
+        if new and asks:
+            long = torch.full((self.batch_size,), new > MAX_STEP, dtype=torch.bool, device=self.device)
+            self.fresh = long | (store.row_lengths == 0) if starts or new > MAX_STEP else None
+        fits = super().begin(mask, queries)
+        if new and asks:
+            newest = min(self.scheme.window, self.new_columns)
+            column = torch.arange(self.new_columns - newest, self.new_columns, device=self.device)
+            self.real = torch.ones(self.batch_size, newest, dtype=torch.bool, device=self.device)
+            if self.padding is not None:
+                self.real = column >= self.padding.lead[:, None]
+                if self.padding.source is not None:
+                    self.real = self.real & (self.padding.source[:, column] == column)
+        if not fits and self.evicted:
+            # They stay whole until their attention is done.
+            super()._settle()
+            return True
+        return fits
+
+    def attend(
+        self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> Tensor:
+        """See `KVLayer.attend`; any number of queries."""
+        queries = query.shape[2]
+        if queries <= MAX_STEP:
+            return super().attend(query, mask, scaling, softcap, sinks)
+        outs = []
+        for first in range(0, queries, MAX_STEP):
+            own = slice(first, min(first + MAX_STEP, queries))
+            if mask is None:
+                newest = torch.arange(own.start, own.stop, device=query.device) + self.seen - queries
+                shown = torch.arange(self.seen, device=query.device) <= newest[:, None]
+                shown = shown[None, None]
+            else:
+                shown = mask if mask.shape[2] == 1 else mask[:, :, own]
+            outs.append(super().attend(query[:, :, own], shown, scaling, softcap, sinks))
+        return torch.cat(outs, 2)
+
+    def finish(
+        self,
+        query: Tensor,
+        mask: Tensor | None = None,
+        scaling: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Keeps the newest queries if they are to be asked; see `KVLayer.finish`."""
+        if self.real is not None:
+            if self.new_columns == 1 and query.shape[2] > 1:
+                # Heads where tokens are expected: see `handle`.
+                query = query.reshape(query.shape[0], -1, 1, query.shape[3])
+            newest = self.real.shape[1]
+            if mask is not None and mask.shape[2] > newest:
+                mask = mask[:, :, -newest:]
+            factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+            query = query[:, :, -newest:].detach()
+            self.pending = Observation(query, self.real, mask, factor, softcap, sinks, self.fresh)
+        self.real = self.fresh = None
+        super().finish(query)
+
+    def _settle(self, commit: bool = True) -> None:
+        super()._settle(commit)
+        if commit and self.pending is not None:
+            seen, self.pending = self.pending, None
+            self._judge(seen)
+
+    # Ranking and trimming.
+
+    def _trim_at(self) -> int:
+        """Tokens seen at which a row may outgrow its budget."""
+        if self.trim_at:
+            return self.trim_at
+        budget = self.scheme.budget_bytes
+        return 1 + (self.scheme.tokens if budget is None else budget // self.costs[1])
+
+    def _judge(self, seen: Observation) -> None:
+        store, due = self._held(), self.seen >= self._trim_at()
+        order = token_order(store)
+        rank = torch.arange(order.shape[1], device=order.device)
+        past = rank < (store.counters[LENGTH] - self.scheme.window)[:, None]
+        scores, statistics = torch.zeros(order.shape, device=order.device), []
+        # Steps that rank by age ask nobody.
+        asked = seen.prompt is not None or self.scheme.score != "recency"
+        for rows, probs, real in probabilities(store, seen, order) if asked else ():
+            scores[rows] = self.scheme.token_scores(probs, real)
+            if seen.prompt is not None:
+                statistics.append(self.scheme.layer_statistics(probs, real, past[rows]))
+        if self.scheme.beta > 0:
+            scores = self._accumulated(scores)
+        if self.scheme.score == "recency":
+            scores = rank.float().expand(order.shape)
+        if seen.prompt is not None:
+            strength = self.scheme.strength(torch.cat(statistics).unflatten(0, (self.batch_size, -1)))
+            self.strength = strength if self.strength is None else torch.where(seen.prompt, strength, self.strength)
+            self.prompts += 1
+        if due:
+            prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
+            self._trim(scores, prompt.repeat_interleave(store.fold))
+        elif self.scheme.beta > 0:
+            self._remember(scores)
+        if seen.prompt is not None:
+            self.peers.report(self.prompts)
+
+    def _accumulated(self, scores: Tensor) -> Tensor:
+        """Scores with their history; a token without one counts as it is."""
+        if self.scores is None:
+            return scores
+        old = self.scores[:, : scores.shape[1]]
+        old = torch.nn.functional.pad(old, (0, scores.shape[1] - old.shape[1]), value=torch.nan)
+        beta = self.scheme.beta
+        return torch.where(old.isnan(), scores, beta * old + (1 - beta) * scores)
+
+    def _remember(self, scores: Tensor) -> None:
+        """Keeps scores, NaN behind a row's last token: what comes there has no history."""
+        rank = torch.arange(scores.shape[1], device=scores.device)
+        self.scores = scores.masked_fill(rank >= self._held().counters[LENGTH, :, None], torch.nan)
+
+    def assign(self) -> None:
+        """Assigns tiers to what a prompt left, now that every layer's share is final."""
+        if self.cut is not None and self.scores is not None:
+            self._trim(self.scores, self.cut, self.cut)
+        self.cut = None
+        if not self.scheme.beta:
+            self.scores = None
+
+    def _trim(self, scores: Tensor, prompt: Tensor, rows: Tensor | None = None) -> None:
+        """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,)).
+
+        ``prompt`` (likewise) are those that have had a prompt just now.
+        """
+        store, scheme = self._held(), self.scheme
+        length = store.counters[LENGTH].long()
+        over = self._room() < 0 if rows is None else rows
+        if not over.any():
+            self.trim_at = self.seen + 1 + max(int(self._room().min()), 0)
+            self.scores = None
+            if scheme.beta > 0:
+                self._remember(scores)
+            return
+        share = self._share().repeat_interleave(store.fold)
+        order = token_order(store)
+        rank = torch.arange(order.shape[1], device=order.device)
+        past = (length - max(scheme.window, self._hold())).clamp(min=0)
+        # Until all layers are done, as many tokens as the budget could hold in few bits.
+        final = rows is not None or all(x.prompts == self.prompts for x in self.peers.layers)
+        kept = scheme.kept(past, share, self.costs, prompt)
+        stay = kept
+        if not final:
+            stay = torch.where(prompt, scheme.kept(past, torch.zeros_like(share), self.costs, prompt), kept)
+        narrow, tail = run_columns(store)[0], run_columns(store)[-1][0]
+        is_whole = (order < narrow[0]) | (order >= narrow[0] + narrow[1])
+        judged = rank < past[:, None]
+        bits = tier_widths(
+            scores.masked_fill(~judged, -torch.inf), stay, scheme.whole(kept, share), is_whole, scheme.low_bits
+        )
+        runs = torch.full(bits.shape, EVICT, dtype=torch.int8, device=bits.device)
+        for i, (fmt, _) in enumerate(store.format.runs):
+            runs = torch.where(bits == fmt.bits, i, runs)
+        runs = torch.where(judged & over[:, None], runs, STAY).to(torch.int8)
+        target = torch.full(
+            (order.shape[0], tail + store.windows[2].shape[2]), STAY, dtype=torch.int8, device=runs.device
+        )
+        target.scatter_(1, order, runs)
+        retier(store, target)
+        self.evicted = store.forgetful = True
+        self.edition += 1
+        # What is left of the scores, oldest first again.
+        left = ((runs != EVICT) & (rank < length[:, None])).to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        self.scores = None
+        if scheme.beta > 0 or not final:
+            self._remember(scores.gather(1, left[:, : store.longest]))
+        self.cut = over & prompt if not final else None
+        self.trim_at = self.seen + 1 + max(int(self._room().min()), 0)
+
+    def _share(self) -> Tensor:
+        """ρ of each of the layer's rows: f32 (B,)."""
+        most = self.peers.greatest(self.prompts, self.device)
+        if self.strength is None or most is None:
+            most = own = torch.ones(self.batch_size, device=self.device)
+        else:
+            own = self.strength
+        return self.scheme.share(own, most)
+
+    def _room(self) -> Tensor:
+        """Whole tokens that each folded row has room for, negative where it has outgrown its budget: i64 (B*H,)."""
+        store = self._held()
+        length = store.counters[LENGTH].long()
+        if self.scheme.budget_bytes is None:
+            return self.scheme.tokens - length
+        low, whole = self.costs
+        held = length * whole - run_count(store.counters, 0, "keys").long() * (whole - low)
+        return (self.scheme.budget_bytes - held).div(whole, rounding_mode="floor")
+
+    # Rows and lengths change.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `KVLayer.crop`; only tokens that no trim has looked at.
+
+        Raises:
+            NotImplementedError: older tokens of a cache that has evicted some; nothing is changed then.
+        """
+        super().crop(tokens_to_remove)
+        if self.scores is not None and self.store is not None:
+            self._remember(self.scores)
+
+    def _rows(self, rows: Tensor) -> None:
+        super()._rows(rows)
+        if self.strength is not None:
+            self.strength = self.strength[rows.to(self.strength.device)]
+        if self.scores is not None:
+            self.scores = self.scores[self._held().rows_of(rows.to(self.scores.device))]
+        if self.cut is not None:
+            self.cut = self.cut[self._held().rows_of(rows.to(self.cut.device))]
+
+    def notes(self) -> list[Tensor]:
+        """See `KVLayer.notes`."""
+        return [*super().notes(), *(x for x in (self.strength, self.scores, self.cut) if x is not None)]
+
+    def materialized(self, side: Any) -> Tensor:
+        """See `KVLayer.materialized`.
+
+        Raises:
+            RuntimeError: tokens have been evicted; zeros in their place would draw attention.
+        """
+        if self.evicted:
+            raise RuntimeError(
+                f"{self.scheme.name}: tokens have been evicted, so this cache can be attended to by the 'hfkvq' "
+                "attention (attach=True) and by sdpa only."
+            )
+        return super().materialized(side)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EvictingLayer:
+        """Independent tensors, shared scheme, and peers that are copies too."""
+        new = super().__deepcopy__(memo)
+        memo[id(self)] = new
+        new.peers = copy.deepcopy(self.peers, memo)  # type: ignore[attr-defined]
+        return new  # type: ignore[return-value]

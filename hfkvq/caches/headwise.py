@@ -1,0 +1,130 @@
+"""A store in which every KV head of a row has tokens of its own: heads are folded into rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.pages import Side
+
+from .scheme import Layout, Scheme
+from .store import KVStore, Padding
+
+
+class HeadwiseStore(KVStore):
+    """`KVStore` of B*H rows with one head each; row ``b*H + h`` is KV head h of the layer's row b.
+
+    What comes in and goes out has the layer's shapes (B, H, ...); counters, tables, windows and `reorder`'s pages are
+    folded. Tokens seal as in any store until `hfkvq.caches.retier` gives each row tokens and tiers of its own.
+
+    Args:
+        layout: static layout of both sides.
+        scheme: the policy.
+        keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
+        values: (B, H, t, Dv), likewise.
+        capacity: most tokens of a row, allocated at once; None grows.
+    """
+
+    def __init__(
+        self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
+    ) -> None:
+        self.fold = keys.shape[1]
+        # Whether rows have lost tokens before others: see `retier`.
+        self.forgetful = False
+        super().__init__(layout, scheme, self.folded(keys), self.folded(values), capacity)
+
+    def folded(self, x: Tensor) -> Tensor:
+        """(B, H*n, ...) as (B*H, n, ...)."""
+        return x.reshape(x.shape[0] * self.fold, x.shape[1] // self.fold, *x.shape[2:])
+
+    def unfolded(self, x: Tensor) -> Tensor:
+        """(B*H, n, ...) as (B, H*n, ...)."""
+        return x.reshape(x.shape[0] // self.fold, x.shape[1] * self.fold, *x.shape[2:])
+
+    def folded_mask(self, mask: Tensor | None, query_heads: int) -> Tensor | None:
+        """A mask (B or 1, Hq or 1, Q or 1, L) for folded rows: (B*H or 1, r or 1, Q or 1, L)."""
+        if mask is None or (mask.shape[0] == 1 and mask.shape[1] == 1):
+            return mask
+        if mask.shape[1] == query_heads and query_heads > 1:
+            return self.folded(mask.expand(self.batch // self.fold, -1, -1, -1))
+        return mask.repeat_interleave(self.fold, 0)
+
+    def folded_padding(self, padding: Padding | None) -> Padding | None:
+        """Padding of the layer's rows, for each of their heads."""
+        if padding is None:
+            return None
+        source = None if padding.source is None else padding.source.repeat_interleave(self.fold, 0)
+        return Padding(padding.lead.repeat_interleave(self.fold), padding.amounts, source)
+
+    def rows_of(self, rows: Tensor) -> Tensor:
+        """Folded rows of the layer's rows: i64 (B',) to (B'*H,)."""
+        heads = torch.arange(self.fold, device=rows.device)
+        return (rows[:, None] * self.fold + heads).flatten()
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """i32 (B,): tokens that each of the layer's rows holds (the same in all heads)."""
+        return self.counters[LENGTH, :: self.fold]
+
+    def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
+        """See `KVStore.push`."""
+        super().push(self.folded(keys), self.folded(values), self.folded_padding(padding))
+
+    def extend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        padding: Padding | None = None,
+        hold: int = 0,
+        q_abs: Tensor | None = None,
+        tags: Tensor | None = None,
+    ) -> None:
+        """See `KVStore.extend`; statistics of queries and tags are the layer's, and are not for folded rows."""
+        super().extend(self.folded(keys), self.folded(values), self.folded_padding(padding), hold)
+
+    def attend(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """See `KVStore.attend`."""
+        mask = self.folded_mask(mask, query.shape[1])
+        if sinks is None:
+            return self.unfolded(super().attend(self.folded(query), mask, scaling, softcap))
+        # Heads share one list of sinks in a row, and here every row has a list of its own.
+        out = self.folded(torch.empty((*query.shape[:3], self.dims["values"]), dtype=query.dtype, device=query.device))
+        whole = self.folded(query).contiguous()
+        for head, own in enumerate(sinks.view(self.fold, -1)):
+            rows = super().attend(whole, mask, scaling, softcap, own)
+            out[head :: self.fold] = rows[head :: self.fold]
+        return self.unfolded(out)
+
+    def dense(self, side: Side, columns: int) -> Tensor:
+        """See `KVStore.dense`; 0 where a head has evicted a token."""
+        return self.unfolded(super().dense(side, columns))
+
+    def crop(self, tokens: int, seen: int) -> None:
+        """See `KVStore.crop`.
+
+        Raises:
+            NotImplementedError: sealed tokens of a row that has forgotten others; nothing is changed then.
+        """
+        sink = self.layout.sink
+        if self.forgetful and any(max(state.length - tokens - sink, 0) < state.keys for state in self.states):
+            raise NotImplementedError(
+                f"crop: cannot remove {tokens} tokens, since a trim has evicted tokens from among them or before them; "
+                "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
+            )
+        super().crop(tokens, seen)
+
+    def reorder(self, rows: Tensor) -> None:
+        """See `KVStore.reorder`."""
+        super().reorder(self.rows_of(rows.to(self.device)))
+
+    def select(self, rows: Tensor) -> None:
+        """See `KVStore.select`."""
+        super().select(self.rows_of(rows.to(self.device)))

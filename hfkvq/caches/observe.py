@@ -1,0 +1,100 @@
+"""Attention probabilities over what a store holds, for schemes that rank tokens by them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfkvq import kernels
+from hfkvq.kernels.decode import ABSENT, LENGTH, START, run_count
+
+from .headwise import HeadwiseStore
+from .retier import positions
+
+ELEMENTS = 1 << 24
+"""Probabilities computed at a time: 64 MiB of f32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The newest queries of an attention call, and what the call was given with them.
+
+    Attributes:
+        query: (B, Hq, Q, D), after RoPE, not scaled; their keys are in the store by the time it is looked at.
+        real: bool (B, Q), queries that are no padding.
+        mask: (B or 1, Hq or 1, Q or 1, L) over logical columns, as `kernels.decode_attention` takes it, or None.
+        scaling: factor on the logits.
+        softcap: see `kernels.decode_attention`.
+        sinks: (Hq,), likewise, or None.
+        prompt: bool (B,), rows for which the input was a prompt, by which layers are compared; None if for none.
+    """
+
+    query: Tensor
+    real: Tensor
+    mask: Tensor | None
+    scaling: float
+    softcap: float
+    sinks: Tensor | None
+    prompt: Tensor | None
+
+
+def token_order(store: HeadwiseStore) -> Tensor:
+    """Columns of each row's tokens, oldest first: i64 (B*H, n), n the longest row; anything behind a row's end."""
+    where = positions(store)
+    last = torch.iinfo(torch.int32).max
+    return torch.where(where > ABSENT, where, last).argsort(1)[:, : store.longest]
+
+
+def probabilities(store: HeadwiseStore, seen: Observation, order: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Attention of the queries over the tokens of their rows, a few folded rows at a time.
+
+    Args:
+        store: what the layer holds, the queries' own tokens included.
+        seen: the queries.
+        order: see `token_order`.
+
+    Yields:
+        The rows; f32 (N, r, Q, n), 0 at what a query does not see; bool (N, Q), queries that are no padding.
+    """
+    query = store.folded(seen.query)
+    mask = store.folded_mask(seen.mask, seen.query.shape[1])
+    real = seen.real.repeat_interleave(store.fold, 0)
+    rows, share, queries, _ = query.shape
+    sinks = None if seen.sinks is None else seen.sinks.float().view(store.fold, share).repeat(rows // store.fold, 1)
+    where = positions(store)
+    at_once = max(1, ELEMENTS // (share * queries * where.shape[1]))
+    for first in range(0, rows, at_once):
+        own = slice(first, first + at_once)
+        count = order[own].shape[0]
+        q = kernels.hadamard(query[own].float(), store.format.rotate_keys).mul(seen.scaling).flatten(1, 2)[:, None]
+        logits = [q @ store.windows[0][own].float().transpose(-1, -2)]
+        for i, (view, (fmt, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
+            sealed = run_count(store.counters, i, "keys")[own].contiguous()
+            logits.append(kernels.qk_pages(q, view.table[own].contiguous(), sealed, view.keys, fmt))
+        logits.append(q @ store.windows[2][own].float().transpose(-1, -2))
+        x = torch.cat(logits, -1).view(count, share, queries, -1)
+        x = x.gather(-1, order[own][:, None, None].expand(-1, share, queries, -1))
+        if seen.softcap:
+            x = torch.tanh(x / seen.softcap) * seen.softcap
+        place = where[own].gather(1, order[own])
+        visible = (place > ABSENT)[:, None, None]
+        if mask is None:
+            newest = store.counters[LENGTH, own, None] - queries + torch.arange(queries, device=q.device)
+            visible = visible & (place[:, None] <= newest[..., None])[:, None]
+        else:
+            column = (place + store.counters[START, own, None]).clamp(0, mask.shape[-1] - 1).long()
+            shown = (mask if mask.shape[0] == 1 else mask[own]).expand(count, -1, -1, -1)
+            shown = shown.gather(-1, column[:, None, None].expand(-1, *shown.shape[1:3], -1))
+            if mask.is_floating_point():
+                x = x + shown
+            else:
+                visible = visible & shown.bool()
+        x = x.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            x = torch.cat([x, sinks[own, :, None, None].expand(-1, -1, queries, 1)], -1)
+        # Queries that see nothing: NaN.
+        probs = torch.softmax(x, -1).nan_to_num(0.0)
+        yield own, probs[..., : order.shape[1]], real[own]

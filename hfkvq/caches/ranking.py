@@ -1,0 +1,100 @@
+"""What attention says of tokens and layers: scores, statistics and ranks, as pure functions of probabilities."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WHOLE = 16
+"""Width of a token in the model's own dtype; 0 is a token to evict."""
+
+
+def moments(probs: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, second and fourth central moment, and unbiased variance over the real queries.
+
+    Args:
+        probs: f32 (N, r, Q, n), attention of a KV head's r query heads, a row's tokens in order.
+        real: bool (N, Q), queries that are no padding.
+
+    Returns:
+        Each f32 (N, r, n); the variance of a single query is 0.
+    """
+    weight = real[:, None, :, None].to(probs.dtype)
+    count = weight.sum(2)
+    mean = (probs * weight).sum(2) / count.clamp(min=1)
+    square = ((probs - mean[:, :, None]) * weight).square_()
+    total = square.sum(2)
+    fourth = square.square_().sum(2) / count.clamp(min=1)
+    return mean, total / count.clamp(min=1), fourth, total / (count - 1).clamp(min=1)
+
+
+def token_scores(probs: Tensor, real: Tensor, gamma: float) -> Tensor:
+    """ARKV eq. (9): ``S_k = mean_{h,q} A + γ var_q A``, averaged over five neighbours and over the query heads.
+
+    Beyond a row's ends scores count as 0. Arguments as in `moments`.
+
+    Returns:
+        f32 (N, n).
+    """
+    mean, _, _, variance = moments(probs, real)
+    score = (mean + gamma * variance).mean(1, keepdim=True)
+    return torch.nn.functional.avg_pool1d(score, 5, stride=1, padding=2)[:, 0]
+
+
+def code_statistics(probs: Tensor, real: Tensor) -> Tensor:
+    """Of ARKV's released code: ``-Σ A log(A + 1e-10)``, ``Σ var_q A`` and ``Σ m4 / max(m2, 1e-8)²``.
+
+    Sums over a KV head's query heads, queries and keys, to be summed over KV heads. Arguments as in `moments`.
+
+    Returns:
+        f32 (N, 3): entropy, variance, kurtosis.
+    """
+    _, second, fourth, variance = moments(probs, real)
+    entropy = -(probs * (probs + 1e-10).log() * real[:, None, :, None]).sum((1, 2, 3))
+    kurtosis = fourth / second.clamp(min=1e-8).square()
+    return torch.stack([entropy, variance.sum((1, 2)), kurtosis.sum((1, 2))], 1)
+
+
+def paper_statistics(probs: Tensor, real: Tensor, past: Tensor) -> Tensor:
+    """ARKV eqs. (3) to (5): entropy, variance and kurtosis of ``p_k = Σ_{h,q} A / Z`` over the past keys.
+
+    To be averaged over KV heads.
+
+    Args:
+        probs: see `moments`.
+        real: likewise.
+        past: bool (N, n), tokens older than the window.
+
+    Returns:
+        f32 (N, 3).
+    """
+    p = (probs * real[:, None, :, None]).sum((1, 2)) * past
+    p = p / p.sum(1, keepdim=True).clamp(min=1e-30)
+    keys = past.sum(1, keepdim=True).clamp(min=1)
+    centred = (p - p.sum(1, keepdim=True) / keys) * past
+    second, fourth = (centred.pow(n).sum(1) / keys[:, 0] for n in (2, 4))
+    # Flat attention: 0 / 0.
+    kurtosis = torch.where(second > 0, fourth / second.square().clamp(min=1e-38), 0.0)
+    return torch.stack([-torch.special.xlogy(p, p).sum(1), second, kurtosis], 1)
+
+
+def tier_widths(scores: Tensor, kept: Tensor, whole: Tensor, is_whole: Tensor, low_bits: int) -> Tensor:
+    """ARKV eq. (10): of the tokens of highest score, the first ``whole`` stay whole, the rest of ``kept`` get few bits.
+
+    Args:
+        scores: f32 (N, n), -inf where there is no token to judge. Of equal scores the earlier token comes first.
+        kept: i64 (N,), b.
+        whole: i64 (N,), B_o.
+        is_whole: bool (N, n), tokens that are whole so far; only they can be whole hereafter.
+        low_bits: width of the tier of few bits.
+
+    Returns:
+        u8 (N, n): 16, ``low_bits`` or 0.
+    """
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
+    stays = (rank < kept[:, None]) & (scores > -torch.inf)
+    best = (stays & is_whole).gather(1, order)
+    first = torch.zeros_like(best).scatter_(1, order, best & (best.cumsum(1) <= whole[:, None]))
+    return torch.where(first, WHOLE, torch.where(stays, low_bits, 0)).to(torch.uint8)

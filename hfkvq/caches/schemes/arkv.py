@@ -1,0 +1,207 @@
+"""ARKV: a token is kept whole, kept in few bits, or evicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.pages import PageFormat, Side
+
+from ..ranking import WHOLE, code_statistics, paper_statistics, token_scores
+from ..scheme import Layout, Scheme, SideLayout, knob
+
+SEAL_UNIT = 16
+"""Tokens that leave the tail together: fewer, longer steps, and nothing else, since they stay whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arkv(Scheme):
+    """A budget of tokens per layer and KV head: the best stay whole, the next in few bits, the others are evicted.
+
+    Layout: the newest ``window`` tokens always stay, whole. Older ones are ranked by the attention that the newest
+    queries pay them, each KV head for itself, when a row outgrows its budget. How many of those that stay are whole is
+    the layer's own share ρ, measured on the prompt.
+
+    Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and
+    `share`, (9) is `token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
+    Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
+    eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
+    so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, scores that
+    accumulate, INT4 tier.
+    Differs from the released code: attention reads the quantized tokens (there they are lost with the next token); the
+    window is subtracted once; scales are per token and KV head; a prompt's tokens get their tiers when its last layer
+    is done, not a step later; a step of several tokens never keeps more than a prompt would.
+
+    Attributes:
+        budget_tokens: C, most tokens of a row in a KV head of a layer; 1024 if both budgets are None.
+        budget_bytes: the same in bytes of keys, values, scales and positions: few bits make room for more tokens. Pages
+            that are not full, tables and unused slots of the tail come on top, a few pages a KV head.
+        window: W, newest tokens that always stay, whole, and the queries that a prompt is judged by.
+        alpha: α, share of the older tokens that a trim keeps, so that the next one is a while away.
+        gamma: γ, weight of the variance over queries in a token's score.
+        tau_entropy: τ1, root of the entropy in a layer's strength.
+        tau_variance: τ2, of the variance.
+        tau_kurtosis: τ3, of the kurtosis.
+        stats: which statistics: those of the released code, which γ and τ were tuned on, or the paper's equations.
+        tiers: "mixed"; "origin" keeps all whole (ρ = 1, eviction alone), "quant" none (ρ = 0).
+        score: what ranks tokens: "attention", or "recency" (the newest stay; a baseline).
+        low_bits: the tier of few bits: 8 (fp8 e4m3, one scale a token) or 4 (INT4, a scale per 32 channels).
+        beta: share of a token's earlier score in its new one; 0 asks the newest queries alone, as published. More than
+            0 scores every step, which costs a step about as much as attention does.
+        page_size: G, tokens per page.
+    """
+
+    name = "arkv"
+    paper = "arXiv:2603.08727"
+    presets = {
+        "arkv-origin": {"tiers": "origin"},
+        "arkv-quant": {"tiers": "quant"},
+        "arkv-window": {"tiers": "origin", "score": "recency"},
+    }
+
+    budget_tokens: int | None = knob(None, low=2)
+    budget_bytes: int | None = knob(None, low=1)
+    window: int = knob(32, low=1, high=4096)
+    alpha: float = knob(0.75, low=0.0, high=1.0)
+    # The released code's defaults: found by search, on the code's statistics.
+    gamma: float = knob(263.8108280337562, low=0.0)
+    tau_entropy: float = knob(7.774380648611771, low=1e-3)
+    tau_variance: float = knob(5.407015096778621, low=1e-3)
+    tau_kurtosis: float = knob(5.527702582901318, low=1e-3)
+    stats: str = knob("code", choices=("code", "paper"))
+    tiers: str = knob("mixed", choices=("mixed", "origin", "quant"))
+    score: str = knob("attention", choices=("attention", "recency"))
+    low_bits: int = knob(8, choices=(8, 4))
+    beta: float = knob(0.0, low=0.0, high=0.999)
+    page_size: int = knob(32, low=8, high=1024)
+
+    def __post_init__(self) -> None:
+        """Checks how the knobs go together."""
+        super().__post_init__()
+        if self.alpha == 0:
+            raise ValueError("alpha: got 0, allowed more than 0 up to 1; use arkv-window to keep no older token.")
+        if self.budget_tokens is not None and self.budget_bytes is not None:
+            raise ValueError(
+                f"budget_tokens, budget_bytes: got {self.budget_tokens} and {self.budget_bytes}, allowed one of them; "
+                "set the other to None."
+            )
+        if self.budget_bytes is None and self.tokens <= self.window:
+            raise ValueError(
+                f"budget_tokens: got {self.tokens}, allowed more than the window of {self.window} tokens, which always "
+                "stay; raise it, or lower window."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """C, where the budget counts tokens."""
+        return 1024 if self.budget_tokens is None else self.budget_tokens
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Attention probabilities."""
+        return frozenset({"probs"})
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        """A run of few bits and a whole one, both per token; the window stays in the tail."""
+
+        def side(dim: int) -> SideLayout:
+            group = dim if self.low_bits == 8 or dim % 32 else 32
+            low = PageFormat(self.low_bits, "token", group, self.page_size)
+            return SideLayout((low, PageFormat(WHOLE, "token", 1, self.page_size)), self.window, SEAL_UNIT)
+
+        layout = Layout(side(key_dim), side(value_dim))
+        whole = self.token_bytes(layout, key_dim, value_dim, 2)[1]
+        if self.budget_bytes is not None and self.budget_bytes <= self.window * whole:
+            raise ValueError(
+                f"budget_bytes: got {self.budget_bytes}, allowed more than {self.window * whole}, which the window of "
+                f"{self.window} tokens takes in each KV head in 16 bits; raise it, or lower window."
+            )
+        return layout
+
+    # How many tokens stay.
+
+    @staticmethod
+    def token_bytes(layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
+        """Bytes of one token of one KV head in few bits and whole: codes, scales and position.
+
+        Args:
+            layout: the layer's layout.
+            key_dim: D of the keys.
+            value_dim: D of the values.
+            itemsize: bytes of an element of the model's dtype.
+        """
+        costs = []
+        for pair in layout.store.runs:
+            cost = 4
+            sides: tuple[tuple[PageFormat, Side, int], ...] = (
+                (pair[0], "keys", key_dim),
+                (pair[1], "values", value_dim),
+            )
+            for fmt, side, dim in sides:
+                for shape, own in fmt.shapes(side, 1, dim).values():
+                    size = itemsize if own is None else own.itemsize
+                    cost += size * torch.Size(shape).numel() // fmt.page_size
+            costs.append(cost)
+        return costs[0], costs[1]
+
+    def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor:
+        """Older tokens that a trim keeps: b = floor(α * past) (eq. 10), but never more than the budget has room for.
+
+        Args:
+            past: i64 (...,), tokens older than the window.
+            share: f32 (...,), ρ.
+            costs: bytes of a token in few bits and whole, see `token_bytes`.
+            prompt: bool (...,), whether a prompt is trimmed: it fills the budget.
+
+        Returns:
+            i64 (...,).
+        """
+        if self.budget_bytes is None:
+            room = torch.full_like(past, self.tokens - self.window)
+            base = past
+        else:
+            low, whole = costs
+            each = share.double() * whole + (1 - share.double()) * low
+            # A token less: whole counts are rounded.
+            left = self.budget_bytes - self.window * whole - (whole - low)
+            room = (left / each).floor().long().clamp(min=0)
+            base = torch.minimum(room, past)
+        step = (self.alpha * base.double()).floor().long()
+        return torch.minimum(torch.where(prompt, room, step), torch.minimum(room, past))
+
+    @staticmethod
+    def whole(kept: Tensor, share: Tensor) -> Tensor:
+        """Tokens of those kept that stay whole: B_o = round(ρ b), half up: i64 (...,)."""
+        return (share.double() * kept + 0.5).floor().long()
+
+    # What attention says.
+
+    def token_scores(self, probs: Tensor, real: Tensor) -> Tensor:
+        """Eq. (9), see `ranking.token_scores`: f32 (N, n)."""
+        return token_scores(probs, real, self.gamma)
+
+    def layer_statistics(self, probs: Tensor, real: Tensor, past: Tensor) -> Tensor:
+        """Entropy, variance and kurtosis of each KV head by ``stats``, see `ranking.paper_statistics`: f32 (N, 3)."""
+        return code_statistics(probs, real) if self.stats == "code" else paper_statistics(probs, real, past)
+
+    def strength(self, statistics: Tensor) -> Tensor:
+        """Eq. (6): ``o = E^(1/τ1) V^(1/τ2) κ^(1/τ3)`` of each row: f32 (B,) from (B, H, 3)."""
+        joined = (statistics.sum(1) if self.stats == "code" else statistics.mean(1)).clamp(min=0).double()
+        roots = (1 / self.tau_entropy, 1 / self.tau_variance, 1 / self.tau_kurtosis)
+        return torch.stack([joined[:, i] ** root for i, root in enumerate(roots)]).prod(0).float()
+
+    def share(self, own: Tensor, most: Tensor) -> Tensor:
+        """Eq. (7): ``ρ = o / max o`` over the layers, 1 where no layer shows any; 1 or 0 where the tiers are fixed.
+
+        Args:
+            own: f32 (B,), the layer's strength.
+            most: f32 (B,), the greatest of all layers.
+
+        Returns:
+            f32 (B,).
+        """
+        if self.tiers != "mixed":
+            return torch.full_like(own, float(self.tiers == "origin"))
+        return torch.where(most > 0, own / most, 1.0)

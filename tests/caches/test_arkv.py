@@ -1,0 +1,698 @@
+"""ARKV: each equation by hand, then what a cache that evicts does with prompts, steps, rows and memory."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hfkvq import ARKVCache, MixedKVCache, get_scheme
+from hfkvq.caches.peers import Peers
+from hfkvq.caches.ranking import tier_widths
+from hfkvq.caches.retier import EVICT, STAY, positions, retier
+from hfkvq.caches.schemes import Arkv
+from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
+from tests.caches.driver import (
+    DIM,
+    HEADS,
+    SHARE,
+    assert_close,
+    assert_same_bits,
+    attention,
+    feed,
+    forward,
+    join,
+    make,
+    row,
+    stored,
+    tensors_of,
+)
+from tests.caches.models import build, config, prompt
+
+TIGHT = {"budget_tokens": 40, "window": 8, "page_size": 8}
+NO = torch.zeros(3, dtype=torch.bool)
+WHOLE_BYTES, LOW_BYTES = 2 * DIM * 4 + 4, 2 * (DIM + 2) + 4
+
+
+def arkv(**knobs):
+    return Arkv(**TIGHT | knobs)
+
+
+# Equations.
+
+
+class TestEquations:
+    """Numbers small enough to check by hand."""
+
+    def test_token_scores(self):
+        """Eq. (9): two queries, mean .25 .5 .25 and unbiased variance .125 0 .125; then five neighbours over 5."""
+        probs = torch.zeros(1, 1, 2, 6)
+        probs[0, 0, 0, :2] = probs[0, 0, 1, 1:3] = 0.5
+        scores = arkv(gamma=2.0).token_scores(probs, torch.ones(1, 2, dtype=torch.bool))
+        # S = .5 .5 .5 0 0 0
+        assert_close(scores, torch.tensor([[0.3, 0.3, 0.3, 0.2, 0.1, 0.0]]))
+
+    def test_token_scores_average_query_heads(self):
+        probs = torch.zeros(1, 2, 1, 5)
+        probs[0, 0, 0, 0] = probs[0, 1, 0, 4] = 1.0
+        scores = arkv().token_scores(probs, torch.ones(1, 1, dtype=torch.bool))
+        # One query: no variance. S = .5 0 0 0 .5
+        assert_close(scores, torch.tensor([[0.1, 0.1, 0.2, 0.1, 0.1]]))
+
+    def test_padded_queries_do_not_count(self):
+        probs = torch.rand(2, 3, 4, 7)
+        probs[1] = probs[0]
+        probs[1, :, 0] = 9.0
+        scheme, real = arkv(), torch.ones(2, 4, dtype=torch.bool)
+        real[:, 0] = False
+        past = torch.ones(2, 7, dtype=torch.bool)
+        alone = probs[:1, :, 1:]
+        for stats in ("code", "paper"):
+            scheme = arkv(stats=stats)
+            statistics = scheme.layer_statistics(probs, real, past)
+            assert_close(statistics[1], statistics[0])
+            assert_close(statistics[:1], scheme.layer_statistics(alone, real[:1, 1:], past[:1]))
+        assert_close(scheme.token_scores(probs, real)[1], scheme.token_scores(alone, real[:1, 1:])[0])
+
+    def test_statistics_of_the_code(self):
+        """E = 2 ln 2; V = .125 twice; κ: two points are one deviation from their mean, so 1 wherever they differ."""
+        probs = torch.zeros(1, 1, 2, 4)
+        probs[0, 0, 0, :2] = probs[0, 0, 1, 1:3] = 0.5
+        real, past = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 4, dtype=torch.bool)
+        got = arkv().layer_statistics(probs, real, past)
+        assert_close(got, torch.tensor([[2 * math.log(2), 0.25, 2.0]]))
+
+    def test_statistics_of_the_paper(self):
+        """Eqs. (3) to (5) of p = 1/2, 1/4, 1/4: deviations 1/6, -1/12, -1/12; the window's keys are left out."""
+        probs = torch.tensor([0.4, 0.2, 0.2, 0.2]).view(1, 1, 1, 4)
+        past = torch.tensor([[True, True, True, False]])
+        got = arkv(stats="paper").layer_statistics(probs, torch.ones(1, 1, dtype=torch.bool), past)
+        assert_close(got, torch.tensor([[1.5 * math.log(2), 1 / 72, 1.5]]))
+
+    def test_flat_attention_has_no_kurtosis(self):
+        probs, past = torch.full((1, 1, 1, 4), 0.25), torch.ones(1, 4, dtype=torch.bool)
+        got = arkv(stats="paper").layer_statistics(probs, torch.ones(1, 1, dtype=torch.bool), past)
+        assert_close(got, torch.tensor([[math.log(4), 0.0, 0.0]]))
+
+    def test_strength(self):
+        """Eq. (6): 2^(1/1) 4^(1/2) 3^(1/.5) = 36; the code sums over KV heads, the paper's reading averages."""
+        knobs = {"tau_entropy": 1.0, "tau_variance": 2.0, "tau_kurtosis": 0.5}
+        statistics = torch.tensor([[[0.5, 1.0, 2.0], [1.5, 3.0, 1.0]]])
+        assert_close(arkv(**knobs).strength(statistics), torch.tensor([36.0]))
+        assert_close(arkv(stats="paper", **knobs).strength(2 * statistics), torch.tensor([36.0]))
+
+    def test_share(self):
+        """Eq. (7); fixed where the tiers are."""
+        own, most = torch.tensor([1.0, 3.0, 0.0]), torch.tensor([4.0, 3.0, 0.0])
+        assert arkv().share(own, most).tolist() == [0.25, 1.0, 1.0]
+        assert arkv(tiers="origin").share(own, most).tolist() == [1, 1, 1]
+        assert arkv(tiers="quant").share(own, most).tolist() == [0, 0, 0]
+
+    def test_kept(self):
+        """Eq. (10): floor(.75 * 33) = 24; a prompt fills its 40 - 8; many tokens at once are bounded by that."""
+        past = torch.tensor([33, 4, 100])
+        share = torch.ones(3)
+        assert arkv().kept(past, share, (1, 2), NO).tolist() == [24, 3, 32]
+        assert arkv().kept(past, share, (1, 2), ~NO).tolist() == [32, 4, 32]
+
+    def test_kept_in_bytes(self):
+        """100 bytes less 10 tokens of 5: 50, less 2 for rounding, over 5, 3 or 4 bytes each."""
+        scheme = Arkv(budget_bytes=100, window=10)
+        past, share = torch.tensor([90, 90, 90]), torch.tensor([1.0, 0.0, 0.5])
+        assert scheme.kept(past, share, (3, 5), ~NO).tolist() == [9, 16, 12]
+        assert scheme.kept(past, share, (3, 5), NO).tolist() == [6, 12, 9]
+
+    def test_whole(self):
+        assert Arkv.whole(torch.tensor([10, 10, 5, 0]), torch.tensor([0.25, 0.31, 1.0, 0.5])).tolist() == [3, 3, 5, 0]
+
+    def test_widths(self):
+        scores = torch.tensor([[5.0, 1.0, 4.0, 2.0, 3.0, -torch.inf]])
+        whole = torch.ones(1, 6, dtype=torch.bool)
+        four, two = torch.tensor([4]), torch.tensor([2])
+        assert tier_widths(scores, four, two, whole, 8).tolist() == [[16, 0, 16, 8, 8, 0]]
+        # What has few bits already leaves its place to the next.
+        whole[0, 0] = False
+        assert tier_widths(scores, four, two, whole, 8).tolist() == [[8, 0, 16, 8, 16, 0]]
+
+    def test_token_bytes(self):
+        """bf16 at head dim 128: 512 bytes; fp8: 256 and two scales; INT4: 128, and scale and minimum of 8 groups."""
+        for bits, low in ((8, 256 + 4), (4, 128 + 32)):
+            scheme = Arkv(low_bits=bits)
+            assert scheme.token_bytes(scheme.layout(128, 128), 128, 128, 2) == (low + 4, 512 + 4)
+
+
+# Choosing knobs.
+
+
+@pytest.mark.parametrize(
+    ("knobs", "match"),
+    [
+        ({"budget_tokens": 32}, r"budget_tokens: got 32, allowed more than the window of 32 tokens.*raise it"),
+        ({"window": 2000}, r"budget_tokens: got 1024, allowed more than the window of 2000"),
+        ({"alpha": 0.0}, r"alpha: got 0.*more than 0 up to 1"),
+        ({"alpha": 1.5}, r"alpha: got 1.5, allowed 0.0 to 1.0"),
+        ({"tau_entropy": math.nan}, r"tau_entropy: got nan"),
+        ({"tau_variance": 0.0}, r"tau_variance: got 0"),
+        ({"budget_tokens": 64, "budget_bytes": 10**6}, r"budget_tokens, budget_bytes: got 64 and 1000000.*one of them"),
+        ({"budget_bytes": 1000}, r"budget_bytes: got 1000, allowed more than \d+, which the window of 32.*raise it"),
+        ({"low_bits": 2}, r"low_bits: got 2, allowed 8, 4"),
+        ({"budget": 3}, r"arkv: knob 'budget' is unknown; did you mean"),
+    ],
+)
+def test_bad_knobs_are_refused_with_a_remedy(knobs, match):
+    with pytest.raises(ValueError, match=match):
+        ARKVCache(config("llama"), **knobs)
+
+
+# What is kept.
+
+
+def held_positions(layer, index=0):
+    """Logical columns of a row's tokens in each head, by width: [{16: set, 8: set}, ...]; the tail counts as 16."""
+    store, found = layer.store, []
+    where = positions(store)
+    for head in range(store.fold):
+        i = index * store.fold + head
+        start, sizes = int(store.counters[START, i]), [v.table.shape[1] * 8 for v in store.runs]
+        parts = where[i].split([0, *sizes, where.shape[1] - sum(sizes)])
+        columns = [{int(x) + start for x in part if x > ABSENT} for part in parts]
+        assert sum(map(len, columns)) == len(set().union(*columns)) == int(store.counters[LENGTH, i])
+        found.append({8: columns[1], 16: columns[2] | columns[3]})
+    return found
+
+
+def expected_scores(own, scheme, tokens):
+    """Section 1.2 in plain words, for a prompt of the first ``tokens``: (H, n)."""
+    window = min(scheme.window, tokens)
+    mask = torch.ones(tokens, tokens).tril()[-window:].bool()
+    logits = own.queries[:, tokens - window : tokens] @ own.keys[:, :tokens].repeat_interleave(SHARE, 0).mT
+    probs = (logits * DIM**-0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+    score = probs.mean(1) + scheme.gamma * probs.var(1)
+    padded = torch.nn.functional.pad(score, (2, 2))
+    pooled = sum(padded[:, i : i + tokens] for i in range(5)) / 5
+    return pooled.view(HEADS, SHARE, tokens).mean(1)
+
+
+def test_prompt_beyond_the_budget_keeps_its_best_tokens():
+    scheme, own = arkv(tiers="origin"), row(1, 90)
+    layer = make(scheme)
+    (out,) = feed(layer, [own], [90])
+    # The prompt itself was attended to as it came.
+    assert_close(out[None], attention(*join([own]), None, DIM**-0.5))
+    scores = expected_scores(own, scheme, 90)
+    for head, held in enumerate(held_positions(layer)):
+        best = set(scores[head, :82].topk(32).indices.tolist()) | set(range(82, 90))
+        assert held == {8: set(), 16: best}
+    first, second = held_positions(layer)
+    assert first != second
+    assert layer.get_seq_length() == 90
+
+
+def test_prompt_within_the_budget_loses_nothing():
+    layer = make(arkv())
+    feed(layer, [row(1, 40)], [40])
+    assert not layer.evicted
+    assert held_positions(layer) == [{8: set(), 16: set(range(40))}] * HEADS
+
+
+def peered(count, scheme):
+    layers = [make(scheme) for _ in range(count)]
+    Peers(layers)
+    return layers
+
+
+def test_layers_share_is_relative_to_the_strongest_even_if_it_comes_last():
+    """Tiers are final when the last layer is done; each layer's are round(ρ b)."""
+    rows = [row(1, 90), row(2, 90), row(3, 90)]
+    # The later the layer, the more concentrated its attention: stronger, by all three statistics.
+    scaled = [type(x)(x.queries * f, x.keys, x.values) for x, f in zip(rows, (0.3, 1.0, 0.7), strict=True)]
+    layers = peered(3, arkv())
+    for layer, own in zip(layers, scaled, strict=True):
+        feed(layer, [own], [90])
+    strengths = torch.stack([x.strength for x in layers])[:, 0]
+    assert strengths.argmax() == 1
+    for layer, share in zip(layers, strengths / strengths.max(), strict=True):
+        for held in held_positions(layer):
+            whole = int(share.double() * 32 + 0.5)
+            assert (len(held[8]), len(held[16])) == (32 - whole, whole + 8)
+        assert layer.scores is None
+    assert 0 < len(held_positions(layers[0])[0][8]) < 32
+
+
+def test_step_beyond_the_budget_trims_by_its_own_query():
+    """b = floor(.75 * 33) = 24, by one query's attention; then 8 more tokens fit."""
+    scheme, own = arkv(tiers="origin"), row(1, 90)
+    layer = make(scheme)
+    feed(layer, [own[:40]], [40])
+    forward(layer, *join([own[40:41]]))
+    logits = own.queries[:, 40:41] @ own.keys[:, :41].repeat_interleave(SHARE, 0).mT * DIM**-0.5
+    scores = torch.nn.functional.avg_pool1d(logits.softmax(-1), 5, 1, 2).view(HEADS, SHARE, 41).mean(1)
+    for head, held in enumerate(held_positions(layer)):
+        assert held[16] == set(scores[head, :33].topk(24).indices.tolist()) | set(range(33, 41))
+    lengths = []
+    for i in range(41, 60):
+        forward(layer, *join([own[i : i + 1]]))
+        lengths.append(int(layer.store.counters[LENGTH, 0]))
+    assert lengths == [*range(33, 41), 32, *range(33, 41), 32, 33]
+
+
+def head_attention(layer, queries, mask_from):
+    """Attention over `dense`, columns without a token masked: (B, Hq, Q, D); causal from the newest."""
+    keys, values = layer.dense("keys"), layer.dense("values")
+    seen = layer.get_seq_length()
+    visible = torch.zeros(layer.batch_size, HEADS, seen, dtype=torch.bool)
+    for b in range(layer.batch_size):
+        for head, held in enumerate(held_positions(layer, b)):
+            visible[b, head, sorted(held[8] | held[16])] = True
+    count = queries.shape[2]
+    causal = torch.ones(count, seen, dtype=torch.bool).tril(seen - count)
+    mask = visible.repeat_interleave(SHARE, 1)[:, :, None] & causal
+    return attention(queries, keys, values, mask, DIM**-0.5)
+
+
+@pytest.mark.parametrize("low_bits", [8, 4])
+def test_attention_is_over_exactly_what_is_held(low_bits):
+    layer, own = make(arkv(tiers="quant", low_bits=low_bits)), row(1, 120)
+    feed(layer, [own], [70, *[1] * 10])
+    assert all(len(x[8]) for x in held_positions(layer))
+    queries = own.queries[None, :, 79:80]
+    assert_close(layer.attend(queries, None, DIM**-0.5), head_attention(layer, queries, None))
+
+
+def test_low_tier_is_read():
+    """A code changed, or the tier removed, changes what attention gives: released code loses this tier."""
+    layer, own = make(arkv(tiers="quant")), row(1, 90)
+    feed(layer, [own], [90])
+    store, queries = layer.store, own.queries[None, :, -1:]
+    assert (store.counters[RUNS] == 32).all()
+    before = layer.attend(queries, None, DIM**-0.5)
+    changed = copy.deepcopy(layer)
+    changed.store.runs[0].values[0].view(torch.uint8)[0, 0, 0] ^= 0x80
+    assert not torch.allclose(changed.attend(queries, None, DIM**-0.5), before)
+    everything = torch.zeros_like(positions(store), dtype=torch.int8)
+    everything[:, : store.runs[0].table.shape[1] * 8] = EVICT - STAY
+    retier(store, everything + STAY)
+    assert (store.counters[RUNS] == 0).all()
+    assert (before - layer.attend(queries, None, DIM**-0.5)).abs().amax() > 0.01
+
+
+def test_low_tokens_that_stay_keep_their_codes():
+    layer, own = make(arkv(tiers="quant")), row(1, 90)
+    feed(layer, [own], [90])
+
+    def codes(layer):
+        held = {}
+        for head in range(HEADS):
+            own = {k: v for k, v in stored(layer, 0).items() if k.endswith("of head 1") == (head == 1)}
+            for side in ("keys", "values"):
+                start = int(layer.store.counters[START, head])
+                suffix = " of head 1" if head else ""
+                pages = [own[k] for k in sorted(own) if k.startswith(f"0 {side} codes")]
+                places = own[f"0 {side} positions{suffix}"].tolist()
+                flat = torch.cat([p.view(torch.uint8)[0] for p in pages])
+                held |= {(head, side, p + start): x for p, x in zip(places, flat, strict=True)}
+        return held
+
+    before = codes(layer)
+    _ = [forward(layer, *join([row(2 + i, 1)])) for i in range(3)]
+    after = codes(layer)
+    both = before.keys() & after.keys()
+    assert len(both) >= 60 * 0.7
+    assert len(after) < len(before)
+    for key in both:
+        assert torch.equal(before[key], after[key])
+
+
+def test_retier_alone_moves_tokens_and_frees_pages():
+    """Every kind of move at once, on columns chosen by hand; a move to the same place changes no bit."""
+    layer, own = make(arkv(budget_tokens=1000)), row(1, 64)
+    feed(layer, [own], [64])
+    store = layer.store
+    where = positions(store)
+    bits = stored(layer, 0)
+    retier(store, torch.full(where.shape, STAY, dtype=torch.int8))
+    assert_same_bits(stored(layer, 0), bits)
+    size = store.nbytes().total
+    target = torch.full(positions(store).shape, STAY, dtype=torch.int8)
+    target[:, :8], target[:, 8:24] = 0, EVICT
+    target[1, 24:32] = 0
+    dense = layer.dense("keys")
+    retier(store, target)
+    assert store.nbytes().total < size
+    assert store.counters[:, 0].tolist() == [16, 48, 8, 8, 24, 24]
+    assert store.counters[:, 1].tolist() == [16, 48, 16, 16, 16, 16]
+    now = layer.dense("keys")
+    assert not now[:, :, 8:24].any()
+    assert torch.equal(now[:, :, 32:], dense[:, :, 32:])
+    assert torch.equal(now[:, 0, 24:32], dense[:, 0, 24:32])
+    error = (now - dense)[:, :, :8].abs()
+    assert 0 < error.max() < dense[:, :, :8].abs().max() / 16
+    whole = retiered = stored(layer, 0)
+    retier(store, torch.full(positions(store).shape, STAY, dtype=torch.int8))
+    retiered = stored(layer, 0)
+    assert_same_bits(retiered, whole)
+
+
+# Prompts on a cache that has evicted, rows, padding.
+
+
+@pytest.mark.parametrize("more", [5, 17, 70])
+def test_prompt_after_a_trim_sees_no_zeros(more):
+    layer, own = make(arkv()), row(1, 200)
+    feed(layer, [own], [90, 1, 1])
+    held, dense = held_positions(layer), [layer.dense(side) for side in ("keys", "values")]
+    new = own[92 : 92 + more]
+    out = forward(layer, *join([new]))
+    keys, values = (torch.cat([old, x], 2) for old, x in zip(dense, join([new])[1:], strict=True))
+    mask = torch.ones(more, 92 + more, dtype=torch.bool).tril(92)
+    visible = torch.ones(HEADS, 92 + more, dtype=torch.bool)
+    for head, x in enumerate(held):
+        visible[head, :92] = False
+        visible[head, sorted(x[8] | x[16])] = True
+    mask = mask & visible.repeat_interleave(SHARE, 0)[None, :, None]
+    assert_close(out, attention(new.queries[None], keys, values, mask, DIM**-0.5))
+    assert (layer.store.counters[LENGTH] <= 40).all()
+    assert layer.get_seq_length() == 92 + more
+
+
+def test_scores_of_tokens_to_come_have_no_history():
+    """Accumulation in a short row beside a long one, exactly as alone."""
+    layer, rows = make(arkv(beta=0.9)), [row(1, 60), row(2, 60)]
+    feed(layer, rows, [20, *[1] * 10], [0, 12])
+    alone = make(arkv(beta=0.9))
+    feed(alone, [rows[1][:18]], [8, *[1] * 10])
+    assert_close(layer.scores[HEADS:, :18], alone.scores)
+    assert layer.scores[HEADS:, 18:].isnan().all()
+
+
+CHUNKS = {"steps": [70, *[1] * 30], "short": [20, *[1] * 60], "turns": [70, 1, 1, 40, 1, 1]}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("knobs", [{}, {"budget_tokens": None, "budget_bytes": 40 * 260}, {"beta": 0.5}], ids=str)
+def test_padded_row_is_the_same_row_alone(chunks, knobs):
+    scheme, total = arkv(**knobs), sum(chunks)
+    rows, pads = [row(i, total) for i in (1, 2, 3)], [0, 7, 15]
+    layer = make(scheme)
+    outs = feed(layer, rows, chunks, pads)
+    assert layer.evicted
+    for i, pad in enumerate(pads):
+        alone = make(scheme)
+        (out,) = feed(alone, [rows[i][: total - pad]], [chunks[0] - pad, *chunks[1:]])
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+        assert_close(outs[i], out)
+
+
+def test_row_that_starts_in_a_later_chunk():
+    """Its first tokens are its prompt, however few, and a step for the rows beside it."""
+    rows, pads = [row(1, 80), row(2, 80)], [0, 35]
+    layer = make(arkv())
+    outs = feed(layer, rows, [30, 10, 10, *[1] * 30], pads)
+    for i, (pad, chunks) in enumerate(zip(pads, ([30, 10, 10, *[1] * 30], [5, 10, *[1] * 30]), strict=True)):
+        alone = make(arkv())
+        (out,) = feed(alone, [rows[i][: 80 - pad]], chunks)
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+        assert_close(layer.strength[i], alone.strength[0])
+        assert_close(outs[i], out)
+
+
+def test_budget_in_bytes_knows_the_dtype_before_anything_is_held():
+    layer = make(arkv(budget_tokens=None, budget_bytes=8 * 140))
+    with pytest.raises(ValueError, match=r"budget_bytes: got 1120, allowed more than 2080.*in torch.float32; raise it"):
+        feed(layer, [row(1, 20)], [20])
+    assert layer.store is None
+    assert layer.get_seq_length() == 0
+
+
+def test_padding_is_never_kept():
+    layer, rows = make(arkv()), [row(1, 90), row(2, 90)]
+    feed(layer, rows, [70, *[1] * 5], [0, 40])
+    assert all(min(x[8] | x[16]) >= 40 for x in held_positions(layer, 1))
+
+
+def _moved(layer, order):
+    rows = [stored(layer, i) for i in order]
+    layer.reorder_cache(torch.tensor(order))
+    for i, expected in enumerate(rows):
+        assert_same_bits(stored(layer, i), expected)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_rows_that_move_are_the_rows_fed_alone(beta):
+    scheme, rows = arkv(beta=beta), [row(i, 120) for i in (1, 2, 3)]
+    layer, pads = make(scheme), [0, 5, 11]
+    feed(layer, rows, [70, *[1] * 10], pads)
+    order = [2, 0, 0]
+    _moved(layer, order)
+    for i in range(80, 100):
+        new = [row(1000 + 3 * i + b, 1) for b in range(3)]
+        valid = torch.arange(i + 1) >= torch.tensor([pads[o] for o in order])[:, None]
+        forward(layer, *join(new), valid)
+    for b, source in enumerate(order):
+        alone = make(scheme)
+        feed(alone, [rows[source][: 80 - pads[source]]], [70 - pads[source], *[1] * 10])
+        for i in range(80, 100):
+            forward(alone, *join([row(1000 + 3 * i + b, 1)]))
+        assert_same_bits(stored(layer, b), stored(alone, 0))
+    held = stored(layer, 2)
+    layer.batch_select_indices(torch.tensor([2]))
+    assert_same_bits(stored(layer, 0), held)
+    layer.batch_repeat_interleave(2)
+    assert_same_bits(stored(layer, 1), held)
+
+
+def test_deepcopy_reset_and_pickle():
+    layer, own = make(arkv()), row(1, 120)
+    feed(layer, [own], [70, 1, 1])
+    held = stored(layer, 0)
+    twin = copy.deepcopy(layer)
+    assert twin.peers.layers == [twin]
+    for i in range(72, 90):
+        forward(twin, *join([own[i : i + 1]]))
+    assert_same_bits(stored(layer, 0), held)
+    again = pickle.loads(pickle.dumps(layer))
+    for i in range(72, 90):
+        forward(again, *join([own[i : i + 1]]))
+    assert_same_bits(stored(again, 0), stored(twin, 0))
+    layer.reset()
+    assert layer.get_seq_length() == 0
+    fresh = make(arkv())
+    for x in (layer, fresh):
+        feed(x, [row(5, 90)], [80, *[1] * 10])
+    assert_same_bits(stored(layer, 0), stored(fresh, 0))
+
+
+def test_crop():
+    """The tail goes without a trace; behind a trim there is nothing to go back to, and nothing is lost by asking."""
+    layer, own = make(arkv()), row(1, 120)
+    feed(layer, [own], [70, 1, 1])
+    held = stored(layer, 0)
+    with pytest.raises(NotImplementedError, match=r"crop: cannot remove 30 tokens.*evicted.*deepcopy"):
+        layer.crop(-30)
+    assert layer.get_seq_length() == 72
+    assert_same_bits(stored(layer, 0), held)
+    layer.crop(-3)
+    assert layer.get_seq_length() == 69
+    for i in range(69, 72):
+        forward(layer, *join([own[i : i + 1]]))
+    assert_same_bits(stored(layer, 0), held)
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("name", ["arkv", "arkv-origin", "arkv-quant", "arkv-window"])
+def test_a_trim_frees_bytes(name):
+    scheme = get_scheme(name, **TIGHT)
+    model = build("llama")
+    cache, ids = MixedKVCache(model, scheme), prompt(1, 300)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    report = cache.memory()
+    assert report.seen == 300
+    assert report.total == sum(x.nbytes for x in tensors_of(cache.layers))
+    # 40 tokens, a partial page of each tier, and a tail of 8 + 15 + 16 slots, in 4 rows.
+    assert report.total < 4 * (32 + 16 + 39) * WHOLE_BYTES + 1000
+    assert report.elements == 4 * 40 * 2 * DIM
+    for layer in cache.layers:
+        assert (layer.store.counters[LENGTH] == 40).all()
+    if name == "arkv-quant":
+        assert report.code_bits == 8
+    if name == "arkv-window":
+        # As the prompt leaves it.
+        assert held_positions(cache.layers[0])[0][16] == set(range(260, 300))
+
+
+def test_budget_in_bytes():
+    """Never more than the budget of tokens' bytes; few bits make room for more tokens."""
+    budget = 40 * WHOLE_BYTES
+    counts = {}
+    for tiers in ("origin", "mixed", "quant"):
+        own = row(1, 400)
+        layer = make(arkv(budget_tokens=None, budget_bytes=budget, tiers=tiers))
+        seen, most = [], 0
+        for at, t in [(0, 300), *((i, 1) for i in range(300, 400))]:
+            forward(layer, *join([own[at : at + t]]))
+            low, length = layer.store.counters[RUNS], layer.store.counters[LENGTH]
+            held = int((low * LOW_BYTES + (length - low) * WHOLE_BYTES).max())
+            assert held <= budget
+            most = max(most, held)
+            seen.append(int(length[0]))
+        assert most > budget - 2 * WHOLE_BYTES
+        counts[tiers] = seen
+    assert max(counts["origin"]) == 40
+    assert counts["quant"][0] > 3 * 32
+    assert sum(counts["quant"]) > 1.5 * sum(counts["origin"])
+
+
+def test_bytes_while_a_prompt_passes():
+    """Before the last layer is done, earlier ones hold less than two budgets, and then what they may."""
+    budget = 40 * WHOLE_BYTES
+    layers = peered(3, arkv(budget_tokens=None, budget_bytes=budget))
+
+    def held(layer):
+        low, length = layer.store.counters[RUNS], layer.store.counters[LENGTH]
+        return int((low * LOW_BYTES + (length - low) * WHOLE_BYTES).max())
+
+    for i, factor in enumerate((0.3, 1.0, 0.7)):
+        own = row(i, 300)
+        feed(layers[i], [type(own)(own.queries * factor, own.keys, own.values)], [300])
+        if i < 2:
+            assert all(held(x) < 2 * budget for x in layers[: i + 1])
+    assert all(held(x) <= budget for x in layers)
+
+
+# Models.
+
+
+def generate(model, cache, ids, mask=None, **more):
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        past_key_values=cache,
+        max_new_tokens=20,
+        do_sample=False,
+        **more,
+    )
+
+
+def test_within_the_budget_it_is_the_stock_cache():
+    model, ids = build("llama"), prompt(2, 40)
+    expected = generate(model, DynamicCache(config=model.config), ids)
+    assert torch.equal(generate(model, ARKVCache(model), ids), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt-oss"])
+def test_left_padding_and_beams_in_models(family):
+    model, ids = build(family), prompt(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1, :11] = 0
+    together = generate(model, ARKVCache(model, **TIGHT), ids, mask)
+    for i, pad in enumerate((0, 11)):
+        alone = generate(model, ARKVCache(model, **TIGHT), ids[i : i + 1, pad:])
+        assert together[i, 60:].tolist() == alone[0, 60 - pad :].tolist()
+    assert generate(model, ARKVCache(model, **TIGHT), ids, mask, num_beams=3).shape == (2, 80)
+
+
+def test_sdpa_is_intercepted_as_well():
+    model, ids = build("llama"), prompt(2, 60)
+    expected = generate(model, ARKVCache(model, **TIGHT), ids)
+    plain = build("llama", attention="sdpa")
+    assert torch.equal(generate(plain, ARKVCache(plain, attach=False, **TIGHT), ids), expected)
+
+
+def test_attention_that_hides_its_queries_evicts_nothing(caplog):
+    model, ids = build("llama", attention="eager"), prompt(1, 60)
+    cache = ARKVCache(model, attach=False, **TIGHT)
+    expected = generate(model, DynamicCache(config=model.config), ids)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(generate(model, cache, ids), expected)
+    assert sum("did not show its queries" in x.message for x in caplog.records) == 1
+    assert not any(layer.evicted for layer in cache.layers)
+
+
+def test_evicted_tokens_are_never_shown_as_zeros():
+    model, ids = build("llama"), prompt(1, 60)
+    cache = ARKVCache(model, **TIGHT)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    keys, _ = cache.update(*(torch.randn(1, HEADS, 1, DIM) for _ in range(2)), 0)
+    with pytest.raises(RuntimeError, match=r"arkv: tokens have been evicted.*attach=True"):
+        keys @ torch.randn(DIM, 1)
+
+
+def test_cache_copies_keep_their_layers_together():
+    model, ids = build("llama"), prompt(1, 60)
+    cache = ARKVCache(model, **TIGHT)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert all(layer.peers.layers == twin.layers for layer in twin.layers)
+        assert twin.layers[0].peers is not cache.layers[0].peers
+
+
+def test_kernels_follow_the_reference():
+    """Negative positions, two tiers, a prompt after a trim: under the interpreter as in plain torch."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
+    from hfkvq.kernels import use_interpreter
+
+    rows, chunks, pads = [row(1, 120), row(2, 120)], [60, 1, 1, 20, 1], [0, 6]
+    layers = [make(arkv(page_size=32)) for _ in range(2)]
+    expected = feed(layers[0], rows, chunks, pads)
+    with use_interpreter():
+        got = feed(layers[1], rows, chunks, pads)
+        dense = layers[1].dense("keys")
+    assert_close(dense, layers[0].dense("keys"))
+    for i in range(2):
+        assert_same_bits(stored(layers[1], i), stored(layers[0], i))
+        assert_close(got[i], expected[i])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_decode_kernel_of_models_in_bf16(masked):
+    """The kernel that GPUs run, on rows whose positions are negative: causal, and by a mask."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
+    from hfkvq.kernels import use_interpreter
+
+    layer, own = make(arkv(page_size=32, tiers="quant")), row(1, 200, dtype=torch.bfloat16)
+    feed(layer, [own], [160, *[1] * 10])
+    store = layer.store
+    assert (positions(store)[positions(store) > ABSENT] < 0).any()
+    queries = own.queries[None, :, 166:170]
+    mask = None
+    if masked:
+        mask = torch.ones(4, 170, dtype=torch.bool).tril(166)[None, None].clone()
+        mask[..., ::3] = False
+    expected = layer.attend(queries.float(), mask, DIM**-0.5)
+    with use_interpreter():
+        got = layer.attend(queries, mask, DIM**-0.5)
+        dense = layer.dense("values")
+    assert torch.equal(dense, layer.dense("values"))
+    assert (got.float() - expected).abs().max() < 0.02
+
+
+@pytest.mark.slow
+def test_tiers_are_worth_their_bytes_on_the_reference_model():
+    """The same bytes a KV head: the more tokens in few bits, the nearer to the stock cache's predictions."""
+    from hfkvq.demo.measure import answer, kl_divergence, make_cache, predictions
+    from hfkvq.demo.prompts import load, make_batches
+
+    subject = load(None, device=torch.device("cpu"))
+    (batch,) = make_batches(subject, "recall-80", 8, 8, 0, None)
+    stock = answer(subject, batch, make_cache(subject, None), 8)
+    expected = torch.cat([x[1:length] for x, length in zip(stock.logits, stock.lengths, strict=True)])
+    distance = {}
+    for name in ("arkv-origin", "arkv", "arkv-quant"):
+        # 384 tokens, whole.
+        scheme = get_scheme(name, budget_bytes=384 * 516)
+        mine = answer(subject, batch, make_cache(subject, scheme), 8)
+        distance[name] = float(kl_divergence(expected, predictions(subject, batch, mine, stock)).mean())
+    assert distance["arkv"] <= distance["arkv-origin"]
+    assert distance["arkv-quant"] < distance["arkv-origin"] / 2
