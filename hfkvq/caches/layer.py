@@ -417,11 +417,15 @@ class KVLayer(CacheLayerMixin):
             self._settle()
 
     def _observe(self, query: Tensor) -> None:
-        magnitude = query.detach().abs().float()
+        if query.shape[2] > self.new_columns:
+            # A packed step: query heads of one token stand where tokens are expected (see `handle`).
+            query = query.flatten(1, 2)[:, :, None]
+        # Sums of f32 would depend on where padding stands; these are of few bits each.
+        magnitude = query.detach().abs().double()
         batch, _, queries, _ = query.shape
         real = torch.ones(batch, queries, dtype=torch.bool, device=query.device)
         if self.padding is not None:
-            # The newest queries may be all there are; a packed step (see `handle`) has several of its one column.
+            # The newest queries may be all there are.
             column = (torch.arange(queries, device=query.device) + self.new_columns - queries).clamp(min=0)
             real = column >= self.padding.lead.to(query.device)[:, None]
             if self.padding.source is not None:
@@ -441,7 +445,7 @@ class KVLayer(CacheLayerMixin):
             return None
         count = self.query_count[:, None, None]
         # A row that has shown no query since its last seal weighs its channels alike.
-        return torch.where(count > 0, self.query_sum / count.clamp(min=1), 1.0)
+        return torch.where(count > 0, self.query_sum / count.clamp(min=1), 1.0).float()
 
     def _settle(self, commit: bool = True) -> None:
         """Does what is left of the last update: staged tokens join the store, and what is due is sealed."""
