@@ -42,6 +42,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "kitty, values rotated": ("kitty", {"rotate_values": True}),
     "kitty, rotated, clipped 0.97": ("kitty", {"rotate_values": True, "clip_values": 0.97}),
     "kitty, rotated, clipped 0.92": ("kitty", {"rotate_values": True, "clip_values": 0.92}),
+    "mixkvq, 64 channels INT4": ("mixkvq", {"most_bf16": 0.0, "most_int4": 0.5}),
+    "the same, error only": ("mixkvq-error-only", {"most_bf16": 0.0, "most_int4": 0.5}),
+    "arkv, 256 KiB a head": ("arkv", {"budget_bytes": 2**18}),
+    "arkv-origin, 256 KiB": ("arkv-origin", {"budget_bytes": 2**18}),
+    "arkv-quant, 256 KiB": ("arkv-quant", {"budget_bytes": 2**18}),
+    "arkv-quant, INT4, 256 KiB": ("arkv-quant", {"budget_bytes": 2**18, "low_bits": 4}),
 }
 """Options that are off by default, to be measured beside the presets."""
 
