@@ -104,6 +104,7 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     count, columns = logits.shape[-2:]
     if mask is None:
         mask = torch.ones(count, columns, dtype=torch.bool, device=logits.device).tril(columns - count)
+    mask = mask.to(logits.device)
     logits = logits + mask if mask.is_floating_point() else logits.masked_fill(~mask.bool(), -torch.inf)
     return (torch.softmax(logits, -1).nan_to_num(0.0) @ values).to(queries.dtype)
 
