@@ -54,7 +54,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def _schemes(options: bool) -> dict[str, Scheme]:
     more = {name: get_scheme(preset, **knobs) for name, (preset, knobs) in OPTIONS.items()} if options else {}
-    return choose_schemes() | more
+    return choose_schemes(("all",)) | more
 
 
 def _measure(settings: Settings, device: str, outliers: float | None, schemes: dict[str, Scheme]) -> Result:

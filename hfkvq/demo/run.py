@@ -33,7 +33,7 @@ class Settings:
 
     Attributes:
         tasks: names, see `hfkvq.demo.prompts.full_name`.
-        schemes: preset names, or none for every distinct one.
+        schemes: preset names, "all", or none for `HEADLINE`.
         samples: examples of each task.
         batch_size: most prompts run together.
         max_new_tokens: most tokens of an answer; None depends on the task, see `make_batches`.
@@ -163,10 +163,14 @@ class Result:
     seconds: float
 
 
+HEADLINE = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "arkv", "triaxial")
+"""Presets that a quick look compares: one or two of each paper, and baselines."""
+
+
 def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
-    """Schemes by preset name; without names every distinct one, under the last of its names."""
-    if names:
-        return {name: get_scheme(name) for name in names}
+    """Schemes by preset name; without names the headline's; of "all" every distinct one, under the last name it has."""
+    if tuple(names) != ("all",):
+        return {name: get_scheme(name) for name in names or HEADLINE}
     # The last name says most: "kivi" is an alias of "kivi-2".
     distinct = {scheme: name for name, scheme in list_schemes().items()}
     return {name: scheme for scheme, name in distinct.items()}

@@ -48,12 +48,17 @@ def test_answers_end_with_the_first_end_token() -> None:
 
 
 def test_every_distinct_scheme_is_run_once() -> None:
-    chosen = choose_schemes()
+    chosen = choose_schemes(["all"])
     assert set(chosen.values()) == set(list_schemes().values())
     assert len(set(chosen.values())) == len(chosen)
     assert "kivi-2" in chosen
     assert "kivi" not in chosen
     assert list(choose_schemes(["kivi", "full"])) == ["kivi", "full"]
+
+
+def test_a_quick_look_has_a_scheme_of_every_paper() -> None:
+    papers = {scheme.paper for scheme in choose_schemes().values()}
+    assert papers >= {scheme.paper for scheme in list_schemes().values()}
 
 
 @pytest.mark.parametrize("task", ["sums", "recall-", "recall-0", "recall-281", "recall-999999", "tools-3", ""])

@@ -1,0 +1,74 @@
+"""Accuracy has not fallen: a small fixed slice, measured again and held against what is on record."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from hfkvq.demo.run import BASELINE
+
+EVALS = Path(__file__).parents[2] / "evals"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("accuracy", EVALS / "accuracy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+accuracy = load_script()
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return accuracy.measure_slice()
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads((EVALS / "results/accuracy-slice.json").read_text(encoding="utf-8"))["rows"]
+
+
+def test_every_preset_is_on_record(measured, recorded):
+    assert measured.keys() == recorded.keys()
+
+
+@pytest.mark.parametrize("kind", ["plain", "outliers"])
+def test_slice(measured, recorded, kind):
+    """Right answers may differ by one, divergence by half and what another PyTorch rounds, bytes not at all."""
+    worse = []
+    for name, kinds in measured.items():
+        now, then = kinds[kind], recorded[name][kind]
+        assert now["total"] == then["total"]
+        ok = now["right"] >= then["right"] - 1
+        ok = ok and (name == BASELINE or now["kl_mean"] <= 1.5 * then["kl_mean"] + 2e-4)
+        ok = ok and now["total_bits"] == pytest.approx(then["total_bits"], rel=1e-6)
+        if not ok:
+            worse.append((name, now, then))
+    assert not worse
+
+
+def test_the_stock_cache_is_right(measured):
+    """The slice can tell: the model answers it, and a bad cache does not."""
+    stock = measured[BASELINE]["outliers"]
+    assert stock["right"] >= stock["total"] - 1
+    assert measured["int4"]["outliers"]["kl_mean"] > 10 * measured["saw-int4"]["outliers"]["kl_mean"]
+
+
+def test_table_has_every_row_once():
+    recorded = json.loads((EVALS / "results/accuracy.json").read_text(encoding="utf-8"))
+    lines = accuracy.markdown(recorded).splitlines()
+    assert len(lines) == 2 + len(recorded["plain"]["rows"])
+    assert len({line.count("|") for line in lines}) == 1
+    text = f"a\n{accuracy.BEGIN}\nold\n{accuracy.END}\nb"
+    assert accuracy.put_table(text, recorded) == accuracy.put_table(accuracy.put_table(text, recorded), recorded)
+
+
+def test_readme_shows_what_was_measured():
+    recorded = json.loads((EVALS / "results/accuracy.json").read_text(encoding="utf-8"))
+    text = (EVALS.parent / "README.md").read_text(encoding="utf-8")
+    assert accuracy.put_table(text, recorded) == text
