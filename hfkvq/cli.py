@@ -126,7 +126,9 @@ def demo(
     model: Annotated[
         str | None, typer.Option(help=r"Chat model: a folder or a name on the Hub. \[default: the reference model]")
     ] = None,
-    schemes: Annotated[str | None, typer.Option(help=r"Presets, separated by commas, or all. \[default: the main ones]")] = None,
+    schemes: Annotated[
+        str | None, typer.Option(help=r"Presets, separated by commas, or all. \[default: the main ones]")
+    ] = None,
     tasks: Annotated[
         str, typer.Option(help="recall, arithmetic, tools; also with a size, e.g. recall-40.")
     ] = "recall,arithmetic,tools",

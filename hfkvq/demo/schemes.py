@@ -98,7 +98,9 @@ def _bits(least_most: list[float]) -> str:
 
 def _knob_words(name: str, value: Any) -> str:
     # A table of widths by tag would take the whole screen.
-    return f"{name}={value!r}" if not isinstance(value, tuple) else f"{name}: {len(value)} entries"
+    if isinstance(value, tuple):
+        return f"{name}: {len(value)} entries"
+    return f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value!r}"
 
 
 def schemes_table() -> Table:

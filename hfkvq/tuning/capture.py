@@ -85,7 +85,14 @@ class _CaptureLayer(KVLayer):
             )
         return held.attend(keys[0].float(), values[0].float())[None].to(query.dtype)
 
-    def finish(self, query: Tensor) -> None:
+    def finish(
+        self,
+        query: Tensor,
+        mask: Tensor | None = None,
+        scaling: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
         """The new tokens are no longer needed."""
         self.staged, self.new_columns = None, 0
 

@@ -45,6 +45,7 @@ def test_schemes_lists_every_preset(columns: int) -> None:
         assert name in first
         for knob, value in scheme.to_dict().items():
             shown = f"{knob}: {len(value)} entries" if isinstance(value, tuple) else f"{knob}={value!r}"
+            shown = f"{knob}={value:.4g}" if isinstance(value, float) else shown
             assert knob == "scheme" or shown in done.output
 
 

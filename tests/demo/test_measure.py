@@ -121,7 +121,7 @@ def test_full_holds_the_same_tokens_as_the_stock_cache(subject: Subject, task: s
 
 
 def test_full_is_the_baseline_and_two_bits_on_everything_are_not(subject: Subject) -> None:
-    settings = Settings(tasks=("recall-24", "tools"), samples=3, batch_size=2, max_new_tokens=8)
+    settings = Settings(("recall-24", "tools"), ("full", "kivi-2", "kivi-4"), samples=3, batch_size=2, max_new_tokens=8)
     result = run_demo(subject, settings)
     rows = {row.name: row for row in result.rows}
     assert next(iter(rows)) == "DynamicCache"
