@@ -24,7 +24,7 @@ class MemoryReport:
         compressed: bytes of compressed layers, by kind (`StoreBytes`).
         staged: bytes of tokens that are not in the store yet (between update and attention).
         stock: bytes of layers left to Transformers (sliding windows, linear attention).
-        elements: key and value elements of the tokens in compressed layers.
+        elements: key and value elements of the tokens that compressed layers were given, evicted ones included.
         code_bits: payload bits an element of sealed pages.
         seen: logical tokens of the cache.
     """

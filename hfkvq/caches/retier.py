@@ -174,4 +174,5 @@ def retier(store: KVStore, target: Tensor) -> None:
     for at in (2, 3):
         windows[at] = windows[at].gather(2, before.expand(-1, store.heads, -1, windows[at].shape[3]))
     store.counters, store.windows, store.runs = counters, windows, runs
+    store.dropped = store.dropped + evicted
     store.states = frozenset(RowState(a, b, b) for a, b in zip(told[0], told[1], strict=True))

@@ -145,6 +145,8 @@ class KVStore:
         self.dtype, self.device, self.capacity = keys.dtype, keys.device, capacity
         runs = self.format.runs
         self.counters = torch.zeros(RUNS + 2 * len(runs), self.batch, dtype=torch.int32, device=self.device)
+        # Tokens of each row that a trim has evicted.
+        self.dropped = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
         self.windows = [
             self._window(layout.sink, "keys"),
             self._window(layout.sink, "values"),
@@ -179,7 +181,7 @@ class KVStore:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the store holds."""
-        return [self.counters, *self.windows, *self.flat_runs()]
+        return [self.counters, self.dropped, *self.windows, *self.flat_runs()]
 
     @property
     def longest(self) -> int:
@@ -633,7 +635,7 @@ class KVStore:
             self._share(run, rows)
             if view.pos is not None:
                 view.pos = view.pos[rows]
-        self.counters = self.counters[:, rows].contiguous()
+        self.counters, self.dropped = self.counters[:, rows].contiguous(), self.dropped[rows]
         self.windows = [window[rows] for window in self.windows]
         self.batch = rows.shape[0]
 
@@ -683,7 +685,7 @@ class KVStore:
             view.table = torch.arange(ids.shape[0], dtype=torch.int32, device=self.device).view(shape)
             if view.pos is not None:
                 view.pos = view.pos[rows]
-        self.counters = self.counters[:, rows].contiguous()
+        self.counters, self.dropped = self.counters[:, rows].contiguous(), self.dropped[rows]
         self.windows = [window[rows] for window in self.windows]
         self.batch = rows.shape[0]
 
@@ -696,12 +698,14 @@ class KVStore:
     def clear(self) -> None:
         """Forgets all tokens; keeps the allocation."""
         self.counters.zero_()
+        self.dropped.zero_()
         self.states = frozenset({RowState(0, 0, 0)})
         self._part()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Moves every tensor."""
         self.counters = self.counters.to(device, non_blocking=non_blocking)
+        self.dropped = self.dropped.to(device, non_blocking=non_blocking)
         self.windows = [window.to(device, non_blocking=non_blocking) for window in self.windows]
         for view in self.runs:
             view.table = view.table.to(device, non_blocking=non_blocking)
@@ -714,7 +718,7 @@ class KVStore:
         """Independent tensors, shared layout and scheme."""
         new = copy.copy(self)
         new.tail_limit = dict(self.tail_limit)
-        new.counters = self.counters.clone()
+        new.counters, new.dropped = self.counters.clone(), self.dropped.clone()
         new.windows = [window.clone() for window in self.windows]
         new.runs = [
             RunView(
@@ -768,11 +772,11 @@ class KVStore:
                 used = view.table[inside].unique().numel()
                 reserved += size * (pages - used) / pages
         windows = sum(window.nbytes for window in self.windows)
-        return StoreBytes(codes, metadata, windows, tables + self.counters.nbytes, round(reserved))
+        return StoreBytes(codes, metadata, windows, tables + self.counters.nbytes + self.dropped.nbytes, round(reserved))
 
     def elements(self) -> int:
-        """Key and value elements of all stored tokens (asks the device)."""
-        return int(self.counters[LENGTH].sum()) * self.heads * (self.dims["keys"] + self.dims["values"])
+        """Key and value elements of all tokens, those that a trim has evicted included (asks the device)."""
+        return int((self.counters[LENGTH] + self.dropped).sum()) * self.heads * (self.dims["keys"] + self.dims["values"])
 
     def code_bits(self) -> float:
         """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).

@@ -518,7 +518,8 @@ def test_a_trim_frees_bytes(name):
     assert report.total == sum(x.nbytes for x in tensors_of(cache.layers))
     # 40 tokens, a partial page of each tier, and a tail of 8 + 15 + 16 slots, in 4 rows.
     assert report.total < 4 * (32 + 16 + 39) * WHOLE_BYTES + 1000
-    assert report.elements == 4 * 40 * 2 * DIM
+    # Of all tokens that were seen: what is evicted was saved.
+    assert report.elements == 4 * 300 * 2 * DIM
     for layer in cache.layers:
         assert (layer.store.counters[LENGTH] == 40).all()
     if name == "arkv-quant":
@@ -696,3 +697,18 @@ def test_tiers_are_worth_their_bytes_on_the_reference_model():
         distance[name] = float(kl_divergence(expected, predictions(subject, batch, mine, stock)).mean())
     assert distance["arkv"] <= distance["arkv-origin"]
     assert distance["arkv-quant"] < distance["arkv-origin"] / 2
+
+
+def test_evicted_tokens_count_among_what_was_saved():
+    """Bits an element are of all tokens that were seen: eviction saves memory."""
+    model = build("llama")
+    ids = prompt(2, 120)
+    caches = {name: MixedKVCache(model.config, get_scheme(name, **knobs)) for name, knobs in (
+        ("full", {}), ("arkv-origin", {"budget_tokens": 48, "window": 8, "page_size": 8}),
+    )}  # fmt: skip
+    for cache in caches.values():
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    full, kept = (cache.memory() for cache in caches.values())
+    assert kept.bf16 == full.bf16
+    assert kept.compressed.total < 0.75 * full.compressed.total
+    assert kept.total_bits < 0.75 * full.total_bits
