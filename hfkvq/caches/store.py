@@ -772,11 +772,13 @@ class KVStore:
                 used = view.table[inside].unique().numel()
                 reserved += size * (pages - used) / pages
         windows = sum(window.nbytes for window in self.windows)
-        return StoreBytes(codes, metadata, windows, tables + self.counters.nbytes + self.dropped.nbytes, round(reserved))
+        tables += self.counters.nbytes + self.dropped.nbytes
+        return StoreBytes(codes, metadata, windows, tables, round(reserved))
 
     def elements(self) -> int:
         """Key and value elements of all tokens, those that a trim has evicted included (asks the device)."""
-        return int((self.counters[LENGTH] + self.dropped).sum()) * self.heads * (self.dims["keys"] + self.dims["values"])
+        tokens = int((self.counters[LENGTH] + self.dropped).sum())
+        return tokens * self.heads * (self.dims["keys"] + self.dims["values"])
 
     def code_bits(self) -> float:
         """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
