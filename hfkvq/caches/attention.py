@@ -55,7 +55,8 @@ def hfkvq_attention(
     if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
         mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
     bias = kwargs.get("position_bias")
-    if bias is not None:
+    # A prompt's own attention adds the bias itself.
+    if bias is not None and (pages or "probs" in layer.scheme.needs):
         mask = _added(bias, mask)
     sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
     softcap = kwargs.get("softcap") or 0.0

@@ -92,16 +92,9 @@ class HeadwiseStore(KVStore):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """See `KVStore.attend`."""
+        # The layer's list of sinks has those of each head in turn: rows here take turns with it.
         mask = self.folded_mask(mask, query.shape[1])
-        if sinks is None:
-            return self.unfolded(super().attend(self.folded(query), mask, scaling, softcap))
-        # Heads share one list of sinks in a row, and here every row has a list of its own.
-        out = self.folded(torch.empty((*query.shape[:3], self.dims["values"]), dtype=query.dtype, device=query.device))
-        whole = self.folded(query).contiguous()
-        for head, own in enumerate(sinks.view(self.fold, -1)):
-            rows = super().attend(whole, mask, scaling, softcap, own)
-            out[head :: self.fold] = rows[head :: self.fold]
-        return self.unfolded(out)
+        return self.unfolded(super().attend(self.folded(query), mask, scaling, softcap, sinks))
 
     def dense(self, side: Side, columns: int) -> Tensor:
         """See `KVStore.dense`; 0 where a head has evicted a token."""

@@ -121,7 +121,10 @@ def _decode_attention(
             visible = visible & shown.bool()
     logits = logits.masked_fill(~visible, -torch.inf)
     top = logits.amax(-1, keepdim=True)
-    extra = None if sinks is None else sinks.float().view(1, heads, share, 1, 1)
+    extra = None
+    if sinks is not None:
+        extra = sinks.float().view(-1, heads, share, 1, 1)
+        extra = extra.repeat(batch // extra.shape[0], 1, 1, 1, 1)
     if extra is not None:
         top = torch.maximum(top, extra)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -202,7 +205,8 @@ def decode_attention(
         runs: flat tensors of all runs (`RunView.flat`).
         mask: (B or 1, Hq or 1, Q or 1, L) over logical columns: True or nonzero where visible, or float, added to the
             logits. None means causal over all stored tokens.
-        sinks: (Hq,) logits that join the denominator only (gpt-oss), or None.
+        sinks: (Hq,) logits that join the denominator only (gpt-oss), or None; (n * Hq,) for rows that take turns, row b
+            having the Hq from ``b % n * Hq`` on.
         scaling: factor on the logits.
         softcap: ``softcap * tanh(logit / softcap)`` before masking; 0 for none.
         store: the layer's format.

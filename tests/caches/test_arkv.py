@@ -712,3 +712,21 @@ def test_evicted_tokens_count_among_what_was_saved():
     assert kept.bf16 == full.bf16
     assert kept.compressed.total < 0.75 * full.compressed.total
     assert kept.total_bits < 0.75 * full.total_bits
+
+
+def test_sinks_of_folded_heads():
+    """Every head has its own sinks, as in a store whose heads are not folded."""
+    own = [row(1, 40), row(2, 40)]
+    layers = [make(arkv()), make(get_scheme("full", page_size=8))]
+    queries, keys, values = join(own)
+    sinks = torch.linspace(-2.0, 2.0, HEADS * SHARE)
+    outs = []
+    for layer in layers:
+        feed(layer, [x[:30] for x in own], [30])
+        layer.update(keys[:, :, 30:31], values[:, :, 30:31])
+        assert layer.begin(None, 1)
+        outs.append(layer.attend(queries[:, :, 30:31], None, 0.3, 0.0, sinks))
+        plain = layer.attend(queries[:, :, 30:31], None, 0.3)
+        layer.finish(queries[:, :, 30:31])
+    assert_close(outs[0], outs[1])
+    assert (outs[0] - plain).abs().max() > 1e-3

@@ -258,6 +258,19 @@ def test_sinks(backend, name):
     assert (exact - attend(layer, torch.float64, 0.2)).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("name", ["plain", "tiles"])
+def test_rows_take_turns_with_sinks(backend, name):
+    """As many lists of sinks as rows: each row has its own."""
+    layer = build(FEATURES[name])
+    batch, heads = layer.q.shape[:2]
+    sinks = torch.linspace(-3.0, 3.0, batch * heads).to(layer.case.dtype)
+    got = decode(layer, backend, 0.2, None, sinks).cpu()
+    alone = [decode(layer, backend, 0.2, None, own).cpu() for own in sinks.view(batch, heads)]
+    for row in range(batch):
+        assert torch.equal(got[row], alone[row][row])
+        assert not torch.equal(got[row], alone[row - 1][row])
+
+
 @pytest.mark.parametrize("softcap", [0.5, 20.0])
 @pytest.mark.parametrize("name", FEATURES)
 def test_softcap(backend, name, softcap):

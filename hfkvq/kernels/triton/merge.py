@@ -15,7 +15,7 @@ from .hadamard import butterflies
 @triton.jit(do_not_specialize=["SPLITS"])
 def merge_kernel(
     part, part_top, part_sum, sinks, out, SPLITS, norm,
-    HQ: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
     ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BD channels of one query: splits weighted by 2^(top - common top), over the sum of weights and the sink logit.
@@ -32,7 +32,7 @@ def merge_kernel(
     b_sum = tl.zeros([1], tl.float32)
     b_top = tl.full([1], float("-inf"), tl.float32)
     if sinks is not None:
-        i_hq = i_bh * (ROWS // Q) % HQ + i_m // Q
+        i_hq = i_bh * (ROWS // Q) % SINKS + i_m // Q
         b_top = tl.zeros([1], tl.float32) + tl.load(sinks + i_hq).to(tl.float32) * LOG2E
         b_sum += 1.0
     for i_s in range(0, SPLITS, BS):
@@ -68,7 +68,7 @@ def merge_splits(
         part: f32 (B * H, splits, rows, D), weighted sums of values of each split.
         part_top: f32 (B * H, splits, rows), largest logit of each split in units of ln 2, -inf for an empty one.
         part_sum: f32 (B * H, splits, rows), sums of probabilities.
-        sinks: (Hq,) logits that join the denominator, or None.
+        sinks: (Hq,) logits that join the denominator, (n * Hq,) where rows take turns, or None.
         out: (B, Hq, Q, D), written.
         rotate: Hadamard block of the values, 0 for none.
         dependent: whether the launch before is the kernel that writes the splits, and says when this one may start.
@@ -84,7 +84,7 @@ def merge_splits(
         out,
         splits,
         rotate**-0.5 if rotate else 1.0,
-        HQ=out.shape[1],
+        SINKS=1 if sinks is None else sinks.shape[0],
         ROWS=rows,
         Q=out.shape[2],
         DV=value_dim,
