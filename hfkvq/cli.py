@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate and allocate."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate, allocate, kld, compare and report."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from hfkvq.bench.cli import app as bench_app
+from hfkvq.divergence.cli import app as divergence_app
 from hfkvq.terminal import check_files, fail, make_console, split
 from hfkvq.tuning.cli import app as tuning_app
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
 app.add_typer(tuning_app)
+app.add_typer(divergence_app)
 
 
 class DType(str, Enum):

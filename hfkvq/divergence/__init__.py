@@ -1,0 +1,20 @@
+"""How far a scheme's predictions are from those of the stock cache, on the same tokens: ``hfkvq kld``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .measurement import compare_logits, measure
+    from .values import Bill, Divergence, Measured, Perplexity
+
+__all__ = ["Bill", "Divergence", "Measured", "Perplexity", "compare_logits", "measure"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the measurement when it is asked for: the command line imports this package for its help."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import measurement
+
+    return getattr(measurement, name)

@@ -1,0 +1,157 @@
+"""The command ``hfkvq kld``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hfkvq.terminal import check_files, fail, make_console, split
+
+# torch, Transformers and datasets are imported inside the command, so that help comes at once.
+if TYPE_CHECKING:
+    from .values import Measured
+
+app = typer.Typer()
+
+
+class DType(str, Enum):
+    """Choices of --dtype."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+def _documents(
+    text: list[Path] | None, dataset: str | None, part: str, field: str, model: str | None, seed: int
+) -> tuple[Iterable[str], str, str]:
+    """Documents, what they are for the record, and what stands between them."""
+    from . import windows
+
+    if text:
+        return windows.read_files(text, field), ", ".join(path.name for path in text), windows.SEPARATOR
+    if dataset is not None:
+        return windows.hub_documents(dataset, part, field), f"{dataset}, split {part}", windows.SEPARATOR
+    if model is not None:
+        raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
+    # Each ends with its own line break, and this is how the model was trained.
+    return windows.reference_documents(seed), "the reference tasks", ""
+
+
+def _progress(run: Callable[[Callable[[str, float], None]], Measured]) -> Measured:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=1.0)
+        return run(lambda name, share: progress.update(bar, description=f"{name:<13}", completed=share))
+
+
+@app.command()
+def kld(
+    model: Annotated[
+        str | None, typer.Option(help=r"Model: a folder or a name on the Hub. \[default: the reference model]")
+    ] = None,
+    schemes: Annotated[
+        str | None,
+        typer.Option(
+            help="Presets, with commas, also with knobs: kivi-2,kitty:boost_ratio=0.2:sink_length=0. "
+            r"\[default: full and the main ones]"
+        ),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="UTF-8 text, or JSON Lines (.jsonl) with a text field; may be repeated."),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Data set of the Hub, or NAME:CONFIG, e.g. wikitext:wikitext-2-raw-v1."),
+    ] = None,
+    part: Annotated[str, typer.Option("--split", help="Split of the data set.")] = "test",
+    field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
+    context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
+    prefill: Annotated[
+        int | None, typer.Option(min=2, help=r"Of these, how many are the prompt, not scored. \[default: half]")
+    ] = None,
+    chunk: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Tokens fed at a time behind the prompt; those of one chunk see each other unquantized. 1 is exactly "
+            "generation.",
+        ),
+    ] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Most windows.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows run together.")] = 1,
+    dtype: Annotated[
+        DType, typer.Option(help="auto: bfloat16 for the reference model, otherwise the checkpoint's.")
+    ] = DType.auto,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap, and of the reference model's own text.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, metavar="FILE", help="Save all figures.")
+    ] = None,
+) -> None:
+    """Compare schemes with bf16 on the same tokens: KL divergence, top-1 agreement, perplexity, bits."""
+    check_files("png", json_file, None)
+    if text and dataset is not None:
+        fail("text: got files and a data set; choose --text or --dataset.")
+    prompt = context // 2 if prefill is None else prefill
+    if not 2 <= prompt < context:
+        fail(f"prefill: got {prompt}, allowed 2 to {context - 1}, fewer than --context: what follows is scored.")
+
+    import torch
+    from transformers.utils import logging
+
+    from . import intervals, measurement, naming, report, subject
+    from .windows import cut
+
+    logging.disable_progress_bar()
+    try:
+        intervals.check_scipy("kld")
+        chosen = naming.parse_schemes(split(schemes))
+        where = subject.pick_device(device)
+        documents, source, separator = _documents(text, dataset, part, field, model, seed)
+        plan = subject.outline(model)
+        subject.check_lengths(plan, context, prompt)
+        subject.check_schemes(plan, chosen)
+        given = cut(documents, plan.tokenizer, context, windows, separator)
+        loaded = subject.load(plan, where, None if dtype is DType.auto else getattr(torch, dtype.value))
+        measured = _progress(
+            lambda tell: measurement.measure(
+                loaded,
+                given.tokens,
+                chosen,
+                prefill=prompt,
+                chunk=chunk,
+                batch_size=batch_size,
+                tokenizer=plan.tokenizer,
+                on_progress=tell,
+            )
+        )
+    except (ValueError, ImportError) as error:
+        fail(error)
+    about = {
+        "model": plan.name,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": report.device_name(where),
+        "device_type": where.type,
+        "settings": {"context": context, "prefill": prompt, "chunk": chunk, "batch_size": batch_size, "seed": seed},
+        "text": {"source": source, "tokens_sha256": given.sha256, "first_token": given.first_token},
+    }
+    about["settings"] |= {"schemes": list(chosen), "windows": windows}
+    record = report.as_record(measured, seed, about)
+    console = make_console()
+    console.print(report.table(record))
+    for note in report.notes(record):
+        console.print(note, style="dim", highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(f"Saved {json_file}", highlight=False)

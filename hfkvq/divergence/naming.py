@@ -1,0 +1,41 @@
+"""Schemes as they are typed: ``kitty``, or with knobs ``kitty:boost_ratio=0.2:sink_length=0``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from hfkvq.caches.scheme import Scheme, get_scheme
+
+DEFAULT = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4")
+"""Presets that any model and text can be measured with."""
+
+
+def _value(text: str) -> Any:
+    """A knob's value: a number, true, false, null, or the text itself."""
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false", "none") else text)
+    except ValueError:
+        return None if text.lower() == "none" else text
+
+
+def parse_scheme(text: str) -> Scheme:
+    """A scheme of its typed form.
+
+    Raises:
+        ValueError: unknown preset or knob, or a value out of range.
+    """
+    name, *knobs = text.split(":")
+    values: dict[str, Any] = {}
+    for knob in knobs:
+        key, equals, value = knob.partition("=")
+        if not equals:
+            raise ValueError(f"schemes: got {text!r}, allowed NAME or NAME:KNOB=VALUE, e.g. kitty:boost_ratio=0.2.")
+        values[key.strip()] = _value(value.strip())
+    return get_scheme(name.strip(), **values)
+
+
+def parse_schemes(texts: Sequence[str]) -> dict[str, Scheme]:
+    """Schemes by their typed forms; without any, `DEFAULT`."""
+    return {text: parse_scheme(text) for text in texts or DEFAULT}
