@@ -1,0 +1,127 @@
+"""RULER's needles, generated for the model's tokenizer as upstream does, with a choice of length, number and text."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+
+from .chat import tokenizer_name
+from .rows import as_dataset, data_folder, find_file, read_jsonl, read_text
+from .upstream import missing
+
+NEEDLES: dict[str, dict[str, Any]] = {
+    "niah_single_1": {"type_haystack": "repeat", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_single_2": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_single_3": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "uuids"},
+    "niah_multikey_1": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_k": 4,
+    },
+    "niah_multikey_2": {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"},
+    "niah_multikey_3": {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
+    "niah_multivalue": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_v": 4,
+    },
+    "niah_multiquery": {
+        "type_haystack": "essay",
+        "type_needle_k": "words",
+        "type_needle_v": "numbers",
+        "num_needle_q": 4,
+    },
+}
+"""The eight tasks, in upstream's words."""
+
+
+def needles(
+    needle: str,
+    data_dir: str | None = None,
+    max_seq_lengths: Sequence[int] = (4096,),
+    ruler_samples: int = 500,
+    **metadata: Any,
+) -> datasets.DatasetDict:
+    """Documents of one task.
+
+    Args:
+        needle: key of `NEEDLES`; YAML gives it.
+        data_dir: folder whose `long_texts/*.txt` hold the hay of the essay tasks; None takes them from the hub.
+        max_seq_lengths: tokens of prompt and answer.
+        ruler_samples: documents of each length.
+        **metadata: what lm-eval knows of the model, for the tokenizer.
+
+    Raises:
+        ValueError: no model is named.
+    """
+    name = tokenizer_name(metadata)
+    if name is None:
+        raise ValueError(
+            f"{needle}: prompts are as long as the model's tokenizer says; pass --model_args pretrained=NAME."
+        )
+    try:
+        from lm_eval.tasks.ruler.common_utils import get_tokenizer
+        from lm_eval.tasks.ruler.niah_utils import TEMPLATE
+        from lm_eval.tasks.ruler.prepare_niah import generate_samples
+    except ImportError as error:
+        raise missing("ruler", error) from error
+    options, tokenizer = NEEDLES[needle], get_tokenizer(name)
+    hay = _hay(options["type_haystack"], data_dir)
+    # Upstream draws from Python's global generator, so its documents depend on the tasks that ran before.
+    state = random.getstate()
+    random.seed(42)
+    try:
+        made = [
+            generate_samples(
+                hay, TOKENIZER=tokenizer, max_seq_length=length, template=TEMPLATE, num_samples=ruler_samples, **options
+            )
+            for length in max_seq_lengths
+        ]
+    except LookupError as error:
+        raise LookupError(
+            f"{needle}: nltk lacks its sentence splitter; fetch it once with `python -m nltk.downloader punkt_tab`, or "
+            "take a task without essays: niah_single_1, niah_multikey_2, niah_multikey_3."
+        ) from error
+    finally:
+        random.setstate(state)
+    return as_dataset({"test": list(itertools.chain.from_iterable(made))})
+
+
+def _hay(kind: str, data_dir: str | None) -> list[str] | str:
+    from lm_eval.tasks.ruler.prepare_niah import get_haystack
+
+    folder = data_folder(data_dir)
+    if kind != "essay" or folder is None:
+        return get_haystack(type_haystack=kind)  # pyright: ignore[reportArgumentType]
+    paths = sorted((folder / "long_texts").glob("*.txt*"))
+    if not paths:
+        raise FileNotFoundError(
+            f"data_dir: {folder} has no long_texts/*.txt to hide needles in; put any long text there."
+        )
+    return re.sub(r"\s+", " ", " ".join(read_text(path) for path in paths)).split(" ")
+
+
+def from_file(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
+    """Ready-made documents of 4,096 tokens; their prompts already begin the answer."""
+    folder = data_folder(data_dir)
+    if folder is None:
+        raise FileNotFoundError(
+            "data_dir: ruler/niah_multikey_3_4096.jsonl is read from a local folder only; pass --metadata data_dir=DIR, "
+            "or take kvq_ruler_niah_multikey_3, which needs no file."
+        )
+    rows = read_jsonl(find_file(folder, "ruler/niah_multikey_3_4096.jsonl"))
+    return as_dataset({"test": [{"input": row["input"], "outputs": row["outputs"]} for row in rows]})
+
+
+def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Share of the right values that the answer has, times 100 as published."""
+    from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
+
+    return {"score": 100 * string_match_all(postprocess_pred([results[0]]), [doc["outputs"]])}

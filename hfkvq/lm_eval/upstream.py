@@ -1,0 +1,76 @@
+"""Tasks that are lm-eval's own with another loader, or our own: the class that task YAML names.
+
+lm-eval lets YAML include other YAML by path only, and the path to its own tasks differs from machine to machine. So a
+task here says ``class: !function hfkvq.lm_eval.upstream.UpstreamTask`` and ``upstream: gsm8k/gsm8k-cot.yaml``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lm_eval.tasks
+from lm_eval.api.task import ConfigurableTask
+from lm_eval.tasks._yaml_loader import load_yaml
+
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    "sampled_4k": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_gen_toks": 4096},
+    "sampled_32k": {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "max_gen_toks": 32768},
+}
+"""How the papers generate, by the suffix of the task's name: Kitty 5.1; AIME there, and SAW-INT4, 32,768 tokens."""
+
+EXTRAS = {"math": 'pip install "lm-eval[math]"', "longbench": 'pip install "lm-eval[longbench]"'}
+EXTRAS["ruler"] = 'pip install "lm-eval[ruler]"'
+"""What installs the libraries of a kind of task."""
+
+
+def missing(kind: str, error: BaseException) -> ImportError:
+    """The error for a library that is not installed; to be raised from ``error``."""
+    return ImportError(f"this task needs a library that is not installed ({error}); install it with: {EXTRAS[kind]}")
+
+
+class UpstreamTask(ConfigurableTask):
+    """A task that may begin as one of lm-eval's.
+
+    Beyond lm-eval's own keys the configuration may have:
+
+    * ``upstream``: path of the YAML to begin with, inside lm-eval's folder of tasks. Own keys win.
+    * ``needs``: key of `EXTRAS`, for the error if a library is missing.
+    * ``protocol``: key of `PROTOCOLS`, whose values replace those in ``generation_kwargs``.
+    * ``rendered``: true if prompts are complete as they are, so that ``--apply_chat_template`` leaves them alone.
+    """
+
+    def __init__(self, config: dict[str, Any] | None = None) -> None:
+        config = dict(config or {})
+        config.pop("class", None)
+        self._rendered = bool(config.pop("rendered", False))
+        upstream, needs, protocol = (config.pop(key, None) for key in ("upstream", "needs", "protocol"))
+        if upstream is not None:
+            config = _merged(upstream, needs, config)
+        if protocol is not None:
+            if protocol not in PROTOCOLS:
+                raise ValueError(f"protocol: got {protocol!r} in {config['task']}, allowed {', '.join(PROTOCOLS)}.")
+            config["generation_kwargs"] = {**config.get("generation_kwargs", {}), **PROTOCOLS[protocol]}
+        super().__init__(config=config)
+
+    def fewshot_context(self, doc: dict[str, Any], **options: Any) -> str | list[str]:
+        if self._rendered:
+            options.update(apply_chat_template=False, chat_template=None, system_instruction=None)
+        return super().fewshot_context(doc, **options)
+
+
+def _merged(upstream: str, needs: str | None, config: dict[str, Any]) -> dict[str, Any]:
+    path = Path(lm_eval.tasks.__file__).parent / upstream
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"upstream: got {upstream!r}, which this lm-eval does not have; {config['task']} is written for 0.4.13."
+        )
+    try:
+        base = load_yaml(path)
+    except (ImportError, AssertionError) as error:
+        # An assertion is how upstream refuses a wrong version of antlr4.
+        raise (missing(needs, error) if needs else error) from error
+    for key in ("tag", "group", "task_list", "dataset_kwargs"):
+        base.pop(key, None)
+    metadata = {**(base.get("metadata") or {}), **(config.get("metadata") or {})}
+    return {**base, **config, "metadata": metadata}
