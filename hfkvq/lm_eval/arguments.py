@@ -1,0 +1,154 @@
+"""What ``--model_args`` says of the cache, apart from what it says of the model; checked before the model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfkvq.caches import Scheme, get_scheme, list_schemes
+from hfkvq.caches.table import BitTable
+
+LikelihoodMode = Literal["decode", "stepwise", "prefill", "stock"]
+Truncation = Literal["left", "middle", "refuse"]
+
+STOCK = ("none", "bf16")
+"""Names of Transformers' own cache, which holds what the model computes: the baseline, through the same code."""
+
+# Options of ``from_pretrained`` that its signature does not name.
+_LOADING = frozenset(
+    "attn_implementation code_revision device_map distributed_config dtype experts_implementation key_mapping "
+    "load_in_4bit load_in_8bit low_cpu_mem_usage max_memory offload_buffers offload_folder offload_state_dict "
+    "output_loading_info quantization_config resume_download subfolder torch_dtype tp_plan tp_size trust_remote_code "
+    "use_kernels variant".split()
+)
+
+
+@dataclass(frozen=True)
+class CacheArguments:
+    """How requests are answered.
+
+    Attributes:
+        scheme: of the cache; None is Transformers' own.
+        preset: the name that the scheme was asked for by; None if it was described by a dict or is no preset any more.
+        table: TriAxialKV's table of bits, from a file, which knows the model it was made for.
+        mode: how log-likelihoods are computed, see `HFKVQ`.
+        chunk: tokens fed at once behind a prompt whose log-likelihood is asked for.
+        truncate: what becomes of a prompt that is too long.
+    """
+
+    scheme: Scheme | None
+    preset: str | None
+    table: BitTable | None
+    mode: LikelihoodMode
+    chunk: int
+    truncate: Truncation
+
+    @property
+    def name(self) -> str:
+        """The preset's name; "bf16" for Transformers' own cache, the scheme's name where no preset fits."""
+        if self.scheme is None:
+            return "bf16"
+        return self.preset or self.scheme.name
+
+
+def take_arguments(
+    scheme: Any, ll_mode: Any, ll_chunk: Any, truncate: Any, others: dict[str, Any], model_options: Iterable[str]
+) -> CacheArguments:
+    """Reads the arguments of the cache, and takes its knobs out of ``others``.
+
+    Args:
+        scheme: a preset's name, ``none`` or ``bf16``, a `Scheme`, or its description (`Scheme.to_dict`).
+        ll_mode: see `HFKVQ`.
+        ll_chunk: see `HFKVQ`.
+        truncate: see `HFKVQ`.
+        others: all further arguments; knobs of the scheme are removed.
+        model_options: names of arguments that are the model's.
+
+    Raises:
+        ValueError: unknown scheme, mode or truncation; a knob of another scheme, or one out of range; a chunk that is
+            no positive number; the stock forward asked for under a scheme's name.
+    """
+    _choose("ll_mode", ll_mode, get_args(LikelihoodMode))
+    _choose("truncate", truncate, get_args(Truncation))
+    if isinstance(ll_chunk, bool) or not isinstance(ll_chunk, int) or ll_chunk < 1:
+        raise ValueError(f"ll_chunk: got {ll_chunk!r}, allowed a positive number of tokens, e.g. 16.")
+    if isinstance(scheme, Mapping):
+        chosen, preset = Scheme.from_dict(scheme), None
+    elif scheme is None or scheme in STOCK:
+        chosen, preset = None, None
+    else:
+        chosen = get_scheme(scheme)
+        preset = scheme if isinstance(scheme, str) else None
+    knobs = _take_knobs(chosen, others, frozenset(model_options))
+    table = None
+    if isinstance(knobs.get("table"), str):
+        table = BitTable.load(knobs["table"])
+        knobs["table"] = table.bits
+    if chosen is not None and knobs:
+        changed = get_scheme(chosen, **knobs)
+        preset = preset if changed == chosen else None
+        chosen = changed
+    if ll_mode == "stock" and chosen is not None:
+        raise ValueError(
+            f"ll_mode: got 'stock' with scheme {chosen.name!r}, but the stock forward never reads a cache, so its "
+            "figures are those of scheme=none; allowed decode, stepwise or prefill."
+        )
+    return CacheArguments(chosen, preset, table, ll_mode, 1 if ll_mode == "stepwise" else ll_chunk, truncate)
+
+
+def _choose(name: str, got: Any, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise ValueError(f"{name}: got {got!r}, allowed {', '.join(allowed)}.")
+
+
+def _take_knobs(scheme: Scheme | None, others: dict[str, Any], model_options: frozenset[str]) -> dict[str, Any]:
+    own = set() if scheme is None else {field.name for field in dataclasses.fields(scheme)}
+    owners: dict[str, list[str]] = {}
+    for other in {type(found): found for found in list_schemes().values()}.values():
+        for field in dataclasses.fields(other):
+            owners.setdefault(field.name, []).append(other.name)
+    knobs = {}
+    for name in list(others):
+        if name in own:
+            value = others.pop(name)
+            # The command line knows lists but no tuples.
+            knobs[name] = tuple(value) if isinstance(value, list) else value
+        elif name in owners and name not in model_options:
+            which = "Transformers' own cache has no knobs" if scheme is None else f"not of {scheme.name!r}"
+            raise ValueError(
+                f"model_args: {name!r} is a knob of {', '.join(map(repr, owners[name]))}, {which}; "
+                "leave it out or choose another scheme."
+            )
+    return knobs
+
+
+def check_loading(others: Mapping[str, Any], config: PreTrainedConfig, scheme: Scheme | None) -> None:
+    """Refuses arguments that nobody knows, before the model is loaded.
+
+    Args:
+        others: arguments on their way to ``from_pretrained``.
+        config: of the model; its attributes are legal.
+        scheme: its knobs are suggested where a name is close to one.
+
+    Raises:
+        ValueError: neither a knob, an option of lm-eval's, one of ``from_pretrained`` nor an attribute of the config.
+    """
+    known = {*inspect.signature(PreTrainedModel.from_pretrained).parameters, *_LOADING}
+    for name in others:
+        if name in known or hasattr(config, name):
+            continue
+        knobs = [] if scheme is None else [field.name for field in dataclasses.fields(scheme)]
+        words = [*knobs, "scheme", "ll_mode", "ll_chunk", "truncate", *known]
+        close = difflib.get_close_matches(name, words, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        mine = "" if scheme is None else f" Knobs of {scheme.name!r}: {', '.join(knobs) or 'none'}."
+        raise ValueError(
+            f"model_args: {name!r} is unknown; {hint}It is no knob of the scheme, no option of lm-eval's hf model, "
+            f"none of from_pretrained and no attribute of the model's config.{mine}"
+        )

@@ -1,0 +1,389 @@
+"""lm-eval's model ``hf-kvq``: its Hugging Face model, with every request answered through a compressed cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import find_executable_batch_size
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CacheHook
+from lm_eval.api.registry import register_model
+from lm_eval.models import huggingface
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.cache_utils import Cache, DynamicCache
+
+import hfkvq
+from hfkvq.caches import MixedKVCache, TriAxialCache
+from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.tags import Tagger
+from hfkvq.demo.measure import answer_lengths, read_memory
+
+from . import bill
+from .arguments import check_loading, take_arguments
+from .likelihood import Answer, Request, Scorer, batches, group_requests
+
+# The decorator that registers it hides its type.
+HFLM: Any = huggingface.HFLM
+
+_MODEL_OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters)
+
+
+class _FirstToken(LogitsProcessor):
+    """Takes the time, and the cache's bytes, when the prompt is done; leaves the logits as they are."""
+
+    def __init__(self, look: Callable[[], int], device: torch.device) -> None:
+        self.look, self.device = look, device
+        self.peak = 0
+        self.began: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        if self.began is None:
+            self.peak = self.look()
+            self.began = _now(self.device)
+        return scores
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@register_model("hf-kvq")
+class HFKVQ(HFLM):
+    """``hf`` with a compressed cache, fresh for every batch.
+
+    ``lm_eval --model hf-kvq --model_args pretrained=...,scheme=mixkvq,tau_bf16=1.44 --tasks ...``: all options of
+    ``hf``, and those below. Left padding is never cached, so an answer does not depend on the prompts beside it.
+
+    Args:
+        pretrained: a folder or a name on the Hub, or a loaded model.
+        scheme: a preset (`hfkvq schemes` lists them), or a scheme's description as a JSON object; ``none`` or ``bf16``
+            is Transformers' own cache. The scheme's knobs are arguments of their own.
+        ll_mode: how log-likelihoods are computed. "decode": the context but for its last token is the prompt; that
+            token and the continuation are fed in chunks of ``ll_chunk`` and see the prompt as the cache holds it, and
+            the tokens of their own chunk as they are. "stepwise": one by one, as in generation. "prefill": the whole
+            context is the prompt and predicts the first token, so that one-token answers tell nothing of the cache.
+            "stock" (with scheme=none): a single forward, which reads no cache.
+        ll_chunk: tokens of a chunk.
+        truncate: what becomes of a prompt that is too long for the model: "left" cuts its beginning (lm-eval's way),
+            "middle" keeps both ends (LongBench's way), "refuse" raises.
+        **others: the scheme's knobs, and everything that ``hf`` takes.
+
+    Raises:
+        ValueError: an argument that nobody knows, a knob of another scheme, a scheme that cannot hold the model's
+            heads, an encoder-decoder model; all of them before the model is loaded.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        scheme: Any = DEFAULT_SCHEME,
+        ll_mode: str = "decode",
+        ll_chunk: int = 16,
+        truncate: str = "left",
+        **others: Any,
+    ) -> None:
+        self.cache_arguments = take_arguments(scheme, ll_mode, ll_chunk, truncate, others, _MODEL_OPTIONS)
+        self.bill = bill.Bill()
+        self._task = ""
+        self._tagger: Tagger | None = None
+        if not isinstance(pretrained, str):
+            unknown = {name: value for name, value in others.items() if name not in _MODEL_OPTIONS}
+            check_loading(unknown, pretrained.config, self.cache_arguments.scheme)
+            self._check_heads(pretrained.config)
+        super().__init__(pretrained, **others)
+        self._check_table()
+        bill.install()
+
+    def _get_backend(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuses encoder-decoder models, as soon as the config tells."""
+        super()._get_backend(config, *args, **kwargs)
+        if self.backend != "causal":
+            raise ValueError(
+                f"pretrained: got an encoder-decoder model ({getattr(config, 'model_type', '?')}), allowed "
+                "decoder-only models; use --model hf for this one."
+            )
+
+    def _create_model(self, pretrained: str, *args: Any, **kwargs: Any) -> None:
+        """Checks what can be checked with the config alone, then loads the model."""
+        named = inspect.signature(HFLM._create_model).parameters
+        unknown = {name: value for name, value in kwargs.items() if name not in named}
+        check_loading(unknown, self.config, self.cache_arguments.scheme)
+        self._check_heads(self.config)
+        super()._create_model(pretrained, *args, **kwargs)
+
+    def _check_heads(self, config: Any) -> None:
+        if self.cache_arguments.scheme is not None:
+            MixedKVCache(config, self.cache_arguments.scheme, attach=False)
+
+    def _check_table(self) -> None:
+        if self.cache_arguments.table is not None:
+            self.cache_arguments.table.check(self._subject.config, self.tokenizer)
+
+    def use(self, scheme: Any, **knobs: Any) -> None:
+        """Another scheme for the requests that follow, with the model as it is loaded.
+
+        Args:
+            scheme: see the constructor.
+            **knobs: of the scheme.
+
+        Raises:
+            ValueError: see the constructor. Nothing is changed then.
+        """
+        old, others = self.cache_arguments, dict(knobs)
+        new = take_arguments(scheme, old.mode, old.chunk, old.truncate, others, ())
+        check_loading(others, self._subject.config, new.scheme)
+        self.cache_arguments = new
+        try:
+            self._check_heads(self._subject.config)
+            self._check_table()
+        except ValueError:
+            self.cache_arguments = old
+            raise
+
+    @property
+    def _subject(self) -> Any:
+        """The model that runs forwards: below an adapter, if there is one."""
+        model: Any = self.model
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def make_cache(self) -> Cache:
+        """An empty cache of the scheme."""
+        scheme, subject = self.cache_arguments.scheme, self._subject
+        if scheme is None:
+            return DynamicCache(config=subject.config.get_text_config(decoder=True))
+        if "tags" in scheme.needs:
+            if self._tagger is None:
+                self._tagger = Tagger.from_tokenizer(self.tokenizer)
+            return TriAxialCache(subject, tagger=self._tagger, **dataclasses.asdict(scheme))
+        return MixedKVCache(subject, scheme)
+
+    def open_bill(self) -> None:
+        """An evaluation begins: costs count from here."""
+        self.bill = bill.Bill()
+
+    def close_bill(self, results: Any) -> None:
+        """Gathers the costs of all processes, and puts them beside the tasks' metrics."""
+        others = self.gather_object(self.bill.as_dict(), dst=0)
+        if self.world_size > 1 and self.rank == 0:
+            assert others is not None
+            self.bill = bill.Bill()
+            self.bill.merge(bill.Bill.from_dict(each) for each in others)
+        if results is not None:
+            self.bill.write_into(results)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes under "config": the model, and under "kvq" the cache with its figures."""
+        cache, model = self.cache_arguments, self._subject
+        described: dict[str, Any] = {
+            "preset": cache.preset,
+            "scheme": None if cache.scheme is None else cache.scheme.to_dict(),
+            "ll_mode": cache.mode,
+            "ll_chunk": cache.chunk,
+            "truncate": cache.truncate,
+            "hfkvq_version": hfkvq.__version__,
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
+            "dtype": str(model.dtype).removeprefix("torch."),
+        }
+        return {**super().get_model_info(), "kvq": {**described, **self.bill.summary()}}
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Refuses lm-eval's store of answers, which does not tell one scheme's answers from another's."""
+        if cache_hook.dbdict is not None:
+            raise ValueError(
+                "use_cache: lm-eval keeps answers by their prompts alone, so one scheme's answers would be reported "
+                "for another; leave out --use_cache."
+            )
+        super().set_cache_hook(cache_hook)
+
+    def _by_task(self, requests: list[Instance], answer: Callable[..., list[Any]], alone: bool = True) -> list[Any]:
+        """Answers task by task, so that each task's costs are its own."""
+        found: dict[int, Any] = {}
+        tasks = dict.fromkeys(request.task_name or "" for request in requests)
+        # Processes that wait for each other within a call must make the same calls.
+        together = self.world_size > 1 and (not alone or self.batch_size == "auto")
+        for task in [", ".join(tasks)] if together else tasks:
+            self._task = task
+            mine = [i for i, request in enumerate(requests) if together or (request.task_name or "") == task]
+            found |= zip(mine, answer([requests[i] for i in mine]), strict=True)
+        return [found[i] for i in range(len(requests))]
+
+    # Generation
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """See `HFLM.generate_until`."""
+        return self._by_task(requests, lambda mine: HFLM.generate_until(self, mine, disable_tqdm))
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """See `HFLM.tok_batch_encode`; prompts that are too long are cut as ``truncate`` says."""
+        if self.cache_arguments.truncate == "left" or not left_truncate_len:
+            return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)
+        ids, mask = super().tok_batch_encode(strings, padding_side, None, truncation)
+        if ids.shape[1] <= left_truncate_len:
+            return ids, mask
+        rows = [self._fit(row[seen.bool()].tolist(), left_truncate_len) for row, seen in zip(ids, mask, strict=True)]
+        longest = max(map(len, rows))
+        ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for i, row in enumerate(rows):
+            at = slice(longest - len(row), None) if padding_side == "left" else slice(len(row))
+            ids[i, at] = torch.tensor(row)
+            mask[i, at] = 1
+        return ids, mask
+
+    def _fit(self, tokens: list[int], limit: int) -> list[int]:
+        """At most ``limit`` tokens of a prompt."""
+        if len(tokens) <= limit:
+            return tokens
+        how = self.cache_arguments.truncate
+        if how == "refuse":
+            raise ValueError(
+                f"truncate: a prompt of task {self._task!r} has {len(tokens)} tokens, but {limit} fit beside the "
+                f"answer into the model's {self.max_length}; raise max_length, lower max_gen_toks or "
+                "use truncate=middle."
+            )
+        if how == "left":
+            return tokens[-limit:]
+        half = limit // 2
+        return [*tokens[:half], *tokens[len(tokens) - (limit - half) :]]
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
+        """Generates with a fresh cache, and counts what it cost."""
+        cache, device = self.make_cache(), context.device
+        mask = generation_kwargs.get("attention_mask")
+        if mask is None:
+            mask = torch.ones_like(context)
+        first = _FirstToken(lambda: _held(cache), device)
+        out = super()._model_generate(
+            context,
+            max_length,
+            stop,
+            past_key_values=cache,
+            logits_processor=LogitsProcessorList([first]),
+            **generation_kwargs,
+        )
+        seconds = _now(device) - (first.began or 0.0)
+        ends = self._subject.generation_config.eos_token_id
+        lengths = answer_lengths(out[:, context.shape[1] :], ends if isinstance(ends, list) else [ends])
+        cost = self.bill.of(self._task)
+        cost.requests += len(context)
+        cost.context_tokens += int(mask.sum())
+        cost.generated_tokens += sum(lengths)
+        cost.steps += sum(max(length - 1, 0) for length in lengths)
+        cost.seconds += seconds
+        self._count(cache, mask)
+        cost.peak = max(cost.peak, first.peak)
+        return out
+
+    def _count(self, cache: Cache, mask: Tensor) -> None:
+        cost, memory = self.bill.of(self._task), read_memory(cache, mask)
+        cost.hold(memory.held, memory.bf16, memory.code_bits)
+        cost.peak = max(cost.peak, _held(cache))
+
+    # Log-likelihood
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """See `TemplateLM.loglikelihood`."""
+        return self._by_task(requests, lambda mine: HFLM.loglikelihood(self, mine, disable_tqdm))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """See `HFLM.loglikelihood_rolling`."""
+        return self._by_task(requests, lambda mine: HFLM.loglikelihood_rolling(self, mine, disable_tqdm), alone=False)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[Answer]:
+        """Scores continuations behind a context that lies in the cache; see the class for the modes."""
+        how = self.cache_arguments
+        if how.mode == "stock":
+            return super()._loglikelihood_tokens(requests, disable_tqdm=disable_tqdm, override_bs=override_bs)
+        todo = [self._request(context, continuation) for _, context, continuation in requests]
+        groups = group_requests(todo)
+        answers: list[Answer | None] = [None] * len(todo)
+        size = override_bs or self.batch_size
+        if size == "auto":
+            size = self._detect_batch_size(list(requests), 0)
+        scorer = Scorer(
+            self.model, self.make_cache, how.chunk, self.tokenizer.pad_token_id or 0, self.softmax_dtype, self._count
+        )
+        cost = self.bill.of(self._task)
+        cost.requests += len(todo)
+        cost.context_tokens += sum(len(context) for _, context, _ in requests)
+        quiet = disable_tqdm or self.rank != 0 or override_bs is not None
+        with (
+            tqdm(total=len(todo), disable=quiet, desc=f"log-likelihood through {how.name}") as bar,
+            torch.autocast(
+                device_type=self.device.type,
+                dtype=self.mixed_precision_dtype,
+                enabled=self.mixed_precision_dtype is not None,
+            ),
+        ):
+            for batch in batches(groups, size):
+                scorer.score(todo, batch, size, answers)
+                bar.update(sum(len(numbers) for group in batch for numbers in group.rows.values()))
+        done = [answer for answer in answers if answer is not None]
+        assert len(done) == len(todo)
+        for (key, _, _), answer in zip(requests, done, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return done
+
+    def _request(self, context: list[int], continuation: list[int]) -> Request:
+        limit = self.max_length + 1 - len(continuation)
+        if not continuation or limit < 1:
+            raise ValueError(
+                f"continuation: got {len(continuation)} tokens, allowed 1 to {self.max_length}, the model's max_length."
+            )
+        return Request.split(self._fit(context, limit), continuation, self.cache_arguments.mode == "prefill")
+
+    def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
+        """See `HFLM._detect_batch_size`: the largest batch that fits, tried with the cache."""
+        if self.cache_arguments.mode == "stock" and requests is not None:
+            return super()._detect_batch_size(requests, pos)
+        length = self.max_length - 1
+        if requests:
+            length = min(max(len(context) + len(continuation) for _, context, continuation in requests), length)
+
+        @find_executable_batch_size(starting_batch_size=self.max_batch_size)
+        def attempt(batch_size: int) -> int:
+            ids = torch.ones(batch_size, length, dtype=torch.long, device=self.device)
+            with torch.no_grad():
+                cache = self.make_cache()
+                self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                self.model(input_ids=ids[:, : 1 if requests is None else 16], past_key_values=cache, use_cache=True)
+            return batch_size
+
+        try:
+            found = attempt()  # type: ignore[call-arg] - the decorator gives it
+        except RuntimeError as error:
+            # accelerate's words. Prompts may be shorter than the longest that was tried.
+            if "No executable batch size found" not in str(error):
+                raise
+            found = 1
+        if self.world_size > 1:
+            found = int(self.all_gather(torch.tensor([found], device=self.device)).min())
+        return found
+
+
+def _held(cache: Cache) -> int:
+    """Bytes of all layers."""
+    if isinstance(cache, MixedKVCache):
+        return cache.memory().total
+    return sum(tensor.nbytes for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, Tensor))
