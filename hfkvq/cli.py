@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hfkvq.bench.cli import app as bench_app
 from hfkvq.divergence.cli import app as divergence_app
+from hfkvq.report.cli import app as report_app
 from hfkvq.terminal import check_files, fail, make_console, split
 from hfkvq.tuning.cli import app as tuning_app
 
@@ -31,6 +32,7 @@ app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
 app.add_typer(tuning_app)
 app.add_typer(divergence_app)
+app.add_typer(report_app)
 
 
 class DType(str, Enum):
