@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.attention import NAME
 from hfkvq.caches.cache import MixedKVCache
@@ -90,10 +91,14 @@ class _Tally:
         self.batches.append([torch.cat([x.view(rows, -1) for x in column], 1) for column in columns])
 
     def weigh(self, cache: Cache, rows: int) -> None:
+        self.windows += rows
+        if isinstance(cache, DynamicCache) and not any(type(layer) is DynamicLayer for layer in cache.layers):
+            # Sliding windows alone: nothing that a scheme would compress.
+            self.bits = math.nan
+            return
         memory = read_memory(cache, torch.ones(rows, 1))
         self.held, self.bf16 = self.held + memory.held, self.bf16 + memory.bf16
         self.bits += rows * memory.code_bits
-        self.windows += rows
 
     def tensors(self) -> list[Tensor]:
         return [torch.cat(column) for column in zip(*self.batches, strict=True)]

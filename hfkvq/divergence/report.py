@@ -140,7 +140,7 @@ def notes(record: Record) -> list[str]:
     settings, text = record["settings"], record["text"]
     said = [
         f"{record['model']}, {record['dtype']}, on {record['device_type']}: {record['tokens']:,} scored tokens in "
-        f"{record['windows']} windows of {settings['context']:,} of {text['source']}, behind prompts of "
+        f"{record['windows']} window{'s' if record['windows'] > 1 else ''} of {settings['context']:,} of {text['source']}, behind prompts of "
         f"{settings['prefill']:,}; {settings['chunk']} tokens fed at a time"
         + (", as generate does." if settings["chunk"] == 1 else ", which see each other unquantized."),
         f"KLD is in nats, of the scheme's predictions from {BASELINE}'s, which is fed the same chunks. The row of "
