@@ -138,10 +138,11 @@ def table(record: Record) -> Table:
 def notes(record: Record) -> list[str]:
     """How to read the table, a sentence or two each."""
     settings, text = record["settings"], record["text"]
+    count = f"{record['windows']} window{'s' if record['windows'] > 1 else ''}"
     said = [
         f"{record['model']}, {record['dtype']}, on {record['device_type']}: {record['tokens']:,} scored tokens in "
-        f"{record['windows']} window{'s' if record['windows'] > 1 else ''} of {settings['context']:,} of {text['source']}, behind prompts of "
-        f"{settings['prefill']:,}; {settings['chunk']} tokens fed at a time"
+        f"{count} of {settings['context']:,} of {text['source']}, behind prompts of {settings['prefill']:,}; "
+        f"{settings['chunk']} tokens fed at a time"
         + (", as generate does." if settings["chunk"] == 1 else ", which see each other unquantized."),
         f"KLD is in nats, of the scheme's predictions from {BASELINE}'s, which is fed the same chunks. The row of "
         "`full`, which holds 16 bits, is what rounding alone does.",

@@ -34,7 +34,7 @@ def text(tmp_path: Path) -> Path:
 
 def test_a_table_and_json(stand_in: Path, text: Path, tmp_path: Path) -> None:
     saved = tmp_path / "kld.json"
-    arguments = ["--model", str(stand_in), "--text", str(text), "--schemes", "full,kivi-2,kivi-2:local_length=0"]
+    arguments = ["--model", str(stand_in), "--text", str(text), "--schemes", "full,kivi-2,kivi-2:local_length=32"]
     arguments += ["--context", "200", "--prefill", "140", "--windows", "3", "--batch-size", "2", "--device", "cpu"]
     done = run(*arguments, "--dtype", "float32", "--json", str(saved))
     assert done.exit_code == 0, done.output
@@ -53,7 +53,7 @@ def test_a_table_and_json(stand_in: Path, text: Path, tmp_path: Path) -> None:
     assert full["kld"]["mean"] < 1e-6
     assert full["top1"]["share"] == 1.0
     assert two["scheme"] == get_scheme("kivi-2").to_dict()
-    assert small["scheme"]["local_length"] == 0
+    assert small["scheme"]["local_length"] == 32
     low, high = two["kld"]["interval"]
     assert 0 < low <= two["kld"]["mean"] <= high
     assert two["kld"]["median"] <= two["kld"]["p99"] <= two["kld"]["p999"] <= two["kld"]["max"]
