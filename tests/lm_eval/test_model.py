@@ -1,0 +1,351 @@
+"""`hf-kvq`: answers and log-likelihoods through the cache, against lm-eval's own model and against loops by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers.cache_utils import DynamicCache
+
+from hfkvq import MixedKVCache, get_scheme
+from hfkvq.lm_eval.model import HFKVQ
+from hfkvq.reference import load_reference, reference_path
+
+# Pages that short prompts fill.
+KITTY = {"scheme": "kitty", "page_size": 8, "sink_length": 2, "local_length": 8}
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wise owls watch from old trees".split()
+
+
+@pytest.fixture(scope="module")
+def subject():
+    # Two of its layers tell as much as all of them, in less time.
+    model, tokenizer = load_reference(torch.float32)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
+    return model, tokenizer
+
+
+@pytest.fixture
+def make(subject):
+    """Makes models around the one that is loaded, and leaves its config as it was."""
+    model, tokenizer = subject
+    before = model.config._attn_implementation_internal
+
+    def build(cls=HFKVQ, **arguments):
+        return cls(pretrained=model, tokenizer=tokenizer, max_length=256, **arguments)
+
+    yield build
+    model.config._attn_implementation_internal = before
+
+
+def sentences(count, length):
+    """Texts of different lengths."""
+    return [" ".join(WORDS[(i + j) % len(WORDS)] for j in range(length + 3 * i)) for i in range(count)]
+
+
+def instances(kind, arguments, task="task"):
+    return [Instance(kind, {}, pair, i, (task, i, 1)) for i, pair in enumerate(arguments)]
+
+
+def generate(lm, prompts, task="task", **kwargs):
+    settings = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False} | kwargs
+    return lm.generate_until(instances("generate_until", [(text, settings) for text in prompts], task), True)
+
+
+def score(lm, pairs, task="task"):
+    return lm.loglikelihood(instances("loglikelihood", pairs, task), True)
+
+
+def pairs(count=4):
+    """Contexts of different lengths with two endings each, of several tokens."""
+    return [(text, end) for text in sentences(count, 12) for end in (" and then some more words", " so it is")]
+
+
+def close(mine, others, tolerance=1e-4):
+    for (value, greedy), (other, also) in zip(mine, others, strict=True):
+        assert value == pytest.approx(other, abs=tolerance * max(1.0, abs(other)))
+        assert greedy == also
+
+
+@pytest.mark.parametrize("scheme", ["none", "full"])
+def test_nothing_lost_answers_as_hf_does(make, scheme):
+    """bf16's place is taken by float32 here: then the two orders of summing agree to the last choice."""
+    hf, ours = make(HFLM, batch_size=3), make(scheme=scheme, batch_size=3)
+    prompts = sentences(5, 10)
+    # hf first: it runs before the config's attention is switched.
+    texts, scores = generate(hf, prompts), score(hf, pairs())
+    assert generate(ours, prompts) == texts
+    close(score(ours, pairs()), scores)
+    rolling = instances("loglikelihood_rolling", [(text,) for text in prompts])
+    for mine, other in zip(ours.loglikelihood_rolling(rolling), hf.loglikelihood_rolling(rolling), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4)
+
+
+def by_hand(model, scheme, context, continuation, chunk, prompt_predicts=False):
+    """Feeds a prompt and then chunks, as the class says, without padding or batches."""
+    cache = DynamicCache(config=model.config) if scheme is None else MixedKVCache(model, scheme)
+    split = len(context) - (not prompt_predicts)
+    logits = []
+    if split:
+        out = model(torch.tensor([context[:split]]), past_key_values=cache, use_cache=True).logits[0]
+        logits += [out[-1:]] if prompt_predicts else []
+    tail = [*context, *continuation][split:-1]
+    for start in range(0, len(tail), chunk):
+        part = torch.tensor([tail[start : start + chunk]])
+        logits.append(model(part, past_key_values=cache, use_cache=True).logits[0])
+    log_p = F.log_softmax(torch.cat(logits), -1)
+    assert len(log_p) == len(continuation)
+    found = log_p[torch.arange(len(continuation)), torch.tensor(continuation)].sum()
+    return float(found), log_p.argmax(-1).tolist() == continuation
+
+
+@pytest.mark.parametrize(
+    ("mode", "chunk", "by_prompt"), [("decode", 3, False), ("stepwise", 1, False), ("prefill", 3, True)]
+)
+def test_log_likelihood_by_hand(subject, make, mode, chunk, by_prompt):
+    model, _ = subject
+    scheme = get_scheme(**{"name": "kitty", **{k: v for k, v in KITTY.items() if k != "scheme"}})
+    lm = make(**KITTY, ll_mode=mode, ll_chunk=3, batch_size=1)
+    found = score(lm, pairs())
+    expected = []
+    for context, continuation in pairs():
+        begin, end = lm._encode_pair(context, continuation)
+        with torch.no_grad():
+            expected.append(by_hand(model, scheme, begin, end, chunk, by_prompt))
+    close(found, expected, 2e-5)
+
+
+def test_batch_mates_and_shared_contexts_change_nothing(make):
+    alone, together = make(**KITTY, batch_size=1), make(**KITTY, batch_size=5)
+    # A matrix product of other shape may round a key to the next code.
+    close(score(together, pairs()), score(alone, pairs()), 2e-3)
+    prompts = sentences(5, 20)
+    assert generate(together, prompts) == generate(alone, prompts)
+
+
+def test_more_endings_than_rows(make):
+    """One context, prefilled once, and continued in several batches."""
+    context = sentences(1, 30)[0]
+    endings = [f" and {word} came" for word in WORDS[:5]] + [" and"]
+    many = [(context, end) for end in endings]
+    close(score(make(**KITTY, batch_size=2), many), score(make(**KITTY, batch_size=16), many), 2e-3)
+
+
+def test_what_the_cache_loses_is_seen(make):
+    """Compression shows in every token but those that the prompt itself predicts."""
+    many = [(text, ".") for text in sentences(3, 24)]
+    assert all(len(make(scheme="full")._encode_pair(*pair)[1]) == 1 for pair in many)
+    full = score(make(scheme="full"), many)
+    seen, unseen = score(make(**KITTY), many), score(make(**KITTY, ll_mode="prefill"), many)
+    close(unseen, full, 1e-5)
+    assert max(abs(a[0] - b[0]) for a, b in zip(seen, full, strict=True)) > 1e-3
+
+
+def test_stock_mode_is_lm_evals_forward(make):
+    assert score(make(scheme="none", ll_mode="stock", batch_size=2), pairs()) == score(
+        make(HFLM, batch_size=2), pairs()
+    )
+
+
+def test_triaxial_reads_roles(subject, make):
+    """The cache is shown the ids of padded batches, of chunks and of copies."""
+    _, tokenizer = subject
+    chat = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "So be it."},
+        {"role": "user", "content": " ".join(WORDS)},
+    ]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    low = {f"{when}|text|user": 2 for when in ("older", "turn_m2", "turn_m1", "current")}
+    narrow = make(scheme={"scheme": "triaxial", "table": low, "page_size": 8, "seal_unit": 8, "group_size": 8})
+    generate(narrow, [text, text[:-20]])
+    assert narrow.bill.summary()["code_bits"] < 4
+    wide = make(scheme={"scheme": "triaxial", "table": {}, "page_size": 8, "seal_unit": 8, "group_size": 8})
+    generate(wide, [text])
+    assert wide.bill.summary()["code_bits"] == 4
+
+
+class TestTruncation:
+    LONG = " ".join(WORDS * 12)
+
+    def test_middle_keeps_both_ends(self, make):
+        lm = make(scheme="none", truncate="middle")
+        ids = lm.tok_encode(self.LONG)
+        short = lm.tok_encode("the quick")
+        limit = 41
+        got, mask = lm.tok_batch_encode([self.LONG, "the quick"], left_truncate_len=limit)
+        assert got.shape == mask.shape == (2, limit)
+        assert got[0].tolist() == ids[:20] + ids[-21:]
+        assert got[1, -len(short) :].tolist() == short
+        assert mask[1].tolist() == [0] * (limit - len(short)) + [1] * len(short)
+        context, continuation = lm._encode_pair(self.LONG, " dog")
+        request = lm._request(context, continuation)
+        assert len(request.head) + len(request.fed) == lm.max_length
+        assert request.head[:10] == tuple(context[:10])
+
+    def test_left_is_lm_evals(self, make):
+        hf, ours = make(HFLM), make(scheme="none")
+        assert generate(ours, [self.LONG]) == generate(hf, [self.LONG])
+        close(score(ours, [(self.LONG, " dog")]), score(hf, [(self.LONG, " dog")]))
+
+    def test_refused(self, make):
+        lm = make(scheme="none", truncate="refuse")
+        with pytest.raises(ValueError, match=r"truncate: a prompt of task 'essay' has \d+ tokens, but 244 fit"):
+            generate(lm, [self.LONG], "essay")
+        with pytest.raises(ValueError, match="truncate: a prompt of task 'essay'"):
+            score(lm, [(self.LONG, " dog")], "essay")
+
+
+class TestBill:
+    def test_bits_by_hand(self, subject, make):
+        """Bytes of a cache of the same tokens, made without lm-eval."""
+        model, tokenizer = subject
+        lm = make(**KITTY, batch_size=2)
+        prompts = sentences(2, 20)
+        generate(lm, prompts, until=[])
+        held = bf16 = 0
+        scheme = lm.cache_arguments.scheme
+        batch = tokenizer(prompts, return_tensors="pt", padding=True)
+        cache = MixedKVCache(model, scheme)
+        model.generate(**batch, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        memory = cache.memory()
+        held, bf16 = memory.compressed.total, memory.bf16
+        figures = lm.bill.summary()
+        assert figures["total_bits"] == pytest.approx(16 * held / bf16)
+        assert figures["code_bits"] == pytest.approx(memory.code_bits)
+        assert figures["peak_cache_bytes"] == memory.total
+        assert figures["requests"] == 2
+        assert figures["context_tokens"] == batch.attention_mask.sum() / 2
+        assert figures["tokens_per_second"] > 0
+
+    def test_each_task_has_its_own(self, make):
+        lm = make(**KITTY)
+        requests = instances("loglikelihood", pairs(1), "one") + instances("loglikelihood", pairs(2), "two")
+        mixed = [requests[i] for i in (2, 0, 3, 1, 4, 5)]
+        assert lm.loglikelihood(mixed, True) == [lm.loglikelihood([request], True)[0] for request in mixed]
+        lm.open_bill()
+        lm.loglikelihood(mixed, True)
+        tasks = lm.bill.summary()["tasks"]
+        assert {task: figures["requests"] for task, figures in tasks.items()} == {"two": 4, "one": 2}
+        assert tasks["one"]["total_bits"] != tasks["two"]["total_bits"]
+
+    def test_shared_pages_are_not_counted_as_savings(self, make):
+        """Ten endings of a context hold its pages once; the figure is that of one row."""
+        context = sentences(1, 40)[0]
+        bits = []
+        for endings in (1, 10):
+            lm = make(**KITTY, batch_size=16)
+            score(lm, [(context, f" {word} and") for word in WORDS[:endings]])
+            bits.append(lm.bill.summary()["total_bits"])
+        assert bits[1] == pytest.approx(bits[0], rel=0.2)
+
+    def test_stock_cache_has_sixteen_bits(self, make):
+        """The same count for Transformers' own cache; its padding is part of what it holds."""
+        lm = make(scheme="bf16")
+        generate(lm, sentences(1, 20))
+        # float32.
+        assert lm.bill.summary()["total_bits"] == 32
+
+
+class TestBadInput:
+    """Refused before any weight is read."""
+
+    @pytest.fixture(autouse=True)
+    def no_weights(self, monkeypatch):
+        def load(*args, **kwargs):
+            raise AssertionError("the weights were asked for")
+
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+        monkeypatch.setattr(transformers.AutoModelForSeq2SeqLM, "from_pretrained", load)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"scheme": "kity"}, "scheme: got 'kity', which is unknown; did you mean 'kitty"),
+            ({"scheme": "kitty", "tau_bf16": 1.4}, "'tau_bf16' is a knob of 'mixkvq', not of 'kitty'"),
+            (
+                {"scheme": "none", "boost_ratio": 0.2},
+                "'boost_ratio' is a knob of 'kitty', Transformers' own cache has no",
+            ),
+            ({"scheme": "kitty", "boost_ratio": 2.0}, "boost_ratio: got 2.0, allowed 0"),
+            ({"scheme": "kitty", "boost_raito": 0.2}, "'boost_raito' is unknown; did you mean 'boost_ratio'"),
+            ({"scheme": "kitty", "ll_mode": "fast"}, "ll_mode: got 'fast', allowed decode, stepwise, prefill, stock"),
+            ({"scheme": "kitty", "ll_mode": "stock"}, "the stock forward never reads a cache"),
+            ({"scheme": "kitty", "ll_chunk": 0}, "ll_chunk: got 0, allowed a positive number"),
+            ({"scheme": "kitty", "truncate": "right"}, "truncate: got 'right', allowed left, middle, refuse"),
+            ({"scheme": "triaxial", "table": "nowhere.json"}, "table: nowhere.json cannot be read"),
+            ({"scheme": "saw-int4", "block": 96}, "block"),
+        ],
+    )
+    def test_arguments(self, arguments, message):
+        with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+            HFKVQ(pretrained=str(reference_path()), device="cpu", **arguments)
+
+    def test_encoder_decoder(self, tmp_path):
+        transformers.T5Config(d_model=32, d_kv=8, num_layers=1, num_heads=4).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="pretrained: got an encoder-decoder model"):
+            HFKVQ(pretrained=str(tmp_path), device="cpu")
+
+    def test_options_of_the_model_pass(self):
+        """What hf takes reaches from_pretrained."""
+        with pytest.raises(AssertionError, match="the weights were asked for"):
+            HFKVQ(pretrained=str(reference_path()), device="cpu", attn_implementation="eager", use_sliding_window=False)
+
+
+def test_answers_kept_by_lm_eval_are_refused(make, tmp_path):
+    pytest.importorskip("sqlitedict")
+    from lm_eval.api.model import CachingLM
+
+    with pytest.raises(ValueError, match="use_cache: lm-eval keeps answers by their prompts alone"):
+        CachingLM(make(scheme="full"), str(tmp_path / "answers.db"))
+
+
+def test_use_changes_the_scheme(make):
+    lm = make(scheme="full")
+    text = sentences(2, 24)
+    full = score(lm, [(one, " dog") for one in text])
+    lm.use("kitty", **{name: value for name, value in KITTY.items() if name != "scheme"})
+    assert score(lm, [(one, " dog") for one in text]) != full
+    with pytest.raises(ValueError, match="knob of 'mixkvq'"):
+        lm.use("kitty", tau_int4=1.0)
+    with pytest.raises(ValueError, match="'speed' is unknown"):
+        lm.use("kitty", speed=1.0)
+    assert lm.cache_arguments.name == "kitty"
+    lm.use("full")
+    assert score(lm, [(one, " dog") for one in text]) == full
+
+
+def test_batch_size_auto(make, monkeypatch):
+    """Tried with the cache; what does not fit is halved."""
+    lm = make(**KITTY, batch_size="auto", max_batch_size=8)
+    stock, tried = lm.model.forward, []
+
+    def forward(*args, **kwargs):
+        rows = kwargs["input_ids"].shape[0]
+        tried.append(rows)
+        if rows > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return stock(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.model, "forward", forward)
+        found = score(lm, pairs(2))
+    assert tried[0] == 8
+    # Once it fits, nothing larger is tried.
+    assert max(tried[tried.index(2) :]) == 2
+    close(found, score(make(**KITTY, batch_size=2), pairs(2)), 2e-3)
+
+
+# peft asks Transformers for names that are on their way out.
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters():
+    """The model below an adapter shows the cache its ids, and its config."""
+    peft = pytest.importorskip("peft")
+    model, tokenizer = load_reference(torch.float32)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    lm = HFKVQ(pretrained=wrapped, tokenizer=tokenizer, scheme="full", max_length=256)
+    texts = generate(lm, sentences(2, 10))
+    merged = HFKVQ(pretrained=wrapped.merge_and_unload(), tokenizer=tokenizer, scheme="none", max_length=256)
+    assert generate(merged, sentences(2, 10)) == texts
