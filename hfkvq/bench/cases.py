@@ -95,31 +95,6 @@ SWEEP_CONTEXTS = tuple(1024 << i for i in range(8))
 # Page layouts by themselves, for which there is no preset (yet). Their schemes have no name and so register nothing.
 
 
-def _share(head_dim: int, share: float) -> int:
-    return int(head_dim * share + 0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixedChannels(Scheme):
-    """Keys of three widths: 2 bits per channel, 12 % of the channels raised to 4 bits and 4 % to 16."""
-
-    def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """Room for raised channels is what pages store anyway, a multiple of eight."""
-        raised = tuple((width, -(-_share(key_dim, share) // 8) * 8) for width, share in ((4, 0.12), (16, 0.04)))
-        keys = PageFormat(2, "channel", GROUP, PAGE, raised)
-        values = PageFormat(2, "token", GROUP, PAGE)
-        return Layout(SideLayout((keys,), unit=PAGE), SideLayout((values,)), sink=32)
-
-    def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
-        """The strongest channels, which are any channels where keys are random."""
-        wide, middle = _share(keys.shape[-1], 0.04), _share(keys.shape[-1], 0.12)
-        # Entries of rows with nothing due may be anything.
-        score = torch.nan_to_num(keys.abs().mean(-2, dtype=torch.float32), 0.0)
-        top = score.topk(wide + middle, dim=-1).indices
-        bits = torch.full_like(score, 2, dtype=torch.uint8)
-        return bits.scatter_(-1, top[..., wide:], 4).scatter_(-1, top[..., :wide], 16)
-
-
 @dataclass(frozen=True, kw_only=True)
 class MixedTokens(Scheme):
     """Tokens of two widths, scattered evenly over the context."""
@@ -155,7 +130,11 @@ RAW: dict[str, tuple[str, Callable[[int], Scheme]]] = {
         "2-bit pages without windows",
         lambda dim: get_scheme("kitty", boost_ratio=0.0, sink_length=0, local_length=0),
     ),
-    "mixkvq-pages": ("2-bit keys, 12 % of the channels 4 bits, 4 % 16 bits", lambda dim: MixedChannels()),
+    # The strongest channels, which are any channels where keys are random: there is room for 16 and 8 of 128.
+    "mixkvq-pages": (
+        "2-bit keys, 12 % of the channels 4 bits, 4 % 16 bits",
+        lambda dim: get_scheme("mixkvq-error-only", most_bf16=0.04, most_int4=0.12),
+    ),
     "triaxial-pages": ("70 % of the tokens 2 bits, 30 % 4 bits", lambda dim: _triaxial()),
     "fp8+16": ("half of the tokens fp8, half 16 bits", _halves),
 }
