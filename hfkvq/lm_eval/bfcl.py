@@ -72,8 +72,8 @@ def _folder(data_dir: str | None) -> Any:
     folder = data_folder(data_dir)
     if folder is None:
         raise FileNotFoundError(
-            f"data_dir: BFCL's files are on GitHub and not on the hub; put them into DIR/bfcl (evals/tasks/README.md says "
-            f"where from) and pass --metadata data_dir=DIR or set {ENVIRONMENT}."
+            "data_dir: BFCL's files are on GitHub and not on the hub; put them into DIR/bfcl (evals/tasks/README.md "
+            f"says where they come from) and pass --metadata data_dir=DIR or set {ENVIRONMENT}."
         )
     return folder
 
@@ -85,9 +85,7 @@ def _with_answers(name: str, data_dir: str | None) -> list[tuple[Row, Row]]:
     answers = {row.get("id"): row for row in read_jsonl(path)}
     lost = [row["id"] for row in questions if row["id"] not in answers]
     if lost:
-        raise ValueError(
-            f"{path}: has no answer for {lost[0]} and {len(lost) - 1} more; both files must be of one version."
-        )
+        raise ValueError(f"{path}: lacks answers for {len(lost)} questions, {lost[0]} first; take one version of both.")
     return [(row, answers[row["id"]]) for row in questions]
 
 
@@ -127,9 +125,9 @@ def _schema(schema: dict[str, Any]) -> dict[str, Any]:
 def score_call(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Whether the answer is exactly one call, and a possible one."""
     calls = parse_calls(results[0])
-    right = calls is not None and len(calls) == 1
-    right = right and matches(calls[0], json.loads(doc["expected"]), json.loads(doc["schema"]))
-    return {"acc": float(right)}
+    if calls is None or len(calls) != 1:
+        return {"acc": 0.0}
+    return {"acc": float(matches(calls[0], json.loads(doc["expected"]), json.loads(doc["schema"])))}
 
 
 def score_memory(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:

@@ -85,6 +85,8 @@ class LongBenchTask(UpstreamTask):
             custom_dataset=load,
             dataset_kwargs={"longbench": name},
             process_results=score,
+            # Not upstream's version: prompts and scores differ.
+            metadata={"version": 1.0, **(config.get("metadata") or {})},
             metric_list=[{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
         )
         if name in PROMPTS:
@@ -144,7 +146,8 @@ def _metric(name: str) -> Callable[..., float]:
 def code_sim(text: str, answer: str, **_: Any) -> float:
     """Likeness of the first line that is no comment and no fence, in whole percent.
 
-    The authors' fuzzywuzzy compares with `difflib` unless python-Levenshtein is there; published scores are `difflib`'s.
+    The authors' fuzzywuzzy compares with `difflib` unless python-Levenshtein is there; published scores are from
+    `difflib`.
     Upstream skips blank lines at any place, the authors only line breaks at the start.
     """
     lines = text.lstrip("\n").split("\n")

@@ -57,8 +57,8 @@ def recall_choices(
 ) -> datasets.DatasetDict:
     """The same for recall, with eight values to choose from.
 
-    Four others are of the same list, which tells whether the right record is found; three differ from the right value in
-    one digit, which tells whether it is read exactly. All have five tokens.
+    Four others are of the same list, which tells whether the right record is found; three differ from the right value
+    in one digit, which tells whether it is read exactly. All have five tokens.
     """
     subject, rows = _subject(metadata), []
     for each in _made(example, ref_size, ref_samples, ref_seed):
@@ -93,7 +93,7 @@ def _subject(metadata: dict[str, Any]) -> Subject:
     if name is None:
         return Subject("reference model", None, None, True)
     tokenizer = load_tokenizer(name)
-    return Subject(Path(name).name, None, tokenizer, tokenizer.chat_template.strip() == CHAT_TEMPLATE.strip())
+    return Subject(Path(name).name, None, tokenizer, str(tokenizer.chat_template).strip() == CHAT_TEMPLATE.strip())
 
 
 def _row(each: Example, subject: Subject) -> Row:

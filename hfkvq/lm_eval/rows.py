@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 
@@ -69,7 +69,7 @@ def find_file(folder: Path, name: str) -> Path:
             return path
     raise FileNotFoundError(
         f"data_dir: {folder} has neither {name} nor {name}.gz; put the file there (evals/tasks/README.md says where it "
-        f"comes from), or name another folder with --metadata data_dir=DIR or {ENVIRONMENT}; without both the hub is read."
+        f"comes from), or name another folder with --metadata data_dir=DIR or {ENVIRONMENT}."
     )
 
 
@@ -135,7 +135,7 @@ def _pick(rows: Iterable[Mapping[str, Any]], fields: Mapping[str, tuple[str, ...
             if found is None:
                 raise ValueError(
                     f"{where}: row {number} has no field {' or '.join(map(repr, names))}; got "
-                    f"{', '.join(map(repr, sorted(map(str, row))))}. It is the file of another data set, or another version."
+                    f"{', '.join(map(repr, sorted(map(str, row))))}. It is another data set, or another version of it."
                 )
             picked[field] = row[found]
         yield picked
@@ -175,13 +175,14 @@ def _from_hub(source: Source, split: str) -> Iterable[Mapping[str, Any]]:
     name, configuration = source.hub
     split = (source.hub_splits or {}).get(split, split)
     try:
-        return datasets.load_dataset(name, configuration, split=split)
+        return cast("Iterable[Mapping[str, Any]]", datasets.load_dataset(name, configuration, split=split))
     except (OSError, ValueError, RuntimeError) as error:
         # No network, offline mode, a gated or a renamed data set: each has its own exception.
         gate = " It is gated: accept its terms there and log in with `hf auth login`." if source.gated else ""
         raise ConnectionError(
             f"data_dir: no local folder is named, and {name} (split {split}) could not be had from the hub: {error}\n"
-            f"Pass --metadata data_dir=DIR or set {ENVIRONMENT} to a folder with {', '.join(source.files.values())}.{gate}"
+            f"Pass --metadata data_dir=DIR or set {ENVIRONMENT}; the folder must have "
+            f"{', '.join(source.files.values())}.{gate}"
         ) from error
 
 

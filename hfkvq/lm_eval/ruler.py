@@ -63,9 +63,7 @@ def needles(
     """
     name = tokenizer_name(metadata)
     if name is None:
-        raise ValueError(
-            f"{needle}: prompts are as long as the model's tokenizer says; pass --model_args pretrained=NAME."
-        )
+        raise ValueError(f"{needle}: prompts are measured by the model's tokenizer; pass --model_args pretrained=NAME.")
     try:
         from lm_eval.tasks.ruler.common_utils import get_tokenizer
         from lm_eval.tasks.ruler.niah_utils import TEMPLATE
@@ -103,7 +101,7 @@ def _hay(kind: str, data_dir: str | None) -> list[str] | str:
     paths = sorted((folder / "long_texts").glob("*.txt*"))
     if not paths:
         raise FileNotFoundError(
-            f"data_dir: {folder} has no long_texts/*.txt to hide needles in; put any long text there."
+            f"data_dir: {folder} has no long_texts/*.txt to hide needles in; put a long text there."
         )
     return re.sub(r"\s+", " ", " ".join(read_text(path) for path in paths)).split(" ")
 
@@ -113,7 +111,7 @@ def from_file(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
     folder = data_folder(data_dir)
     if folder is None:
         raise FileNotFoundError(
-            "data_dir: ruler/niah_multikey_3_4096.jsonl is read from a local folder only; pass --metadata data_dir=DIR, "
+            "data_dir: ruler/niah_multikey_3_4096.jsonl is read from a local folder only; pass --metadata data_dir=DIR "
             "or take kvq_ruler_niah_multikey_3, which needs no file."
         )
     rows = read_jsonl(find_file(folder, "ruler/niah_multikey_3_4096.jsonl"))
