@@ -149,7 +149,7 @@ def kld(
     about["settings"] |= {"schemes": list(chosen), "windows": windows}
     record = report.as_record(measured, seed, about)
     console = make_console()
-    console.print(report.table(record))
+    console.print(report.table(record, wide=console.width >= 112))
     for note in report.notes(record):
         console.print(note, style="dim", highlight=False)
     if json_file is not None:

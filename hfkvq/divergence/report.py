@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
@@ -100,37 +101,42 @@ def _small(value: float) -> str:
     return "<0.0001" if 0 < value < 5e-5 else f"{value:.4f}"
 
 
-def _range(interval: Interval | None, digits: int, scale: float = 1.0) -> str:
-    return "–" if interval is None else f"{scale * interval[0]:.{digits}f}–{scale * interval[1]:.{digits}f}"
+def _range(interval: Interval | None, show: Callable[[float], str]) -> str:
+    return "–" if interval is None else f"{show(interval[0])}–{show(interval[1])}"
 
 
 def _optional(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def table(record: Record) -> Table:
-    """One row per scheme, the baseline first; 95 % intervals under the figures they belong to."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    view.add_column("cache", vertical="top")
-    titles = ["code\nbits", "total\nbits", "held\nMiB", "KLD\nmean", "KLD\nmedian", "KLD\n99%", "KLD\n99.9%"]
-    for title in [*titles, "top-1\n%", "perplexity\n", "ratio\nto bf16"]:
+def table(record: Record, wide: bool = True) -> Table:
+    """One row per scheme, the baseline first; 95 % intervals under the figures they belong to.
+
+    ``wide`` takes up to 120 columns, otherwise 100.
+    """
+    view = Table(box=box.SIMPLE_HEAD, show_edge=wide, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    view.add_column("cache", vertical="top", overflow="fold")
+    titles = ["code\nbits", "total\nbits", *(["held\nMiB"] if wide else []), "KLD\nmean", "KLD\nmedian", "KLD\n99%"]
+    for title in [*titles, "KLD\n99.9%", "top-1\n%", "perp-\nlexity", "ratio\nto bf16"]:
         view.add_column(title, justify="right", no_wrap=True)
+
+    def memory(row: Record) -> list[str]:
+        held = [f"{row['held_bytes'] / 2**20:.2f}"] if wide else []
+        return [_optional(row["code_bits"]), _optional(row["total_bits"]), *held]
+
     base = record["baseline"]
-    cells = [_optional(base["code_bits"]), _optional(base["total_bits"]), f"{base['held_bytes'] / 2**20:.2f}"]
-    view.add_row(base["name"], *cells, *[""] * 5, f"{base['perplexity']:.4f}", "", end_section=True)
+    view.add_row(base["name"], *memory(base), *[""] * 5, f"{base['perplexity']:.3f}", "", end_section=True)
     for row in record["rows"]:
         kld, top1, ratio = row["kld"], row["top1"], row["perplexity_ratio"]
         view.add_row(
             # Colons are where a long name may be folded.
             row["name"].replace(":", "\n"),
-            _optional(row["code_bits"]),
-            _optional(row["total_bits"]),
-            f"{row['held_bytes'] / 2**20:.2f}",
-            f"{_small(kld['mean'])}\n{_range(kld['interval'], 4)}",
+            *memory(row),
+            f"{_small(kld['mean'])}\n{_range(kld['interval'], _small)}",
             *(_small(kld[name]) for name in ("median", "p99", "p999")),
-            f"{100 * top1['share']:.2f}\n{_range(top1['interval'], 2, 100)}",
-            f"{row['perplexity']:.4f}",
-            f"{ratio['value']:.4f}\n{_range(ratio['interval'], 4)}",
+            f"{100 * top1['share']:.2f}\n{_range(top1['interval'], lambda share: f'{100 * share:.1f}')}",
+            f"{row['perplexity']:.3f}",
+            f"{ratio['value']:.4f}\n{_range(ratio['interval'], lambda value: f'{value:.3f}')}",
         )
     return view
 

@@ -165,10 +165,12 @@ def _number(value: Any) -> float | None:
 def _divergences(path: Path, content: dict[str, Any]) -> list[Source]:
     date = datetime.fromisoformat(content["date"]).timestamp()
     model = model_label(content["model"])
-    return [
-        Source(path.name, date, model, scheme_key(row["scheme"]), scheme_label(row["scheme"]), divergence=row)
-        for row in content["rows"]
-    ]
+    found = []
+    for row in content["rows"]:
+        # What was typed: a preset, maybe with knobs.
+        label = scheme_label(row["scheme"], row["name"].partition(":")[0])
+        found.append(Source(path.name, date, model, scheme_key(row["scheme"]), label, divergence=row))
+    return found
 
 
 def model_name(content: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -21,8 +21,8 @@ def _small(value: float) -> str:
     return "<0.0001" if 0 < value < 5e-5 else f"{value:.4f}"
 
 
-def _range(interval: Sequence[float] | None, digits: int, scale: float = 1.0) -> str:
-    return "" if interval is None else f" ({scale * interval[0]:.{digits}f} to {scale * interval[1]:.{digits}f})"
+def _range(interval: Sequence[float] | None, show: Callable[[float], str]) -> str:
+    return "" if interval is None else f" ({show(interval[0])} to {show(interval[1])})"
 
 
 def _cell(score: Score | None, share: bool) -> str:
@@ -39,10 +39,10 @@ def _divergence_cells(row: Row) -> list[str]:
         return [""] * 4
     kld, top1, ratio = found["kld"], found["top1"], found["perplexity_ratio"]
     return [
-        _small(kld["mean"]) + _range(kld["interval"], 4),
+        _small(kld["mean"]) + _range(kld["interval"], _small),
         _small(kld["p999"]),
-        f"{100 * top1['share']:.2f}" + _range(top1["interval"], 2, 100),
-        f"{ratio['value']:.4f}" + _range(ratio["interval"], 4),
+        f"{100 * top1['share']:.2f}" + _range(top1["interval"], lambda share: f"{100 * share:.2f}"),
+        f"{ratio['value']:.4f}" + _range(ratio["interval"], lambda value: f"{value:.4f}"),
     ]
 
 
