@@ -135,6 +135,19 @@ def test_prompts(no_data):
     assert context.endswith("Q: Q?\nA:")
 
 
+def test_a_question_is_not_its_own_example(no_data):
+    """Shots come from the same set of questions."""
+    fields = ("choice1", "choice2", "choice3", "choice4")
+    made = [{"Question": f"Why {n}?", **dict.fromkeys(fields, "x"), "answer": "(A)"} for n in range(7)]
+    rows = importlib.import_module("datasets").Dataset.from_list(made)
+    task = no_data("kvq_gpqa_diamond_cot", custom_dataset=lambda **_: {"train": rows})
+    task.set_fewshot_seed(1234)
+    for row in task.eval_docs:
+        context = task.fewshot_context(row, num_fewshot=5)
+        assert context.count("Question: Why") == 6
+        assert context.count(row["Question"]) == 1
+
+
 def test_generated_code_needs_leave(manager, no_data):
     assert no_data("kvq_humaneval").UNSAFE_CODE is True
     assert no_data("kvq_humaneval_chat_sampled_4k").UNSAFE_CODE is True
