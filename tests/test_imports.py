@@ -12,10 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "hfkvq").rglob("*.py"))
 LAYERS = ("hfkvq.kernels", "hfkvq.caches", "hfkvq.tuning")  # each may import the ones before it
 
-TRANSFORMERS_DOORS = {f"hfkvq.caches.{name}" for name in ("cache", "layer", "attention", "handle")}
+TRANSFORMERS_DOORS = {f"hfkvq.caches.{name}" for name in ("cache", "layer", "attention", "handle", "make")}
 # The bench's baseline is a Triton kernel too; it is no operation of the library.
 TRITON_DOOR = "hfkvq.bench.split_kv"
-TRANSFORMERS_TOPS = {"reference", "cli"}  # and demo*
+TRANSFORMERS_TOPS = {"reference", "cli", "lm_eval", "divergence"}  # and demo*
 
 
 def module_name(path: Path) -> str:

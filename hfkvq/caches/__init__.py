@@ -3,8 +3,10 @@
 from . import schemes
 from .arkv import ARKVCache
 from .cache import MixedKVCache
+from .make import make_cache
 from .memory import MemoryReport
 from .named import KittyCache, MixKVQCache, SawInt4Cache
+from .preset import Preset, get_preset
 from .scheme import Scheme, get_scheme, list_schemes
 from .table import BitTable
 from .triaxial import TriAxialCache
@@ -16,10 +18,13 @@ __all__ = [
     "MemoryReport",
     "MixKVQCache",
     "MixedKVCache",
+    "Preset",
     "SawInt4Cache",
     "Scheme",
     "TriAxialCache",
+    "get_preset",
     "get_scheme",
     "list_schemes",
+    "make_cache",
     "schemes",
 ]

@@ -19,4 +19,4 @@ class ARKVCache(NamedCache):
     `get_seq_length` counts tokens seen; `memory` shows what is stored.
     """
 
-    preset = "arkv"
+    preset_name = "arkv"

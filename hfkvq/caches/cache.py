@@ -6,6 +6,8 @@ import copy
 import importlib
 import logging
 import weakref
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from .evict import EvictingLayer, layer_class
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
 from .peers import Peers
-from .scheme import Scheme, get_scheme
+from .preset import Preset, get_preset
+from .scheme import Scheme
 from .store import StoreBytes
 
 logger = logging.getLogger(__name__)
@@ -92,21 +95,26 @@ class MixedKVCache(Cache):
 
     Args:
         model_or_config: the model (needed for nothing but convenience), or its config.
-        scheme: preset name (see ``list_schemes``) or a `Scheme`.
+        scheme: preset name (see ``list_schemes``), the ``.json`` file of a tuned preset, a `Scheme` or a `Preset`.
+        layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or knobs
+            of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not compressed
+            anyway stay as they are.
         max_cache_len: most tokens of a row, padding included; everything is allocated at the first update and more
             tokens raise. None grows as needed.
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite.
 
     Raises:
-        ValueError: unknown scheme or knob, a head dim that the scheme cannot hold, or a model without attention layers.
+        ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, or a model without attention
+            layers.
     """
 
     def __init__(
         self,
         model_or_config: Any,
-        scheme: Scheme | str = DEFAULT_SCHEME,
+        scheme: Preset | Scheme | str | Path = DEFAULT_SCHEME,
         *,
+        layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
         attach: bool = True,
         debug: bool = False,
@@ -120,28 +128,30 @@ class MixedKVCache(Cache):
         # type(), because True is an int.
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len: got {max_cache_len!r}, allowed a positive number of tokens or None.")
-        self.scheme = get_scheme(scheme)
+        self.preset = get_preset(scheme, layers)
         text = _text_config(config)
         head_dim = _head_dim(text)
         if head_dim is not None:
-            self.scheme.layout(head_dim, head_dim).check(head_dim, head_dim)
+            for each in self.preset.schemes:
+                each.layout(head_dim, head_dim).check(head_dim, head_dim)
         stock = DynamicCache(config=text).layers
+        own = self.preset.by_layer(len(stock))
         sharing = getattr(text, "kv_sharing_modes", None)
         shares = bool(getattr(text, "num_kv_shared_layers", 0))
         reader = PaddingReader()
-        layers: list[Any] = []
-        make_layer = layer_class(self.scheme)
+        held: list[Any] = []
         for i, layer in enumerate(stock):
             if type(layer) is DynamicLayer:
                 defer = sharing[i] == "store" if sharing else shares
-                layers.append(make_layer(self.scheme, reader, max_cache_len, defer, debug))
+                held.append(layer_class(own[i])(own[i], reader, max_cache_len, defer, debug))
             else:
-                layers.append(layer)
-        if make_layer is EvictingLayer:
+                held.append(layer)
+        evicting = [layer for layer in held if isinstance(layer, EvictingLayer)]
+        if evicting:
             # Each of them knows the others by it.
-            Peers([layer for layer in layers if isinstance(layer, EvictingLayer)])
-        if not any(isinstance(layer, KVLayer) for layer in layers):
-            if not any(isinstance(layer, DynamicLayer) for layer in layers):
+            Peers(evicting)
+        if not any(isinstance(layer, KVLayer) for layer in held):
+            if not any(isinstance(layer, DynamicLayer) for layer in held):
                 raise ValueError(
                     f"model_or_config: {type(config).__name__} has no attention layers, so there is no KV cache to "
                     "compress; run this model without hfkvq."
@@ -151,7 +161,7 @@ class MixedKVCache(Cache):
                 "makes them.",
                 type(config).__name__,
             )
-        super().__init__(layers=layers)
+        super().__init__(layers=held)
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._stock_state: dict[int, dict[str, Any]] = {}
         known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
@@ -200,6 +210,11 @@ class MixedKVCache(Cache):
             raise
 
     @property
+    def scheme(self) -> Scheme:
+        """The scheme of every layer that has none of its own."""
+        return self.preset.scheme
+
+    @property
     def compressed_layers(self) -> list[KVLayer]:
         """The layers that are held in pages."""
         return [layer for layer in self.layers if isinstance(layer, KVLayer)]
@@ -232,7 +247,8 @@ class MixedKVCache(Cache):
     def __repr__(self) -> str:
         """Scheme, tokens and memory in a line."""
         used = [layer for layer in self.compressed_layers if layer.store is not None]
-        head = f"{type(self).__name__}({self.scheme!r}, layers={len(self.compressed_layers)}/{len(self.layers)}"
+        others = "".join(f", {which}: {scheme!r}" for which, scheme in self.preset.layers)
+        head = f"{type(self).__name__}({self.scheme!r}{others}, layers={len(self.compressed_layers)}/{len(self.layers)}"
         if not used:
             return f"{head}, empty)"
         memory = self.memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .cache import MixedKVCache
@@ -13,6 +14,7 @@ class NamedCache(MixedKVCache):
 
     Args:
         model_or_config: the model, or its config.
+        layers: see `MixedKVCache`.
         max_cache_len: see `MixedKVCache`.
         attach: see `MixedKVCache`.
         debug: see `MixedKVCache`.
@@ -22,19 +24,22 @@ class NamedCache(MixedKVCache):
         ValueError: unknown knob or one out of range; see `MixedKVCache`.
     """
 
-    preset: ClassVar[str]
+    preset_name: ClassVar[str]
 
     def __init__(
         self,
         model_or_config: Any,
         *,
+        layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
         attach: bool = True,
         debug: bool = False,
         **knobs: Any,
     ) -> None:
-        scheme = get_scheme(self.preset, **knobs)
-        super().__init__(model_or_config, scheme, max_cache_len=max_cache_len, attach=attach, debug=debug)
+        scheme = get_scheme(self.preset_name, **knobs)
+        super().__init__(
+            model_or_config, scheme, layers=layers, max_cache_len=max_cache_len, attach=attach, debug=debug
+        )
 
 
 class KittyCache(NamedCache):
@@ -45,7 +50,7 @@ class KittyCache(NamedCache):
     ``local_length`` (128), ``page_size`` (128). Other arguments and errors: `NamedCache`.
     """
 
-    preset = "kitty"
+    preset_name = "kitty"
 
 
 class MixKVQCache(NamedCache):
@@ -58,7 +63,7 @@ class MixKVQCache(NamedCache):
     ``sink_length`` (32), ``page_size`` (128). Other arguments and errors: `NamedCache`.
     """
 
-    preset = "mixkvq"
+    preset_name = "mixkvq"
 
 
 class SawInt4Cache(NamedCache):
@@ -69,4 +74,4 @@ class SawInt4Cache(NamedCache):
     ``sink_length`` (0), ``local_length`` (0), ``page_size`` (128). Other arguments and errors: `NamedCache`.
     """
 
-    preset = "saw-int4"
+    preset_name = "saw-int4"

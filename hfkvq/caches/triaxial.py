@@ -72,7 +72,7 @@ class TriAxialCache(NamedCache):
         ValueError: neither tokenizer nor tagger, an unknown tag, or a table of another model or chat template.
     """
 
-    preset = "triaxial"
+    preset_name = "triaxial"
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class TriAxialCache(NamedCache):
         *,
         tagger: Tagger | None = None,
         table: Table | None = None,
+        layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
         attach: bool = True,
         debug: bool = False,
@@ -99,7 +100,9 @@ class TriAxialCache(NamedCache):
         if table is not None:
             knobs["table"] = table
         tagger = Tagger.from_tokenizer(tokenizer) if tagger is None else tagger
-        super().__init__(model_or_config, max_cache_len=max_cache_len, attach=attach, debug=debug, **knobs)
+        super().__init__(
+            model_or_config, layers=layers, max_cache_len=max_cache_len, attach=attach, debug=debug, **knobs
+        )
         self.tokens = TokenRecord(tagger)
         for layer in self.compressed_layers:
             layer.tokens = self.tokens

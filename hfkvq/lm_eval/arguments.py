@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hfkvq.caches import Scheme, get_scheme, list_schemes
+from hfkvq.caches import Preset, Scheme, get_preset, list_schemes
 from hfkvq.caches.table import BitTable
 
 LikelihoodMode = Literal["decode", "stepwise", "prefill", "stock"]
@@ -34,16 +34,16 @@ class CacheArguments:
     """How requests are answered.
 
     Attributes:
-        scheme: of the cache; None is Transformers' own.
-        preset: the name that the scheme was asked for by; None if it was described by a dict or is no preset any more.
+        preset: of the cache; None is Transformers' own.
+        asked: the name that it was asked for by; None if it was described otherwise or changed by knobs.
         table: TriAxialKV's table of bits, from a file, which knows the model it was made for.
         mode: how log-likelihoods are computed, see `HFKVQ`.
         chunk: tokens fed at once behind a prompt whose log-likelihood is asked for.
         truncate: what becomes of a prompt that is too long.
     """
 
-    scheme: Scheme | None
-    preset: str | None
+    preset: Preset | None
+    asked: str | None
     table: BitTable | None
     mode: LikelihoodMode
     chunk: int
@@ -52,18 +52,25 @@ class CacheArguments:
     @property
     def name(self) -> str:
         """The preset's name; "bf16" for Transformers' own cache, the scheme's name where no preset fits."""
-        if self.scheme is None:
+        if self.preset is None:
             return "bf16"
-        return self.preset or self.scheme.name
+        return self.asked or self.preset.scheme.name
 
 
 def take_arguments(
-    scheme: Any, ll_mode: Any, ll_chunk: Any, truncate: Any, others: dict[str, Any], model_options: Iterable[str]
+    scheme: Any,
+    layers: Any,
+    ll_mode: Any,
+    ll_chunk: Any,
+    truncate: Any,
+    others: dict[str, Any],
+    model_options: Iterable[str],
 ) -> CacheArguments:
     """Reads the arguments of the cache, and takes its knobs out of ``others``.
 
     Args:
-        scheme: a preset's name, ``none`` or ``bf16``, a `Scheme`, or its description (`Scheme.to_dict`).
+        scheme: a preset's name or file, ``none`` or ``bf16``, a `Scheme`, or a description (``to_dict``).
+        layers: schemes of single layers, see `MixedKVCache`.
         ll_mode: see `HFKVQ`.
         ll_chunk: see `HFKVQ`.
         truncate: see `HFKVQ`.
@@ -78,28 +85,27 @@ def take_arguments(
     _choose("truncate", truncate, get_args(Truncation))
     if isinstance(ll_chunk, bool) or not isinstance(ll_chunk, int) or ll_chunk < 1:
         raise ValueError(f"ll_chunk: got {ll_chunk!r}, allowed a positive number of tokens, e.g. 16.")
-    if isinstance(scheme, Mapping):
-        chosen, preset = Scheme.from_dict(scheme), None
-    elif scheme is None or scheme in STOCK:
-        chosen, preset = None, None
-    else:
-        chosen = get_scheme(scheme)
-        preset = scheme if isinstance(scheme, str) else None
-    knobs = _take_knobs(chosen, others, frozenset(model_options))
+    if isinstance(scheme, str) and scheme in STOCK:
+        scheme = None
+    chosen = None if scheme is None else get_preset(scheme)
+    if chosen is None and layers:
+        raise ValueError(f"layers: got {layers!r} with scheme=none; Transformers' own cache has no schemes of layers.")
+    knobs = _take_knobs(None if chosen is None else chosen.scheme, others, frozenset(model_options))
     table = None
     if isinstance(knobs.get("table"), str):
         table = BitTable.load(knobs["table"])
         knobs["table"] = table.bits
-    if chosen is not None and knobs:
-        changed = get_scheme(chosen, **knobs)
-        preset = preset if changed == chosen else None
+    asked = scheme if isinstance(scheme, str) and chosen is not None else None
+    if chosen is not None and (knobs or layers):
+        changed = get_preset(chosen, layers, **knobs)
+        asked = asked if changed == chosen else None
         chosen = changed
     if ll_mode == "stock" and chosen is not None:
         raise ValueError(
-            f"ll_mode: got 'stock' with scheme {chosen.name!r}, but the stock forward never reads a cache, so its "
-            "figures are those of scheme=none; allowed decode, stepwise or prefill."
+            f"ll_mode: got 'stock' with scheme {chosen.scheme.name!r}, but the stock forward never reads a cache, so "
+            "its figures are those of scheme=none; allowed decode, stepwise or prefill."
         )
-    return CacheArguments(chosen, preset, table, ll_mode, 1 if ll_mode == "stepwise" else ll_chunk, truncate)
+    return CacheArguments(chosen, asked, table, ll_mode, 1 if ll_mode == "stepwise" else ll_chunk, truncate)
 
 
 def _choose(name: str, got: Any, allowed: tuple[str, ...]) -> None:
@@ -128,23 +134,24 @@ def _take_knobs(scheme: Scheme | None, others: dict[str, Any], model_options: fr
     return knobs
 
 
-def check_loading(others: Mapping[str, Any], config: PreTrainedConfig, scheme: Scheme | None) -> None:
+def check_loading(others: Mapping[str, Any], config: PreTrainedConfig, preset: Preset | None) -> None:
     """Refuses arguments that nobody knows, before the model is loaded.
 
     Args:
         others: arguments on their way to ``from_pretrained``.
         config: of the model; its attributes are legal.
-        scheme: its knobs are suggested where a name is close to one.
+        preset: its scheme's knobs are suggested where a name is close to one.
 
     Raises:
         ValueError: neither a knob, an option of lm-eval's, one of ``from_pretrained`` nor an attribute of the config.
     """
+    scheme = None if preset is None else preset.scheme
     known = {*inspect.signature(PreTrainedModel.from_pretrained).parameters, *_LOADING}
     for name in others:
         if name in known or hasattr(config, name):
             continue
         knobs = [] if scheme is None else [field.name for field in dataclasses.fields(scheme)]
-        words = [*knobs, "scheme", "ll_mode", "ll_chunk", "truncate", *known]
+        words = [*knobs, "scheme", "layers", "ll_mode", "ll_chunk", "truncate", *known]
         close = difflib.get_close_matches(name, words, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
         mine = "" if scheme is None else f" Knobs of {scheme.name!r}: {', '.join(knobs) or 'none'}."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Sequence
@@ -17,10 +16,10 @@ from lm_eval.models import huggingface
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 import hfkvq
-from hfkvq.caches import MixedKVCache, TriAxialCache
+from hfkvq.caches import MixedKVCache, make_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.tags import Tagger
 from hfkvq.demo.measure import answer_lengths, read_memory
@@ -66,7 +65,9 @@ class HFKVQ(HFLM):
     Args:
         pretrained: a folder or a name on the Hub, or a loaded model.
         scheme: a preset (`hfkvq schemes` lists them), or a scheme's description as a JSON object; ``none`` or ``bf16``
-            is Transformers' own cache. The scheme's knobs are arguments of their own.
+            is Transformers' own cache; the ``.json`` file of a preset as `hfkvq tune` writes it. The scheme's knobs are
+            arguments of their own.
+        layers: schemes of single layers, e.g. {"0-1": "full"}; see `MixedKVCache`.
         ll_mode: how log-likelihoods are computed. "decode": the context but for its last token is the prompt; that
             token and the continuation are fed in chunks of ``ll_chunk`` and see the prompt as the cache holds it, and
             the tokens of their own chunk as they are. "stepwise": one by one, as in generation. "prefill": the whole
@@ -86,18 +87,19 @@ class HFKVQ(HFLM):
         self,
         pretrained: Any,
         scheme: Any = DEFAULT_SCHEME,
+        layers: Any = None,
         ll_mode: str = "decode",
         ll_chunk: int = 16,
         truncate: str = "left",
         **others: Any,
     ) -> None:
-        self.cache_arguments = take_arguments(scheme, ll_mode, ll_chunk, truncate, others, _MODEL_OPTIONS)
+        self.cache_arguments = take_arguments(scheme, layers, ll_mode, ll_chunk, truncate, others, _MODEL_OPTIONS)
         self.bill = bill.Bill()
         self._task = ""
         self._tagger: Tagger | None = None
         if not isinstance(pretrained, str):
             unknown = {name: value for name, value in others.items() if name not in _MODEL_OPTIONS}
-            check_loading(unknown, pretrained.config, self.cache_arguments.scheme)
+            check_loading(unknown, pretrained.config, self.cache_arguments.preset)
             self._check_heads(pretrained.config)
         super().__init__(pretrained, **others)
         self._check_table()
@@ -116,31 +118,32 @@ class HFKVQ(HFLM):
         """Checks what can be checked with the config alone, then loads the model."""
         named = inspect.signature(HFLM._create_model).parameters
         unknown = {name: value for name, value in kwargs.items() if name not in named}
-        check_loading(unknown, self.config, self.cache_arguments.scheme)
+        check_loading(unknown, self.config, self.cache_arguments.preset)
         self._check_heads(self.config)
         super()._create_model(pretrained, *args, **kwargs)
 
     def _check_heads(self, config: Any) -> None:
-        if self.cache_arguments.scheme is not None:
-            MixedKVCache(config, self.cache_arguments.scheme, attach=False)
+        if self.cache_arguments.preset is not None:
+            MixedKVCache(config, self.cache_arguments.preset, attach=False)
 
     def _check_table(self) -> None:
         if self.cache_arguments.table is not None:
             self.cache_arguments.table.check(self._subject.config, self.tokenizer)
 
-    def use(self, scheme: Any, **knobs: Any) -> None:
+    def use(self, scheme: Any, layers: Any = None, **knobs: Any) -> None:
         """Another scheme for the requests that follow, with the model as it is loaded.
 
         Args:
             scheme: see the constructor.
+            layers: see the constructor.
             **knobs: of the scheme.
 
         Raises:
             ValueError: see the constructor. Nothing is changed then.
         """
         old, others = self.cache_arguments, dict(knobs)
-        new = take_arguments(scheme, old.mode, old.chunk, old.truncate, others, ())
-        check_loading(others, self._subject.config, new.scheme)
+        new = take_arguments(scheme, layers, old.mode, old.chunk, old.truncate, others, ())
+        check_loading(others, self._subject.config, new.preset)
         self.cache_arguments = new
         try:
             self._check_heads(self._subject.config)
@@ -157,14 +160,11 @@ class HFKVQ(HFLM):
 
     def make_cache(self) -> Cache:
         """An empty cache of the scheme."""
-        scheme, subject = self.cache_arguments.scheme, self._subject
-        if scheme is None:
-            return DynamicCache(config=subject.config.get_text_config(decoder=True))
-        if "tags" in scheme.needs:
-            if self._tagger is None:
-                self._tagger = Tagger.from_tokenizer(self.tokenizer)
-            return TriAxialCache(subject, tagger=self._tagger, **dataclasses.asdict(scheme))
-        return MixedKVCache(subject, scheme)
+        preset = self.cache_arguments.preset
+        needs = frozenset() if preset is None else frozenset[str]().union(*(scheme.needs for scheme in preset.schemes))
+        if "tags" in needs and self._tagger is None:
+            self._tagger = Tagger.from_tokenizer(self.tokenizer)
+        return make_cache(self._subject, preset, tagger=self._tagger)
 
     def open_bill(self) -> None:
         """An evaluation begins: costs count from here."""
@@ -184,8 +184,8 @@ class HFKVQ(HFLM):
         """What lm-eval writes under "config": the model, and under "kvq" the cache with its figures."""
         cache, model = self.cache_arguments, self._subject
         described: dict[str, Any] = {
-            "preset": cache.preset,
-            "scheme": None if cache.scheme is None else cache.scheme.to_dict(),
+            "preset": cache.asked,
+            "scheme": None if cache.preset is None else cache.preset.to_dict(),
             "ll_mode": cache.mode,
             "ll_chunk": cache.chunk,
             "truncate": cache.truncate,

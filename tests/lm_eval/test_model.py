@@ -9,6 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers.cache_utils import DynamicCache
 
 from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches import get_preset
 from hfkvq.lm_eval.model import HFKVQ
 from hfkvq.reference import load_reference, reference_path
 
@@ -206,7 +207,7 @@ class TestBill:
         prompts = sentences(2, 20)
         generate(lm, prompts, until=[])
         held = bf16 = 0
-        scheme = lm.cache_arguments.scheme
+        scheme = lm.cache_arguments.preset
         batch = tokenizer(prompts, return_tensors="pt", padding=True)
         cache = MixedKVCache(model, scheme)
         model.generate(**batch, past_key_values=cache, max_new_tokens=12, do_sample=False)
@@ -277,6 +278,9 @@ class TestBadInput:
             ({"scheme": "kitty", "truncate": "right"}, "truncate: got 'right', allowed left, middle, refuse"),
             ({"scheme": "triaxial", "table": "nowhere.json"}, "table: nowhere.json cannot be read"),
             ({"scheme": "saw-int4", "block": 96}, "block"),
+            ({"scheme": "kitty", "layers": {"99": "full"}}, "layers: got '99', but the model has layers 0 to 7"),
+            ({"scheme": "none", "layers": {"0": "full"}}, "Transformers' own cache has no schemes of layers"),
+            ({"scheme": "nowhere.json"}, "scheme: nowhere.json cannot be read"),
         ],
     )
     def test_arguments(self, arguments, message):
@@ -315,6 +319,19 @@ def test_use_changes_the_scheme(make):
     assert lm.cache_arguments.name == "kitty"
     lm.use("full")
     assert score(lm, [(one, " dog") for one in text]) == full
+
+
+def test_layers_and_files(make, tmp_path):
+    """Tuned presets are schemes like others, and are described in the results."""
+    knobs = {name: value for name, value in KITTY.items() if name != "scheme"}
+    path = tmp_path / "tuned.json"
+    get_preset("kitty", {"0": "full"}, **knobs).save(path)
+    many = pairs(1)
+    by_file, by_hand = make(scheme=str(path)), make(**KITTY, layers={"0": "full"})
+    assert score(by_file, many) == score(by_hand, many) != score(make(**KITTY), many)
+    described = by_hand.get_model_info()["kvq"]["scheme"]
+    assert described["layers"]["0"]["scheme"] == "full"
+    assert get_preset(described) == get_preset(path)
 
 
 def test_batch_size_auto(make, monkeypatch):

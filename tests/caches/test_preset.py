@@ -1,0 +1,130 @@
+"""Schemes of single layers, and presets as files."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hfkvq import ARKVCache, KittyCache, MixedKVCache, get_scheme
+from hfkvq.caches import Preset, get_preset
+from tests.caches.models import build, config, prompt
+
+SMALL = {"page_size": 8, "sink_length": 2, "local_length": 8}
+
+
+def kitty():
+    return get_scheme("kitty", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        ({}, "kitty kitty kitty kitty kitty"),
+        ({"0": "full"}, "full kitty kitty kitty kitty"),
+        ({0: "full", -1: "saw-int4"}, "full kitty kitty kitty saw-int4"),
+        ({"1-3": "full"}, "kitty full full full kitty"),
+        ({"0-1": "kivi-2", "-2": "full"}, "kivi kivi kitty full kitty"),
+    ],
+)
+def test_layers_by_hand(layers, names):
+    preset = get_preset("kitty", layers)
+    assert [scheme.name for scheme in preset.by_layer(5)] == names.split()
+    assert get_preset(json.loads(json.dumps(preset.to_dict()))) == preset
+
+
+def test_knobs_of_one_layer():
+    preset = get_preset("kitty", {"2": {"boost_ratio": 0.5}}, sink_length=4)
+    assert [scheme.boost_ratio for scheme in preset.by_layer(4)] == [0.125, 0.125, 0.5, 0.125]
+    assert {scheme.sink_length for scheme in preset.by_layer(4)} == {4}
+    assert len(preset.schemes) == 2
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"4": "full"}, "layers: got '4', but the model has layers 0 to 1"),
+        ({"-3": "full"}, "layers: got '-3', but the model has layers 0 to 1"),
+        ({"1-0": "full"}, "layers: got '1-0'"),
+        ({"0": "full", "0-1": "kitty"}, "layers: layer 0 is named twice, the second time by '0-1'"),
+        ({"first": "full"}, "layers: got 'first', allowed a layer"),
+        ({"0": "ful"}, "scheme: got 'ful', which is unknown; did you mean 'full'"),
+        ({"0": {"tau_bf16": 1}}, "kitty: knob 'tau_bf16' is unknown"),
+        ("full", "layers: got 'full', allowed schemes by layer"),
+    ],
+)
+def test_wrong_layers(layers, message):
+    with pytest.raises(ValueError, match=message):
+        MixedKVCache(config("llama"), "kitty", layers=layers)
+
+
+def test_layers_hold_what_they_were_told():
+    """Layer by layer the bytes, and all that is not compressed is what the stock cache holds."""
+    model = build("llama", num_hidden_layers=3)
+    cache = KittyCache(model, **SMALL, layers={"0": "full", "2": {"boost_ratio": 0.0}})
+    stock = DynamicCache()
+    ids = prompt(2, 60)
+    model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    model.generate(ids, past_key_values=stock, max_new_tokens=4, do_sample=False)
+    keys = cache.layers[0].store.dense("keys", 63)
+    assert torch.equal(keys[:, :, :60], stock.layers[0].keys[:, :, :60])
+    codes = [layer.store.nbytes().codes for layer in cache.compressed_layers]
+    assert codes[0] > codes[1] > codes[2] > 0
+    assert "0: Full" in repr(cache)
+    assert "2: Kitty" in repr(copy.deepcopy(cache))
+
+
+def test_all_layers_full_is_the_stock_cache():
+    model = build("llama", num_hidden_layers=3)
+    ids = prompt(2, 40)
+    expected = model.generate(ids, past_key_values=DynamicCache(), max_new_tokens=12, do_sample=False)
+    cache = MixedKVCache(model, kitty(), layers={"0-1": "full", "-1": "full"})
+    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_evicting_beside_quantized_layers():
+    """Tokens seen are the same in all, tokens held are not."""
+    model = build("llama", num_hidden_layers=3)
+    cache = ARKVCache(model, budget_tokens=24, window=8, page_size=8, layers={"0": "full"})
+    model.generate(prompt(2, 60), past_key_values=cache, max_new_tokens=12, do_sample=False)
+    assert [layer.get_seq_length() for layer in cache.layers] == [71] * 3
+    held = [layer.store.nbytes().total for layer in cache.compressed_layers]
+    assert held[0] > 1.5 * max(held[1:])
+
+
+def test_a_file_is_a_name(tmp_path):
+    path = tmp_path / "tuned.json"
+    preset = get_preset(kitty(), {"0": "full"}, origin={"model": "tiny", "kld": 0.01})
+    preset.save(path)
+    again = Preset.load(path)
+    assert again == preset
+    assert again.origin == {"model": "tiny", "kld": 0.01}
+    for what in (path, str(path), preset, preset.to_dict()):
+        cache = MixedKVCache(config("llama"), get_preset(what))
+        assert cache.preset == preset
+    cache = MixedKVCache(config("llama"), str(path))
+    assert cache.scheme == kitty()
+    # Overrides of what a file says.
+    assert get_preset(path, sink_length=0).scheme.sink_length == 0
+    assert get_preset(path, {}).layers == ()
+
+
+def test_wrong_files(tmp_path):
+    path = tmp_path / "tuned.json"
+    with pytest.raises(ValueError, match=r"scheme: .*tuned\.json cannot be read"):
+        MixedKVCache(config("llama"), str(path))
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        MixedKVCache(config("llama"), path)
+    path.write_text('{"kind": "other"}')
+    with pytest.raises(ValueError, match="holds 'other', expected 'hfkvq preset' as `hfkvq tune` writes it"):
+        MixedKVCache(config("llama"), path)
+    path.write_text('{"kind": "hfkvq preset"}')
+    with pytest.raises(ValueError, match="is damaged"):
+        MixedKVCache(config("llama"), path)
+    path.write_text('{"kind": "hfkvq preset", "scheme": {"scheme": "kitty", "speed": 3}}')
+    with pytest.raises(ValueError, match="knob 'speed' is unknown"):
+        MixedKVCache(config("llama"), path)
