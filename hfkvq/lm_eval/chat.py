@@ -23,31 +23,31 @@ def tokenizer_name(metadata: Mapping[str, Any]) -> str | None:
 
 
 @cache
-def load_tokenizer(name: str, revision: str = "main", trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, which must have a chat template.
-
-    Raises:
-        ValueError: it has none.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    if not tokenizer.chat_template:
-        raise ValueError(f"pretrained: {name} has no chat template, so tools cannot be shown to it; take a chat model.")
-    return tokenizer
+def _load(name: str, revision: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
-def tokenizer_of(metadata: Mapping[str, Any], task: str) -> PreTrainedTokenizerBase:
+def tokenizer_of(metadata: Mapping[str, Any], task: str, *, chat: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that lm-eval is to run.
 
+    Args:
+        metadata: what lm-eval passes to a loader.
+        task: for errors.
+        chat: whether it must have a chat template.
+
     Raises:
-        ValueError: no model is named, or it has no chat template.
+        ValueError: no model is named, or there is no chat template.
     """
     name = tokenizer_name(metadata)
     if name is None:
         raise ValueError(
-            f"{task}: prompts are rendered by the model's chat template, and no model is named; pass --model_args "
+            f"{task}: prompts are made with the model's tokenizer, and no model is named; pass --model_args "
             "pretrained=NAME, or metadata={'pretrained': NAME} when a model object is given."
         )
-    return load_tokenizer(name, str(metadata.get("revision") or "main"), bool(metadata.get("trust_remote_code", False)))
+    tokenizer = _load(name, str(metadata.get("revision") or "main"), metadata.get("trust_remote_code") is True)
+    if chat and not tokenizer.chat_template:
+        raise ValueError(f"{task}: {name} has no chat template, which must render the prompts; take a chat model.")
+    return tokenizer
 
 
 def render(

@@ -107,7 +107,6 @@ def load(longbench: str, data_dir: str | None = None, **_: Any) -> datasets.Data
             "context": ("context",),
             "answers": ("answers",),
             "all_classes": ("all_classes",),
-            "length": ("length",),
         },
     )
     rows = read_source(source, data_dir)

@@ -17,7 +17,7 @@ from hfkvq.demo.prompts import Subject, full_name, is_right, prompt_text
 from hfkvq.reference import Example, evaluation_set
 from hfkvq.reference.tasks import CHAT_TEMPLATE
 
-from .chat import load_tokenizer, tokenizer_name
+from .chat import tokenizer_name, tokenizer_of
 from .rows import Row, as_dataset
 
 SAMPLES = 200
@@ -92,7 +92,7 @@ def _subject(metadata: dict[str, Any]) -> Subject:
     name = tokenizer_name(metadata)
     if name is None:
         return Subject("reference model", None, None, True)
-    tokenizer = load_tokenizer(name)
+    tokenizer = tokenizer_of(metadata, "ref")
     return Subject(Path(name).name, None, tokenizer, str(tokenizer.chat_template).strip() == CHAT_TEMPLATE.strip())
 
 

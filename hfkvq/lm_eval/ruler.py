@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 
-from .chat import tokenizer_name
+from .chat import tokenizer_of
 from .rows import as_dataset, data_folder, find_file, read_jsonl, read_text
 from .upstream import missing
 
@@ -61,16 +61,14 @@ def needles(
     Raises:
         ValueError: no model is named.
     """
-    name = tokenizer_name(metadata)
-    if name is None:
-        raise ValueError(f"{needle}: prompts are measured by the model's tokenizer; pass --model_args pretrained=NAME.")
+    # Not upstream's loader of tokenizers, which trusts code of any repository.
+    tokenizer = tokenizer_of(metadata, needle, chat=False)
     try:
-        from lm_eval.tasks.ruler.common_utils import get_tokenizer
         from lm_eval.tasks.ruler.niah_utils import TEMPLATE
         from lm_eval.tasks.ruler.prepare_niah import generate_samples
     except ImportError as error:
         raise missing("ruler", error) from error
-    options, tokenizer = NEEDLES[needle], get_tokenizer(name)
+    options = NEEDLES[needle]
     hay = _hay(options["type_haystack"], data_dir)
     # Upstream draws from Python's global generator, so its documents depend on the tasks that ran before.
     state = random.getstate()

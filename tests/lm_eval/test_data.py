@@ -291,5 +291,5 @@ def test_needles_are_the_same_every_time(monkeypatch):
     assert all(row["outputs"][0] in row["input"] and row["length"] <= 1024 for row in rows)
     assert ruler.score(rows[0], [f" {rows[0]['outputs'][0]}."]) == {"score": 100.0}
     assert ruler.score(rows[0], [rows[1]["outputs"][0]]) == {"score": 0.0}
-    with pytest.raises(ValueError, match="measured by the model's tokenizer"):
+    with pytest.raises(ValueError, match="niah_single_1: prompts are made with the model's tokenizer"):
         ruler.needles("niah_single_1")
