@@ -37,7 +37,11 @@ def _documents(
     if text:
         return windows.read_files(text, field), ", ".join(path.name for path in text), windows.SEPARATOR
     if dataset is not None:
-        return windows.hub_documents(dataset, part, field), f"{dataset}, split {part}", windows.SEPARATOR
+        return (
+            windows.hub_documents(dataset, part, field),
+            f"{Path(dataset).name if Path(dataset).is_dir() else dataset}, split {part}",
+            windows.SEPARATOR,
+        )
     if model is not None:
         raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
     # Each ends with its own line break, and this is how the model was trained.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -31,22 +31,11 @@ class Row:
     tasks: dict[str, TaskResult] = field(default_factory=dict)
     divergence: Mapping[str, Any] | None = None
 
-    def _mean(self, name: str) -> float | None:
-        values = [value for task in self.tasks.values() if (value := getattr(task.bill, name)) is not None]
+    def mean(self, name: str, tasks: Collection[str] = ()) -> float | None:
+        """Mean of a bill's entry over those tasks that have it; over all tasks if none are given."""
+        bills = [found.bill for task, found in self.tasks.items() if not tasks or task in tasks]
+        values = [value for bill in bills if (value := getattr(bill, name)) is not None]
         return fmean(values) if values else None
-
-    def _divergence(self, name: str) -> float | None:
-        return None if self.divergence is None else self.divergence[name]
-
-    @property
-    def total_bits(self) -> float | None:
-        """Mean over the tasks; of a cache without tasks, as `hfkvq kld` measured it."""
-        return self._mean("total_bits") if self.tasks else self._divergence("total_bits")
-
-    @property
-    def code_bits(self) -> float | None:
-        """Likewise."""
-        return self._mean("code_bits") if self.tasks else self._divergence("code_bits")
 
     @property
     def peak_bytes(self) -> float | None:
@@ -54,10 +43,9 @@ class Row:
         values = [task.bill.peak_bytes for task in self.tasks.values() if task.bill.peak_bytes is not None]
         return max(values) if values else None
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Mean over the tasks."""
-        return self._mean("tokens_per_second")
+    def divergent(self, name: str) -> Any:
+        """An entry of `hfkvq kld`, None if that was not measured."""
+        return None if self.divergence is None else self.divergence[name]
 
     def score(self, column: Column) -> Score | None:
         """The cell of a column."""
@@ -105,6 +93,18 @@ class Board:
                 found.append(column)
         return found
 
+    @property
+    def scored(self) -> bool:
+        """Whether any cache has done a task."""
+        return any(row.tasks for row in self.rows)
+
+    def bits(self, row: Row, name: str) -> float | None:
+        """Mean "total_bits" or "code_bits" over the tasks that all caches have done, so that rows can be compared.
+
+        Over a cache's own tasks if there are no such; of a board without tasks, as `hfkvq kld` measured them.
+        """
+        return row.mean(name, [task for task, _ in self.compared]) if self.scored else row.divergent(name)
+
 
 def is_share(key: str, scores: Iterable[Score]) -> bool:
     """Whether a metric is a share of right answers, to be shown in per cent."""
@@ -140,7 +140,7 @@ def make_boards(sources: Iterable[Source]) -> list[Board]:
 
 def _order(row: Row) -> tuple[int, float, str]:
     rank = 0 if row.label == BASELINE else 1 if row.label == "full" else 2
-    return rank, row.total_bits or 0.0, row.label
+    return rank, row.mean("total_bits") or row.divergent("total_bits") or 0.0, row.label
 
 
 def speeds(row: Row) -> list[tuple[float, float]]:

@@ -35,10 +35,6 @@ def _points(rows: Sequence[Row], x: Callable[[Row], float | None], y: Callable[[
     return [(label, a, b) for label, a, b in found if a is not None and b is not None and a > 0]
 
 
-def _own(name: str) -> Callable[[Row], float | None]:
-    return lambda row: None if row.divergence is None else row.divergence[name]
-
-
 def _mean_kld(row: Row) -> float | None:
     # On a logarithmic axis there is no nothing.
     mean = None if row.divergence is None else row.divergence["kld"]["mean"]
@@ -58,12 +54,12 @@ def _panels(board: Board) -> list[list[tuple[str, str, list[Point], bool]]]:
     rows = board.rows
     grid = [
         [
-            (bits, right, _points(rows, lambda row: row.total_bits, accuracy), False),
+            (bits, right, _points(rows, lambda row: board.bits(row, "total_bits"), accuracy), False),
             (peak, right, _points(rows, lambda row: row.peak_bytes, accuracy), False),
         ],
         [
-            (bits, kld, _points(rows, _own("total_bits"), _mean_kld), True),
-            (held, kld, _points(rows, _own("held_bytes"), _mean_kld), True),
+            (bits, kld, _points(rows, lambda row: row.divergent("total_bits"), _mean_kld), True),
+            (held, kld, _points(rows, lambda row: row.divergent("held_bytes"), _mean_kld), True),
         ],
     ]
     return [[panel for panel in line if panel[2]] for line in grid if any(panel[2] for panel in line)]

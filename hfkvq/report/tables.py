@@ -14,7 +14,7 @@ from .results import Score
 
 
 def _bits(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return "" if value is None else f"{value:.2f}"
 
 
 def _small(value: float) -> str:
@@ -54,7 +54,7 @@ def cells_of(board: Board) -> tuple[list[str], list[list[str]]]:
     }
     head, body = ["cache", "code bits", "total bits"], [[row.label] for row in board.rows]
     for row, cells in zip(board.rows, body, strict=True):
-        cells += [_bits(row.code_bits), _bits(row.total_bits)]
+        cells += [_bits(board.bits(row, "code_bits")), _bits(board.bits(row, "total_bits"))]
 
     def add(name: str, values: Sequence[str]) -> None:
         if any(values):
@@ -72,10 +72,12 @@ def cells_of(board: Board) -> tuple[list[str], list[list[str]]]:
     if len(compared) > 1:
         means = [row.accuracy(compared) for row in board.rows]
         add(f"mean of {len(compared)} tasks, %", ["" if mean is None else f"{mean:.1f}" for mean in means])
+    if board.scored:
+        add("total bits of KLD", [_bits(row.divergent("total_bits")) for row in board.rows])
     names = ("KLD mean, nats", "KLD 99.9 %", "top-1, %", "perplexity / bf16")
     for name, values in zip(names, zip(*map(_divergence_cells, board.rows), strict=True), strict=True):
         add(name, values)
-    speeds = [row.tokens_per_second for row in board.rows]
+    speeds = [row.mean("tokens_per_second") for row in board.rows]
     add("tokens/s", ["" if speed is None else f"{speed:,.1f}" for speed in speeds])
     return head, body
 
@@ -91,7 +93,7 @@ def _explain(board: Board) -> list[str]:
     """How to read the table."""
     said = []
     rows = board.rows
-    if any(row.tasks for row in rows):
+    if board.scored:
         counts = {
             task: found.scores[next(iter(found.scores))].samples for row in rows for task, found in row.tasks.items()
         }
@@ -100,15 +102,15 @@ def _explain(board: Board) -> list[str]:
             "Scores are lm-eval's, ± its standard error. "
             + (f"Questions: {known}. " if known else "")
             + "Bits and bytes are those of the caches that gave these answers, every byte counted; bits are means over "
-            "the tasks, the peak is that of the largest. The stock cache of plain `hf` is taken to hold 16 bits."
+            "the tasks that all caches did, the peak is that of the largest. The stock cache of plain `hf` is "
+            "taken to hold 16 bits."
         )
     if any(row.divergence for row in rows):
         said.append(
             f"KLD is the divergence of a cache's predictions from `{BASELINE}`'s on the same tokens, in nats, with 95 "
-            "% intervals; top-1 says how often both have the same most likely token."
+            "% intervals; top-1 says how often both have the same most likely token. Bits of that text are "
+            "its own: a cache's bits depend on the length."
         )
-    if any(row.divergence and not row.tasks for row in rows) or not any(row.tasks for row in rows):
-        said.append("The bits of a cache without scores are those of its KLD's text.")
     return said + board.notes
 
 
@@ -140,17 +142,18 @@ def console_table(board: Board) -> Table:
     )
     view.add_column("cache", overflow="fold")
     columns = board.compared
-    for name in ("code bits", "total bits", "peak MiB", f"right, % ({len(columns)} tasks)", "KLD mean", "tokens/s"):
+    for name in ("code bits", "total bits", "peak MiB", "right, %", "KLD mean", "its total bits", "tokens/s"):
         view.add_column(name, justify="right", no_wrap=True)
     for row in board.rows:
-        mean, peak, speed = row.accuracy(columns), row.peak_bytes, row.tokens_per_second
+        mean, peak, speed = row.accuracy(columns), row.peak_bytes, row.mean("tokens_per_second")
         view.add_row(
             row.label,
-            _bits(row.code_bits),
-            _bits(row.total_bits),
+            _bits(board.bits(row, "code_bits")) or "–",
+            _bits(board.bits(row, "total_bits")) or "–",
             "–" if peak is None else f"{peak / 2**20:.2f}",
             "–" if mean is None else f"{mean:.1f}",
             "–" if row.divergence is None else _small(row.divergence["kld"]["mean"]),
+            _bits(row.divergent("total_bits")) or "–",
             "–" if speed is None else f"{speed:,.1f}",
         )
     return view
