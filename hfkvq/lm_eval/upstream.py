@@ -24,7 +24,7 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
 NEEDS = {
     "math": ("math_verify", "sympy", "antlr4"),
     "longbench": ("jieba", "fuzzywuzzy", "rouge"),
-    "ruler": ("nltk", "wonderwords", "scipy"),
+    "ruler": ("nltk", "wonderwords"),
 }
 """Libraries of a kind of task, by the extra of lm-eval that brings them."""
 
