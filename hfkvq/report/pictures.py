@@ -104,7 +104,8 @@ def _draw(axes: Axes, panel: tuple[str, str, list[Point], bool], colors: dict[st
         axes.set_ylim(min(values) / 5, max(values) * 5)
     else:
         margin = max(6.0, 0.35 * (max(values) - min(values)))
-        axes.set_ylim(min(values) - margin, max(values) + margin)
+        # Nothing is above 100, but names may be.
+        axes.set_ylim(min(values) - margin, min(max(values) + margin, 100 + margin / 2))
         axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= 100])
     return points
 

@@ -180,14 +180,14 @@ def model_name(content: dict[str, Any]) -> str:
     return model_label(str(name or content.get("model_name") or "model"))
 
 
-def _bill(own: Mapping[str, Any], kvq: Mapping[str, Any] | None) -> Bill:
+def _bill(own: Mapping[str, Any] | None, kvq: Mapping[str, Any] | None) -> Bill:
+    """A task's bill; the whole run's where tasks have none of their own, and 16 bits for plain `hf`."""
     if kvq is None:
         return Bill(total_bits=16.0, code_bits=16.0)
+    # Not entry by entry: a task that generates nothing has no speed, whatever the others have.
+    source = kvq if own is None else own
     names = ("total_bits", "code_bits", "peak_cache_bytes", "tokens_per_second", "context_tokens")
-    # A task's own numbers, else the whole run's.
-    found = [_number(own.get(name)) for name in names]
-    whole = [_number(kvq.get(name)) for name in names]
-    return Bill(*(mine if mine is not None else all_ for mine, all_ in zip(found, whole, strict=True)))
+    return Bill(*(_number(source.get(name)) for name in names))
 
 
 def _evaluation(path: Path, content: dict[str, Any]) -> Source:
@@ -210,8 +210,7 @@ def _evaluation(path: Path, content: dict[str, Any]) -> Source:
             value = values[key]
             assert value is not None
             scores[key] = Score(value, error, higher.get(metric) is not False, count)
-        own = {f"{key.partition(',')[0]}": value for key, value in numbers.items()} | dict(by_task.get(task) or {})
-        tasks.append(TaskResult(task, scores, _bill(own, kvq)))
+        tasks.append(TaskResult(task, scores, _bill(by_task.get(task), kvq)))
     mode = "decode" if kvq is None or scheme is None else kvq.get("ll_mode", "decode")
     remark = "" if mode in ("decode", "stepwise") else f"log-likelihoods scored with ll_mode={mode}"
     date = _number(content.get("date")) or path.stat().st_mtime
