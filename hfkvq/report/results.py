@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from .metrics import main_metrics
@@ -190,6 +191,26 @@ def _bill(own: Mapping[str, Any] | None, kvq: Mapping[str, Any] | None) -> Bill:
     return Bill(*(_number(source.get(name)) for name in names))
 
 
+def _own_bill(by_task: Mapping[str, Any], task: str, content: dict[str, Any]) -> Mapping[str, Any] | None:
+    """A task's entry; of a group the means of its tasks', and their largest peak; None if there is none."""
+    if task in by_task:
+        return by_task[task]
+    groups = content.get("group_subtasks") or {}
+    members, found = list(groups.get(task) or ()), []
+    # Grows while it is read: groups of groups.
+    for member in members:
+        members += [name for name in groups.get(member) or () if name not in members]
+        found += [by_task[member]] if member in by_task else []
+    if not found:
+        return None
+    merged: dict[str, Any] = {}
+    for name in ("total_bits", "code_bits", "tokens_per_second", "context_tokens", "peak_cache_bytes"):
+        values = [value for entry in found if (value := _number(entry.get(name))) is not None]
+        if values:
+            merged[name] = max(values) if name == "peak_cache_bytes" else fmean(values)
+    return merged
+
+
 def _evaluation(path: Path, content: dict[str, Any]) -> Source:
     kvq = content["config"].get("kvq")
     scheme = None if kvq is None else kvq.get("scheme")
@@ -210,7 +231,7 @@ def _evaluation(path: Path, content: dict[str, Any]) -> Source:
             value = values[key]
             assert value is not None
             scores[key] = Score(value, error, higher.get(metric) is not False, count)
-        tasks.append(TaskResult(task, scores, _bill(by_task.get(task), kvq)))
+        tasks.append(TaskResult(task, scores, _bill(_own_bill(by_task, task, content), kvq)))
     mode = "decode" if kvq is None or scheme is None else kvq.get("ll_mode", "decode")
     remark = "" if mode in ("decode", "stepwise") else f"log-likelihoods scored with ll_mode={mode}"
     date = _number(content.get("date")) or path.stat().st_mtime

@@ -57,7 +57,7 @@ def test_compare_refuses(tmp_path: Path) -> None:
 
 def test_report(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    own = {"a": {"total_bits": 3.0, "tokens_per_second": 20.0, "context_tokens": 900.0}}
+    own = {"a": {"code_bits": 2.0, "total_bits": 3.0, "tokens_per_second": 20.0, "context_tokens": 900.0}}
     write(tmp_path / "m" / "results_1.json", evaluation({"a": {"acc,none": 0.5}}, kvq("kivi-2", 3.5, own)))
     write(tmp_path / "m" / "results_0.json", evaluation({"a": {"acc,none": 0.6}}))
     kld = write(tmp_path / "kld.json", divergences(divergence("kivi-2", 0.02, 3.6)))

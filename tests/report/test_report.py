@@ -109,6 +109,15 @@ def test_a_group_with_a_score_stands_for_its_tasks(tmp_path) -> None:
     assert [task.task for task in read_files([path]).sources[0].tasks] == ["mmlu", "a"]
 
 
+def test_a_group_has_the_means_of_its_tasks(tmp_path) -> None:
+    own = {"law": {"total_bits": 3.0, "peak_cache_bytes": 7}, "art": {"total_bits": 5.0, "peak_cache_bytes": 9}}
+    own["other"] = {"total_bits": 90.0}
+    groups = {"mmlu": ["mmlu_humanities", "law"], "mmlu_humanities": ["art"], "law": [], "art": []}
+    content = evaluation({"mmlu": {"acc,none": 0.5}}, kvq("kivi-2", 50.0, own), group_subtasks=groups)
+    (task,) = read_files([write(tmp_path / "a.json", content)]).sources[0].tasks
+    assert (task.bill.total_bits, task.bill.peak_bytes) == (4.0, 9.0)
+
+
 def test_a_score_that_read_no_cache_is_told(tmp_path) -> None:
     bill = kvq("kivi-2", 3.5, ll_mode="stock")
     (board,) = make_boards(read_files([write(tmp_path / "a.json", evaluation({"a": {"acc,none": 1.0}}, bill))]).sources)
