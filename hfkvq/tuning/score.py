@@ -1,0 +1,83 @@
+"""What a trial measures, and what measures it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from hfkvq.caches.preset import Preset
+
+Cost = Literal["total_bits", "cache_bytes", "milliseconds"]
+COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "milliseconds")
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a cache is, and what it costs; all measured in the same run.
+
+    Attributes:
+        value: the objective's: an accuracy, or a KL divergence.
+        total_bits: bits an element, every byte counted.
+        code_bits: payload bits an element of sealed pages.
+        cache_bytes: held at the end of a sample, or None.
+        milliseconds: of a step of generation, or None.
+        samples: how many, independent of each other.
+        low: end of the value's 95 % interval, or None.
+        high: its other end.
+    """
+
+    value: float
+    total_bits: float
+    code_bits: float = math.nan
+    cache_bytes: float | None = None
+    milliseconds: float | None = None
+    samples: int = 1
+    low: float | None = None
+    high: float | None = None
+
+    def cost(self, name: Cost) -> float:
+        """One of the costs.
+
+        Raises:
+            ValueError: the objective does not measure it.
+        """
+        found = getattr(self, name)
+        if found is None:
+            raise ValueError(
+                f"cost: got {name!r}, which this objective does not measure; allowed "
+                f"{', '.join(other for other in COSTS if getattr(self, other) is not None)}."
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain fields; NaN becomes None, which JSON knows."""
+        fields = asdict(self)
+        return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in fields.items()}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Score:
+        """Inverse of `to_dict`."""
+        return Score(**{**values, "code_bits": math.nan if values["code_bits"] is None else values["code_bits"]})
+
+
+Report = Callable[[int, float], None]
+"""Told, after each part of the samples, how many parts are done and the value so far; raises to stop early."""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What is searched for. Any callable with these attributes will do; `hfkvq.tuning.objectives` has some.
+
+    Attributes:
+        name: of the value, e.g. "KLD".
+        direction: "minimize" or "maximize".
+    """
+
+    name: str
+    direction: Literal["minimize", "maximize"]
+
+    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+        """Measures a cache."""
+        ...

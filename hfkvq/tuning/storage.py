@@ -1,0 +1,57 @@
+"""Where studies are kept: memory, a database, or a journal file."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
+from sqlalchemy.exc import IntegrityError, OperationalError
+
+JOURNALS = (".log", ".journal")
+
+
+def open_storage(where: str | None) -> BaseStorage | None:
+    """Opens, or creates, a storage.
+
+    Args:
+        where: an SQLAlchemy URL (``sqlite:///tuning.db``, ``postgresql://...``, ``mysql://...``), or a path that ends
+            in ``.log`` or ``.journal``. None is memory.
+
+    Raises:
+        ValueError: neither, a folder that does not exist, a driver that is missing, or a database that cannot be
+            reached.
+    """
+    if where is None:
+        return None
+    if "://" not in where:
+        path = Path(where).expanduser()
+        if path.suffix not in JOURNALS:
+            raise ValueError(
+                f"storage: got {where!r}, allowed a URL (sqlite:///tuning.db, postgresql://...) or a journal file that "
+                f"ends in {' or '.join(JOURNALS)}."
+            )
+        if not path.parent.is_dir():
+            raise ValueError(f"storage: the folder of {where!r} does not exist.")
+        return JournalStorage(JournalFileBackend(str(path)))
+    try:
+        return _database(where)
+    except ImportError as error:
+        raise ValueError(f"storage: {where!r} needs a driver that is not installed: {error}") from None
+    except Exception as error:
+        # SQLAlchemy's errors have many names, and chains of causes.
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ValueError(f"storage: {where!r} cannot be reached: {reason}") from None
+
+
+def _database(url: str) -> RDBStorage:
+    for attempt in range(10):
+        try:
+            return RDBStorage(url)
+        except (IntegrityError, OperationalError) as error:
+            # Workers that start together all create the tables, and all but one find them there.
+            if attempt == 9 or not any(words in str(error) for words in ("UNIQUE", "already exists", "Duplicate")):
+                raise
+            time.sleep(0.1 * (attempt + 1))
+    raise AssertionError

@@ -1,0 +1,298 @@
+"""Searches with an objective whose answers are known, workers that share them, and what is picked."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from optuna.trial import TrialState
+
+from hfkvq import get_scheme
+from hfkvq.caches import get_preset
+from hfkvq.tuning.score import Score
+from hfkvq.tuning.space import published, space_of
+from hfkvq.tuning.study import load_study, tune
+from hfkvq.tuning.workers import finished
+
+SPACE = {"tau_bf16": (0.1, 2.0), "tau_int4": (0.1, 2.0)}
+
+
+class Known:
+    """A divergence that is least at (0.5, 0.4), and bits that fall with both thresholds."""
+
+    name, direction = "KLD", "minimize"
+
+    def __init__(self, shift=0.0):
+        self.calls, self.shift = [], shift
+
+    def __call__(self, preset, report=None):
+        scheme = preset.scheme
+        self.calls.append((scheme.tau_bf16, scheme.tau_int4))
+        value = (scheme.tau_bf16 - 0.5) ** 2 + (scheme.tau_int4 - 0.4) ** 2 + self.shift
+        for step in range(4):
+            if report is not None:
+                report(step, value)
+        return Score(value, 5 - scheme.tau_bf16 - 0.5 * scheme.tau_int4, 2.0, cache_bytes=1000, samples=4)
+
+
+def search(objective=None, trials=20, **options):
+    scheme = get_preset("mixkvq", select="thresholds")
+    return tune(scheme, objective or Known(), trials=trials, space=SPACE, **options)
+
+
+class TestSpace:
+    def test_ranges_by_hand(self):
+        space = space_of(get_scheme("kitty"), {"boost_ratio": [0.0, 0.25], "sink_length": (0, 64)})
+        assert list(space) == ["boost_ratio", "sink_length"]
+        assert space["boost_ratio"].choices == (0.0, 0.25)
+        assert (space["sink_length"].low, space["sink_length"].high) == (0, 64)
+
+    @pytest.mark.parametrize(
+        ("ranges", "message"),
+        [
+            ({"tau": (0, 1)}, "space: kitty has no knob 'tau'"),
+            ({"boost_ratio": (0.5, 0.1)}, "space: boost_ratio: got 0.5 to 0.1, allowed low <= high"),
+            ({"boost_ratio": (0.0, 2.0)}, "boost_ratio: got 2.0, allowed 0"),
+            ({"score": ["k_abs", "loudness"]}, "score: got 'loudness', allowed"),
+            ({"boost_ratio": []}, r"got \[\], allowed \(low, high\) or a list of choices"),
+            ({"boost_ratio": (0.1,)}, r"got \(0.1,\), allowed \(low, high\) or a list"),
+        ],
+    )
+    def test_wrong_ranges(self, ranges, message):
+        with pytest.raises(ValueError, match=message):
+            space_of(get_scheme("kitty"), ranges)
+
+    def test_presets_inside_the_space(self):
+        """Those that differ in nothing but what is searched: the paper's other pairs have other room."""
+        scheme = get_scheme("mixkvq-r1-llama-8b")
+        assert published(scheme, space_of(scheme, SPACE)) == [{"tau_bf16": 1.44, "tau_int4": 0.79}]
+        narrow = space_of(scheme, {"tau_bf16": (0.1, 1.0)})
+        assert published(scheme, narrow) == []
+        kitty = get_scheme("kitty")
+        assert published(kitty, space_of(kitty, {"boost_ratio": (0.0, 0.5)})) == [
+            {"boost_ratio": 0.125},
+            {"boost_ratio": 0.25},
+        ]
+
+
+class TestSearch:
+    def test_finds_what_is_better_than_the_presets(self):
+        objective = Known()
+        study = search(objective, trials=30)
+        assert len(study.points()) == 30
+        # The presets' thresholds come first.
+        assert objective.calls[0] == (1.44, 0.79)
+        first, best = study.points()[0].score.value, min(point.score.value for point in study.points())
+        assert best < 0.1 * first
+        front = study.pareto()
+        costs = [point.score.total_bits for point in front]
+        values = [point.score.value for point in front]
+        assert costs == sorted(costs)
+        assert values == sorted(values, reverse=True)
+
+    def test_seed(self):
+        one, same, other = (search(trials=12, seed=seed).points() for seed in (1, 1, 2))
+        assert [p.knobs for p in one] == [p.knobs for p in same]
+        assert [p.knobs for p in one] != [p.knobs for p in other]
+
+    def test_pick(self):
+        study = search(trials=20)
+        for limit in (3.0, 4.0):
+            best = min(
+                (point for point in study.points() if point.score.total_bits <= limit), key=lambda p: p.score.value
+            )
+            assert study.pick(max_total_bits=limit).number == best.number
+        few = study.pick(fits=lambda preset: preset.scheme.tau_bf16 > 1.4)
+        assert few.knobs["tau_bf16"] > 1.4
+        with pytest.raises(
+            ValueError, match=r"none of 20 trials is within total_bits <= 1; the closest is trial \d+ with"
+        ):
+            study.pick(max_total_bits=1.0)
+        with pytest.raises(ValueError, match="cost: got 'milliseconds', which this objective does not measure"):
+            study.pick(max_milliseconds=5.0)
+
+    def test_accuracy_is_maximized(self):
+        class Accuracy(Known):
+            name, direction = "accuracy", "maximize"
+
+            def __call__(self, preset, report=None):
+                score = super().__call__(preset)
+                return Score(1 - score.value, score.total_bits)
+
+        study = search(Accuracy(), trials=12)
+        values = [point.score.value for point in study.points()]
+        assert study.pick().score.value == max(values)
+        front = [point.score.value for point in study.pareto()]
+        assert front == sorted(front)
+
+    def test_held_out_samples_decide(self):
+        """The best of the search is the worst of the candidates there, and is not picked."""
+        study = search(trials=20)
+        best = study.pick()
+
+        class Others(Known):
+            def __call__(self, preset, report=None):
+                score = super().__call__(preset)
+                return Score(9.0 if preset == best.preset else score.value, score.total_bits)
+
+        held_out = Others(0.01)
+        confirmed = study.confirm(held_out, most=3)
+        assert len(confirmed) == 3
+        assert len(held_out.calls) == 3
+        assert confirmed[-1].number == best.number
+        picked = study.pick()
+        assert picked.number == confirmed[0].number != best.number
+        assert picked.held_out.value == pytest.approx(picked.score.value + 0.01)
+        # Kept: the same candidates are not measured twice.
+        study.confirm(held_out, most=3)
+        assert len(held_out.calls) == 3
+
+    def test_limits_make_trials_infeasible(self):
+        study = search(trials=15, limits={"total_bits": 3.5})
+        inside = [trial for trial in study.optuna.best_trials]
+        assert inside
+        assert all(trial.values[1] <= 3.5 for trial in inside)
+
+    def test_single_objective_prunes(self):
+        study = search(trials=25, single=True)
+        states = [trial.state for trial in study.optuna.get_trials()]
+        assert TrialState.PRUNED in states
+        assert len(finished(study.optuna)) == 25
+        assert study.optuna.best_value == min(point.score.value for point in study.points())
+
+    def test_same_knobs_are_not_measured_twice(self):
+        objective = Known()
+        tune("kitty", _Boost(objective), trials=10, space={"boost_ratio": [0.0, 0.125]})
+        assert len(objective.calls) == 2
+
+    def test_nan_is_refused_and_others_are_kept(self, tmp_path):
+        class Breaks(Known):
+            def __call__(self, preset, report=None):
+                if len(self.calls) == 3:
+                    return Score(math.nan, 3.0)
+                return super().__call__(preset)
+
+        storage = f"sqlite:///{tmp_path}/tuning.db"
+        with pytest.raises(
+            ValueError, match=r"objective: got nan at 3.0 total bits for tau_bf16=.*all others are kept"
+        ):
+            search(Breaks(), trials=8, storage=storage)
+        assert len(load_study(storage, "mixkvq").points()) == 3
+        assert len(search(trials=8, storage=storage).points()) == 8
+
+
+class _Boost:
+    name, direction = "KLD", "minimize"
+
+    def __init__(self, counter):
+        self.counter = counter
+
+    def __call__(self, preset, report=None):
+        self.counter.calls.append(preset)
+        return Score(preset.scheme.boost_ratio, 3.0)
+
+
+class TestStorage:
+    @pytest.mark.parametrize("where", ["sqlite:///{}/tuning.db", "{}/tuning.log"])
+    def test_goes_on_where_it_stopped(self, tmp_path, where):
+        storage = where.format(tmp_path)
+        first = Known()
+        search(first, trials=6, storage=storage)
+        second = Known()
+        study = search(second, trials=10, storage=storage)
+        assert (len(first.calls), len(second.calls)) == (6, 4)
+        assert len(study.points()) == 10
+        loaded = load_study(storage, "mixkvq")
+        assert [p.preset for p in loaded.points()] == [p.preset for p in study.points()]
+        assert loaded.pick().number == study.pick().number
+
+    def test_another_study_under_the_name(self, tmp_path):
+        storage = f"sqlite:///{tmp_path}/tuning.db"
+        search(trials=2, storage=storage, name="one")
+        with pytest.raises(ValueError, match=r"the study 'one' in .* is one of another space"):
+            tune(
+                get_preset("mixkvq", select="thresholds"),
+                Known(),
+                trials=3,
+                space={"tau_int4": (0, 1)},
+                storage=storage,
+                name="one",
+            )
+        with pytest.raises(ValueError, match="is one of another scheme"):
+            tune("mixkvq", Known(), trials=3, space=SPACE, storage=storage, name="one")
+        with pytest.raises(ValueError, match="is one of another cost"):
+            search(trials=3, storage=storage, name="one", cost="cache_bytes")
+        with pytest.raises(ValueError, match="has no study 'two'; it has one"):
+            load_study(storage, "two")
+
+    @pytest.mark.parametrize(
+        ("where", "message"),
+        [
+            ("tuning.txt", "storage: got 'tuning.txt', allowed a URL"),
+            ("/nowhere/at/all/tuning.log", "storage: the folder of .* does not exist"),
+            ("sqlite:////nowhere/at/all/tuning.db", "cannot be reached: .*unable to open database file"),
+            ("oracle+none://host/db", "cannot be reached|needs a driver"),
+        ],
+    )
+    def test_cannot_be_reached(self, where, message):
+        with pytest.raises(ValueError, match=message):
+            search(storage=where)
+
+
+WORKER = """
+import sys, time
+sys.path.insert(0, {root!r})
+from tests.tuning.test_study import Known, search
+
+class Slow(Known):
+    def __call__(self, preset, report=None):
+        with open({log!r}, "a") as file:
+            file.write(sys.argv[1] + "\\n")
+        time.sleep(0.15)
+        return super().__call__(preset)
+
+search(Slow(), trials=30, storage={storage!r}, beat=0.2, grace=2.0)
+"""
+
+
+@pytest.mark.parametrize(
+    "where", ["sqlite:///{}/tuning.db", pytest.param("{}/tuning.log", marks=pytest.mark.slow)]
+)
+def test_killed_worker_loses_nothing(tmp_path, where):
+    """Two workers on one storage, one killed in the middle: 30 finished trials, none lost or doubled."""
+    log, storage = tmp_path / "calls.txt", where.format(tmp_path)
+    code = WORKER.format(root=str(Path(__file__).resolve().parents[2]), log=str(log), storage=storage)
+    workers = [
+        subprocess.Popen([sys.executable, "-c", code, name], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for name in "ab"
+    ]
+    try:
+        deadline = time.monotonic() + 60
+        while not log.exists() or log.read_text().count("a") < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        # In the middle of its next trial.
+        workers[0].send_signal(signal.SIGKILL)
+        assert workers[1].wait(timeout=90) == 0
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    study = load_study(storage, "mixkvq")
+    assert len(study.points()) == len(finished(study.optuna)) == 30
+    keys = [json.dumps(point.knobs, sort_keys=True) for point in study.points()]
+    assert len(set(keys)) == 30
+    states = [trial.state for trial in study.optuna.get_trials()]
+    assert TrialState.RUNNING not in states
+    assert TrialState.WAITING not in states
+    lost = [trial for trial in study.optuna.get_trials() if trial.state is TrialState.FAIL]
+    # What the killed worker was at was run again, by the other one.
+    for trial in lost:
+        assert json.dumps(trial.params, sort_keys=True) in keys
