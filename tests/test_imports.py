@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted((ROOT / "hfkvq").rglob("*.py"))
 LAYERS = ("hfkvq.kernels", "hfkvq.caches", "hfkvq.tuning")  # each may import the ones before it
+# What measures a cache; the tuner may ask it, and it knows nothing of the tuner.
+MEASURES = ("hfkvq.demo", "hfkvq.divergence", "hfkvq.lm_eval", "hfkvq.reference")
 
 TRANSFORMERS_DOORS = {f"hfkvq.caches.{name}" for name in ("cache", "layer", "attention", "handle", "make")}
 # The bench's baseline is a Triton kernel too; it is no operation of the library.
@@ -51,9 +53,11 @@ def test_imports_point_one_way(path):
     layer = next((i for i, package in enumerate(LAYERS) if is_in(name, package)), None)
     # Command lines stand above all layers, whichever folder they lie in.
     if layer is not None and not name.endswith(".cli"):
-        below = LAYERS[: layer + 1]
+        below = LAYERS[: layer + 1] + (MEASURES if LAYERS[layer] == "hfkvq.tuning" else ())
         own = {other for other in found if is_in(other, "hfkvq") and other != "hfkvq"}
         assert {other for other in own if not any(is_in(other, package) for package in below)} == set()
+    if any(is_in(name, package) for package in MEASURES):
+        assert {other for other in found if is_in(other, "hfkvq.tuning")} == set()
     assert {other for other in found if other.split(".")[0] in ("evals", "notebooks", "tests")} == set()
 
 

@@ -35,7 +35,7 @@ def make_cache(
     if what is None:
         return DynamicCache(config=model.config.get_text_config(decoder=True))
     preset = get_preset(what)
-    if any("tags" in scheme.needs for scheme in preset.schemes):
+    if "tags" in preset.needs:
         knobs = {name: value for name, value in preset.scheme.to_dict().items() if name != "scheme"}
         return TriAxialCache(model, tokenizer, tagger=tagger, layers=dict(preset.layers), **knobs)
     return MixedKVCache(model, preset)

@@ -58,6 +58,11 @@ class Preset:
         """Every scheme in it, the main one first."""
         return list(dict.fromkeys([self.scheme, *(scheme for _, scheme in self.layers)]))
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """What its schemes must observe; see `Scheme.needs`."""
+        return frozenset[str]().union(*(scheme.needs for scheme in self.schemes))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain description: the scheme's, and under "layers" those of the layers that differ."""
         described = self.scheme.to_dict()

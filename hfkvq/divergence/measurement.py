@@ -14,9 +14,9 @@ from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.attention import NAME
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.scheme import Scheme, get_scheme
-from hfkvq.caches.schemes import TriAxial
-from hfkvq.caches.triaxial import TriAxialCache
+from hfkvq.caches.make import make_cache
+from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.caches.scheme import Scheme
 from hfkvq.demo.measure import read_memory
 
 from .values import Bill, Divergence, Measured, Perplexity
@@ -68,13 +68,11 @@ def _predictions(model: Any, tokens: Tensor, cache: Cache, prefill: int, chunk: 
         yield model(input_ids=part, past_key_values=cache, use_cache=True).logits
 
 
-def _make_cache(model: Any, scheme: Scheme | None, tokenizer: Any) -> Cache:
-    if scheme is None:
-        return DynamicCache(config=model.config)
-    if isinstance(scheme, TriAxial) and tokenizer is not None:
-        knobs = {key: value for key, value in scheme.to_dict().items() if key != "scheme"}
-        return TriAxialCache(model, tokenizer, **knobs)
-    return MixedKVCache(model.config, scheme)
+def _make_cache(model: Any, preset: Preset, tokenizer: Any) -> Cache:
+    if tokenizer is None:
+        # Roles cannot be read: tokens without tags get the wider format.
+        return MixedKVCache(model.config, preset)
+    return make_cache(model, preset, tokenizer)
 
 
 class _Tally:
@@ -127,7 +125,7 @@ def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int
 def measure(
     model: Any,
     tokens: Tensor,
-    schemes: Mapping[str, Scheme] | Sequence[str | Scheme],
+    schemes: Mapping[str, Preset | Scheme | str] | Sequence[str | Scheme],
     *,
     prefill: int,
     chunk: int = 16,
@@ -150,7 +148,7 @@ def measure(
     Args:
         model: a decoder-only model of Transformers, in eval mode.
         tokens: i64 (W, T), one window a row, without padding.
-        schemes: by name, or a list of presets and schemes.
+        schemes: presets, schemes or their names, by name, or a list of schemes and names.
         prefill: tokens of the prompt, 2 to T - 1.
         chunk: tokens fed at a time.
         batch_size: windows run together.
@@ -167,13 +165,13 @@ def measure(
     """
     _check(model, tokens, prefill, chunk, batch_size)
     if isinstance(schemes, Mapping):
-        chosen = dict(schemes)
+        chosen = {name: get_preset(x) for name, x in schemes.items()}
     else:
-        chosen = {x if isinstance(x, str) else repr(x): get_scheme(x) for x in schemes}
+        chosen = {x if isinstance(x, str) else repr(x): get_preset(x) for x in schemes}
     config = model.config.get_text_config(decoder=True)
     attached = config._attn_implementation == NAME
     # Refused heads are told before the first batch is run.
-    caches = [_make_cache(model, scheme, tokenizer) for scheme in chosen.values()]
+    caches = [_make_cache(model, preset, tokenizer) for preset in chosen.values()]
     tallies = {name: _Tally() for name in chosen}
     base = _Tally()
     element = torch.finfo(model.dtype).bits // 8
@@ -210,9 +208,9 @@ def measure(
                 base.weigh(stock, rows)
                 del stock
                 done += rows
-                for name, scheme in chosen.items():
+                for name, preset in chosen.items():
                     tell(name)
-                    cache = _make_cache(model, scheme, tokenizer)
+                    cache = _make_cache(model, preset, tokenizer)
                     # In step with a baseline of its own where the baseline's logits are too many.
                     source = kept if kept is not None else run(DynamicCache(config=model.config), batch, BASELINE)
                     trio = zip(source, run(cache, batch, name), labels, strict=True)

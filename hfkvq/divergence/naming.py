@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hfkvq.caches.scheme import Scheme, get_scheme
+from hfkvq.caches.preset import Preset, get_preset
 
 DEFAULT = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4")
 """Presets that any model and text can be measured with."""
@@ -20,8 +20,8 @@ def _value(text: str) -> Any:
         return None if text.lower() == "none" else text
 
 
-def parse_scheme(text: str) -> Scheme:
-    """A scheme of its typed form.
+def parse_scheme(text: str) -> Preset:
+    """A preset of its typed form; the name may be a file's, as `hfkvq tune` writes it.
 
     Raises:
         ValueError: unknown preset or knob, or a value out of range.
@@ -33,9 +33,9 @@ def parse_scheme(text: str) -> Scheme:
         if not equals:
             raise ValueError(f"schemes: got {text!r}, allowed NAME or NAME:KNOB=VALUE, e.g. kitty:boost_ratio=0.2.")
         values[key.strip()] = _value(value.strip())
-    return get_scheme(name.strip(), **values)
+    return get_preset(name.strip(), **values)
 
 
-def parse_schemes(texts: Sequence[str]) -> dict[str, Scheme]:
+def parse_schemes(texts: Sequence[str]) -> dict[str, Preset]:
     """Schemes by their typed forms; without any, `DEFAULT`."""
     return {text: parse_scheme(text) for text in texts or DEFAULT}

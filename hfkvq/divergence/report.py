@@ -44,7 +44,7 @@ def _row(one: Divergence, measured: Measured, seed: int) -> Record:
     worse = mean_interval(change.tolist(), seed)
     return {
         "name": one.name,
-        "scheme": one.scheme.to_dict(),
+        "scheme": one.preset.to_dict(),
         "kld": {
             "mean": one.mean,
             "interval": mean_interval(kld.tolist(), seed),

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.scheme import Scheme
-from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.preset import Preset
 from hfkvq.caches.tags import Tagger
 from hfkvq.reference import load_reference, reference_path
 
@@ -66,11 +65,11 @@ def check_lengths(outline: Outline, context: int, prefill: int) -> None:
         )
 
 
-def check_schemes(outline: Outline, schemes: dict[str, Scheme]) -> None:
+def check_schemes(outline: Outline, schemes: dict[str, Preset]) -> None:
     """Raises ValueError if a scheme cannot hold the model's heads, or read its roles."""
-    for scheme in schemes.values():
-        MixedKVCache(outline.config, scheme, attach=False)
-        if isinstance(scheme, TriAxial):
+    for preset in schemes.values():
+        MixedKVCache(outline.config, preset, attach=False)
+        if "tags" in preset.needs:
             Tagger.from_tokenizer(outline.tokenizer)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hfkvq.caches.scheme import Scheme
+from hfkvq.caches.preset import Preset
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Divergence(Perplexity):
 
     Attributes:
         name: as it was asked for.
-        scheme: what was measured.
+        preset: what was measured.
         kld: f32 (W, n), ``KL(baseline || scheme)`` of each scored token, in nats.
         agrees: bool (W, n), whether both have the same most likely token.
     """
 
     name: str
-    scheme: Scheme
+    preset: Preset
     kld: Tensor
     agrees: Tensor
 

@@ -161,8 +161,7 @@ class HFKVQ(HFLM):
     def make_cache(self) -> Cache:
         """An empty cache of the scheme."""
         preset = self.cache_arguments.preset
-        needs = frozenset() if preset is None else frozenset[str]().union(*(scheme.needs for scheme in preset.schemes))
-        if "tags" in needs and self._tagger is None:
+        if preset is not None and "tags" in preset.needs and self._tagger is None:
             self._tagger = Tagger.from_tokenizer(self.tokenizer)
         return make_cache(self._subject, preset, tagger=self._tagger)
 

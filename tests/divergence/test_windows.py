@@ -117,7 +117,7 @@ def test_the_reference_models_own_text() -> None:
 def test_schemes_with_knobs() -> None:
     found = parse_schemes(["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"])
     assert list(found) == ["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"]
-    assert list(found.values()) == [
+    assert [preset.scheme for preset in found.values()] == [
         get_scheme("kivi-2"),
         get_scheme("kitty", boost_ratio=0.2, sink_length=0),
         get_scheme("kitty", rotate_values=True),

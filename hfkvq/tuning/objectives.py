@@ -1,0 +1,280 @@
+"""Objectives: KL divergence on text, lm-eval's tasks, the reference tasks, and milliseconds beside any of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from hfkvq.caches.make import make_cache
+from hfkvq.caches.preset import Preset
+from hfkvq.divergence.intervals import mean_interval
+from hfkvq.divergence.measurement import measure
+
+from .score import Objective, Report, Score
+
+if TYPE_CHECKING:
+    from hfkvq.demo.prompts import Subject
+
+
+class TextKLD:
+    """Mean KL divergence from the stock cache on windows of text: quick, and finer than any count of right answers.
+
+    Args:
+        model: in eval mode.
+        tokens: i64 (W, T), see `hfkvq.divergence.measure`.
+        prefill: tokens of each window that are its prompt.
+        chunk: tokens fed at a time.
+        batch_size: windows run together.
+        tokenizer: for schemes that read roles.
+        parts: how many times a trial reports; the windows are divided evenly.
+    """
+
+    name = "KLD"
+    direction: Literal["minimize", "maximize"] = "minimize"
+
+    def __init__(
+        self,
+        model: Any,
+        tokens: Tensor,
+        *,
+        prefill: int,
+        chunk: int = 16,
+        batch_size: int = 1,
+        tokenizer: Any = None,
+        parts: int = 1,
+    ) -> None:
+        self.model, self.tokens, self.tokenizer = model, tokens, tokenizer
+        self.prefill, self.chunk, self.batch_size = prefill, chunk, batch_size
+        self.parts = max(1, min(parts, len(tokens)))
+
+    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+        """Each window counts as one sample: its tokens are not independent."""
+        means: list[float] = []
+        held = bf16 = bits = 0.0
+        for step, tokens in enumerate(self.tokens.tensor_split(self.parts)):
+            found = measure(
+                self.model,
+                tokens,
+                {"": preset},
+                prefill=self.prefill,
+                chunk=self.chunk,
+                batch_size=self.batch_size,
+                tokenizer=self.tokenizer,
+            ).schemes[0]
+            means += found.kld.double().mean(1).tolist()
+            bill, rows = found.bill, len(tokens)
+            held, bf16 = held + rows * bill.held_bytes, bf16 + rows * bill.bf16_bytes
+            bits += rows * bill.code_bits
+            if report is not None:
+                report(step, math.fsum(means) / len(means))
+        n = len(means)
+        low, high = mean_interval(means) or (None, None)
+        return Score(math.fsum(means) / n, 16 * held / bf16, bits / n, held / n, samples=n, low=low, high=high)
+
+
+class LmEvalTasks:
+    """Mean accuracy of lm-eval's tasks, through one loaded model.
+
+    Args:
+        model: `hfkvq.lm_eval.model.HFKVQ`.
+        tasks: names, with the metric where it is not the task's first: ``"gsm8k:exact_match,strict-match"``.
+        samples: numbers of the documents, the same for every task.
+        task_manager: of lm-eval, for tasks of other folders.
+        parts: how many times a trial reports.
+        **options: of lm-eval's `simple_evaluate`, e.g. ``num_fewshot``.
+    """
+
+    name = "accuracy"
+    direction: Literal["minimize", "maximize"] = "maximize"
+
+    def __init__(
+        self,
+        model: Any,
+        tasks: Sequence[str],
+        samples: Sequence[int],
+        *,
+        task_manager: Any = None,
+        parts: int = 1,
+        **options: Any,
+    ) -> None:
+        if not tasks or not samples:
+            raise ValueError(f"tasks, samples: got {len(tasks)} and {len(samples)}, allowed one or more of each.")
+        self.model, self.samples, self.options = model, list(samples), options
+        self.metrics = {name: metric or None for name, _, metric in (task.partition(":") for task in tasks)}
+        self.task_manager, self.parts = task_manager, max(1, min(parts, len(samples)))
+
+    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+        """Tasks count alike; the interval is over samples."""
+        import lm_eval
+
+        # Its decorator hides what it takes.
+        evaluate: Any = lm_eval.simple_evaluate
+        self.model.use(preset)
+        right: dict[str, list[float]] = {task: [] for task in self.metrics}
+        bills = []
+        for step, numbers in enumerate(_split(self.samples, self.parts)):
+            results = evaluate(
+                self.model,
+                tasks=list(self.metrics),
+                samples={task: numbers for task in self.metrics},
+                task_manager=self.task_manager,
+                bootstrap_iters=0,
+                **self.options,
+            )
+            for task, metric in self.metrics.items():
+                right[task] += _values(results["samples"], task, metric)
+            bills.append(results["config"]["kvq"])
+            if report is not None:
+                report(step, _mean([_mean(values) for values in right.values()]))
+        whole = [value for values in right.values() for value in values]
+        low, high = mean_interval(whole) or (None, None)
+        value = _mean([_mean(values) for values in right.values()])
+        weights = [bill["requests"] for bill in bills]
+        total, code = (
+            _mean([bill[name] if bill[name] is not None else math.nan for bill in bills], weights)
+            for name in ("total_bits", "code_bits")
+        )
+        peak = max(bill["peak_cache_bytes"] for bill in bills)
+        return Score(value, total, code, peak, samples=len(whole), low=low, high=high)
+
+
+def _split(numbers: list[int], parts: int) -> list[list[int]]:
+    return [numbers[at::parts] for at in range(parts)]
+
+
+def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
+    weights = weights or [1.0] * len(values)
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+
+
+def _values(samples: Mapping[str, list[dict[str, Any]]], task: str, metric: str | None) -> list[float]:
+    """A task's metric, sample by sample; ``metric`` is its name, or name,filter."""
+    rows = samples.get(task)
+    if not rows:
+        raise ValueError(f"tasks: {task!r} gave no samples; groups of tasks must be named task by task.")
+    name, _, chosen = (metric or rows[0]["metrics"][0]).partition(",")
+    chosen = chosen or rows[0]["filter"]
+    found = [row[name] for row in rows if row["filter"] == chosen and name in row]
+    if not found:
+        known = sorted({f"{each},{row['filter']}" for row in rows for each in row["metrics"]})
+        raise ValueError(f"tasks: {task!r} has no metric {metric!r}; it has {', '.join(known)}.")
+    return [float(value) for value in found]
+
+
+class ReferenceTasks:
+    """Share of right answers of the reference model's own tasks (`hfkvq demo`).
+
+    Args:
+        subject: the model, from `hfkvq.demo.prompts.load`.
+        tasks: as `hfkvq demo` names them.
+        samples: of each task.
+        batch_size: prompts run together.
+        seed: another seed asks other questions.
+    """
+
+    name = "right answers"
+    direction: Literal["minimize", "maximize"] = "maximize"
+
+    def __init__(
+        self, subject: Subject, tasks: Sequence[str], *, samples: int = 16, batch_size: int = 16, seed: int = 0
+    ) -> None:
+        from hfkvq.demo.prompts import make_batches
+
+        self.subject = subject
+        self.batches = [
+            batch for task in tasks for batch in make_batches(subject, task, samples, batch_size, seed, None)
+        ]
+
+    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+        """Every answer is a sample."""
+        from hfkvq.demo.measure import answer, read_memory, texts
+        from hfkvq.demo.prompts import is_right
+
+        right: list[float] = []
+        held = bf16 = bits = most = 0.0
+        for step, batch in enumerate(self.batches):
+            found = answer(self.subject, batch, make_cache(self.subject.model, preset, self.subject.tokenizer))
+            written = texts(self.subject, found)
+            right += [is_right(self.subject, x, text) for x, text in zip(batch.examples, written, strict=True)]
+            memory = read_memory(found.cache, batch.mask)
+            held, bf16, most = held + memory.held, bf16 + memory.bf16, max(most, memory.held)
+            bits += memory.code_bits * memory.bf16
+            if report is not None:
+                report(step, _mean(right))
+        low, high = mean_interval(right) or (None, None)
+        return Score(_mean(right), 16 * held / bf16, bits / bf16, most, samples=len(right), low=low, high=high)
+
+
+class Timed:
+    """Another objective, with the milliseconds of a step of generation beside it.
+
+    Args:
+        objective: the other.
+        model: that is timed, on its device.
+        context: tokens before the steps.
+        batch: rows.
+        steps: how many; the median counts.
+        tokenizer: for schemes that read roles.
+    """
+
+    def __init__(
+        self, objective: Objective, model: Any, *, context: int, batch: int = 1, steps: int = 32, tokenizer: Any = None
+    ) -> None:
+        self.objective, self.model, self.tokenizer = objective, model, tokenizer
+        self.context, self.batch, self.steps = context, batch, steps
+        self.name, self.direction = objective.name, objective.direction
+
+    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+        """Measures both."""
+        score = self.objective(preset, report)
+        return replace(score, milliseconds=self.milliseconds(preset))
+
+    @torch.inference_mode()
+    def milliseconds(self, preset: Preset) -> float:
+        """Median of a step's milliseconds."""
+        cache = make_cache(self.model, preset, self.tokenizer)
+        device = self.model.device
+        ids = torch.randint(
+            3, self.model.config.get_text_config().vocab_size, (self.batch, self.context), device=device
+        )
+        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        times = []
+        # The first steps compile kernels.
+        for step in range(self.steps + 4):
+            begin = _now(device)
+            self.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            if step >= 4:
+                times.append(_now(device) - begin)
+        return 1000 * sorted(times)[len(times) // 2]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Custom:
+    """A user's function of the preset as an objective.
+
+    Args:
+        function: returns a `Score`.
+        name: of the value.
+        direction: "minimize" or "maximize".
+    """
+
+    def __init__(
+        self, function: Callable[[Preset], Score], name: str, direction: Literal["minimize", "maximize"]
+    ) -> None:
+        self.function, self.name = function, name
+        self.direction: Literal["minimize", "maximize"] = direction
+
+    def __call__(self, preset: Preset, report: Report | None = None) -> Score:
+        """Calls it; nothing is reported, so nothing is pruned."""
+        return self.function(preset)
