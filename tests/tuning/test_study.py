@@ -262,9 +262,7 @@ search(Slow(), trials=30, storage={storage!r}, beat=0.2, grace=2.0)
 """
 
 
-@pytest.mark.parametrize(
-    "where", ["sqlite:///{}/tuning.db", pytest.param("{}/tuning.log", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("where", ["sqlite:///{}/tuning.db", pytest.param("{}/tuning.log", marks=pytest.mark.slow)])
 def test_killed_worker_loses_nothing(tmp_path, where):
     """Two workers on one storage, one killed in the middle: 30 finished trials, none lost or doubled."""
     log, storage = tmp_path / "calls.txt", where.format(tmp_path)
