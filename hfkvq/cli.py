@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate, allocate, kld, compare and report."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate, allocate, kld, compare, report and leaderboard."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from hfkvq.bench.cli import app as bench_app
 from hfkvq.divergence.cli import app as divergence_app
+from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.report.cli import app as report_app
 from hfkvq.terminal import check_files, fail, make_console, split
 from hfkvq.tuning.cli import app as tuning_app
@@ -33,6 +34,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(tuning_app)
 app.add_typer(divergence_app)
 app.add_typer(report_app)
+app.add_typer(lm_eval_app)
 
 
 class DType(str, Enum):

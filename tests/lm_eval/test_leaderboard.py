@@ -1,0 +1,55 @@
+"""`hfkvq leaderboard`: results as lm-eval saves them, and the report of them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from hfkvq.cli import app
+from hfkvq.lm_eval.runs import folder_name
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["leaderboard", *map(str, arguments)])
+
+
+def test_results_report_and_what_is_there_already(tmp_path):
+    options = ["--out", tmp_path / "board", "--tasks", "ref_recall_24", "--limit", "1", "--device", "cpu"]
+    options += ["--windows", "1", "--context", "256", "--schemes", "full,kitty:sink_length=4"]
+    done = run(*options)
+    assert done.exit_code == 0, done.output
+    names = {"none", "full", "kitty-sink_length-4"}
+    found = {}
+    for name in names:
+        [file] = (tmp_path / "board" / name).rglob("results_*.json")
+        found[name] = json.loads(file.read_text(encoding="utf-8"))
+        assert len(list(file.parent.glob("samples_ref_recall_24_*.jsonl"))) == 1
+    assert found["none"]["config"]["kvq"]["scheme"] is None
+    assert found["kitty-sink_length-4"]["config"]["kvq"]["scheme"]["sink_length"] == 4
+    assert found["full"]["config"]["model_args"] == {"pretrained": "reference model", "scheme": "full"}
+    text = (tmp_path / "board" / "report.md").read_text(encoding="utf-8")
+    assert "full" in text
+    # Another run finds the results.
+    again = run(*options)
+    assert again.exit_code == 0, again.output
+    assert again.output.count("already") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schemes", "kity"], "scheme: got 'kity', which is unknown"),
+        (["--metadata", "{"], "which is no JSON"),
+        (["--metadata", "[1]"], "allowed a JSON object"),
+        (["--device", "tpu"], "device: got 'tpu'"),
+    ],
+)
+def test_bad_input(tmp_path, arguments, message):
+    done = run("--out", tmp_path / "board", *arguments)
+    assert done.exit_code != 0
+    assert message in " ".join(done.output.split())
+
+
+def test_folders_of_typed_schemes():
+    assert folder_name("kitty:boost_ratio=0.2") == "kitty-boost_ratio-0.2"
+    assert folder_name("presets/tuned.json") == "tuned.json"
