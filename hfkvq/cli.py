@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate, allocate, kld, compare, report and leaderboard."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate, allocate, kld, compare, report, leaderboard and tune."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.report.cli import app as report_app
 from hfkvq.terminal import check_files, fail, make_console, split
 from hfkvq.tuning.cli import app as tuning_app
+from hfkvq.tuning.search_cli import app as search_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ app.add_typer(tuning_app)
 app.add_typer(divergence_app)
 app.add_typer(report_app)
 app.add_typer(lm_eval_app)
+app.add_typer(search_app)
 
 
 class DType(str, Enum):

@@ -52,7 +52,7 @@ def test_imports_point_one_way(path):
     name, found = module_name(path), set(imports(path))
     layer = next((i for i, package in enumerate(LAYERS) if is_in(name, package)), None)
     # Command lines stand above all layers, whichever folder they lie in.
-    if layer is not None and not name.endswith(".cli"):
+    if layer is not None and not name.endswith("cli"):
         below = LAYERS[: layer + 1] + (MEASURES if LAYERS[layer] == "hfkvq.tuning" else ())
         own = {other for other in found if is_in(other, "hfkvq") and other != "hfkvq"}
         assert {other for other in own if not any(is_in(other, package) for package in below)} == set()

@@ -12,7 +12,7 @@ DEFAULT = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4")
 """Presets that any model and text can be measured with."""
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """A knob's value: a number, true, false, null, or the text itself."""
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false", "none") else text)
@@ -32,7 +32,7 @@ def parse_scheme(text: str) -> Preset:
         key, equals, value = knob.partition("=")
         if not equals:
             raise ValueError(f"schemes: got {text!r}, allowed NAME or NAME:KNOB=VALUE, e.g. kitty:boost_ratio=0.2.")
-        values[key.strip()] = _value(value.strip())
+        values[key.strip()] = parse_value(value.strip())
     return get_preset(name.strip(), **values)
 
 

@@ -228,7 +228,8 @@ class Timed:
     ) -> None:
         self.objective, self.model, self.tokenizer = objective, model, tokenizer
         self.context, self.batch, self.steps = context, batch, steps
-        self.name, self.direction = objective.name, objective.direction
+        self.name = objective.name
+        self.direction: Literal["minimize", "maximize"] = objective.direction
 
     def __call__(self, preset: Preset, report: Report | None = None) -> Score:
         """Measures both."""

@@ -20,13 +20,14 @@ from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes, nearest
 Space = dict[str, BaseDistribution]
 
 
-def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None) -> Space:
+def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None, *, optional: bool = False) -> Space:
     """The search space of a scheme: each knob that names a range to search (``knob(..., search=...)``).
 
     Args:
         scheme: its other knobs stay as they are.
         ranges: in place of the knobs' own, by knob: ``(low, high)`` of numbers, or a list of choices. If given, these
             knobs alone are searched.
+        optional: whether the space may be empty.
 
     Returns:
         Distributions by knob, in the order of the scheme's fields.
@@ -39,9 +40,8 @@ def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None) 
     for name in ranges or {}:
         if name not in fields:
             raise ValueError(f"space: {scheme.name} has no knob {name!r}; {nearest(name, list(fields))}")
-    own = {name: field.metadata.get("search") for name, field in fields.items()}
-    chosen = dict(ranges) if ranges else {name: search for name, search in own.items() if search is not None}
-    if not chosen:
+    chosen = dict(ranges or scheme.searched())
+    if not chosen and not optional:
         raise ValueError(
             f"space: {scheme.name!r} has no knob that is searched by default; name ranges, e.g. "
             "{'sink_length': [0, 32, 64]}."

@@ -14,6 +14,7 @@ from typing import Any
 
 import optuna
 from numpy.random import SeedSequence
+from optuna.distributions import CategoricalDistribution
 from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -29,6 +30,10 @@ from .workers import work
 logger = logging.getLogger(__name__)
 
 SETUP, SCORE, HELD_OUT = "hfkvq:setup", "hfkvq:score", "hfkvq:held_out"
+REFERENCE = "hfkvq:reference"
+
+BUDGET = "budget"
+"""Knob that stands for a table of bits by tag, where TriAxialKV's tables are searched."""
 
 STARTUP = 10
 """Trials before the sampler learns from them, presets included (of 30)."""
@@ -74,9 +79,35 @@ class TuningStudy:
         self.optuna, self.preset, self.space = study, preset, space
         self.cost: Cost = setup["cost"]
         self.direction, self.objective = setup["direction"], setup["objective"]
+        self._tables: Mapping[str, Mapping[str, int]] = setup.get("tables") or {}
 
-    def _preset(self, knobs: Mapping[str, Any]) -> Preset:
-        return get_preset(self.preset, **knobs)
+    def preset_of(self, knobs: Mapping[str, Any]) -> Preset:
+        """The preset that these values of the searched knobs make."""
+        values = dict(knobs)
+        if self._tables and BUDGET in values:
+            values["table"] = self._tables[str(values.pop(BUDGET))]
+        return get_preset(self.preset, **values)
+
+    def refer(self, presets: Mapping[str, Preset], objective: Objective, held_out: Objective | None = None) -> None:
+        """Measures presets that are not part of the search, to compare it with; results are kept in the study."""
+        known = self.references()
+        for name, preset in presets.items():
+            score, other = known.get(name, (None, None))
+            score = score or objective(preset)
+            if other is None and held_out is not None:
+                other = held_out(preset)
+            pair = [score.to_dict(), None if other is None else other.to_dict()]
+            self.optuna.set_user_attr(f"{REFERENCE}:{name}", pair)
+
+    def references(self) -> dict[str, tuple[Score, Score | None]]:
+        """Scores, and held-out ones, of what `refer` measured."""
+        found = {}
+        for key, pair in self.optuna.user_attrs.items():
+            if key.startswith(f"{REFERENCE}:"):
+                score, other = (None if each is None else Score.from_dict(each) for each in pair)
+                assert score is not None
+                found[key.removeprefix(f"{REFERENCE}:")] = (score, other)
+        return found
 
     def points(self) -> list[Point]:
         """Every measured trial, oldest first."""
@@ -88,7 +119,7 @@ class TuningStudy:
         return Point(
             trial.number,
             trial.params,
-            self._preset(trial.params),
+            self.preset_of(trial.params),
             Score.from_dict(trial.user_attrs[SCORE]),
             None if held_out is None else Score.from_dict(held_out),
         )
@@ -198,6 +229,7 @@ def tune(
     cost: Cost = "total_bits",
     limits: Mapping[Cost, float] | None = None,
     single: bool = False,
+    tables: Mapping[float, Mapping[str, int]] | None = None,
     storage: str | None = None,
     name: str | None = None,
     warm_start: bool = True,
@@ -220,6 +252,7 @@ def tune(
         cost: the second objective.
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
         single: the value alone, under ``limits``; unpromising trials are stopped early where the objective reports.
+        tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
         storage: an SQLAlchemy URL (``sqlite:///tuning.db``), or the path of a journal file (``tuning.log``) on a file
             system that the workers share. None keeps the study in memory.
         name: of the study in the storage; the scheme's by default.
@@ -233,7 +266,9 @@ def tune(
             cannot be reached, or an objective that returns NaN (finished trials are kept).
     """
     preset = get_preset(scheme)
-    distributions = space_of(preset.scheme, space)
+    distributions = space_of(preset.scheme, space, optional=bool(tables))
+    if tables:
+        distributions[BUDGET] = CategoricalDistribution(sorted(tables))
     if trials < 1:
         raise ValueError(f"trials: got {trials}, allowed 1 or more.")
     if cost not in COSTS:
@@ -249,17 +284,19 @@ def tune(
         "direction": objective.direction,
         "cost": cost,
         "single": single,
+        "tables": None if tables is None else {str(budget): dict(table) for budget, table in tables.items()},
     }
     # As JSON has it, which is what comes back from a storage.
     setup = json.loads(json.dumps(setup))
     study, created = _open(storage, name or preset.scheme.name, setup)
     # Workers that search alike would find alike.
-    own = seed if created else int(SeedSequence().generate_state(1)[0])
-    study.sampler = TPESampler(n_startup_trials=min(STARTUP, max(trials // 3, 1)), seed=own)
+    seed_here = seed if created else int(SeedSequence().generate_state(1)[0])
+    study.sampler = TPESampler(n_startup_trials=min(STARTUP, max(trials // 3, 1)), seed=seed_here)
     study.pruner = MedianPruner(n_startup_trials=5)
     found = TuningStudy(study, preset, distributions, setup)
     if created and warm_start:
-        for values in published(preset.scheme, distributions)[:trials]:
+        knobs = {knob: distribution for knob, distribution in distributions.items() if knob != BUDGET}
+        for values in published(preset.scheme, knobs)[:trials]:
             study.enqueue_trial(values, skip_if_exists=True)
     if on_trial is not None:
         on_trial(found, None)
@@ -343,7 +380,7 @@ def _run(study: TuningStudy, trial: Trial, objective: Objective, limits: Mapping
                 raise optuna.TrialPruned
 
     try:
-        score = _recorded(study, trial) or objective(study._preset(trial.params), report)
+        score = _recorded(study, trial) or objective(study.preset_of(trial.params), report)
         _check(score, trial.params)
         trial.set_user_attr(SCORE, score.to_dict())
         for name, limit in limits.items():

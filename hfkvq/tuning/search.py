@@ -1,0 +1,285 @@
+"""What `hfkvq tune` does: loads a model, divides the samples, searches, confirms, and picks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hfkvq.caches import Preset, get_preset, list_schemes
+from hfkvq.divergence import subject as subjects
+from hfkvq.divergence.intervals import check_scipy
+from hfkvq.divergence.naming import parse_scheme
+from hfkvq.divergence.windows import SEPARATOR, cut, hub_documents, read_files, reference_documents
+
+from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
+from .score import COSTS, Objective
+from .sensitivity import Sensitivity
+from .study import Point, TuningStudy, tune
+from .workers import finished
+
+OBJECTIVES = ("kld", "reference", "tasks")
+
+BUDGETS = tuple(round(2 + step / 5, 1) for step in range(11))
+"""Mean code bits of a token, for tables of TriAxialKV."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is searched, on what.
+
+    Attributes:
+        preset: what is not searched.
+        objective: on the samples of the search.
+        held_out: the same on others.
+        model: its name, for the record.
+        about: the rest of the record.
+        cost: the second objective.
+        tables: of TriAxialKV, by budget.
+    """
+
+    preset: Preset
+    objective: Objective
+    held_out: Objective
+    model: str
+    about: Mapping[str, Any]
+    cost: Any
+    tables: Mapping[float, Mapping[str, int]] | None = None
+
+
+def make_plan(
+    scheme: str,
+    *,
+    model: str | None,
+    outliers: float | None,
+    objective: str,
+    tasks: Sequence[str],
+    samples: int,
+    held_out: int,
+    text: Sequence[Path] | None,
+    dataset: str | None,
+    context: int,
+    prefill: int | None,
+    chunk: int,
+    batch_size: int,
+    metadata: str | None,
+    cost: str,
+    milliseconds: bool,
+    seed: int,
+    device: str,
+    dtype: str,
+    sensitivity: Path | None,
+) -> Plan:
+    """Checks the arguments of the command, and loads the model.
+
+    Raises:
+        ValueError: what the arguments' own checks say.
+    """
+    check_scipy("tune")
+    preset = parse_scheme(scheme)
+    for what, got, allowed in (("objective", objective, OBJECTIVES), ("cost", cost, COSTS)):
+        if got not in allowed:
+            raise ValueError(f"{what}: got {got!r}, allowed {', '.join(allowed)}.")
+    if objective == "tasks" and not tasks:
+        raise ValueError("tasks: got none; name lm-eval's tasks with --tasks, e.g. --tasks gsm8k.")
+    if (text or dataset) and objective != "kld":
+        raise ValueError(f"text: got text, but the objective {objective!r} takes none; leave it out.")
+    tables = None
+    if sensitivity is not None:
+        if preset.scheme.name != "triaxial":
+            raise ValueError(
+                f"sensitivity: got {sensitivity}, which {preset.scheme.name!r} does not use; only triaxial."
+            )
+        from .allocate import sweep
+
+        tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
+    where, kind = subjects.pick_device(device), _dtype(dtype)
+    outline = subjects.outline(model)
+    subjects.check_schemes(outline, {"": preset})
+    about: dict[str, Any] = {"objective": objective, "samples": samples, "held_out": held_out, "seed": seed}
+    if outliers is not None:
+        about["outliers"] = outliers
+    if objective == "kld":
+        prompt = context // 2 if prefill is None else prefill
+        subjects.check_lengths(outline, context, prompt)
+        documents = _documents(text, dataset, model, seed)
+        windows = cut(documents[0], outline.tokenizer, context, samples + held_out, documents[1])
+        if len(windows.tokens) < samples + held_out:
+            raise ValueError(
+                f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
+                f"--held-out {held_out} take {samples + held_out}; give more text, or fewer or smaller windows."
+            )
+        loaded = _load(outline, where, kind, outliers)
+        shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": outline.tokenizer}
+        # Reports after each batch, for searches that stop poor trials early.
+        parts = -(-samples // batch_size)
+        one: Objective = TextKLD(loaded, windows.tokens[:samples], parts=parts, **shared)
+        other: Objective = TextKLD(loaded, windows.tokens[samples:], **shared)
+        about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
+    elif objective == "reference":
+        loaded, one, other = _reference(outline, where, kind, outliers, tasks, samples, held_out, batch_size, seed)
+        about["tasks"] = list(tasks)
+    else:
+        if outliers is not None:
+            raise ValueError("outliers: lm-eval loads the model itself; use --objective kld or reference.")
+        loaded, one, other = _lm_eval(model, tasks, samples, held_out, batch_size, str(where), dtype, metadata)
+        about["tasks"] = list(tasks)
+    if milliseconds:
+        one = Timed(one, loaded, context=context, batch=batch_size, tokenizer=outline.tokenizer)
+    return Plan(preset, one, other, outline.name, about, cost, tables)
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    if name not in ("auto", "bfloat16", "float16", "float32"):
+        raise ValueError(f"dtype: got {name!r}, allowed auto, bfloat16, float16, float32.")
+    return None if name == "auto" else getattr(torch, name)
+
+
+def _documents(text: Sequence[Path] | None, dataset: str | None, model: str | None, seed: int) -> tuple[Any, str]:
+    if text:
+        return read_files(list(text), "text"), SEPARATOR
+    if dataset is not None:
+        return hub_documents(dataset, "test", "text"), SEPARATOR
+    if model is not None:
+        raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
+    return reference_documents(seed), ""
+
+
+def _load(outline: Any, where: Any, kind: Any, outliers: float | None) -> Any:
+    loaded = subjects.load(outline, where, kind)
+    if outliers is not None:
+        from hfkvq.reference import with_outliers
+
+        loaded = with_outliers(loaded, outliers)
+    return loaded
+
+
+def _reference(
+    outline: Any,
+    where: Any,
+    kind: Any,
+    outliers: float | None,
+    tasks: Sequence[str],
+    samples: int,
+    held_out: int,
+    batch_size: int,
+    seed: int,
+) -> tuple[Any, Objective, Objective]:
+    from hfkvq.demo.prompts import load
+
+    subject = load(outline.source, device=where, dtype=kind, outliers=outliers)
+    names = tasks or ("recall", "arithmetic", "tools")
+    one = ReferenceTasks(subject, names, samples=samples, batch_size=batch_size, seed=seed)
+    other = ReferenceTasks(subject, names, samples=held_out, batch_size=batch_size, seed=seed + 1)
+    return subject.model, one, other
+
+
+def _lm_eval(
+    model: str | None,
+    tasks: Sequence[str],
+    samples: int,
+    held_out: int,
+    batch_size: int,
+    device: str,
+    dtype: str,
+    metadata: str | None,
+) -> tuple[Any, Objective, Objective]:
+    from lm_eval.tasks import TaskManager
+
+    from hfkvq.lm_eval import task_folder
+    from hfkvq.lm_eval.model import HFKVQ
+    from hfkvq.reference import reference_path
+
+    pretrained = model or str(reference_path())
+    extra = json.loads(metadata) if metadata else {}
+    manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": pretrained, **extra})
+    make: Any = HFKVQ
+    lm = make(pretrained=pretrained, device=device, dtype=dtype, batch_size=batch_size)
+    numbers = list(range(samples + held_out))
+    one = LmEvalTasks(lm, tasks, numbers[:samples], task_manager=manager, parts=4)
+    other = LmEvalTasks(lm, tasks, numbers[samples:], task_manager=manager)
+    return lm.model, one, other
+
+
+def run(
+    plan: Plan,
+    *,
+    trials: int,
+    ranges: Mapping[str, Any],
+    limits: Mapping[Any, float],
+    single: bool,
+    storage: str,
+    name: str | None,
+    seed: int,
+    confirm: int = 5,
+) -> tuple[TuningStudy, Point]:
+    """Searches with a progress bar, measures the published presets beside it, confirms the best, and picks one.
+
+    Raises:
+        ValueError: see `tune` and `TuningStudy.pick`.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[best]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("trials", total=trials, best="")
+
+        def show(study: TuningStudy, point: Point | None) -> None:
+            best = ""
+            if point is not None:
+                best = f"trial {point.number}: {plan.objective.name} {point.score.value:.4g}"
+                best += f", {plan.cost} {point.score.cost(plan.cost):.4g}"
+            progress.update(bar, completed=len(finished(study.optuna)), best=best)
+
+        study = tune(
+            plan.preset,
+            plan.objective,
+            trials=trials,
+            seed=seed,
+            space=ranges or None,
+            cost=plan.cost,
+            limits=limits,
+            single=single,
+            tables=plan.tables,
+            storage=storage,
+            name=name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
+            on_trial=show,
+        )
+        progress.update(bar, description="held-out samples", completed=trials, best="")
+        study.confirm(plan.held_out, confirm, limits)
+        study.refer(_published(plan.preset), plan.objective, plan.held_out)
+    return study, study.pick(max_total_bits=limits.get("total_bits"), max_milliseconds=limits.get("milliseconds"))
+
+
+def _published(preset: Preset) -> dict[str, Preset]:
+    """Presets of the same scheme, one for each that differs."""
+    found: dict[Any, str] = {}
+    for name, scheme in list_schemes().items():
+        if type(scheme) is type(preset.scheme):
+            # The last name says most.
+            found[scheme] = name
+    return {name: get_preset(scheme) for scheme, name in found.items()}
+
+
+def save(plan: Plan, study: TuningStudy, picked: Point, path: Path) -> None:
+    """Writes the preset with what it was chosen by."""
+    score = picked.held_out
+    origin = {
+        "by": f"hfkvq tune, hfkvq {version('hfkvq')}",
+        "model": plan.model,
+        **plan.about,
+        "trial": picked.number,
+        "trials": len(finished(study.optuna)),
+        "searched": dict(picked.knobs),
+        "score": picked.score.to_dict(),
+        "held_out_score": None if score is None else score.to_dict(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "optuna")},
+    }
+    dataclasses.replace(picked.preset, origin=origin).save(path)

@@ -1,0 +1,161 @@
+"""The command ``hfkvq tune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfkvq.terminal import check_files, fail, make_console, split
+
+# torch, Transformers and Optuna are imported inside the command, so that help comes at once.
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .search import Plan
+
+app = typer.Typer()
+
+
+def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
+    """``knob=0.1..2`` as a range, ``knob=0,32,64`` as choices.
+
+    Raises:
+        ValueError: neither.
+    """
+    from hfkvq.divergence.naming import parse_value
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        knob, equals, values = text.partition("=")
+        low, dots, high = values.partition("..")
+        if not equals or not values:
+            raise ValueError(f"space: got {text!r}, allowed KNOB=LOW..HIGH or KNOB=A,B,C.")
+        found[knob.strip()] = (parse_value(low), parse_value(high)) if dots else [parse_value(x) for x in split(values)]
+    return found
+
+
+@app.command()
+def tune(
+    scheme: Annotated[str, typer.Argument(help="Preset, with knobs that are not searched: arkv:budget_tokens=512.")],
+    model: Annotated[
+        str | None, typer.Option(help=r"Model: a folder or a name on the Hub. \[default: the reference model]")
+    ] = None,
+    outliers: Annotated[
+        float | None, typer.Option(help="Enlarge some key channels of the reference model by this factor, e.g. 8.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="kld (on text), reference (right answers) or tasks (lm-eval's, with --tasks).")
+    ] = "kld",
+    tasks: Annotated[str | None, typer.Option(help="For tasks and reference: names, with commas.")] = None,
+    samples: Annotated[
+        int, typer.Option(min=2, help="Windows of text, or documents of each task, that the search sees.")
+    ] = 16,
+    held_out: Annotated[
+        int | None, typer.Option(min=2, help=r"Others that confirm the best candidates. \[default: as many]")
+    ] = None,
+    text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as for hfkvq kld.")] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set of the Hub, as for hfkvq kld.")] = None,
+    context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
+    prefill: Annotated[int | None, typer.Option(min=2, help=r"Of these, the prompt. \[default: half]")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time behind it.")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 4,
+    metadata: Annotated[str | None, typer.Option(help="For lm-eval's tasks, as JSON.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Finished trials wanted, of all workers together.")] = 30,
+    space: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KNOB=RANGE", help="KNOB=LOW..HIGH or KNOB=A,B,C, in place of the scheme's own space."),
+    ] = None,
+    sensitivity: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="For triaxial: search budgets of what hfkvq calibrate wrote.")
+    ] = None,
+    cost: Annotated[str, typer.Option(help="total_bits, cache_bytes or milliseconds (of a step).")] = "total_bits",
+    max_total_bits: Annotated[float | None, typer.Option(help="Most bits an element, every byte counted.")] = None,
+    max_milliseconds: Annotated[float | None, typer.Option(help="Most of a step; measured if given.")] = None,
+    single: Annotated[
+        bool, typer.Option("--single", help="The value alone under the limits; poor trials are stopped early.")
+    ] = False,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help="Where trials are kept, shared by workers: an SQLAlchemy URL, or a .log file. "
+            r"\[default: sqlite:///hfkvq-tuning.db]"
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help=r"Of the study. \[default: scheme, model and objective]")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the sampler, and of the reference model's text.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Preset file of what is recommended.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Save the Pareto front.")] = None,
+) -> None:
+    """Search a scheme's knobs for a model: the best caches at each cost, and the best under a limit.
+
+    Run it on several GPUs or machines with one --storage: they share the trials, and take up those of a worker that
+    died. Run it again and it goes on where it stopped.
+    """
+    check_files("png", out, png)
+    if outliers is not None and model is not None:
+        fail("outliers: only the reference model can be given outliers; leave --model out.")
+    try:
+        import optuna
+    except ImportError:
+        fail("tune: Optuna is not installed; pip install 'hfkvq[tune]'.")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    from . import search
+    from .tune_report import notes, save_front, table
+
+    try:
+        plan: Plan = search.make_plan(
+            scheme,
+            model=model,
+            outliers=outliers,
+            objective=objective,
+            tasks=split(tasks),
+            samples=samples,
+            held_out=samples if held_out is None else held_out,
+            text=text,
+            dataset=dataset,
+            context=context,
+            prefill=prefill,
+            chunk=chunk,
+            batch_size=batch_size,
+            metadata=metadata,
+            cost=cost,
+            milliseconds=cost == "milliseconds" or max_milliseconds is not None,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            sensitivity=sensitivity,
+        )
+        limits: dict[Any, float] = {}
+        if max_total_bits is not None:
+            limits["total_bits"] = max_total_bits
+        if max_milliseconds is not None:
+            limits["milliseconds"] = max_milliseconds
+        study, picked = search.run(
+            plan,
+            trials=trials,
+            ranges=parse_ranges(space or ()),
+            limits=limits,
+            single=single,
+            storage=storage or "sqlite:///hfkvq-tuning.db",
+            name=name,
+            seed=seed,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        fail(error)
+    console = make_console()
+    console.print(table(study, picked))
+    for note in notes(plan, study, picked):
+        console.print(note, style="dim", highlight=False)
+    if out is not None:
+        search.save(plan, study, picked, out)
+        console.print(f"Saved {out}; use it with MixedKVCache(model.config, {str(out)!r}).", highlight=False)
+    if png is not None:
+        save_front(study, picked, png)
+        console.print(f"Saved {png}", highlight=False)

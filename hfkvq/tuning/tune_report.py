@@ -1,0 +1,90 @@
+"""What `hfkvq tune` shows: the Pareto front, the published presets beside it, and what is recommended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from .score import Score
+from .study import Point, TuningStudy
+
+if TYPE_CHECKING:
+    from .search import Plan
+
+
+def _value(score: Score | None) -> str:
+    if score is None:
+        return "–"
+    text = f"{score.value:.4g}"
+    if score.low is not None and score.high is not None:
+        text += f" ({score.low:.3g}–{score.high:.3g})"
+    return text
+
+
+def _knob(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _words(point: Point) -> str:
+    return ", ".join(f"{name}={_knob(value)}" for name, value in point.knobs.items())
+
+
+def table(study: TuningStudy, picked: Point) -> Table:
+    """Points that nothing beats, and the published presets; the recommended one is marked."""
+    grid = Table(title=f"{study.preset.scheme.name}: {study.objective} against {study.cost}", title_justify="left")
+    grid.add_column("trial", justify="right")
+    grid.add_column(f"{study.objective} (95 %)", justify="right")
+    grid.add_column("held out", justify="right")
+    if study.cost != "total_bits":
+        grid.add_column(study.cost, justify="right")
+    grid.add_column("total bits", justify="right")
+    grid.add_column("knobs")
+    front = study.pareto()
+    if picked.number not in {point.number for point in front}:
+        front.append(picked)
+
+    def row(name: str, score: Score, held_out: Score | None, knobs: str, style: str | None = None) -> None:
+        cost = [] if study.cost == "total_bits" else [f"{score.cost(study.cost):.4g}"]
+        grid.add_row(name, _value(score), _value(held_out), *cost, f"{score.total_bits:.2f}", knobs, style=style)
+
+    for point in front:
+        mine = point.number == picked.number
+        row(
+            f"{point.number}{' *' if mine else ''}",
+            point.score,
+            point.held_out,
+            _words(point),
+            "bold" if mine else None,
+        )
+    grid.add_section()
+    for name, (score, held_out) in study.references().items():
+        row("preset", score, held_out, name, "dim")
+    return grid
+
+
+def notes(plan: Plan, study: TuningStudy, picked: Point) -> Iterator[str]:
+    """What the table's figures are."""
+    score = picked.score
+    yield (
+        f"{plan.model}: {len(study.points())} trials measured on {score.samples} samples each, the best ones on "
+        f"{picked.held_out.samples if picked.held_out else 0} others. * is recommended, by its held-out value."
+    )
+    if picked.held_out is not None and picked.held_out.low is not None and picked.held_out.high is not None:
+        low, high = picked.held_out.low, picked.held_out.high
+        rivals = [
+            name
+            for name, (_, held_out) in study.references().items()
+            if held_out is not None and low <= held_out.value <= high
+        ]
+        if rivals:
+            yield f"Within its interval, so not told apart from it by these samples: {', '.join(rivals)}."
+
+
+def save_front(study: TuningStudy, picked: Point, path: Path) -> None:
+    """Draws the Pareto front."""
+    from .plots import pareto_front, save
+
+    save(pareto_front(study, picked), path)
