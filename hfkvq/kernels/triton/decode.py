@@ -126,6 +126,8 @@ def _format_constants(
     size = room4 / 4 + 2 * room16
     for fmt, dim in ((keys, head_dim), (values, value_dim)):
         size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
+        if fmt.normed:
+            size += 2 if fmt.axis == "channel" else 2 * dim / step
     size = math.ceil(step * size)
     if bits == 8 or (bits == 4 and not channel and not rotated):
         # One more buffer: measured.
