@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import define
+from .dispatch import define, triton_slot
 from .pages import Axis
 from .quantize import F16_MAX
 
@@ -47,7 +47,7 @@ def _loss(x: Tensor, norm: Tensor, first: Tensor, own: int, other: int) -> Tenso
 
 @define("page_norms")
 def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tensor:
-    batch, heads, _, head_dim = source.shape
+    heads, head_dim = source.shape[1], source.shape[3]
     chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
     x = source.gather(2, chosen).float().unflatten(2, (-1, page))
     if not x.numel():
@@ -56,7 +56,7 @@ def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int
     # Rows have scales of their own and run along ``other``, the axis of the factors.
     own, other = (4, 3) if axis == "channel" else (3, 4)
     power = x * x
-    power = power / _positive_or_one(_tree_mean(_tree_mean(power, 4), 3))
+    power = power / _positive_or_one(_tree_mean(_tree_mean(power, own), other))
     first = x.amax(other, keepdim=True) - x.amin(other, keepdim=True)
     square = torch.ones_like(x.narrow(own, 0, 1))
     best, least = square, torch.ones_like(square[..., :1, :1])
@@ -77,6 +77,9 @@ def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tenso
     size = page if axis == "channel" else source.shape[3]
     shape = (source.shape[0], source.shape[1], index.shape[1] // page, size)
     return source.new_empty(shape, dtype=torch.float16)
+
+
+triton_slot("page_norms", "norms:page_norms_triton")
 
 
 def page_norms(source: Tensor, index: Tensor, axis: Axis, page: int, rounds: int = 1) -> Tensor:

@@ -39,8 +39,9 @@ def cases() -> dict[str, Scheme]:
         if {"local_length", "sink_length", "page_size"} <= own:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
+    found["mixkvq-normed"] = small("mixkvq", token_norm=True)
     # Same code as their siblings; one corner of each is enough.
-    for name in ("kitty-pro-bare", "saw-int4-kv-odd", "int4-odd", "kivi-4-bare"):
+    for name in ("kitty-pro-bare", "saw-int4-kv-odd", "int4-odd", "kivi-4-bare", "kvarn-k4v2", "kvarn-k4v4"):
         found.pop(name, None)
     return found
 

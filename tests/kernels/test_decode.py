@@ -49,7 +49,11 @@ CASES = {
             lengths=[5 + 256 + 60, 5 + 70, 5 + 128 + 128],
             starts=[0, 11, 3],
             keys=[[256], [0], [128]] if "c" in runs else [[201], [0], [128]],
-            values=[[128], [0], [128]] if runs.endswith("n") else [[190], [1], [128]] if "c" in runs else [[201], [0], [128]],
+            values=[[128], [0], [128]]
+            if runs.endswith("n")
+            else [[190], [1], [128]]
+            if "c" in runs
+            else [[201], [0], [128]],
             rotate_keys=rotate,
             rotate_values=rotate,
             share=share,

@@ -320,7 +320,11 @@ def test_factors_without_a_place_are_refused():
 def test_no_factors_are_factors_of_one(backend, spec):
     """A normed page without factors is the page without a place for them, and ones."""
     parts, *call = arguments(spec, "keys", 80)
-    call, fmt, plain = [None if x is None else x.to(backend) for x in call], PageFormat.parse(spec), spec.replace("n", "")
+    call, fmt, plain = (
+        [None if x is None else x.to(backend) for x in call],
+        PageFormat.parse(spec),
+        spec.replace("n", ""),
+    )
     parts = dict(zip(fmt.names, (part.to(backend) for part in parts), strict=True))
     others = [part.clone() for name, part in parts.items() if name != "norm"]
     seal(list(parts.values()), *call, fmt, "keys")

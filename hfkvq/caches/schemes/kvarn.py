@@ -15,9 +15,9 @@ class KVarN(Scheme):
     """Hadamard rotation and two-way scaling, which between them spread outlier channels and outlier tokens.
 
     Layout: keys and values are rotated and wait until ``page_size`` of them are there. Keys are quantized per channel
-    over the page, each token with a factor beside; values per token over the head, each channel of a page with a factor
-    beside. The first ``sink_length`` tokens and the newest, which fill no page, stay whole. At D = 128 and with pages of
-    128 tokens the scales, minima and factors take 0.375 bits an element.
+    over the page, and each token has a factor beside; values per token over the head, and each channel of a page has
+    one. The first ``sink_length`` tokens and the newest, which fill no page, stay whole. At D = 128 and with pages of
+    128 tokens scales, minima and factors take 0.375 bits an element.
 
     Paper: KVarN, as SCHEMES tells it from public re-implementations: no paper and no original code was at hand.
     Differs from the paper: what is divided out is the root mean square, not the standard deviation; rows before
