@@ -41,7 +41,15 @@ def cases() -> dict[str, Scheme]:
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
     # Same code as their siblings; one corner of each is enough.
-    for name in ("kitty-pro-bare", "saw-int4-kv-odd", "int4-odd", "kivi-4-bare", "kvarn-k4v2", "kvarn-k4v4"):
+    for name in (
+        "kitty-pro-bare",
+        "saw-int4-kv-odd",
+        "int4-odd",
+        "kivi-4-bare",
+        "kvarn-k4v2",
+        "kvarn-k4v4",
+        "kvarn-k2v2",
+    ):
         found.pop(name, None)
     return found
 

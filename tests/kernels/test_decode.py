@@ -75,7 +75,6 @@ CASES = {
             ("8t-dim-96", "8t96p128/8t96p128", 96, torch.float16, 32, 8),
             ("16", "16t128p128/16t128p128", 128, torch.bfloat16, 0, 4),
             ("16-dim-80", "16t80p128/16t80p128", 80, torch.float16, 16, 3),
-            ("2cn", "2c128p128n/2t128p128n", 128, torch.float16, 0, 4),
             ("2cn-raised-4-16", "2c32p128n+4x20+16x5/2t32p128", 128, torch.bfloat16, 0, 4),
             ("4cn-rotated", "4c128p128n/2t128p128n", 128, torch.bfloat16, 128, 7),
             ("4cn-dim-96", "4c64p128n/4t96p128n", 96, torch.float16, 32, 9),
@@ -221,7 +220,9 @@ FEATURES = {
     "two-runs": CASES["two-runs"],
     "tiles": dataclasses.replace(CASES["tiles-2c-raised-4"], queries=2, share=4),
     "tiles-rotated": CASES["tiles-4t"],
-    "tiles-normed": dataclasses.replace(CASES["tiles-4cn-rotated"], queries=2, share=4),
+    "tiles-normed": Case(
+        runs="4c32p32n/2t64p32n", values=[[64], [32]], rotate_keys=64, rotate_values=64, dtype=torch.bfloat16
+    ),
     "tiles-two-runs": CASES["tiles-two-runs-q2"],
 }
 

@@ -103,9 +103,7 @@ SHAPES = [
     ("16t96p64", 96, torch.bfloat16),
     ("16c64p64", 64, torch.float16),
     ("2t8p8", 8, torch.float32),
-    ("2c32p64n", 64, torch.bfloat16),
     ("2c64p64n+4x12+16x8", 96, torch.float16),
-    ("4c64p64n", 128, torch.bfloat16),
     ("2t64p64n", 64, torch.bfloat16),
     ("4t16p24n", 80, torch.float32),
 ]

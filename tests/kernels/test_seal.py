@@ -41,11 +41,8 @@ FORMATS = [
     ("8t32p32", "values", 128),
     ("16t64p64", "values", 64),
     ("16c64p64", "keys", 80),
-    ("2c128p128n", "keys", 128),
-    ("4c8p24n", "keys", 72),
     ("2c16p32n+4x20+16x5", "keys", 80),
     ("4t64p32n", "values", 64),
-    ("2t32p24n", "values", 96),
     ("2t24p8n", "values", 72),
 ]
 ROWS, HEADS, PAGES = 3, 2, 4

@@ -19,11 +19,11 @@ class KVarN(Scheme):
     one. The first ``sink_length`` tokens and the newest, which fill no page, stay whole. At D = 128 and with pages of
     128 tokens scales, minima and factors take 0.375 bits an element.
 
-    Paper: KVarN, as SCHEMES tells it from public re-implementations: no paper and no original code was at hand.
-    Differs from the paper: what is divided out is the root mean square, not the standard deviation; rows before
-    columns; beside a page of mean square 1; of all rounds the one that `kernels.page_norms` expects the least error of
-    is kept, or none, not the one of least imbalance; the factors' mean is 1, and codes are computed against scale,
-    minimum and factor as stored in f16. One round, not 8 to 16: on the reference model 8 gain nothing.
+    Paper: KVarN, as public re-implementations have it; its own text and code were not at hand.
+    Differs from the paper: as they tell it: root mean squares are divided out, not standard deviations, rows before
+    columns, and beside a page of mean square 1. Kept is the round of which `kernels.page_norms` expects the least
+    error, or none, not that of least imbalance. The factors' mean is 1; codes are computed against scale, minimum and
+    factor as stored in f16. One round, not 8 to 16: on the reference model 8 gain nothing.
     Differs from the released code: as above.
 
     Attributes:

@@ -1,7 +1,8 @@
 """Tiles of pages against queries: logits of keys, weighted sums of values, without ever dequantizing.
 
-Scales fold into the query (keys per channel) or into logits and probabilities (per token), minima into one bias. See
-`fields` for how codes become operands.
+Scales fold into the query (keys per channel) or into logits and probabilities (per token), minima into one bias.
+Factors of normed pages meet logits before anything else is added to them, and a page's sums before other pages' are.
+See `fields` for how codes become operands.
 
 Names: a step takes tokens in tiles of SUB (what shares the scales of a key channel); ``b_qs`` are queries by field,
 f32 [BE, BM]; logits are kept *raw* where the exponent's own multiply-add can make them: ``raw * unit + bias``.

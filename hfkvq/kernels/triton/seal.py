@@ -388,12 +388,14 @@ def seal_token_kernel(
     m_c = (o_c < D) & (o_e < E)[None, None, :]
     if norm is not None:
         # Whole pages are new, so a tile lies within one of them.
-        b_norm = tl.full([FIELDS, 1, BE], 1.0, tl.float16)
+        b_norm = tl.full([FIELDS, BT, BE], 1.0, tl.float16)
         if given is not None:
-            b_norm = tl.load(given + (i_bh * (M // G) + (i_first - i_count) // G) * D + o_c, mask=m_c, other=1.0)
-        if i_slot == 0:
-            tl.store(norm + i_head * D + o_c, b_norm, mask=m_c)
-        b_share = tl.math.div_rn(tl.full([FIELDS, 1, BE], 1.0, tl.float32), b_norm.to(tl.float32))
+            p_given = given + (i_bh * (M // G) + (i_first - i_count) // G) * D + o_c
+            # As many as there are elements: loaded where they are used, since to move them would cost more.
+            b_norm = tl.load(tl.broadcast_to(p_given, (FIELDS, BT, BE)), mask=m_c, other=1.0)
+        p_norm = tl.broadcast_to(norm + i_head * D + o_c, (FIELDS, BT, BE))
+        tl.store(p_norm, b_norm, mask=m_c & (o_slot == 0)[None, :, None])
+        b_share = tl.math.div_rn(tl.full([FIELDS, BT, BE], 1.0, tl.float32), b_norm.to(tl.float32))
         b_x = b_x * b_share
 
     m_high = LEVELS == 15
