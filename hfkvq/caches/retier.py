@@ -112,7 +112,7 @@ def retier(store: KVStore, target: Tensor) -> None:
         NotImplementedError: a store of one run, or formats per channel, whose pages cannot be taken apart.
     """
     formats = store.format.runs
-    if store.format.ordered or any(fmt.axis == "channel" and fmt.bits < 8 for pair in formats for fmt in pair):
+    if store.format.ordered or any(fmt.whole for pair in formats for fmt in pair):
         raise NotImplementedError("retier: only runs that have positions and scales per token can be taken apart.")
     where, spans = positions(store), run_columns(store)
     held, batch, device = where > ABSENT, store.batch, store.device

@@ -35,8 +35,9 @@ class SideLayout:
     Attributes:
         formats: page format of each run, narrow to wide; several only if the scheme assigns token widths.
         local: newest tokens that stay unquantized.
-        unit: tokens that are sealed together; a multiple of the page for formats per channel.
+        unit: tokens that are sealed together; a multiple of the page where pages are sealed whole.
         rotate: Hadamard block, 0 for none.
+        balance: rounds of `kernels.page_norms` for normed formats.
         clip: vectors are clipped, when they are sealed, at the entry of this rank among their magnitudes, as a share of
             the dimension; 1 clips nothing.
     """
@@ -46,6 +47,7 @@ class SideLayout:
     unit: int = 1
     rotate: int = 0
     clip: float = 1.0
+    balance: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +68,10 @@ class Layout:
         """Checks what the store relies on."""
         for name, side in (("keys", self.keys), ("values", self.values)):
             for fmt in side.formats:
-                per_channel = fmt.axis == "channel" and fmt.bits < 8
-                if per_channel and len(side.formats) == 1 and side.unit % fmt.page_size:
+                if fmt.whole and len(side.formats) == 1 and side.unit % fmt.page_size:
                     raise ValueError(
                         f"{name}: got a seal unit of {side.unit} tokens, which must be a multiple of the page of "
-                        f"{fmt.page_size} tokens where scales are per channel."
+                        f"{fmt.page_size} tokens where scales are per channel, or pages normed."
                     )
         if len(self.keys.formats) > 1 and (self.keys.local, self.keys.unit) != (self.values.local, self.values.unit):
             raise ValueError("local, unit: keys and values must leave the tail together where tokens have widths.")

@@ -8,7 +8,8 @@ Invariants, each with a test:
 4. ``length`` counts tokens stored; ``start + length`` is the number of logical columns, padding included.
 5. Codes are computed against scale and zero as stored.
 6. A row's bytes depend on that row alone: its token 0 is its first real token, wherever the padding put it.
-7. A format per channel takes whole pages and gives none back, but for `crop`, which reopens what it cuts.
+7. A format per channel, or a normed one, takes whole pages and gives none back, but for `crop`, which reopens what it
+   cuts.
 8. Leading padding is not stored at all; a padded column within a row holds the vector of a real neighbour that came
    with it and widens no scale. Columns that come without any real token of their row are stored as they are.
 
@@ -408,7 +409,9 @@ class KVStore:
             pages = source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
             widths = self.scheme.channel_bits(pages.unflatten(2, (-1, fmt.page_size)), q_abs)
         parts = view.keys if side == "keys" else view.values
-        kernels.seal(parts, view.table, count, new, source, index, widths, fmt, side, rule, q_abs if rule else None)
+        norm = kernels.page_norms(source, index, fmt.axis, fmt.page_size, layout.balance) if fmt.normed else None
+        weight = q_abs if rule else None
+        kernels.seal(parts, view.table, count, new, source, index, widths, fmt, side, rule, weight, norm)
 
     def _seal_by_width(
         self,
@@ -444,7 +447,7 @@ class KVStore:
         for i, (fmt, _) in enumerate(self.format.runs):
             mine = run_of == i
             taken = mine.sum(1, dtype=torch.int32)
-            if fmt.axis == "channel" and fmt.bits < 8:
+            if fmt.whole:
                 whole = taken // fmt.page_size * fmt.page_size
                 rank = mine.cumsum(1)
                 run_of = torch.where(mine & (rank > whole[:, None]), i + 1, run_of)
@@ -597,7 +600,7 @@ class KVStore:
             held = torch.arange(view.pos.shape[1], device=self.device) < count[:, None]
             left = (held & (view.pos < length[:, None])).sum(1, dtype=torch.int32)
             counts.append(left)
-            if fmt.axis == "channel" and fmt.bits < 8:
+            if fmt.whole:
                 torn = torn | (left % fmt.page_size != 0).any()
         if bool(torn):
             raise NotImplementedError(

@@ -163,7 +163,7 @@ class Result:
     seconds: float
 
 
-HEADLINE = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "arkv", "triaxial")
+HEADLINE = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "kvarn", "arkv", "triaxial")
 """Presets that a quick look compares: one or two of each paper, and baselines."""
 
 

@@ -26,6 +26,8 @@ def format_words(fmt: PageFormat, head_dim: int) -> str:
         scale = "per token"
     else:
         scale = f"per token of {fmt.group_size} channels"
+    if fmt.normed:
+        scale += f", a factor per {'token' if fmt.axis == 'channel' else 'channel'}"
     raised = "".join(f", {count} of {head_dim} channels {bits} bits" for bits, count in fmt.raised)
     return f"{width} {scale}{raised}"
 

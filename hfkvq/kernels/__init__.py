@@ -5,6 +5,7 @@ from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
 from .gather import gather_rows
 from .hadamard import hadamard
+from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .qk import qk_pages
 from .quantize import dequantize_pages, quantize_pages
@@ -21,6 +22,7 @@ __all__ = [
     "dequantize_pages",
     "gather_rows",
     "hadamard",
+    "page_norms",
     "qk_pages",
     "quantize_pages",
     "seal",

@@ -17,7 +17,7 @@ Axis = Literal["channel", "token"]
 RAISED_STEP = 8
 """Room for raised channels comes in steps of eight: rows of 16 bytes, which one load takes."""
 
-_SPEC = re.compile(r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<raised>(\+\d+x\d+)*)")
+_SPEC = re.compile(r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(?P<raised>(\+\d+x\d+)*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class PageFormat:
     codes, 8 bit  fp8 e4m3 (P, H, G, D)                    fp8 e4m3 (P, H, G, D)
     codes, 16     model dtype (P, H, G, D)                 model dtype (P, H, G, D)
     scale, zero   f16 (P, H, G/g, D) per channel           f16 (P, H, D/g, G) per token (both sides)
+    norm          f16 (P, H, G) per channel                f16 (P, H, D) per token (both sides)
     high          i16 (P, H, G/8, n4)                      never
     high_index    u8 (P, H, n4), i16 if D > 256             never
     full          model dtype (P, H, G, n16)               never
@@ -53,6 +54,7 @@ class PageFormat:
         code = unpack(codes)                                # (G, D)
         code.scatter_add(channel, high_index, 4 * unpack(high))     # unpacked along tokens
         x = code * scale + zero                             # scale, zero repeated over the g tokens of their group
+        x = x * norm[:, None]                               # of its token; per-token formats: of its channel
         x.scatter_add(channel, full_index, full)
 
     Attributes:
@@ -62,6 +64,8 @@ class PageFormat:
         page_size: G, tokens in a page.
         raised: ((width, count), ...): room for that many channels of greater width per page and head. Widths 4 (only
             over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys, per channel, only.
+        normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
+            token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
     """
 
     bits: int
@@ -69,6 +73,7 @@ class PageFormat:
     group_size: int
     page_size: int = 128
     raised: tuple[tuple[int, int], ...] = ()
+    normed: bool = False
 
     def __post_init__(self) -> None:
         """Checks the relations that the layout really requires."""
@@ -87,6 +92,8 @@ class PageFormat:
                 f"group_size: got {self.group_size}, which does not divide the page of {self.page_size} tokens; "
                 "per-channel groups lie within one page, so choose a divisor of page_size."
             )
+        if self.normed and self.bits >= 8:
+            raise ValueError(f"normed: got pages of {self.bits} bits, allowed with 2 and 4 bits only.")
         if self.raised and (self.axis != "channel" or self.bits not in (2, 4)):
             raise ValueError("raised: only channels of 2-bit or 4-bit per-channel pages can be raised.")
         for width, count in self.raised:
@@ -109,7 +116,7 @@ class PageFormat:
     def spec(self) -> str:
         """Short, reversible name, e.g. ``"2c128p128+4x16"``; ops take it as their static argument."""
         raised = "".join(f"+{width}x{count}" for width, count in self.raised)
-        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{raised}"
+        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{'n' * self.normed}{raised}"
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -122,7 +129,13 @@ class PageFormat:
             (int(width), int(count)) for width, count in (part.split("x") for part in match["raised"].split("+")[1:])
         )
         axis: Axis = "channel" if match["axis"] == "c" else "token"
-        return PageFormat(int(match["bits"]), axis, int(match["group"]), int(match["page"]), raised)
+        group, page = int(match["group"]), int(match["page"])
+        return PageFormat(int(match["bits"]), axis, group, page, raised, bool(match["normed"]))
+
+    @property
+    def whole(self) -> bool:
+        """Whether a page is sealed as a whole: something that it holds is of all its tokens."""
+        return self.normed or (self.axis == "channel" and self.bits < 8)
 
     def words(self, head_dim: int) -> int:
         """E, 16-bit words that one token's codes take (integer widths)."""
@@ -149,6 +162,8 @@ class PageFormat:
             names.append("scale")
         if self.bits < 8:
             names.append("zero")
+        if self.normed:
+            names.append("norm")
         if self.raised_count(4):
             names += ["high", "high_index"]
         if self.raised_count(16):
@@ -172,6 +187,7 @@ class PageFormat:
         shapes |= {
             "scale": (scale, torch.float16),
             "zero": (scale, torch.float16),
+            "norm": ((heads, page if self.axis == "channel" else head_dim), torch.float16),
             "high": ((heads, page // 8, room4), torch.int16),
             "high_index": ((heads, room4), index),
             "full": ((heads, page, room16), None),

@@ -65,8 +65,12 @@ def _ranks(widths: Tensor, width: int, count: int, room: int) -> tuple[Tensor, T
     return torch.where(used, order, 0), used
 
 
-def quantize_pages(x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None = None) -> list[Tensor]:
+def quantize_pages(
+    x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None = None, norm: Tensor | None = None
+) -> list[Tensor]:
     """Quantizes whole pages: ``code = floor((x - zero) / scale + 1/2)``, ``scale = (max - min) / (2^bits - 1)``.
+
+    In a normed format x is what remains of the tokens when they are divided by ``norm``.
 
     Args:
         x: (N, H, G, D), any float dtype, in the basis of the store.
@@ -74,6 +78,7 @@ def quantize_pages(x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None
         side: "keys" or "values"; decides which axis of the codes is contiguous.
         widths: u8 (N, H, D), bits of each channel, one of ``fmt.bits`` and the raised widths; None raises none. More
             channels of a width than the format has room for: the first (lowest channel) ones are raised.
+        norm: f16, positive, of each token (N, H, G) or channel (N, H, D), where the format is normed; None is 1.
 
     Returns:
         Tensors in the order of ``fmt.names``, shaped as `PageFormat` says with P = N.
@@ -92,6 +97,12 @@ def quantize_pages(x: Tensor, fmt: PageFormat, side: Side, widths: Tensor | None
         return [code.flatten(-2).to(torch.float8_e4m3fn), scale.squeeze(-1).transpose(-1, -2).contiguous()]
 
     out: dict[str, Tensor] = {}
+    if fmt.normed:
+        if norm is None:
+            norm = x.new_ones((n, heads, page if fmt.axis == "channel" else head_dim), dtype=torch.float16)
+        out["norm"] = norm
+        # Multiplied by what is rounded once, as kernels do.
+        x = x * (1.0 / norm.float()).unsqueeze(-1 if fmt.axis == "channel" else -2)
     if fmt.axis == "token":
         code, scale, zero = _affine(x.unflatten(-1, (-1, fmt.group_size)), float(2**fmt.bits - 1), -1)
         code = code.flatten(-2)
@@ -156,6 +167,8 @@ def _dequantize_pages(parts: Sequence[Tensor], fmt: str, side: str, head_dim: in
         groups = x.unflatten(-1, (-1, form.group_size))
         scale, zero = scale.transpose(-1, -2)[..., None], zero.transpose(-1, -2)[..., None]
         x = (groups * scale + zero).flatten(-2)
+    if "norm" in named:
+        x = x * named["norm"].float().unsqueeze(-1 if form.axis == "channel" else -2)
     if "full" in named:
         index = named["full_index"].long().clamp(max=head_dim - 1)[:, :, None, :]
         full = named["full"].float()
@@ -171,7 +184,7 @@ def _(parts: Sequence[Tensor], fmt: str, side: str, head_dim: int) -> Tensor:
 
 
 def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_dim: int) -> Tensor:
-    """Dense values of pages: ``x̂ = code * scale + zero``.
+    """Dense values of pages: ``x̂ = code * scale + zero``, times ``norm`` if the format is normed.
 
     Args:
         parts: tensors of N pages, in the order of ``fmt.names``.

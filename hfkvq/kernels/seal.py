@@ -78,10 +78,11 @@ def _seal(
     side: str,
     choose: str,
     q_abs: Tensor | None,
+    norm: Tensor | None = None,
 ) -> None:
     form = PageFormat.parse(fmt)
     page = form.page_size
-    step = page if form.axis == "channel" and form.bits < 8 else 1
+    step = page if form.whole else 1
     due = torch.arange(0, index.shape[1], step, device=index.device) < new[:, None]
     row, block = due.nonzero(as_tuple=True)
     token = count.long()[row] + block * step
@@ -93,10 +94,10 @@ def _seal(
         chosen = None if widths is None else widths[row, :, block]
         if choose and form.raised:
             chosen = channel_widths(x[:, :, None], form, choose, None if q_abs is None else q_abs[row])[:, :, 0]
-        for part, made in zip(
-            parts, quantize_pages(x, form, "keys" if side == "keys" else "values", chosen), strict=True
-        ):
-            part[ids] = made
+        own = None if norm is None else norm[row, :, block]
+        made = quantize_pages(x, form, "keys" if side == "keys" else "values", chosen, own)
+        for part, new_part in zip(parts, made, strict=True):
+            part[ids] = new_part
         return
     slot = token % page
     for name, part, made in zip(form.names, parts, quantize_pages(x, form, "keys"), strict=True):
@@ -123,6 +124,7 @@ def _(
     side: str,
     choose: str,
     q_abs: Tensor | None,
+    norm: Tensor | None = None,
 ) -> None:
     return None
 
@@ -142,11 +144,13 @@ def seal(
     side: Side,
     choose: str | None = None,
     q_abs: Tensor | None = None,
+    norm: Tensor | None = None,
 ) -> None:
     """Quantizes tokens of ``source`` into pages: run token ``count[b] + j`` becomes ``source[b, :, index[b, j]]``.
 
     Rows are independent and may have nothing due; a step launches the same work whatever the counts. Formats per
-    channel seal whole pages (``count`` and ``new`` are multiples of G); formats per token may begin and end inside one.
+    channel and normed ones seal whole pages (``count`` and ``new`` are multiples of G); others may begin and end inside
+    one.
 
     Args:
         parts: tensors of one side, in the order of ``fmt.names``; written in place.
@@ -154,19 +158,22 @@ def seal(
         count: i32 (B,), tokens the run already has. Not changed here, since keys and values both read it.
         new: i32 (B,), tokens to add, at most ``index.shape[1]``.
         source: (B, H, L, D), any float dtype, in the basis of the store.
-        index: i32 (B, m), column of ``source`` of each new token; anything beyond ``new``. m is a multiple of G for
-            formats per channel.
+        index: i32 (B, m), column of ``source`` of each new token; anything beyond ``new``. m is a multiple of G where
+            whole pages are sealed.
         widths: u8 (B, H, m/G, D), bits of each channel of each new page, or None (see `quantize_pages`).
         fmt: the page format.
         side: "keys" or "values".
         choose: rule by which the raised channels of each page are chosen, instead of ``widths``: see `channel_widths`.
         q_abs: f32 (B, H, D), factor of each channel's score under ``choose``, or None.
+        norm: f16 (B, H, m/G, G or D), factors of each new page of a normed format (see `page_norms`); None is 1.
 
     Raises:
-        ValueError: an unknown rule, or a rule and widths.
+        ValueError: an unknown rule, a rule and widths, or factors for a format that has none.
     """
     if choose is not None and choose not in RULES:
         raise ValueError(f"choose: got {choose!r}, allowed None, {', '.join(map(repr, RULES))}.")
     if choose is not None and widths is not None:
         raise ValueError("choose: got a rule and widths; pass one of them.")
-    _seal(list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs)
+    if norm is not None and not fmt.normed:
+        raise ValueError(f"norm: got factors for pages of format {fmt.spec}, which is not normed; pass None.")
+    _seal(list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm)

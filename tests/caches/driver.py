@@ -39,8 +39,17 @@ def cases() -> dict[str, Scheme]:
         if {"local_length", "sink_length", "page_size"} <= own:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
+    found["mixkvq-normed"] = small("mixkvq", token_norm=True)
     # Same code as their siblings; one corner of each is enough.
-    for name in ("kitty-pro-bare", "saw-int4-kv-odd", "int4-odd", "kivi-4-bare"):
+    for name in (
+        "kitty-pro-bare",
+        "saw-int4-kv-odd",
+        "int4-odd",
+        "kivi-4-bare",
+        "kvarn-k4v2",
+        "kvarn-k4v4",
+        "kvarn-k2v2",
+    ):
         found.pop(name, None)
     return found
 
@@ -244,7 +253,7 @@ def _stored_row(store: KVStore, index: int) -> dict[str, Tensor]:
 def _token_axis(name: str, fmt: Any, side: str) -> int | None:
     if name in ("scale", "zero"):
         return 2 if fmt.axis == "token" else None
-    if name in ("high", "high_index", "full_index"):
+    if name in ("norm", "high", "high_index", "full_index"):
         return None
     return 2 if name == "codes" and side == "values" and fmt.bits < 8 else 1
 

@@ -1,4 +1,4 @@
-"""Options beyond the papers: values rotated, values clipped."""
+"""Options beyond the papers: values rotated, values clipped, keys normed."""
 
 import pytest
 import torch
@@ -55,3 +55,19 @@ def test_clipped_values_are_clipped_only_when_sealed():
 def test_clip_out_of_range(share):
     with pytest.raises(ValueError, match="clip_values: got"):
         get_scheme("kitty", clip_values=share)
+
+
+@pytest.mark.parametrize("name", ["kitty", "mixkvq-error-only", "kivi"])
+def test_keys_of_unlike_size_lose_less_normed(name):
+    """A few keys ten times the others, as where no norm precedes attention."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 1, 1, 256, 64, generator=generator)
+    keys[:, :, 5::16] *= 10.0
+    error = []
+    for normed in (False, True):
+        scheme = get_scheme(name, sink_length=0, token_norm=normed)
+        store = KVStore(scheme.layout(64, 64), scheme, keys, values)
+        store.extend(keys, values)
+        others = torch.arange(256) % 16 != 5
+        error.append((store.dense("keys", 256) - keys)[:, :, others].square().mean())
+    assert error[1] < 0.2 * error[0]

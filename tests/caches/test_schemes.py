@@ -11,7 +11,8 @@ import torch
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches import scheme as registry
 from hfkvq.caches.scheme import Layout, SideLayout, knob
-from hfkvq.caches.schemes import Full, Kitty, Kivi, SawInt4
+from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
+from hfkvq.demo.schemes import page_bits
 from hfkvq.kernels import PageFormat, channel_widths
 from tests.caches.driver import Row, feed, feed_as_is, forward, make, row
 
@@ -213,6 +214,77 @@ def test_saw_spreads_outliers():
     assert error["saw-int4"] < error["int4"] / 2
 
 
+# KVarN.
+
+
+def test_kvarn_layout():
+    """A factor on the other axis of both sides; one page of sink, both sides rotated."""
+    layout = KVarN().layout(128, 64)
+    assert layout.sink == 128
+    assert layout.keys == SideLayout((PageFormat(4, "channel", 128, 128, normed=True),), unit=128, rotate=128)
+    assert layout.values == SideLayout((PageFormat(2, "token", 64, 128, normed=True),), unit=128, rotate=64)
+    # Heads of 256 are two blocks of 128.
+    assert KVarN().layout(256, 256).keys.rotate == 128
+    assert get_scheme("kvarn-k4v2") == KVarN()
+    assert (get_scheme("kvarn-k2v2").key_bits, get_scheme("kvarn-k4v4").value_bits) == (2, 4)
+    assert [KVarN(rotate=r).layout(64, 64).keys.rotate for r in ("both", "keys", "values", "none")] == [64, 64, 0, 0]
+    assert [KVarN(rotate=r).layout(64, 64).values.rotate for r in ("both", "keys", "values", "none")] == [64, 0, 64, 0]
+
+
+def test_kvarn_page_by_hand():
+    """Token t is u_t times the first token: factors u_t / mean(u), and what remains of a channel is one of two numbers.
+
+    Values are the keys' transpose, so that factors and scales change places.
+    """
+    layer = make(KVarN(key_bits=2, rotate="none", sink_length=0, page_size=8))
+    u = torch.tensor([4.0, 4, 4, 5, 5, 5, 4, 5])
+    signs = torch.where(torch.arange(64).view(8, 8) % 3 == 0, -1.0, 1.0)
+    keys = (u[:, None] * signs)[None, None]
+    forward(layer, torch.zeros(1, 1, 8, 8), keys, keys.transpose(2, 3).contiguous())
+    page = layer.store.runs[0].table[0, 0].item()
+    formats = layer.store.format.runs[0]
+    for fmt, parts in zip(formats, (layer.store.runs[0].keys, layer.store.runs[0].values), strict=True):
+        named = {name: part[page, 0] for name, part in zip(fmt.names, parts, strict=True)}
+        # 8 u / 36: 0.8889 and 1.1111. What remains is -4.5 or 4.5: three steps of 3.
+        assert named["norm"].tolist() == pytest.approx((u / 4.5).tolist(), rel=1e-3)
+        assert named["zero"].flatten().tolist() == pytest.approx([-4.5] * 8, rel=1e-3)
+        assert named["scale"].flatten().tolist() == pytest.approx([3.0] * 8, rel=1e-3)
+    torch.testing.assert_close(layer.dense("keys"), keys, rtol=2e-3, atol=0)
+    torch.testing.assert_close(layer.dense("values"), keys.transpose(2, 3), rtol=2e-3, atol=0)
+
+
+def test_kvarn_survives_outlier_tokens_and_channels():
+    """Why it does both: tokens of unlike size break a scale per channel, channels far from 0 break one per token."""
+    generator = torch.Generator().manual_seed(0)
+    noise, offset = torch.randn(1, 128, 64, generator=generator), 8 * torch.randn(64, generator=generator)
+    size = torch.randn(128, 1, generator=generator).mul(0.8).exp()
+    error = {}
+    for kind, keys in (("tokens", noise * size), ("channels", noise + offset)):
+        for name, scheme in (
+            ("kvarn", KVarN(key_bits=2, sink_length=0)),
+            ("per channel", Kitty(boost_ratio=0.0, sink_length=0)),
+            ("rotated, per token", SawInt4()),
+        ):
+            layer = make(scheme)
+            feed(layer, [Row(torch.zeros(1, 128, 64), keys, keys)], [128])
+            error[kind, name] = (layer.dense("keys")[0] - keys).square().mean()
+    assert error["tokens", "kvarn"] < 0.3 * error["tokens", "per channel"]
+    # 2 bits against 4.
+    assert error["channels", "kvarn"] < 0.7 * error["channels", "rotated, per token"]
+
+
+@pytest.mark.parametrize("scheme", [Kitty, Kivi, MixKVQ])
+def test_token_norm_is_a_plane_of_the_keys(scheme):
+    """Off by default; 16 bits a token of the page, hence 0.125 bits an element of keys at 128 channels."""
+    plain, normed = (scheme(token_norm=on).layout(128, 128) for on in (False, True))
+    assert scheme().layout(128, 128) == plain
+    (before,), (after,) = plain.keys.formats, normed.keys.formats
+    assert dataclasses.replace(after, normed=False) == before
+    assert after.normed
+    assert plain.values == normed.values
+    assert page_bits(after, "keys", 128) - page_bits(before, "keys", 128) == 0.125
+
+
 # Full.
 
 
@@ -238,6 +310,7 @@ def test_presets():
     assert set(presets) == {
         "arkv", "arkv-origin", "arkv-quant", "arkv-window",
         "full", "kitty", "kitty-pro", "kivi", "kivi-2", "kivi-4", "saw-int4", "saw-int4-kv", "int4",
+        "kvarn", "kvarn-k4v2", "kvarn-k4v4", "kvarn-k2v2",
         "mixkvq", "mixkvq-fractions", "mixkvq-error-only",
         "mixkvq-r1-llama-8b", "mixkvq-r1-qwen-7b", "mixkvq-r1-qwen-14b", "mixkvq-r1-qwen-32b",
         "triaxial",

@@ -161,12 +161,16 @@ def _put(view: RunView, fmt: PageFormat, side: str, row: int, positions: Tensor,
         if fmt.raised:
             widths = torch.tensor([fmt.bits, *dict(fmt.raised)])[torch.randint(0, 1 + len(fmt.raised), x.shape[1::2])]
             widths = widths.to(torch.uint8)[None]
-        made = quantize_pages(tokens, fmt, side, widths)
+        norm = None
+        if fmt.normed:
+            size = page if fmt.axis == "channel" else x.shape[-1]
+            norm = torch.rand(1, x.shape[1], size).add(0.5).half()
+        made = quantize_pages(tokens, fmt, side, widths, norm)
         known[row, :, chosen] = dequantize_pages(made, fmt, side, x.shape[-1])[0, :, : len(chosen)]
         for name, part, new in zip(fmt.names, parts, made, strict=True):
             own = part[view.table[row, block].long()]
             # Slots that are not sealed keep their NaN; what has no token axis is written whole.
-            axis = {"full_index": None, "high_index": None, "high": None, "full": 1}.get(name, 1)
+            axis = {"full_index": None, "high_index": None, "high": None, "norm": None, "full": 1}.get(name, 1)
             if name in ("scale", "zero"):
                 axis = None if fmt.axis == "channel" else 2
             elif name == "codes" and side == "values" and fmt.bits < 8:

@@ -44,12 +44,16 @@ CASES = {
             head_dim=dim,
             value_dim=dim,
             dtype=dtype,
-            tail=(140, 150),
+            tail=(140, 200),
             sink=5,
             lengths=[5 + 256 + 60, 5 + 70, 5 + 128 + 128],
             starts=[0, 11, 3],
             keys=[[256], [0], [128]] if "c" in runs else [[201], [0], [128]],
-            values=[[190], [1], [128]] if "c" in runs else [[201], [0], [128]],
+            values=[[128], [0], [128]]
+            if runs.endswith("n")
+            else [[190], [1], [128]]
+            if "c" in runs
+            else [[201], [0], [128]],
             rotate_keys=rotate,
             rotate_values=rotate,
             share=share,
@@ -71,6 +75,9 @@ CASES = {
             ("8t-dim-96", "8t96p128/8t96p128", 96, torch.float16, 32, 8),
             ("16", "16t128p128/16t128p128", 128, torch.bfloat16, 0, 4),
             ("16-dim-80", "16t80p128/16t80p128", 80, torch.float16, 16, 3),
+            ("2cn-raised-4-16", "2c32p128n+4x20+16x5/2t32p128", 128, torch.bfloat16, 0, 4),
+            ("4cn-rotated", "4c128p128n/2t128p128n", 128, torch.bfloat16, 128, 7),
+            ("4cn-dim-96", "4c64p128n/4t96p128n", 96, torch.float16, 32, 9),
             ("page-64", "2c64p64/2t64p64", 64, torch.bfloat16, 0, 4),
             ("page-256", "2c64p256/2t64p256", 64, torch.float16, 0, 4),
         )
@@ -143,6 +150,10 @@ CASES = {
     "page-24": Case(runs="2c8p24+4x8/4t16p24", keys=[[72], [24]], values=[[70], [30]], pages=5),
     "page-8": Case(runs="2c8p8/2t64p8", keys=[[64], [32]], values=[[60], [33]], pages=9),
     "8t-groups": Case(runs="8t32p32/8t16p32", dtype=torch.bfloat16),
+    "2cn-2tn": Case(runs="2c32p32n+4x9+16x5/2t32p32n", values=[[64], [32]]),
+    "4tn-4tn-page-24": Case(
+        runs="4t16p24n/4t16p24n", keys=[[72], [24]], values=[[72], [24]], pages=5, dtype=torch.bfloat16
+    ),
     "r1": Case(share=1),
     "r5": Case(share=5),
     "r7-q3": Case(share=7, queries=3),
@@ -209,6 +220,9 @@ FEATURES = {
     "two-runs": CASES["two-runs"],
     "tiles": dataclasses.replace(CASES["tiles-2c-raised-4"], queries=2, share=4),
     "tiles-rotated": CASES["tiles-4t"],
+    "tiles-normed": Case(
+        runs="4c32p32n/2t64p32n", values=[[64], [32]], rotate_keys=64, rotate_values=64, dtype=torch.bfloat16
+    ),
     "tiles-two-runs": CASES["tiles-two-runs-q2"],
 }
 

@@ -21,6 +21,10 @@ FORMATS = [
     PageFormat(2, "channel", 16, 16, ((4, 9), (16, 3))),
     PageFormat(4, "channel", 16, 16, ((16, 8),)),
 ]
+NORMED = [
+    PageFormat(2, "channel", 8, 16, ((4, 9), (16, 3)), True),
+    PageFormat(4, "token", 32, 16, normed=True),
+]
 
 
 def spec_id(fmt):
@@ -111,14 +115,14 @@ def test_a_group_of_nothing_finite_is_zero():
     assert torch.equal(got, torch.zeros_like(got))
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=spec_id)
+@pytest.mark.parametrize("fmt", FORMATS + NORMED, ids=spec_id)
 def test_spec_is_reversible(fmt):
     assert PageFormat.parse(fmt.spec) == fmt
     store = StoreFormat(((fmt, PageFormat(2, "token", 32, 16)),), 4, 32, 0)
     assert StoreFormat.parse(store.spec) == store
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=spec_id)
+@pytest.mark.parametrize("fmt", FORMATS + NORMED, ids=spec_id)
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_shapes_are_those_of_quantized_pages(fmt, side):
     parts = quantize_pages(torch.randn(3, 2, 16, 32), fmt, side)
@@ -159,6 +163,7 @@ def test_runs_come_apart_as_they_were_put_together():
         ((2, "token", 32, 128, ((4, 8),)), "raised: only channels of"),
         ((4, "channel", 32, 128, ((4, 8),)), "raised: got 8 channels of width 4"),
         ((2, "channel", 32, 128, ((8, 8),)), "of width 8"),
+        ((8, "token", 32, 128, (), True), "normed: got pages of 8 bits"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(arguments, words):

@@ -24,7 +24,10 @@ def pages(spec, side, head_dim, counts, dtype=torch.float32):
             x = torch.randn(1, HEADS, fmt.page_size, head_dim, dtype=dtype)
             widths = torch.tensor([fmt.bits, *dict(fmt.raised)])
             widths = widths[torch.randint(0, len(widths), (1, HEADS, head_dim))].byte()
-            made = quantize_pages(x, fmt, side, widths if fmt.raised else None)
+            norm = None
+            if fmt.normed:
+                norm = torch.rand(1, HEADS, fmt.page_size if fmt.axis == "channel" else head_dim).add(0.5).half()
+            made = quantize_pages(x, fmt, side, widths if fmt.raised else None, norm)
             for part, new in zip(parts, made, strict=True):
                 part.view(torch.uint8)[table[row, block].long()] = new.contiguous().view(torch.uint8)[0]
             known = dequantize_pages(made, fmt, side, head_dim)[0]
@@ -38,7 +41,7 @@ def pages(spec, side, head_dim, counts, dtype=torch.float32):
 def counts_of(spec):
     """Tokens of two rows: one of whole pages where a page is sealed whole, and one that has less or nothing."""
     page = PageFormat.parse(spec).page_size
-    return [3 * page, page] if "c" in spec else [2 * page + 5, 0]
+    return [3 * page, page] if PageFormat.parse(spec).whole else [2 * page + 5, 0]
 
 
 def check_qk(device, spec, head_dim, rows, dtype, counts=None):
@@ -100,6 +103,9 @@ SHAPES = [
     ("16t96p64", 96, torch.bfloat16),
     ("16c64p64", 64, torch.float16),
     ("2t8p8", 8, torch.float32),
+    ("2c64p64n+4x12+16x8", 96, torch.float16),
+    ("2t64p64n", 64, torch.bfloat16),
+    ("4t16p24n", 80, torch.float32),
 ]
 
 

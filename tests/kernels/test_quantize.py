@@ -68,6 +68,33 @@ def test_raised_channels_have_their_width():
     assert not parts["zero"][..., [0, 5]].any()
 
 
+@pytest.mark.parametrize(("axis", "side"), [("channel", "keys"), ("token", "values")])
+def test_factors_by_hand(axis, side):
+    """x̂ = (code * scale + zero) * norm: 0, 1, 2, 3 times 2 in tokens (or channels) of factor 2, exactly."""
+    ramp = torch.arange(8.0) % 4
+    norm = torch.tensor([1.0, 2, 1, 2, 1, 2, 1, 0.5])
+    x = ramp[:, None] * torch.ones(8) * norm[:, None]
+    # Row t holds one number; along the other axis it runs 0 to 3.
+    x = (x if axis == "channel" else x.T)[None, None].contiguous()
+    fmt = PageFormat(2, axis, 8, 8, normed=True)
+    parts = quantize_pages(x, fmt, side, None, norm.half()[None, None])
+    named = dict(zip(fmt.names, parts, strict=True))
+    assert (named["scale"] == 1).all()
+    assert (named["zero"] == 0).all()
+    assert torch.equal(named["norm"][0, 0].float(), norm)
+    assert torch.equal(dequantize_pages(parts, fmt, side, 8), x)
+
+
+def test_whole_channels_take_no_factor():
+    """What is kept in 16 bits is kept as it was, whatever the factors."""
+    fmt = PageFormat(2, "channel", 16, 16, ((16, 2),), True)
+    x = torch.randn(1, 1, 16, 8)
+    widths = torch.full((1, 1, 8), 2, dtype=torch.uint8)
+    widths[..., 5] = 16
+    parts = quantize_pages(x, fmt, "keys", widths, torch.rand(1, 1, 16).add(0.5).half())
+    assert torch.equal(dequantize_pages(parts, fmt, "keys", 8)[..., 5], x[..., 5])
+
+
 def test_no_widths_raise_nothing():
     fmt, plain = PageFormat(2, "channel", 16, 16, ((4, 3), (16, 2))), PageFormat(2, "channel", 16, 16)
     x = torch.randn(2, 1, 16, 32)
@@ -103,7 +130,7 @@ def test_reserved_pages_hold_anything():
     assert torch.equal(got[:1], dequantize_pages(quantize_pages(x, fmt, "keys"), fmt, "keys", 32))
 
 
-@pytest.mark.parametrize("spec", ["2c8p16", "2c16p16+4x8+16x8", "4t16p16", "16t16p16"])
+@pytest.mark.parametrize("spec", ["2c8p16", "2c16p16+4x8+16x8", "4t16p16", "16t16p16", "2c16p16n+4x8", "4t16p16n"])
 def test_opcheck(spec):
     fmt = PageFormat.parse(spec)
     parts = quantize_pages(torch.randn(2, 2, 16, 32), fmt, "keys")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hfkvq.kernels import PageFormat, channel_widths, dequantize_pages, quantize_pages, seal
+from hfkvq.kernels import PageFormat, channel_widths, dequantize_pages, page_norms, quantize_pages, seal
 from hfkvq.kernels.seal import _seal
 from tests.kernels.stores import poison
 
@@ -41,6 +41,9 @@ FORMATS = [
     ("8t32p32", "values", 128),
     ("16t64p64", "values", 64),
     ("16c64p64", "keys", 80),
+    ("2c16p32n+4x20+16x5", "keys", 80),
+    ("4t64p32n", "values", 64),
+    ("2t24p8n", "values", 72),
 ]
 ROWS, HEADS, PAGES = 3, 2, 4
 
@@ -50,7 +53,7 @@ def arguments(spec, side, head_dim, dtype=torch.bfloat16, bad=False):
     torch.manual_seed(42)
     fmt = PageFormat.parse(spec)
     page = fmt.page_size
-    whole = fmt.axis == "channel" and fmt.bits < 8
+    whole = fmt.whole
     room = 2 * page if whole else page + 5
     columns = room + 7
     # As attention hands it over: (B, L, H, D) in memory.
@@ -74,11 +77,26 @@ def arguments(spec, side, head_dim, dtype=torch.bfloat16, bad=False):
     return [poison(part) for part in parts], table, count, new, source, index, widths
 
 
+def norms(call, spec):
+    """Factors of the new pages, where the format is normed."""
+    fmt = PageFormat.parse(spec)
+    return page_norms(call[3], call[4], fmt.axis, fmt.page_size) if fmt.normed else None
+
+
+def by_reference(parts, call, spec, side):
+    """What the reference makes of the pages."""
+    made = [part.clone() for part in parts]
+    _seal._init_fn(made, *call, spec, side, "", None, norms(call, spec))
+    return made
+
+
 def run(device, parts, call, spec, side, choose=None, q_abs=None):
     """The operation on a device; its pages, back on the CPU."""
     parts = [part.to(device, copy=True) for part in parts]
-    table, count, new, source, index, widths, q_abs = (None if x is None else x.to(device) for x in (*call, q_abs))
-    seal(parts, table, count, new, source, index, widths, PageFormat.parse(spec), side, choose, q_abs)
+    norm, fmt = norms(call, spec), PageFormat.parse(spec)
+    call = [None if x is None else x.to(device) for x in call]
+    q_abs, norm = (None if x is None else x.to(device) for x in (q_abs, norm))
+    seal(parts, *call, fmt, side, choose, q_abs, norm)
     return [part.cpu() for part in parts]
 
 
@@ -94,8 +112,7 @@ def same(a, b):
 def test_kernel_is_reference(triton_backend, spec, side, head_dim, bad):
     dtype = torch.float32 if head_dim in (80, 96) else torch.bfloat16
     parts, *call = arguments(spec, side, head_dim, dtype, bad)
-    expected = [part.clone() for part in parts]
-    _seal._init_fn(expected, *call, spec, side, "", None)
+    expected = by_reference(parts, call, spec, side)
     got = run(triton_backend, parts, call, spec, side)
     for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
         assert same(a, b), name
@@ -110,6 +127,8 @@ ADVERSE = [
     ("2t24p8", "keys", 96),
     ("8t32p32", "values", 64),
     ("8t80p16", "keys", 80),
+    ("2c32p32n", "keys", 64),
+    ("4t32p16n", "values", 64),
 ]
 
 
@@ -145,8 +164,7 @@ KINDS = ["outliers", "constant", "offset", "subnormal", "zeros", "huge", "bad"]
 def test_kernel_is_reference_on_adverse_data(triton_backend, spec, side, head_dim, kind):
     parts, table, count, new, source, *call = arguments(spec, side, head_dim, torch.float32)
     call = (table, count, new, adverse(source, kind), *call)
-    expected = [part.clone() for part in parts]
-    _seal._init_fn(expected, *call, spec, side, "", None)
+    expected = by_reference(parts, call, spec, side)
     got = run(triton_backend, parts, call, spec, side)
     for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
         assert same(a, b), name
@@ -156,8 +174,7 @@ def test_kernel_is_reference_on_adverse_data(triton_backend, spec, side, head_di
 @pytest.mark.parametrize("spec", ["2c32p32+4x8", "2t64p32", "8t64p16", "16t64p16"])
 def test_kernel_is_reference_in_every_dtype(triton_backend, spec, dtype):
     parts, *call = arguments(spec, "keys", 64, dtype)
-    expected = [part.clone() for part in parts]
-    _seal._init_fn(expected, *call, spec, "keys", "", None)
+    expected = by_reference(parts, call, spec, "keys")
     got = run(triton_backend, parts, call, spec, "keys")
     for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
         assert same(a, b), name
@@ -193,6 +210,7 @@ CHOSEN = [
     ("2c24p24+4x8", 64),
     ("2c8p40+16x8", 64),
     ("2c64p128+4x24", 512),
+    ("2c32p32n+4x8+16x8", 64),
 ]
 
 
@@ -209,8 +227,7 @@ def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, 
     widths = channel_widths(source.gather(2, columns).unflatten(2, (-1, fmt.page_size)), fmt, choose, q_abs)
     for width, room in fmt.raised:
         assert ((widths == width).sum(-1) == room).all()
-    expected = [part.clone() for part in parts]
-    _seal._init_fn(expected, table, count, new, source, index, widths, spec, "keys", "", None)
+    expected = by_reference(parts, (table, count, new, source, index, widths), spec, "keys")
     got = run(backend, parts, (table, count, new, source, index, None), spec, "keys", choose, q_abs)
     for name, a, b in zip(fmt.names, got, expected, strict=True):
         assert same(a, b), name
@@ -290,9 +307,36 @@ def test_sealed_pages_are_quantized_pages(backend, spec):
     assert torch.equal(dequantize_pages(page, fmt, "keys", 80), dequantize_pages(expected, fmt, "keys", 80))
 
 
-@pytest.mark.parametrize("spec", ["2c32p64+4x20+16x5", "2c32p64", "4t16p40"])
+def test_factors_without_a_place_are_refused():
+    parts, *call = arguments("2c32p64", "keys", 80)
+    with pytest.raises(ValueError, match="format 2c32p64, which is not normed"):
+        seal(parts, *call, PageFormat.parse("2c32p64"), "keys", norm=norms(call, "2c32p64n"))
+
+
+@pytest.mark.parametrize("spec", ["2c32p32n+4x8", "4t16p24n"])
+def test_no_factors_are_factors_of_one(backend, spec):
+    """A normed page without factors is the page without a place for them, and ones."""
+    parts, *call = arguments(spec, "keys", 80)
+    call, fmt, plain = (
+        [None if x is None else x.to(backend) for x in call],
+        PageFormat.parse(spec),
+        spec.replace("n", ""),
+    )
+    parts = dict(zip(fmt.names, (part.to(backend) for part in parts), strict=True))
+    others = [part.clone() for name, part in parts.items() if name != "norm"]
+    seal(list(parts.values()), *call, fmt, "keys")
+    due = call[0][0, 0].long()
+    if fmt.axis == "channel":
+        seal(others, *call, PageFormat.parse(plain), "keys")
+        for (name, part), other in zip(((n, x) for n, x in parts.items() if n != "norm"), others, strict=True):
+            assert same(part.cpu(), other.cpu()), name
+    assert (parts["norm"][due] == 1).all()
+
+
+@pytest.mark.parametrize("spec", ["2c32p64+4x20+16x5", "2c32p64", "4t16p40", "2c32p64n+4x20"])
 def test_opcheck(backend, spec):
     parts, *call = arguments(spec, "keys", 80, torch.float32)
     parts = [part.zero_().to(backend) for part in parts]
-    call = [None if x is None else x.to(backend) for x in call]
-    torch.library.opcheck(torch.ops.hfkvq.seal.default, (parts, *call, spec, "keys", "", None))
+    norm = norms(call, spec)
+    call = [None if x is None else x.to(backend) for x in (*call, norm)]
+    torch.library.opcheck(torch.ops.hfkvq.seal.default, (parts, *call[:-1], spec, "keys", "", None, call[-1]))

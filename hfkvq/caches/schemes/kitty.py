@@ -30,6 +30,8 @@ class Kitty(Scheme):
         sink_length: S, first tokens kept whole.
         local_length: R, newest values kept whole.
         page_size: G, tokens per page and per key scale.
+        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
+            larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
             sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
@@ -44,6 +46,7 @@ class Kitty(Scheme):
     sink_length: int = knob(32, low=0, high=1024)
     local_length: int = knob(128, low=0, high=4096)
     page_size: int = knob(128, low=8, high=1024)
+    token_norm: bool = knob(False, choices=(False, True))
     rotate_values: bool = knob(False, choices=(False, True))
     clip_values: float = knob(1.0, low=0.5, high=1.0)
 
@@ -60,7 +63,7 @@ class Kitty(Scheme):
         """Sink, 2-bit pages with raised key channels, local window on the values."""
         count = self.boosted(key_dim)
         raised = ((4, count),) if count else ()
-        keys = PageFormat(2, "channel", self.page_size, self.page_size, raised)
+        keys = PageFormat(2, "channel", self.page_size, self.page_size, raised, self.token_norm)
         values = PageFormat(2, "token", value_dim, self.page_size)
         block = min(128, largest_block(value_dim)) if self.rotate_values else 0
         own = SideLayout(

@@ -63,7 +63,8 @@ def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None
     if fmt.bits == 8:
         # Not every GPU that Triton knows has an fp8 type, but all have bytes.
         named["codes"] = named["codes"].view(torch.uint8)
-    return [named.get(name) for name in ("codes", "scale", "zero", "high", "high_index", "full", "full_index")]
+    names = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
+    return [named.get(name) for name in names]
 
 
 def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def from_e4m3(b_byte):
 
 @triton.jit
 def dequantize(
-    b_code, scale, zero, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
+    b_code, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
     N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -205,6 +206,11 @@ def dequantize(
                 b_zero = tl.expand_dims(b_zero, -1)
             b_x = b_x + b_zero
         b_x = tl.reshape(b_x, (BT, BC))
+    if norm is not None:
+        if PER_CHANNEL:
+            b_x = b_x * tl.load(norm + i_head * G + o_t, mask=m_t, other=0.0).to(tl.float32)[:, None]
+        else:
+            b_x = b_x * tl.load(norm + i_head * D + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
     if N16 > 0:
         b_rank = rank_of_channel(full_index + i_head * N16, o_c, N16, triton.next_power_of_2(N16))
         p_full = full + i_head * (G * N16) + o_t[:, None] * N16 + b_rank[None, :]
@@ -215,7 +221,7 @@ def dequantize(
 
 @triton.jit
 def load_page(
-    codes, scale, zero, high, high_index, full, full_index, i_head, i_first, m_t,
+    codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
     TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +247,7 @@ def load_page(
         b_x = unpack_fields(b_x, BITS, FIELDS, BE, BT)
     if BITS < 16:
         b_x = dequantize(
-            b_x, scale, zero, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
+            b_x, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
             D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, FIELDS * BE,
         )  # fmt: skip
     return b_x
@@ -249,7 +255,7 @@ def load_page(
 
 @triton.jit
 def load_page_in_order(
-    codes, scale, zero, high, high_index, full, full_index, i_head, i_first, m_t,
+    codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr,
     TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
     BD: tl.constexpr,
@@ -258,7 +264,7 @@ def load_page_in_order(
     FIELDS: tl.constexpr = 16 // BITS if BITS < 8 else 1
     if FIELDS * BE == BD and (FIELDS == 1 or BD == D):
         b_x = load_page(
-            codes, scale, zero, high, high_index, full, full_index, i_head, i_first, m_t,
+            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, m_t,
             D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
         )  # fmt: skip
     else:
@@ -276,7 +282,7 @@ def load_page_in_order(
         b_x = tl.load(p_word, mask=m_t[:, None] & m_c[None, :], other=0).to(tl.int32)
         b_x = (b_x >> (o_c // E * BITS)[None, :]) & ((1 << BITS) - 1)
         b_x = dequantize(
-            b_x, scale, zero, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
+            b_x, scale, zero, norm, high, high_index, full, full_index, i_head, i_first, o_t, m_t, o_c, m_c,
             D, G, BITS, GROUP, PER_CHANNEL, N4, N16, BT, BD,
         )  # fmt: skip
     return b_x

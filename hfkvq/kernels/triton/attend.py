@@ -22,6 +22,7 @@ from .fields import (
     words_of,
 )
 from .pages import (
+    add_normed,
     add_values,
     add_whole_logits,
     channel_biases,
@@ -30,6 +31,8 @@ from .pages import (
     group_totals,
     half_queries,
     key_fields,
+    norm_logits,
+    page_sums,
     raised_fields,
     raised_logits,
     raised_queries,
@@ -83,6 +86,9 @@ def attend_pages(
     STAGES: tl.constexpr = FORMATS[I][13]
     # A turn of the loop loads BT tokens and takes them in parts, each with a maximum of its own.
     PART: tl.constexpr = FORMATS[I][14]
+    # Where in ``run`` the factors of tokens and of channels are, 0 if nowhere.
+    K_NORM: tl.constexpr = FORMATS[I][15]
+    V_NORM: tl.constexpr = FORMATS[I][16]
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
@@ -140,11 +146,15 @@ def attend_pages(
                 b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
                 if K_CHANNEL:
                     b_s = channel_logits(b_ks, b_halves, b_scales, b_biases[n], K_BITS, SUB, BM, n * K_FIELDS)
-                    if N16 > 0:
+                    if N16 > 0 and K_NORM == 0:
                         b_s = add_whole_logits(b_s, b_wholes, k_full, i_head, o_slot, G, N16, B16)
                     for r in tl.static_range(RANKS):
                         b_q = b_raised[r] * b_risen[r * (G // SUB) + h * TILES + n][:, None]
                         b_s += raised_logits(b_highs[r], b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
+                    if K_NORM > 0:
+                        b_s = norm_logits(b_s, run[K_NORM], i_head, o_slot, m_sub, G, False)
+                        if N16 > 0:
+                            b_s = add_whole_logits(b_s, b_wholes, k_full, i_head, o_slot, G, N16, B16)
                     if not RAW:
                         b_s = b_s * unit
                 else:
@@ -191,16 +201,28 @@ def attend_pages(
                 # Not before: registers are short while logits are made.
                 o_slot = i_slot + h * PART + n * SUB + o_sub
                 b_vs = b_vs + value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
-            for f in tl.static_range(V_FIELDS):
-                b_accs = put(b_accs, f, b_accs[f] * b_shrink)
-            for g in tl.static_range(V_ZEROS):
-                b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
-            b_accs, b_zeros = add_values(
-                b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART + o_t, o_t < PART, G, DV,
-                V_BITS, V_GROUP, EV, PART, SUB, False,
-            )  # fmt: skip
+            if V_NORM > 0:
+                # A factor is of a channel and a page: these tokens' sums meet it before they meet other pages'.
+                b_owns, b_least = add_values(
+                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, v_scale, v_zero, i_head,
+                    i_slot + h * PART + o_t, o_t < PART, G, DV, V_BITS, V_GROUP, EV, PART, SUB, False,
+                )  # fmt: skip
+                b_owns = page_sums(b_owns, b_least, V_BITS, BEV, BM)
+                b_accs = add_normed(b_accs, b_shrink, b_owns, run[V_NORM], i_head, DV, EV, BEV)
+            else:
+                for f in tl.static_range(V_FIELDS):
+                    b_accs = put(b_accs, f, b_accs[f] * b_shrink)
+                for g in tl.static_range(V_ZEROS):
+                    b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
+                b_accs, b_zeros = add_values(
+                    b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART + o_t, o_t < PART, G, DV,
+                    V_BITS, V_GROUP, EV, PART, SUB, False,
+                )  # fmt: skip
 
-    b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
+    if V_NORM > 0:
+        b_outs = b_accs
+    else:
+        b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
     store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
 
 
@@ -256,6 +278,8 @@ def attend_loose(
     B16: tl.constexpr = FORMATS[I][10]
     BEK: tl.constexpr = FORMATS[I][11]
     BEV: tl.constexpr = FORMATS[I][12]
+    K_NORM: tl.constexpr = FORMATS[I][15]
+    V_NORM: tl.constexpr = FORMATS[I][16]
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
@@ -340,7 +364,7 @@ def attend_loose(
                     b_lows = channel_meta(run[4], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
                     b_own = channel_logits(b_ks, b_halves, b_scales, b_biases[0], K_BITS, BR, BM, 0)
-                    if N16 > 0:
+                    if N16 > 0 and K_NORM == 0:
                         b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
                         b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, o_slot, G, N16, B16)
                     if N4 > 0:
@@ -350,6 +374,11 @@ def attend_loose(
                             b_q = b_raised * raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None]
                             b_highs = raised_fields(run[5], i_head, i_slot, r * B4, G, N4, B4, BR)
                             b_own += raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
+                    if K_NORM > 0:
+                        b_own = norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
+                        if N16 > 0:
+                            b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
+                            b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, o_slot, G, N16, B16)
                     b_own = b_own * (log2_scaling * key_unit(K_BITS))
                 else:
                     b_totals = ()
@@ -381,9 +410,13 @@ def attend_loose(
                     zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, run[10], run[11], i_head,
                     i_slot + o_r, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
                 )  # fmt: skip
-                b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
-                for f in tl.static_range(V_FIELDS):
-                    b_outs = put(b_outs, f, b_outs[f] + b_more[f])
+                if V_NORM > 0:
+                    b_more = page_sums(b_accs, b_zeros, V_BITS, BEV, BM)
+                    b_outs = add_normed(b_outs, 1.0, b_more, run[V_NORM], i_head, DV, EV, BEV)
+                else:
+                    b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
+                    for f in tl.static_range(V_FIELDS):
+                        b_outs = put(b_outs, f, b_outs[f] + b_more[f])
         store_part(out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
 
 

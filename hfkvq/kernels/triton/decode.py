@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import hadamard
-from ..pages import PageFormat, RunView, StoreFormat, split_runs
+from ..pages import PageFormat, RunView, Side, StoreFormat, split_runs
 from ._lib import multiprocessors, on_device, power, shared_memory
 from .attend import decode_kernel
 from .configs import key_of, lookup
@@ -24,6 +24,9 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 SMALL = 1088
 """Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
+
+FACTORS = 12
+"""Tensors of a run as `_run_tensors` has them, of which normed formats have more."""
 
 STEP = 7
 """Where `_format_constants` has the tokens of a step."""
@@ -62,7 +65,7 @@ def _low_bit(x: int) -> int:
     return x & -x
 
 
-def _side_is_served(fmt: PageFormat, head_dim: int) -> bool:
+def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
     """Whether fields of this side are tiles: at least sixteen elements, and whole groups of scales."""
     if fmt.bits == 16:
         return _low_bit(head_dim) >= 16
@@ -71,6 +74,9 @@ def _side_is_served(fmt: PageFormat, head_dim: int) -> bool:
         return _low_bit(head_dim // 2) >= 16 and fmt.group_size == head_dim
     words = fmt.words(head_dim)
     if words * 16 != head_dim * fmt.bits:
+        return False
+    if fmt.normed and fmt.axis == "token" and (fmt.group_size != head_dim or side == "keys"):
+        # Sums by channel and sums of zeros meet the factors together.
         return False
     if fmt.axis == "token":
         # A group holds whole fields.
@@ -92,7 +98,10 @@ def is_served(form: StoreFormat, head_dim: int, value_dim: int, dtype: torch.dty
         return False
     if form.rotate_keys and any(keys.raised for keys, _ in form.runs):
         return False
-    return all(_side_is_served(keys, head_dim) and _side_is_served(values, value_dim) for keys, values in form.runs)
+    return all(
+        _side_is_served(keys, "keys", head_dim) and _side_is_served(values, "values", value_dim)
+        for keys, values in form.runs
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -117,6 +126,8 @@ def _format_constants(
     size = room4 / 4 + 2 * room16
     for fmt, dim in ((keys, head_dim), (values, value_dim)):
         size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
+        if fmt.normed:
+            size += 2 if fmt.axis == "channel" else 2 * dim / step
     size = math.ceil(step * size)
     if bits == 8 or (bits == 4 and not channel and not rotated):
         # One more buffer: measured.
@@ -146,6 +157,9 @@ def _format_constants(
         width(values, value_dim),
         stages,
         step if coarse else min(step, 64),
+        # Behind the tensors that all formats have.
+        FACTORS if keys.normed else 0,
+        FACTORS + keys.normed if values.normed else 0,
     )
     return constants, buffers * size + SMALL
 
@@ -161,6 +175,7 @@ def _run_tensors(view: RunView, keys: PageFormat, values: PageFormat) -> tuple[T
             named["codes"] = named["codes"].view(torch.uint8).view(torch.int16)
     names = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
     parts = [key.get(name, table) for name in names] + [value.get(name, table) for name in names[:3]]
+    parts += [named["norm"] for named in (key, value) if "norm" in named]
     return table, table if view.pos is None else view.pos.contiguous(), *parts
 
 

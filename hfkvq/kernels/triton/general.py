@@ -77,7 +77,7 @@ def attend(
 @triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
 def general_kernel(
     q, counters, table, pos, tail_k, tail_v,
-    k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, v_codes, v_scale, v_zero,
+    k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, v_codes, v_scale, v_zero, v_norm,
     mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
     B, N, L, SPLITS, FIRST, PAGED, WK, WV,
     H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
@@ -143,11 +143,11 @@ def general_kernel(
             o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
         i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
         b_k = load_page(
-            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_t,
+            k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_t,
             DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
         )  # fmt: skip
         b_v = load_page(
-            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_t,
+            v_codes, v_scale, v_zero, v_norm, None, None, None, None, i_head, i_slot, m_t,
             DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, BT, BEV,
         )  # fmt: skip
         b_acc, b_top, b_sum = attend(
@@ -167,14 +167,14 @@ def general_kernel(
             o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
         i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
         b_k = load_page(
-            k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index, i_head, i_slot, m_t & (o_j < n_k),
-            DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
+            k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, i_head, i_slot,
+            m_t & (o_j < n_k), DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, BT, BEK,
         )  # fmt: skip
         if (n_k < n_run) & (i_j + BT > n_k):
             b_tail = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
             b_k += b_tail.to(b_k.dtype)
         b_v = load_page(
-            v_codes, v_scale, v_zero, None, None, None, None, i_head, i_slot, m_t & (o_j < n_v),
+            v_codes, v_scale, v_zero, v_norm, None, None, None, None, i_head, i_slot, m_t & (o_j < n_v),
             DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, BT, BEV,
         )  # fmt: skip
         if (n_v < n_run) & (i_j + BT > n_v):
@@ -287,7 +287,7 @@ def _page_arguments(
     view: RunView, keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int
 ) -> tuple[list[Any], dict[str, Any]]:
     """A run's tensors in the kernel's order, and the constants that describe them."""
-    parts = page_tensors(view.keys, keys) + page_tensors(view.values, values)[:3]
+    parts = page_tensors(view.keys, keys) + page_tensors(view.values, values)[:4]
     constants = {
         "G": keys.page_size,
         "K_BITS": keys.bits,

@@ -1,7 +1,8 @@
 """Tiles of pages against queries: logits of keys, weighted sums of values, without ever dequantizing.
 
-Scales fold into the query (keys per channel) or into logits and probabilities (per token), minima into one bias. See
-`fields` for how codes become operands.
+Scales fold into the query (keys per channel) or into logits and probabilities (per token), minima into one bias.
+Factors of normed pages meet logits before anything else is added to them, and a page's sums before other pages' are.
+See `fields` for how codes become operands.
 
 Names: a step takes tokens in tiles of SUB (what shares the scales of a key channel); ``b_qs`` are queries by field,
 f32 [BE, BM]; logits are kept *raw* where the exponent's own multiply-add can make them: ``raw * unit + bias``.
@@ -274,6 +275,17 @@ def add_whole_logits(b_s, b_q, full, i_head, o_slot, G: tl.constexpr, N16: tl.co
 
 
 @triton.jit
+def norm_logits(b_s, norm, i_head, o_slot, m_t, G: tl.constexpr, MASKED: tl.constexpr):
+    """Raw logits [SUB, BM] times the factors of their tokens."""
+    p_t = norm + i_head * G + o_slot
+    if MASKED:
+        b_norm = tl.load(p_t, mask=m_t, other=0.0)
+    else:
+        b_norm = tl.load(p_t)
+    return b_s * b_norm.to(tl.float32)[:, None]
+
+
+@triton.jit
 def token_logits(
     b_ks, b_qs, b_totals, scale, zero, i_head, o_slot, m_t, log2_scaling, D: tl.constexpr, G: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
@@ -370,6 +382,16 @@ def add_values(
     return b_accs, b_zeros
 
 
+@triton.jit
+def add_normed(b_accs, b_shrink, b_owns, norm, i_head, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr):
+    """Adds a page's sums by channel ``b_owns``, which no factor has met, to those of other pages, shrunk."""
+    b_norms = channel_meta(norm, i_head, 0, D, 1, 1, E, BE, len(b_accs), 1)
+    b_sums = ()
+    for f in tl.static_range(len(b_accs)):
+        b_sums = b_sums + (b_accs[f] * b_shrink + b_owns[f] * b_norms[f].to(tl.float32)[:, None],)
+    return b_sums
+
+
 @triton.constexpr_function
 def zero_tiles_of(value_dim, bits, group):
     """Tiles that sums by groups of zeros make: two groups to a tile."""
@@ -392,6 +414,19 @@ def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.c
         elif BITS == 8:
             b_out = b_out * (1.0 / VALUE_SHIFT)
         b_outs = b_outs + (b_out,)
+    return b_outs
+
+
+@triton.jit
+def page_sums(b_accs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
+    """`whole_sums` of a page whose tokens have one scale each, without a step between lanes."""
+    b_low = b_zeros[0]
+    if BE > 16:
+        # Rows are alike.
+        b_low = tl.reshape(tl.broadcast_to(b_low[None, :, :], (BE // 16, 16, BM)), (BE, BM))
+    b_outs = ()
+    for f in tl.static_range(len(b_accs)):
+        b_outs = b_outs + (b_accs[f] * (field_unit(BITS) * weight(f, BITS)) + b_low,)
     return b_outs
 
 

@@ -29,8 +29,8 @@ PROGRAMS_PER_SM = 8
 
 @triton.jit(do_not_specialize=["N", "ROWS", "SPLITS"])
 def qk_pages_kernel(
-    q, table, count, codes, scale, zero, high, high_index, full, full_index, out, s_qb, s_qh, s_qm, N, ROWS, SPLITS,
-    H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    q, table, count, codes, scale, zero, norm, high, high_index, full, full_index, out, s_qb, s_qh, s_qm, N, ROWS,
+    SPLITS, H: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, DOT: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -58,7 +58,7 @@ def qk_pages_kernel(
         m_t = (o_j < n) & (i_slot + o_t < G)
         i_head = tl.load(table + i_b * N + i_block // CHUNKS).to(tl.int64) * H + i_h
         b_k = load_page(
-            codes, scale, zero, high, high_index, full, full_index, i_head, i_slot, m_t,
+            codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
             D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE,
         )  # fmt: skip
         # [BT, BM]

@@ -187,8 +187,8 @@ def place_width(
 
 @triton.jit(do_not_specialize=["N", "M"])
 def seal_channel_kernel(
-    codes, scale, zero, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
-    s_b, s_h, s_l, s_d, H, N, M,
+    codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
+    given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     CHOOSE: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     NG: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
@@ -265,6 +265,14 @@ def seal_channel_kernel(
             m_16 = (b_width == 16) & (b_place16 < COUNT16)
             i_used16 = tl.minimum(i_used16, COUNT16)
 
+    if norm is not None:
+        b_norm = tl.full([BT], 1.0, tl.float16)
+        if given is not None:
+            b_norm = tl.load(given + i_bh * M + i_j + o_t, mask=m_t, other=1.0)
+        if i_e == 0:
+            tl.store(norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
+        b_share = tl.math.div_rn(tl.full([BT], 1.0, tl.float32), b_norm.to(tl.float32))
+        b_x = b_x * b_share[None, :, None]
     # NaN does not count in a minimum. [FH, NG, C]
     b_own = b_x
     if BG != GROUP:
@@ -275,6 +283,8 @@ def seal_channel_kernel(
         # Loaded once more: hardly ever, and registers for it would cost every page.
         b_column = tl.load(p_column, mask=m_t, other=0)
         b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
+        if norm is not None:
+            b_again = b_again * b_share[None, :, None]
         m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
         b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
         b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
@@ -344,7 +354,7 @@ def seal_channel_kernel(
 
 @triton.jit(do_not_specialize=["N", "M"])
 def seal_token_kernel(
-    codes, scale, zero, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
+    codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -376,6 +386,17 @@ def seal_token_kernel(
     # [FIELDS, 1, BE]
     o_c = (tl.arange(0, FIELDS) * E)[:, None, None] + o_e[None, None, :]
     m_c = (o_c < D) & (o_e < E)[None, None, :]
+    if norm is not None:
+        # Whole pages are new, so a tile lies within one of them.
+        b_norm = tl.full([FIELDS, BT, BE], 1.0, tl.float16)
+        if given is not None:
+            p_given = given + (i_bh * (M // G) + (i_first - i_count) // G) * D + o_c
+            # As many as there are elements: loaded where they are used, since to move them would cost more.
+            b_norm = tl.load(tl.broadcast_to(p_given, (FIELDS, BT, BE)), mask=m_c, other=1.0)
+        p_norm = tl.broadcast_to(norm + i_head * D + o_c, (FIELDS, BT, BE))
+        tl.store(p_norm, b_norm, mask=m_c & (o_slot == 0)[None, :, None])
+        b_share = tl.math.div_rn(tl.full([FIELDS, BT, BE], 1.0, tl.float32), b_norm.to(tl.float32))
+        b_x = b_x * b_share
 
     m_high = LEVELS == 15
     if ALIGNED:
@@ -394,6 +415,8 @@ def seal_token_kernel(
             # Loaded once more: hardly ever, and registers for it would cost every tile.
             b_column = tl.load(p_column, mask=m_t, other=0)
             b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
+            if norm is not None:
+                b_again = b_again * b_share
             m_own = m_c & (tl.abs(b_again) <= F16_MAX)
             b_lows = tl.reshape(tl.where(m_own, b_again, float("inf")), (A, F, BT, K, W))
             b_highs = tl.reshape(tl.where(m_own, b_again, float("-inf")), (A, F, BT, K, W))
@@ -510,6 +533,7 @@ def seal_triton(
     side: str,
     choose: str,
     q_abs: Tensor | None,
+    norm: Tensor | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
     form = PageFormat.parse(fmt)
@@ -517,30 +541,31 @@ def seal_triton(
     stored = named["codes"] if form.bits == 16 else named.get("full", source)
     # Triton's interpreter truncates where bf16 should be rounded.
     if not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype:
-        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs)
+        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
     odd = form.page_size != power(form.page_size) or form.group_size != power(form.group_size)
     if form.raised_count(4) and odd:
         # Tokens that share a word would lie in tiles of different shapes.
-        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs)
+        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
     assert all(part.is_contiguous() for part in parts), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
     tokens = index.shape[1]
     if not tokens or not batch:
         return None
     common = (table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous())
+    norm = None if norm is None else norm.contiguous()
     sizes = (*source.stride(), heads, table.shape[1], tokens)
     with on_device(source):
         if form.bits >= 8:
             _seal_plain(form, named, common, sizes, head_dim)
         elif form.axis == "token":
-            _seal_token(form, named, common, sizes, head_dim, side == "keys")
+            _seal_token(form, named, common, sizes, head_dim, side == "keys", norm)
         else:
             rule = choose if form.raised else ""
             if rule and not _ranks_in_kernel(form, head_dim):
                 chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None]
                 pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
                 widths, rule = channel_widths(pages, form, rule, q_abs), ""
-            _seal_channel(form, named, common, sizes, head_dim, side == "keys", widths, rule, q_abs)
+            _seal_channel(form, named, common, sizes, head_dim, side == "keys", widths, rule, q_abs, norm)
     return None
 
 
@@ -595,6 +620,7 @@ def _seal_token(
     sizes: tuple[int, ...],
     head_dim: int,
     token_major: bool,
+    norm: Tensor | None,
 ) -> None:
     fields, words = fields_of(form.bits), power(form.words(head_dim))
     # Groups that cut across fields take masks, and those registers.
@@ -604,7 +630,9 @@ def _seal_token(
         named["codes"],
         named["scale"],
         named["zero"],
+        named.get("norm"),
         *common,
+        norm,
         *sizes,
         D=head_dim,
         G=form.page_size,
@@ -629,6 +657,7 @@ def _seal_channel(
     widths: Tensor | None,
     rule: str,
     q_abs: Tensor | None,
+    norm: Tensor | None,
 ) -> None:
     group, fields = form.group_size, fields_of(form.bits)
     block = power(group)
@@ -642,10 +671,11 @@ def _seal_channel(
         named["codes"],
         named["scale"],
         named["zero"],
-        *(named.get(name) for name in ("high", "high_index", "full", "full_index")),
+        *(named.get(name) for name in ("norm", "high", "high_index", "full", "full_index")),
         *common,
         widths.contiguous() if widths is not None and form.raised else None,
         q_abs.to(torch.float32).contiguous() if q_abs is not None and rule else None,
+        norm,
         *sizes,
         D=head_dim,
         G=form.page_size,

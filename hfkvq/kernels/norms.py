@@ -1,0 +1,103 @@
+"""Factors of tokens, or of channels, that even a page out before it is quantized: the contract and its torch reference.
+
+A scale of each channel suffers from tokens larger than others, a scale of each token from such channels. Dividing by a
+factor along the other axis makes the elements that share a scale alike (KVarN's variance normalisation).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dispatch import define, triton_slot
+from .pages import Axis
+from .quantize import F16_MAX
+
+LEAST = 0.5488
+"""Least squared factor, beside a page of mean square 1: e^-0.6. What is small may stay so; it widens no range."""
+
+
+def _tree_mean(x: Tensor, dim: int) -> Tensor:
+    """Mean along ``dim`` (kept), summed as ``x[i] + x[i + n/2]`` until one is left: the same bits on every device."""
+    count = x.shape[dim]
+    rest = (1 << (count - 1).bit_length()) - count
+    if rest:
+        x = torch.cat([x, x.new_zeros(*x.shape[:dim], rest, *x.shape[dim + 1 :])], dim)
+    while x.shape[dim] > 1:
+        upper, lower = x.chunk(2, dim)
+        x = upper + lower
+    return x * (1.0 / count)
+
+
+def _positive_or_one(x: Tensor) -> Tensor:
+    return torch.where(x > 0, x, 1.0)
+
+
+def _loss(x: Tensor, norm: Tensor, first: Tensor, own: int, other: int) -> Tensor:
+    """Mean squared error to be expected, relative to that without factors in each row: (..., 1, 1).
+
+    An error is of the size of the row's range, ``first`` without factors, times the element's factor.
+    """
+    y = x * (1.0 / norm)
+    share = (y.amax(other, keepdim=True) - y.amin(other, keepdim=True)) / _positive_or_one(first)
+    # A row that is constant, and so exact, must remain so.
+    share = torch.where(first > 0, share, torch.where(share > 0, torch.inf, 0.0))
+    return _tree_mean(share * share, own) * _tree_mean(norm * norm, other)
+
+
+@define("page_norms")
+def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tensor:
+    heads, head_dim = source.shape[1], source.shape[3]
+    chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
+    x = source.gather(2, chosen).float().unflatten(2, (-1, page))
+    if not x.numel():
+        return x.new_ones((*x.shape[:3], page if axis == "channel" else head_dim), dtype=torch.float16)
+    x = torch.where(x.abs() <= F16_MAX, x, 0.0)
+    # Rows have scales of their own and run along ``other``, the axis of the factors.
+    own, other = (4, 3) if axis == "channel" else (3, 4)
+    power = x * x
+    power = power / _positive_or_one(_tree_mean(_tree_mean(power, own), other))
+    first = x.amax(other, keepdim=True) - x.amin(other, keepdim=True)
+    square = torch.ones_like(x.narrow(own, 0, 1))
+    best, least = square, torch.ones_like(square[..., :1, :1])
+    for _ in range(rounds):
+        rows = _tree_mean(power / square, other).clamp(min=LEAST)
+        square = _tree_mean(power / rows, own).clamp(min=LEAST)
+        norm = square.sqrt()
+        # About 1, so that scales and zeros stay where f16 is exact; and as it is stored.
+        norm = (norm / _tree_mean(norm, other)).half().float()
+        loss = _loss(x, norm, first, own, other)
+        better = loss < least
+        best, least = torch.where(better, norm, best), torch.where(better, loss, least)
+    return best.squeeze(own).half()
+
+
+@_page_norms.register_fake
+def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tensor:
+    size = page if axis == "channel" else source.shape[3]
+    shape = (source.shape[0], source.shape[1], index.shape[1] // page, size)
+    return source.new_empty(shape, dtype=torch.float16)
+
+
+triton_slot("page_norms", "norms:page_norms_triton")
+
+
+def page_norms(source: Tensor, index: Tensor, axis: Axis, page: int, rounds: int = 1) -> Tensor:
+    """Factors that balance whole pages, for normed formats (KVarN's variance normalisation, without its means).
+
+    In turn, rows and then columns are divided by their root mean square, ``rounds`` times; rows are what shares a scale
+    (channels for the axis "channel"), columns what gets a factor. Kept are the factors of the round after which the
+    error to be expected is least, relative to that without factors in each row, or else 1 for all. Elements that are
+    not finite in f16 count as 0.
+
+    Args:
+        source: (B, H, L, D), any float dtype, in the basis of the store.
+        index: i32 (B, m), column of each token of the pages; anything where a row has none. m is a multiple of G.
+        axis: the axis of the format.
+        page: G, tokens in a page.
+        rounds: how often rows and columns take turns; 1 does nearly all.
+
+    Returns:
+        f16 (B, H, m/G, G) for the axis "channel", else (B, H, m/G, D); their mean is 1. The same on every device.
+    """
+    return _page_norms(source, index, axis, page, rounds)

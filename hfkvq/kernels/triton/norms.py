@@ -1,0 +1,126 @@
+"""Factors of normed pages: a program takes a page of a head into registers and balances it there."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..dispatch import reference
+from ..norms import LEAST
+from ._lib import F16_MAX, on_device, power
+
+MOST_ELEMENTS = 32768
+"""Largest page that a program takes: it and its squares stay in registers, or nearly."""
+
+LEAST_SQUARE = tl.constexpr(LEAST)
+
+
+@triton.jit
+def tree_mean(b_x, COUNT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr):
+    """Mean of [A, B] over an axis of COUNT elements and zeros, in the reference's order: [B] or [A]."""
+    if AXIS == 0:
+        for i in tl.static_range(A.bit_length() - 1):
+            b_x = tl.sum(tl.reshape(b_x, (2, A >> (i + 1), B)), 0)
+        return tl.reshape(b_x, (B,)) * (1.0 / COUNT)
+    else:
+        for i in tl.static_range(B.bit_length() - 1):
+            b_x = tl.sum(tl.reshape(b_x, (A, 2, B >> (i + 1))), 1)
+        return tl.reshape(b_x, (A,)) * (1.0 / COUNT)
+
+
+@triton.jit
+def spread(b_x, m_a):
+    """Range over the first axis of [A, B]: [B]."""
+    b_high = tl.max(tl.where(m_a[:, None], b_x, float("-inf")), 0)
+    return b_high - tl.min(tl.where(m_a[:, None], b_x, float("inf")), 0)
+
+
+@triton.jit(do_not_specialize=["M", "L"])
+def page_norms_kernel(
+    out, source, index, s_b, s_h, s_l, s_d, H, M, L,
+    PER_CHANNEL: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):  # fmt: skip
+    """One page of one head, as [A, B]: factors along A (tokens, if scales are per channel), scales along B."""
+    i_p, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    NA: tl.constexpr = G if PER_CHANNEL else D
+    NB: tl.constexpr = D if PER_CHANNEL else G
+    A: tl.constexpr = BG if PER_CHANNEL else BD
+    B: tl.constexpr = BD if PER_CHANNEL else BG
+    o_t = tl.arange(0, BG)
+    o_c = tl.arange(0, BD)
+    b_column = tl.load(index + i_b * M + i_p * G + o_t, mask=o_t < G, other=0)
+    b_column = tl.minimum(tl.maximum(b_column, 0), L - 1).to(tl.int64)
+    p_x = source + i_b * s_b + i_h * s_h
+    if PER_CHANNEL:
+        p_tile = p_x + (b_column * s_l)[:, None] + (o_c * s_d)[None, :]
+    else:
+        p_tile = p_x + (o_c * s_d)[:, None] + (b_column * s_l)[None, :]
+    m_a = tl.arange(0, A) < NA
+    m_b = tl.arange(0, B) < NB
+    # [A, B]
+    b_x = tl.load(p_tile, mask=m_a[:, None] & m_b[None, :], other=0.0).to(tl.float32)
+    b_x = tl.where(tl.abs(b_x) <= F16_MAX, b_x, 0.0)
+    b_power = b_x * b_x
+    # [1]
+    b_mean = tree_mean(tree_mean(b_power, NB, A, B, 1), NA, A, 1, 0)
+    b_mean = tl.where(b_mean > 0.0, b_mean, 1.0)
+    b_power = tl.math.div_rn(b_power, tl.broadcast_to(b_mean[:, None], (A, B)))
+    b_first = spread(b_x, m_a)
+    b_base = tl.where(b_first > 0.0, b_first, 1.0)
+    b_square = tl.full([A], 1.0, tl.float32)
+    b_best = tl.full([A], 1.0, tl.float32)
+    b_least = tl.full([1], 1.0, tl.float32)
+    for _ in range(ROUNDS):
+        b_rows = tree_mean(tl.math.div_rn(b_power, tl.broadcast_to(b_square[:, None], (A, B))), NA, A, B, 0)
+        b_rows = tl.maximum(b_rows, LEAST_SQUARE)
+        b_square = tree_mean(tl.math.div_rn(b_power, tl.broadcast_to(b_rows[None, :], (A, B))), NB, A, B, 1)
+        b_square = tl.maximum(b_square, LEAST_SQUARE)
+        b_norm = tl.math.sqrt_rn(b_square)
+        b_total = tree_mean(tl.where(m_a, b_norm, 0.0), NA, A, 1, 0)
+        b_norm = tl.math.div_rn(b_norm, tl.broadcast_to(b_total, (A,))).to(tl.float16).to(tl.float32)
+        b_share = b_x * tl.math.div_rn(tl.full([A], 1.0, tl.float32), b_norm)[:, None]
+        b_share = tl.math.div_rn(spread(b_share, m_a), b_base)
+        b_share = tl.where((b_first > 0.0) | (b_share <= 0.0), b_share, float("inf"))
+        b_loss = tree_mean(b_share * b_share, NB, B, 1, 0)
+        b_loss *= tree_mean(tl.where(m_a, b_norm * b_norm, 0.0), NA, A, 1, 0)
+        b_best = tl.where(b_loss < b_least, b_norm, b_best)
+        b_least = tl.minimum(b_loss, b_least)
+    p_out = out + (i_bh * (M // G) + i_p) * NA + tl.arange(0, A)
+    tl.store(p_out, b_best.to(tl.float16), mask=m_a)
+
+
+def page_norms_triton(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tensor:
+    """Launcher of `hfkvq.kernels.page_norms`; pages that outgrow registers, and f64, take the reference."""
+    batch, heads, length, head_dim = source.shape
+    elements = power(page) * power(head_dim)
+    if elements > MOST_ELEMENTS or source.dtype == torch.float64:
+        return reference("page_norms")(source, index, axis, page, rounds)
+    pages, size = index.shape[1] // page, page if axis == "channel" else head_dim
+    out = torch.empty((batch, heads, pages, size), dtype=torch.float16, device=source.device)
+    if not out.numel():
+        return out
+    with on_device(source):
+        page_norms_kernel[(pages, batch * heads)](
+            out,
+            source,
+            index.contiguous(),
+            *source.stride(),
+            heads,
+            index.shape[1],
+            length,
+            PER_CHANNEL=axis == "channel",
+            D=head_dim,
+            G=page,
+            BD=power(head_dim),
+            BG=power(page),
+            ROUNDS=rounds,
+            # 252 registers for a page of 128 x 128; sixteen warps have 128 each, and spill.
+            num_warps=16 if elements > 16384 else max(4, min(8, elements // 1024)),
+            # The reference multiplies and adds, and rounds both.
+            enable_fp_fusion=False,
+        )
+    return out
