@@ -1,0 +1,62 @@
+"""Every notebook runs from its first cell to its last in a fresh kernel, and is committed without what a run leaves."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+# A path that begins at the root of some machine's disk; addresses have a host before the slash.
+ABSOLUTE = re.compile(r"""(?:^|[\s"'(=\[])(?:/(?!/)[\w.-]+/[\w.-]+|[A-Za-z]:\\|file://)""", re.MULTILINE)
+
+on_every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def test_there_are_notebooks():
+    """Guards the tests below, which are made from what the folder holds."""
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05", "06"]
+
+
+def test_the_readme_lists_them():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"\((\d\d_\w+\.ipynb)\)", text) == [path.name for path in NOTEBOOKS]
+
+
+@on_every_notebook
+def test_committed_without_outputs(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert cells
+    assert [cell["id"] for cell in cells if cell["outputs"] or cell["execution_count"] is not None] == []
+    assert [cell["id"] for cell in notebook["cells"] if cell["metadata"]] == []
+    assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+
+
+@on_every_notebook
+def test_names_no_absolute_path(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert [cell["id"] for cell in notebook.cells if ABSOLUTE.search(cell.source)] == []
+
+
+@on_every_notebook
+def test_links_lead_somewhere(path):
+    notebook = nbformat.read(path, as_version=4)
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (FOLDER / link).exists()] == []
+
+
+@on_every_notebook
+def test_runs(path):
+    """Raises CellExecutionError, with the cell and its traceback, where a cell fails."""
+    notebook = nbformat.read(path, as_version=4)
+    # "python3" is the interpreter that runs the tests, whatever kernels are installed beside it.
+    client = NotebookClient(notebook, kernel_name="python3", timeout=240, resources={"metadata": {"path": str(FOLDER)}})
+    client.execute()
+    assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
