@@ -22,10 +22,23 @@ UNTAGGED = 255
 
 
 def knob(
-    default: Any, *, low: float | None = None, high: float | None = None, choices: tuple[Any, ...] | None = None
+    default: Any,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[Any, ...] | None = None,
+    search: tuple[float, float] | list[Any] | None = None,
 ) -> Any:
-    """A dataclass field that knows its legal range, for validation and for the tuner's search space."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "choices": choices})
+    """A dataclass field that knows its legal range, and what of it is worth searching.
+
+    Args:
+        default: what it is unless given.
+        low: least legal value.
+        high: greatest one.
+        choices: legal values, where they can be listed.
+        search: (low, high), or a list of values, for the tuner; None leaves the knob as it is.
+    """
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "choices": choices, "search": search})
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +196,11 @@ class Scheme:
             u8 (B, m): one of the key formats' widths; None gives every token the widest.
         """
         return None
+
+    def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
+        """What the tuner searches unless told otherwise: ranges and choices by knob, as the knobs name them."""
+        ranges = {field.name: field.metadata.get("search") for field in dataclasses.fields(self)}
+        return {name: search for name, search in ranges.items() if search is not None}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain description, ``{"scheme": name, knob: value, ...}``."""

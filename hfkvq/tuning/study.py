@@ -380,7 +380,13 @@ def _run(study: TuningStudy, trial: Trial, objective: Objective, limits: Mapping
                 raise optuna.TrialPruned
 
     try:
-        score = _recorded(study, trial) or objective(study.preset_of(trial.params), report)
+        try:
+            preset = study.preset_of(trial.params)
+        except ValueError as error:
+            # Each value is legal, together they are not.
+            trial.set_user_attr("hfkvq:refused", str(error))
+            raise optuna.TrialPruned from None
+        score = _recorded(study, trial) or objective(preset, report)
         _check(score, trial.params)
         trial.set_user_attr(SCORE, score.to_dict())
         for name, limit in limits.items():

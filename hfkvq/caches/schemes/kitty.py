@@ -41,13 +41,13 @@ class Kitty(Scheme):
     paper = "arXiv:2511.18643"
     presets = {"kitty-pro": {"boost_ratio": 0.25}}
 
-    boost_ratio: float = knob(0.125, low=0.0, high=1.0)
+    boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
     score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs"))
-    sink_length: int = knob(32, low=0, high=1024)
-    local_length: int = knob(128, low=0, high=4096)
+    sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
+    local_length: int = knob(128, low=0, high=4096, search=[32, 64, 128, 256])
     page_size: int = knob(128, low=8, high=1024)
-    token_norm: bool = knob(False, choices=(False, True))
-    rotate_values: bool = knob(False, choices=(False, True))
+    token_norm: bool = knob(False, choices=(False, True), search=[False, True])
+    rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     clip_values: float = knob(1.0, low=0.5, high=1.0)
 
     @property

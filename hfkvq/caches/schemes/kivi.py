@@ -35,10 +35,10 @@ class Kivi(Scheme):
     presets = {"kivi-2": {"bits": 2}, "kivi-4": {"bits": 4}}
 
     bits: int = knob(2, choices=(2, 4))
-    group_size: int = knob(32, low=8, high=1024)
-    local_length: int = knob(128, low=8, high=1024)
-    sink_length: int = knob(0, low=0, high=1024)
-    token_norm: bool = knob(False, choices=(False, True))
+    group_size: int = knob(32, low=8, high=1024, search=[32, 64, 128])
+    local_length: int = knob(128, low=8, high=1024, search=[128, 256])
+    sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
+    token_norm: bool = knob(False, choices=(False, True), search=[False, True])
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""

@@ -43,11 +43,11 @@ class KVarN(Scheme):
         "kvarn-k2v2": {"key_bits": 2, "value_bits": 2},
     }
 
-    key_bits: int = knob(4, choices=(2, 4))
-    value_bits: int = knob(2, choices=(2, 4))
-    rotate: str = knob("both", choices=("both", "keys", "values", "none"))
+    key_bits: int = knob(4, choices=(2, 4), search=[2, 4])
+    value_bits: int = knob(2, choices=(2, 4), search=[2, 4])
+    rotate: str = knob("both", choices=("both", "keys", "values", "none"), search=["both", "keys", "values", "none"])
     rounds: int = knob(1, low=0, high=64)
-    sink_length: int = knob(128, low=0, high=1024)
+    sink_length: int = knob(128, low=0, high=1024, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:

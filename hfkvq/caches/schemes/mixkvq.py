@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,15 +94,17 @@ class MixKVQ(Scheme):
     }
 
     select: str = knob("fractions", choices=("fractions", "thresholds"))
-    salience: str = knob("raw_logit", choices=("raw_logit", "raw", "zscore", "error_only"))
-    tau_bf16: float = knob(1.44, low=0.0, high=100.0)
-    tau_int4: float = knob(0.79, low=0.0, high=100.0)
-    most_bf16: float = knob(0.0625, low=0.0, high=1.0)
-    most_int4: float = knob(0.25, low=0.0, high=1.0)
-    group_size: int = knob(32, low=8, high=1024)
-    sink_length: int = knob(32, low=0, high=1024)
+    salience: str = knob(
+        "raw_logit", choices=("raw_logit", "raw", "zscore", "error_only"), search=["raw_logit", "error_only"]
+    )
+    tau_bf16: float = knob(1.44, low=0.0, high=100.0, search=(0.1, 2.0))
+    tau_int4: float = knob(0.79, low=0.0, high=100.0, search=(0.1, 2.0))
+    most_bf16: float = knob(0.0625, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125])
+    most_int4: float = knob(0.25, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.25, 0.375, 0.5])
+    group_size: int = knob(32, low=8, high=1024, search=[32, 64, 128])
+    sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     page_size: int = knob(128, low=8, high=1024)
-    token_norm: bool = knob(False, choices=(False, True))
+    token_norm: bool = knob(False, choices=(False, True), search=[False, True])
 
     def __post_init__(self) -> None:
         """Checks the knobs, and what they are to each other."""
@@ -113,6 +116,11 @@ class MixKVQ(Scheme):
             )
         # R and G must be such that a page can be made.
         PageFormat(2, "channel", self.group_size, self.page_size)
+
+    def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
+        """Thresholds, or the room where fractions fill it."""
+        unused = ("tau_bf16", "tau_int4") if self.select == "fractions" else ("most_bf16", "most_int4", "salience")
+        return {name: search for name, search in super().searched().items() if name not in unused}
 
     @property
     def needs(self) -> frozenset[str]:

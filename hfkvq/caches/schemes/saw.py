@@ -35,10 +35,10 @@ class SawInt4(Scheme):
     paper = "arXiv:2604.19157"
     presets = {"saw-int4-kv": {"rotate": "both"}, "int4": {"rotate": "none"}}
 
-    rotate: str = knob("keys", choices=("keys", "both", "none"))
+    rotate: str = knob("keys", choices=("keys", "both", "none"), search=["keys", "both"])
     block: int | None = knob(None, low=2, high=1024)
-    sink_length: int = knob(0, low=0, high=1024)
-    local_length: int = knob(0, low=0, high=4096)
+    sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
+    local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:

@@ -61,10 +61,10 @@ class TriAxial(Scheme):
     paper = "arXiv:2605.17170"
 
     table: tuple[tuple[str, int], ...] = knob(DEFAULT_TABLE)
-    group_size: int = knob(32, low=8, high=1024)
+    group_size: int = knob(32, low=8, high=1024, search=[32, 64])
     seal_unit: int = knob(32, low=1, high=1024)
-    sink_length: int = knob(0, low=0, high=1024)
-    local_length: int = knob(0, low=0, high=4096)
+    sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
+    local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
 
     def __post_init__(self) -> None:
