@@ -86,17 +86,10 @@ def draw_scores(axes: Axes, scores: Sequence[Score], cost: Cost, color: str, **l
     x, y = [cost_of(score, cost) for score in scores], [score.value for score in scores]
     ends = [_ends(score) for score in scores]
     bars = [[score.value - low, high - score.value] for score, (low, high) in zip(scores, ends, strict=True)]
-    axes.errorbar(
-        x,
-        y,
-        yerr=[list(side) for side in zip(*bars, strict=True)] if any(map(any, bars)) else None,
-        color=color,
-        # Pale, since intervals of neighbours overlap.
-        ecolor=to_rgba(color, 0.45),
-        elinewidth=1.0,
-        capsize=2,
-        **{"linestyle": "none"} | look,
-    )
+    lengths = [list(side) for side in zip(*bars, strict=True)] if any(map(any, bars)) else None
+    # Pale, since intervals of neighbours overlap.
+    pale = to_rgba(color, 0.45)
+    axes.errorbar(x, y, yerr=lengths, color=color, ecolor=pale, elinewidth=1.0, capsize=2, linestyle="none", **look)
 
 
 def scale_values(axes: Axes, scores: Sequence[Score], direction: str) -> None:
