@@ -172,8 +172,11 @@ def test_lossy_schemes_agree_on_every_road(name, attention):
     padded = attention == "sdpa"
     if not padded and "query" in get_scheme(name).needs:
         pytest.skip("nor its queries, on which depends what is sealed")
-    expected = ours("llama", None, forwards, small(name), mask=padded)
-    got = ours("llama", attention, forwards, small(name), mask=padded)
+    # KVarN's usual pages have a scale that stands on a tie of f16 here: roads differ by 2e-6 before it, and by a step
+    # of one code behind it (0.016 in the logits). Pages that begin elsewhere do not.
+    scheme = small(name, sink_length=6) if name in ("kvarn", "kvarn-k4v2") else small(name)
+    expected = ours("llama", None, forwards, scheme, mask=padded)
+    got = ours("llama", attention, forwards, scheme, mask=padded)
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
