@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, bench, calibrate, allocate, kld, compare, report, leaderboard and tune."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, bench, tune, fit, calibrate, allocate, kld and reports."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.report.cli import app as report_app
 from hfkvq.terminal import check_files, fail, make_console, split
 from hfkvq.tuning.cli import app as tuning_app
+from hfkvq.tuning.fit.cli import app as fit_app
 from hfkvq.tuning.search_cli import app as search_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
@@ -33,6 +34,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
 app.add_typer(tuning_app)
+app.add_typer(fit_app)
 app.add_typer(divergence_app)
 app.add_typer(report_app)
 app.add_typer(lm_eval_app)

@@ -1,0 +1,197 @@
+"""What a model's config alone tells: parameters, and what each layer caches. Nothing is downloaded or allocated."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.utils import logging as transformers_logging
+
+_PROBE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """What one layer caches.
+
+    Attributes:
+        compressed: held in pages by a compressed cache; others stay as Transformers makes them.
+        heads: KV heads; 0 if it caches no keys.
+        key_dim: D of the keys.
+        value_dim: D of the values.
+    """
+
+    compressed: bool
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model without its weights.
+
+    Attributes:
+        config: of the model.
+        layers: what the cache's layers hold, in the model's order (with shared layers fewer than the model has).
+        parameters: of the model, tied ones once.
+        linear: those of linear layers and experts, which quantized checkpoints compress.
+        states: bytes a row of linear-attention states, all layers.
+        dtype: the checkpoint's, as the config says, else bf16.
+    """
+
+    config: Any
+    layers: tuple[CachedLayer, ...]
+    parameters: int
+    linear: int
+    states: int
+    dtype: torch.dtype
+    _stock: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def text(self) -> Any:
+        """The decoder's config."""
+        return self.config.get_text_config(decoder=True)
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that the model has positions for, scaled ones included; None if it has no end."""
+        text = self.text
+        room = getattr(text, "max_position_embeddings", None)
+        scaling = getattr(text, "rope_parameters", None) or {}
+        if room and isinstance(scaling, dict) and isinstance(scaling.get("factor"), (int, float)):
+            original = scaling.get("original_max_position_embeddings")
+            room = max(room, int(scaling["factor"] * original)) if original else room
+        return room
+
+    def stock_bytes(self, batch: int, tokens: int, itemsize: int) -> int:
+        """Bytes of the layers that stay as Transformers makes them: windows, and states of linear attention."""
+        key = (tokens, itemsize)
+        if key not in self._stock:
+            self._stock[key] = self._windows(tokens, itemsize)
+        return batch * (self._stock[key] + self.states)
+
+    def _windows(self, tokens: int, itemsize: int) -> int:
+        dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
+        held = 0
+        stock: list[Any] = DynamicCache(config=self.text).layers
+        for layer, shape in zip(stock, self.layers, strict=True):
+            if shape.compressed or not shape.heads or not tokens:
+                continue
+            new = (
+                torch.empty(1, shape.heads, tokens, dim, dtype=dtype, device="meta")
+                for dim in (shape.key_dim, shape.value_dim)
+            )
+            layer.update(*new)
+            held += sum(x.nbytes for x in (layer.keys, layer.values) if x is not None)
+        return held
+
+    def full_bytes(self, tokens: int, itemsize: int) -> int:
+        """Bytes a row of keys and values of the compressed layers, uncompressed."""
+        return tokens * itemsize * sum(x.heads * (x.key_dim + x.value_dim) for x in self.layers if x.compressed)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Transformers warns of kernels that are not installed; nothing is computed here."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def read_config(model: str) -> Any:
+    """The config of a folder (a ``config.json`` is enough) or of a name on the Hub.
+
+    Raises:
+        ValueError: there is none, its kind of model is unknown, or it has an encoder.
+    """
+    source = str(Path(model).expanduser()) if model.startswith("~") else model
+    if model.startswith((".", "/", "~")) and not Path(source).is_dir():
+        raise ValueError(f"model: the folder {model} does not exist.")
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model: {model!r} cannot be used: {error}") from error
+    if config.is_encoder_decoder:
+        raise ValueError(f"model: {model!r} is an encoder-decoder model; choose a decoder-only one.")
+    return config
+
+
+def outline(config: Any) -> Outline:
+    """Builds the model without memory (on the meta device), runs some tokens through it, and looks at its cache.
+
+    Raises:
+        ValueError: Transformers cannot build a decoder from this config.
+    """
+    named = getattr(config, "dtype", None)
+    dtype = named if isinstance(named, torch.dtype) else torch.bfloat16
+    text = config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text)
+    try:
+        with _quiet(), torch.no_grad():
+            model = _build(config, dtype)
+            ids = torch.zeros(1, _PROBE, dtype=torch.long, device="meta")
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        # Whatever a model's code stumbles over.
+        raise ValueError(f"model: {type(config).__name__} cannot be laid out without its weights: {error}") from error
+    layers, states = [], 0
+    for layer in cache.layers:
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        heads = 0 if keys is None or values is None else keys.shape[1]
+        dims = (keys.shape[-1], values.shape[-1]) if heads else (0, 0)  # type: ignore[union-attr]
+        layers.append(CachedLayer(type(layer) is DynamicLayer, heads, *dims))
+        for held in vars(layer).values():
+            if isinstance(held, dict):
+                states += sum(x.nbytes for x in held.values() if isinstance(x, torch.Tensor))
+            elif isinstance(held, torch.Tensor) and not held.dim():
+                # Counters of sliding windows.
+                states += held.nbytes
+    linear = {
+        id(weight): weight.numel()
+        for name, weight in model.named_parameters()
+        if weight.dim() >= 2 and not any(word in name for word in ("embed", "lm_head", "wte", "wpe"))
+    }
+    return Outline(config, tuple(layers), model.num_parameters(), sum(linear.values()), states, dtype)
+
+
+def _build(config: Any, dtype: torch.dtype) -> Any:
+    # A quantizer is no concern of shapes, and may not be installed.
+    plain = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
+    with torch.device("meta"):
+        try:
+            return AutoModelForCausalLM.from_config(plain, dtype=dtype)
+        except ValueError:
+            return AutoModelForImageTextToText.from_config(plain, dtype=dtype)
+
+
+def checkpoint_bytes(model: str) -> int | None:
+    """Bytes of the weights as an index or the files of a folder or of the Hub's cache say; None if nothing says it."""
+    folder = Path(model).expanduser()
+    name = "model.safetensors.index.json"
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, name)
+        if not isinstance(found, str):
+            return None
+        folder = Path(found).parent
+    index = folder / name
+    if index.is_file():
+        try:
+            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+        except (ValueError, KeyError, TypeError):
+            return None
+    files = list(folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in files) or None

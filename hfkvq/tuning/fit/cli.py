@@ -1,0 +1,232 @@
+"""The command ``hfkvq fit``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfkvq.terminal import fail, make_console, split
+
+# torch and Transformers are imported inside the command, so that help comes at once.
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hfkvq.demo.outline import Outline
+
+    from .model import Plan
+    from .weights import Weights
+
+app = typer.Typer()
+
+MAIN = ("bf16", "kivi-4", "saw-int4", "triaxial", "mixkvq", "kivi-2", "kitty-pro", "kitty", "arkv")
+"""Caches shown by default: the stock one, and a preset of each scheme."""
+
+
+class DType(str, Enum):
+    """Choices of --dtype."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+@app.command()
+def fit(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Model: a name on the Hub, or a folder with a config.json. Its weights are not read. "
+            r"\[default: the reference model]"
+        ),
+    ] = None,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of the device: 24GiB (1024) or 24GB (1000).")] = "24GiB",
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Tokens of a row, generated ones included. \[default: 32768, or the model's]"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    generated: Annotated[
+        int, typer.Option(min=0, help="Of the context, tokens that are generated: pages that grow have room to spare.")
+    ] = 0,
+    prefill_chunk: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 is a prompt in one piece."
+        ),
+    ] = 2048,
+    schemes: Annotated[
+        str | None,
+        typer.Option(help=r"Presets or preset files, with commas; bf16 is the stock cache. \[default: the main ones]"),
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Of weights, keys and values; auto: the checkpoint's.")] = DType.auto,
+    overhead: Annotated[str, typer.Option(help="What else is on the device: CUDA context, allocator.")] = "1GiB",
+    narrow: Annotated[
+        float, typer.Option(min=0, max=1, help="triaxial: share of the prompt's tokens in 2 bits.")
+    ] = 0.0,
+    beyond: Annotated[
+        bool, typer.Option("--beyond", help="Allow more tokens than the config has positions (RoPE scaling to come).")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """Compute what fits into a GPU: weights, cache by scheme, largest batch and context. Needs a config only."""
+    if 0 < prefill_chunk <= 16:
+        fail(f"prefill-chunk: got {prefill_chunk}, allowed more than 16 tokens, or 0 for one piece.")
+
+    import torch
+
+    from hfkvq.demo.outline import checkpoint_bytes, outline, read_config
+    from hfkvq.reference import reference_path
+
+    from .layer import Arrival
+    from .model import parse_size, plan
+    from .weights import weights_of
+
+    source = str(reference_path()) if model is None else model
+    try:
+        memory = parse_size(gpu_memory, "gpu-memory")
+        spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")
+        found = outline(read_config(source))
+        tokens = _context(found, context, beyond)
+        if generated > tokens:
+            raise ValueError(f"generated: got {generated}, allowed no more than the context of {tokens} tokens.")
+        kind = found.dtype if dtype is DType.auto else getattr(torch, dtype.value)
+        weights = weights_of(found, kind, checkpoint_bytes(source))
+        if weights.total + spare >= memory:
+            raise ValueError(_no_room(memory, weights, spare))
+        come = Arrival(0, generated, prefill_chunk or None, narrow)
+        most = None if beyond else found.positions
+        plans = [
+            plan(found, name, what, weights, memory, tokens, batch, kind, spare, come, most)
+            for name, what in _presets(schemes, found).items()
+        ]
+    except ValueError as error:
+        fail(error)
+    name = "reference model" if model is None else model
+    about = {
+        "model": name,
+        "dtype": str(kind).removeprefix("torch."),
+        "gpu_memory": memory,
+        "overhead": spare,
+        "context": tokens,
+        "batch": batch,
+        "generated": generated,
+        "prefill_chunk": prefill_chunk or None,
+        "positions": found.positions,
+        "weights": asdict(weights),
+    }
+    if as_json:
+        typer.echo(json.dumps({**about, "caches": [asdict(each) for each in plans]}, indent=2))
+        return
+    console = make_console()
+    console.print(_table(about, plans, weights))
+    for note in _notes(about, found, weights, plans, most):
+        console.print(note, style="dim", highlight=False)
+
+
+def _context(found: Outline, asked: int | None, beyond: bool) -> int:
+    room = found.positions
+    if asked is None:
+        return min(32768, room or 32768)
+    if room and asked > room and not beyond:
+        raise ValueError(
+            f"context: got {asked}, but the model has {room} positions; use --context {room}, or --beyond if you will "
+            "load it with RoPE scaling (rope_parameters in its config), as its model card may say."
+        )
+    return asked
+
+
+def _no_room(memory: int, weights: Weights, spare: int) -> str:
+    from hfkvq.caches.memory import format_bytes
+
+    return (
+        f"gpu-memory: got {format_bytes(memory)}, but the weights take {format_bytes(weights.total)} "
+        f"({weights.source}) and --overhead {format_bytes(spare)}: "
+        f"{format_bytes(weights.total + spare - memory)} too much before any cache. Use a quantized "
+        "checkpoint, a smaller model, or more memory."
+    )
+
+
+def _presets(schemes: str | None, found: Outline) -> dict[str, Any]:
+    """Presets by name; by default those that can hold the model's heads."""
+    from hfkvq.caches.preset import get_preset
+
+    chosen: dict[str, Any] = {}
+    for name in split(schemes) or MAIN:
+        preset = None if name in ("bf16", "none") else get_preset(name)
+        try:
+            for scheme in () if preset is None else preset.by_layer(len(found.layers)):
+                for layer in found.layers:
+                    if layer.compressed:
+                        layout = scheme.layout(layer.key_dim, layer.value_dim)
+                        layout.check(layer.key_dim, layer.value_dim)
+        except ValueError as error:
+            if schemes is not None:
+                raise ValueError(f"{name}: {error}") from None
+            continue
+        chosen[name] = preset
+    return chosen
+
+
+def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    from hfkvq.caches.memory import format_bytes
+
+    title = (
+        f"{escape(about['model'])}: {format_bytes(about['gpu_memory'])}, of which weights "
+        f"{format_bytes(weights.total)}, {about['batch']} x {about['context']:,} tokens"
+    )
+    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("cache", no_wrap=True)
+    for name in ("bytes", "bytes a token", "prompt's peak*", "left", "largest batch", "longest context"):
+        table.add_column(name, justify="right")
+    for each in plans:
+        end = about["positions"]
+        longest = f"{each.context:,}" + (" (all)" if end and each.context == end else "")
+        table.add_row(
+            each.name,
+            format_bytes(each.cache),
+            format_bytes(each.cache / about["batch"] / about["context"]),
+            format_bytes(each.peak),
+            format_bytes(each.left) if each.left >= 0 else f"[red]-{format_bytes(-each.left)}[/red]",
+            f"{each.batch:,}" if each.batch else "[red]none[/red]",
+            longest if each.context else "[red]none[/red]",
+        )
+    return table
+
+
+def _notes(about: dict[str, Any], found: Outline, weights: Weights, plans: list[Plan], most: int | None) -> list[str]:
+    from hfkvq.caches.memory import format_bytes
+
+    from .weights import PEAK, peak
+
+    size = 4 if about["dtype"] == "float32" else 2
+    whole = format_bytes(peak(found, about["batch"], about["context"] - about["generated"], size, None))
+    how = f"in pieces of {about['prefill_chunk']}" if about["prefill_chunk"] else "in one piece"
+    notes = [
+        f"Weights: {weights.parameters:,} parameters, {weights.source}. Overhead: "
+        f"{format_bytes(about['overhead'])}, a guess (--overhead).",
+        f"* An estimate for a prompt {how} (in one piece: {whole}): {PEAK}.",
+        "Cache bytes are those that cache.memory() will count, rows alike and without padding. Largest batch: at this "
+        "context. Longest context: of one row.",
+    ]
+    names = {each.name for each in plans}
+    if any(name.startswith("arkv") for name in names):
+        notes.append("arkv evicts: it holds a budget of tokens (1,024 in each KV head unless told otherwise), not all.")
+    if "triaxial" in names:
+        notes.append("triaxial: the most, all tokens in 4 bits, unless --narrow says what share has 2.")
+    if not any(layer.compressed for layer in found.layers):
+        notes.append("This model has no layer of full attention alone: nothing is compressed.")
+    elif any(not layer.compressed for layer in found.layers):
+        count = sum(layer.compressed for layer in found.layers)
+        notes.append(f"{count} of {len(found.layers)} cached layers are compressed; the others stay as they are.")
+    if most is None and about["positions"] and about["context"] > about["positions"]:
+        notes.append(f"The config has {about['positions']:,} positions: load the model with RoPE scaling.")
+    return notes

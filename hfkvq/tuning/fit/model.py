@@ -1,0 +1,219 @@
+"""Bytes of a whole cache, and the largest batch and context that a memory holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.demo.outline import Outline, outline
+
+from .layer import Arrival, layer_bytes
+from .weights import Weights, peak
+
+_UNITS = {"b": 1, "": 1} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
+
+MOST_TOKENS = 1 << 24
+"""No context beyond this is looked for."""
+
+
+def parse_size(size: str | int, name: str = "size") -> int:
+    """Bytes of ``"24GiB"`` (1024), ``"24GB"`` (1000), ``"24G"`` (1024), or a number of bytes.
+
+    Raises:
+        ValueError: anything else, or nothing.
+    """
+    match = None if isinstance(size, int) else _SIZE.fullmatch(size)
+    unit = None if match is None else _UNITS.get(match[2].lower())
+    found = size if isinstance(size, int) else 0 if match is None or unit is None else int(float(match[1]) * unit)
+    if found < 1:
+        raise ValueError(f"{name}: got {size!r}, allowed a size such as '24GiB', '24GB' or '500MiB'.")
+    return found
+
+
+_OUTLINES: dict[str, Outline] = {}
+
+
+def outline_of(config: Any) -> Outline:
+    """The outline of a model or config; made once for equal configs."""
+    if isinstance(config, Outline):
+        return config
+    config = getattr(config, "config", config)
+    if not hasattr(config, "to_json_string"):
+        raise ValueError(f"config: got {type(config).__name__}, allowed a Transformers model or its config.")
+    key = config.to_json_string(use_diff=False)
+    if key not in _OUTLINES:
+        _OUTLINES[key] = outline(config)
+    return _OUTLINES[key]
+
+
+def cache_bytes(
+    config: Any,
+    preset: Any,
+    context: int,
+    batch: int = 1,
+    dtype: torch.dtype | None = None,
+    *,
+    generated: int = 0,
+    chunk: int | None = None,
+    narrow: float = 0.0,
+) -> int:
+    """Bytes that a cache will hold, as ``cache.memory().total`` counts them, without a model or a GPU.
+
+    The store's own growth is followed: a cache that a prompt of one piece fills has no room to spare, one that grows
+    while tokens are generated keeps up to a quarter. Schemes that evict are counted with the greatest share of whole
+    tokens that they allow; the same counts wherever tokens have widths by tags, of which ``narrow`` tells the share.
+
+    Args:
+        config: of the model (or the model); its weights are not needed.
+        preset: see `hfkvq.caches.get_preset`; None is Transformers' own cache.
+        context: tokens of a row, generated ones included, no padding.
+        batch: rows.
+        dtype: of keys and values; the config's by default.
+        generated: how many of them come one by one.
+        chunk: the prompt comes in pieces of so many tokens (``prefill_chunk_size`` of ``generate``).
+        narrow: share of the prompt's tokens in the narrow width of a scheme that reads tags.
+
+    Raises:
+        ValueError: unknown preset, heads that it cannot hold, or numbers out of range.
+    """
+    for name, count, least in (("context", context, 1), ("batch", batch, 1), ("generated", generated, 0)):
+        if type(count) is not int or count < least:
+            raise ValueError(f"{name}: got {count!r}, allowed a whole number from {least} on.")
+    if generated > context:
+        raise ValueError(f"generated: got {generated}, allowed no more than the context of {context} tokens.")
+    if chunk is not None and chunk <= 16:
+        raise ValueError(f"chunk: got {chunk}, allowed more than 16 tokens; use None for a prompt in one piece.")
+    if not 0 <= narrow <= 1:
+        raise ValueError(f"narrow: got {narrow}, allowed 0 to 1.")
+    model = outline_of(config)
+    size = (model.dtype if dtype is None else dtype).itemsize
+    stock = model.stock_bytes(batch, context, size)
+    if preset is None:
+        return stock + batch * model.full_bytes(context, size)
+    chosen = get_preset(preset)
+    come = Arrival(context - generated, generated, chunk, narrow)
+    held = stock
+    for scheme, layer in zip(chosen.by_layer(len(model.layers)), model.layers, strict=True):
+        if layer.compressed:
+            held += layer_bytes(scheme, layer.heads, layer.key_dim, layer.value_dim, size, batch, come)
+    return held + (_record_bytes(come) * batch if "tags" in chosen.needs else 0)
+
+
+def _record_bytes(come: Arrival) -> int:
+    """Ids and tags of a row, see `hfkvq.caches.tokens`."""
+    room = length = 0
+    step = come.prompt if come.chunk is None else come.chunk
+    ends = [min(at + step, come.prompt) for at in range(0, come.prompt, max(step, 1))]
+    if come.generated:
+        ends += range(come.prompt + 1, come.prompt + come.generated + 1)
+    for length in ends:
+        if room < length:
+            room = max(length, room + room // 4) + 256
+    return 5 * room
+
+
+def fits(
+    config: Any, max_bytes: str | int, context: int, batch: int = 1, dtype: torch.dtype | None = None, **come: Any
+) -> Callable[[Preset], bool]:
+    """A condition for `TuningStudy.pick`: whether a preset's cache stays within a memory.
+
+    ``study.pick(fits=fits(model.config, "2GiB", context=32768, batch=8))``
+
+    Args:
+        config: see `cache_bytes`.
+        max_bytes: of the cache alone, e.g. "2GiB".
+        context: see `cache_bytes`.
+        batch: see `cache_bytes`.
+        dtype: see `cache_bytes`.
+        **come: see `cache_bytes`.
+    """
+    limit, model = parse_size(max_bytes, "max_bytes"), outline_of(config)
+    return lambda preset: cache_bytes(model, preset, context, batch, dtype, **come) <= limit
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a cache leaves of a memory.
+
+    Attributes:
+        name: of the cache.
+        cache: bytes at the batch and context asked for.
+        peak: estimated bytes of the prompt's last piece, beside the cache.
+        left: bytes left, negative if it does not fit.
+        batch: largest at the context asked for, 0 if none.
+        context: longest of one row, 0 if none; `MOST_TOKENS` stands for as many as one likes.
+    """
+
+    name: str
+    cache: int
+    peak: int
+    left: int
+    batch: int
+    context: int
+
+
+def plan(
+    config: Any,
+    name: str,
+    preset: Any,
+    weights: Weights,
+    memory: int,
+    context: int,
+    batch: int = 1,
+    dtype: torch.dtype | None = None,
+    overhead: int = 0,
+    come: Arrival | None = None,
+    most: int | None = None,
+) -> Plan:
+    """Bytes, and the largest batch and context by bisection.
+
+    Args:
+        config: see `cache_bytes`.
+        name: of the cache.
+        preset: see `cache_bytes`.
+        weights: of the model.
+        memory: bytes of the device.
+        context: asked for.
+        batch: asked for.
+        dtype: of the cache.
+        overhead: bytes of whatever else is on the device.
+        come: how tokens come; its prompt is the context less what is generated.
+        most: longest context that is looked for.
+    """
+    model, come = outline_of(config), come or Arrival(0)
+    size = (model.dtype if dtype is None else dtype).itemsize
+
+    def needs(tokens: int, rows: int) -> tuple[int, int]:
+        generated = min(come.generated, tokens - 1)
+        options = {"generated": generated, "chunk": come.chunk, "narrow": come.narrow}
+        held = cache_bytes(model, preset, tokens, rows, dtype, **options)
+        return held, peak(model, rows, tokens - generated, size, come.chunk)
+
+    room = memory - weights.total - overhead
+    held, extra = needs(context, batch)
+    longest = _largest(lambda tokens: sum(needs(tokens, 1)) <= room, most or MOST_TOKENS)
+    rows = _largest(lambda rows: sum(needs(context, rows)) <= room, 1 << 20)
+    return Plan(name, held, extra, room - held - extra, rows, longest)
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that holds, 0 if 1 does not."""
+    low, high = 0, 1
+    while high < most and holds(high):
+        low, high = high, min(2 * high, most)
+    if high == most and holds(most):
+        return most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

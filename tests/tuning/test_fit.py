@@ -1,0 +1,303 @@
+"""What `hfkvq fit` computes: real caches hold as many bytes, and figures of known models come out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import DeepseekV3Config as DeepseekConfig
+from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3NextConfig
+from transformers import Gemma3ForCausalLM as Gemma3
+from typer.testing import CliRunner
+
+from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
+from hfkvq.caches import get_preset
+from hfkvq.caches.store import KVStore
+from hfkvq.cli import app
+from hfkvq.demo.outline import outline
+from hfkvq.reference import load_reference
+from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
+from hfkvq.tuning.fit.layer import Arrival, layer_bytes
+
+QWEN3_8B = Qwen3Config(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=40960,
+    tie_word_embeddings=False,
+    dtype=torch.bfloat16,
+)
+LLAMA_31_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rope_parameters={
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    tie_word_embeddings=False,
+    dtype=torch.bfloat16,
+)
+TINY = LlamaConfig(
+    vocab_size=1024,
+    hidden_size=32,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=4096,
+    dtype=torch.float32,
+)
+KIB, GIB = 1024, 1024**3
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(TINY).eval()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return load_reference()[1]
+
+
+@torch.no_grad()
+def held(model, cache, prompt, generated=0, chunk=None, batch=2):
+    """Bytes of a cache that a model has really filled."""
+    step = chunk or prompt
+    sizes = [min(step, prompt - at) for at in range(0, prompt, step)] + [1] * generated
+    for size in sizes:
+        model(input_ids=torch.full((batch, size), 7), past_key_values=cache)
+    return cache.memory().total
+
+
+def made(model, name, reader):
+    if "tags" in get_preset(name).needs:
+        return TriAxialCache(model, reader)
+    return MixedKVCache(model.config, name)
+
+
+NAMES = [name for name, scheme in list_schemes().items() if name == scheme.name or "r1" not in name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("prompt", "generated", "chunk"), [(1, 0, None), (161, 0, None), (300, 30, None), (420, 0, 90)]
+)
+def test_a_filled_cache_holds_what_was_computed(tiny, reader, name, prompt, generated, chunk):
+    if generated and "probs" in get_scheme(name).needs:
+        pytest.skip("tested under a budget")
+    total = held(tiny, made(tiny, name, reader), prompt, generated, chunk)
+    assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk)
+
+
+@pytest.mark.parametrize("name", ["kitty", "kivi-2", "int4"])
+@pytest.mark.parametrize("prompt", [127, 128, 129, 159, 160, 287, 288, 289, 416])
+def test_around_the_borders_of_pages(tiny, reader, name, prompt):
+    assert held(tiny, made(tiny, name, reader), prompt) == cache_bytes(TINY, name, prompt, 2)
+
+
+@pytest.mark.parametrize("name", ["arkv-origin", "arkv-quant", "arkv-window"])
+@pytest.mark.parametrize(
+    "knobs", [{"budget_tokens": 100}, {"budget_bytes": 60_000}, {"budget_tokens": 64, "beta": 0.5}]
+)
+def test_a_budget_of_tokens_or_bytes(tiny, name, knobs):
+    scheme = get_scheme(name, **knobs)
+    for prompt in (300, 333):
+        assert held(tiny, MixedKVCache(TINY, scheme), prompt) == cache_bytes(TINY, scheme, prompt, 2)
+
+
+def test_evicting_schemes_are_counted_at_their_fullest(tiny):
+    for knobs in ({"budget_tokens": 100}, {"budget_tokens": 100, "tiers": "quant"}):
+        scheme = get_scheme("arkv", **knobs)
+        cache, most = MixedKVCache(TINY, scheme), 0
+        for i in range(60):
+            most = max(most, held(tiny, cache, 200 if not i else 1, batch=1))
+        assert most <= cache_bytes(TINY, scheme, 260, 1, generated=60)
+
+
+def test_a_preset_with_layers(tiny, reader):
+    preset = get_preset("kitty", {"0": "full", "-1": {"boost_ratio": 0.5}})
+    assert held(tiny, MixedKVCache(TINY, preset), 300) == cache_bytes(TINY, preset, 300, 2)
+
+
+@pytest.mark.parametrize("name", ["kitty-pro", "kivi-4", "saw-int4"])
+def test_long_contexts_by_the_store_itself_on_the_meta_device(name):
+    scheme = get_scheme(name)
+    x = torch.empty(2, 8, 131072, 128, dtype=torch.bfloat16, device="meta")
+    store = KVStore(scheme.layout(128, 128), scheme, x, x)
+    store.extend(x, x)
+    expected = sum(tensor.nbytes for tensor in store.tensors())
+    assert layer_bytes(scheme, 8, 128, 128, 2, 2, Arrival(131072)) == expected
+    assert cache_bytes(QWEN3_8B, name, 131072, 2) == 36 * expected
+
+
+def test_sliding_windows_stay_as_transformers_makes_them():
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        sliding_window=40,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        dtype=torch.float32,
+    )
+    model = Gemma3(config).eval()
+    for prompt in (20, 300):
+        cache = MixedKVCache(config, "kitty")
+        with torch.no_grad():
+            model(input_ids=torch.full((2, prompt), 7), past_key_values=cache)
+        assert abs(cache.memory().total - cache_bytes(config, "kitty", prompt, 2)) <= 8 * 2 * 2
+
+
+def test_latents_and_linear_attention_by_hand():
+    latent = outline(
+        DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
+    )
+    assert [(layer.heads, layer.key_dim, layer.value_dim) for layer in latent.layers] == [(1, 512, 64)] * 2
+    hybrid = outline(Qwen3NextConfig(num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, dtype=torch.bfloat16))
+    assert [layer.compressed for layer in hybrid.layers] == [False, False, False, True]
+    # Convolutions over four tokens of 2 * 16 * 128 + 32 * 128 channels, and states of 32 heads, in three layers.
+    assert hybrid.states in {3 * (8192 * 4 * 2 + 32 * 128 * 128 * size) for size in (2, 4)}
+    assert cache_bytes(hybrid, None, 1000) == hybrid.states + 1000 * 2 * 2 * 256 * 2
+
+
+class TestKnownModels:
+    def test_weights_and_bytes_a_token(self):
+        for config, parameters, kib in ((LLAMA_31_8B, 8_030_261_248, 128), (QWEN3_8B, 8_190_735_360, 144)):
+            model = outline(config)
+            assert model.parameters == parameters
+            assert weights_of(model, torch.bfloat16).total == 2 * parameters
+            assert cache_bytes(config, None, 1) == kib * KIB
+            assert cache_bytes(config, None, 131072, 3) == 3 * 131072 * kib * KIB
+        assert outline(LLAMA_31_8B).positions == 131072
+
+    def test_bits_of_a_long_context_are_those_of_the_pages(self):
+        elements = 131072 * 144 * KIB / 2
+        for name, bits in (("kitty-pro", 2.51), ("kitty", 2.38), ("saw-int4", 4.25), ("kivi-2", 3.0)):
+            assert cache_bytes(QWEN3_8B, name, 131072) * 8 / elements == pytest.approx(bits, abs=0.03)
+
+    def test_quantized_checkpoints(self):
+        config = QWEN3_8B.to_dict() | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+        model = outline(Qwen3Config(**config))
+        assert model.parameters == 8_190_735_360
+        found = weights_of(model, torch.bfloat16)
+        assert (found.exact, 5.5e9 < found.total < 6.5e9) == (False, True)
+        assert weights_of(model, torch.bfloat16, stored=5_800_000_000).total == 5_800_000_000
+
+    def test_largest_batch_and_context_are_at_the_edge(self):
+        model, weights = outline(QWEN3_8B), weights_of(outline(QWEN3_8B), torch.bfloat16)
+        come = Arrival(0, 0, 2048)
+        found = plan(model, "kitty-pro", "kitty-pro", weights, 24 * GIB, 32768, 1, None, GIB, come)
+        assert found.left > 0
+        again = plan(model, "", "kitty-pro", weights, 24 * GIB, 32768, found.batch, None, GIB, come)
+        more = plan(model, "", "kitty-pro", weights, 24 * GIB, 32768, found.batch + 1, None, GIB, come)
+        assert again.left >= 0 > more.left
+        longer = plan(model, "", "kitty-pro", weights, 24 * GIB, found.context, 1, None, GIB, come)
+        assert longer.left >= 0
+
+
+class TestUse:
+    def test_fits_is_a_condition_on_presets(self):
+        condition = fits(QWEN3_8B, "2GiB", context=32768, batch=2)
+        assert condition(get_preset("kitty-pro"))
+        assert not condition(get_preset("kivi-4"))
+
+    @pytest.mark.parametrize(
+        ("text", "count"), [("2GiB", 2 * GIB), ("24GB", 24 * 10**9), ("1.5 mib", 1.5 * 2**20), ("8g", 8 * GIB), (7, 7)]
+    )
+    def test_sizes(self, text, count):
+        assert parse_size(text) == count
+
+    @pytest.mark.parametrize("text", ["", "GiB", "24XB", "-1GiB", "0", "1e3"])
+    def test_malformed_sizes(self, text):
+        with pytest.raises(ValueError, match="24GiB"):
+            parse_size(text)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"context": 0}, "context: got 0"),
+            ({"batch": True}, "batch: got True"),
+            ({"context": 5, "generated": 6}, "no more than the context"),
+            ({"chunk": 16}, "chunk: got 16"),
+            ({"narrow": 1.5}, "narrow: got 1.5"),
+        ],
+    )
+    def test_numbers_out_of_range(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            cache_bytes(TINY, "kitty", **{"context": 100, **options})
+
+    def test_stock_cache_is_dynamic_cache(self, tiny):
+        cache = DynamicCache(config=TINY)
+        with torch.no_grad():
+            tiny(input_ids=torch.full((2, 50), 7), past_key_values=cache)
+        assert cache_bytes(TINY, None, 50, 2) == sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["fit", *arguments])
+
+
+class TestCommand:
+    def test_a_config_is_enough(self, tmp_path):
+        QWEN3_8B.save_pretrained(tmp_path)
+        done = run("--model", str(tmp_path), "--context", "32768", "--schemes", "bf16,kitty-pro", "--json")
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert found["weights"]["parameters"] == 8_190_735_360
+        assert [each["cache"] for each in found["caches"]] == [
+            cache_bytes(QWEN3_8B, name, 32768, chunk=2048) for name in (None, "kitty-pro")
+        ]
+        assert found["caches"][1]["batch"] > found["caches"][0]["batch"]
+
+    def test_the_table(self):
+        done = run()
+        assert done.exit_code == 0, done.output
+        assert "reference model" in done.stdout
+        assert "kitty-pro" in done.stdout
+        assert "An estimate" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--model", "./nowhere"], "does not exist"),
+            (["--context", "5000"], "4096 positions; use --context 4096"),
+            (["--gpu-memory", "10MiB", "--overhead", "0"], "4.76 MiB too much"),
+            (["--schemes", "kity"], "did you mean 'kitty'"),
+            (["--gpu-memory", "24XB"], "gpu-memory: got '24XB'"),
+            (["--prefill-chunk", "8"], "more than 16"),
+            (["--generated", "4097"], "no more than the context"),
+        ],
+    )
+    def test_bad_input_has_a_remedy_and_no_traceback(self, arguments, message):
+        done = run(*arguments)
+        assert done.exit_code == 2
+        assert message in done.output
+
+    def test_more_tokens_than_positions_if_asked(self):
+        assert run("--context", "8192", "--beyond", "--schemes", "kitty").exit_code == 0
+
+    def test_a_config_that_is_no_decoder(self, tmp_path):
+        (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+        assert "encoder-decoder" in run("--model", str(tmp_path)).output
+        (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+        assert "Error: model:" in run("--model", str(tmp_path)).output
