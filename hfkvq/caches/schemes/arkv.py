@@ -64,7 +64,7 @@ class Arkv(Scheme):
     budget_tokens: int | None = knob(None, low=2)
     budget_bytes: int | None = knob(None, low=1)
     window: int = knob(32, low=1, high=4096, search=[16, 32, 64])
-    alpha: float = knob(0.75, low=0.0, high=1.0, search=(0.0, 1.0))
+    alpha: float = knob(0.75, low=0.0, high=1.0, search=(0.05, 1.0))
     # The released code's defaults: found by search, on the code's statistics.
     gamma: float = knob(263.8108280337562, low=0.0, search=(1.0, 1000.0))
     tau_entropy: float = knob(7.774380648611771, low=1e-3, search=(1.0, 20.0))

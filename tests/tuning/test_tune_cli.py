@@ -1,0 +1,196 @@
+"""`hfkvq tune` on the reference model's text, its objectives, and what it says of wrong arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches import Preset, get_preset
+from hfkvq.cli import app
+from hfkvq.divergence import measure
+from hfkvq.lm_eval import task_folder
+from hfkvq.reference import load_reference
+from hfkvq.tuning.objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
+from hfkvq.tuning.score import Score
+from hfkvq.tuning.search_cli import parse_ranges
+from hfkvq.tuning.study import load_study, tune
+
+SMALL = ["--samples", "2", "--held-out", "2", "--context", "192", "--prefill", "128", "--chunk", "64"]
+
+
+@pytest.fixture(scope="module")
+def subject():
+    """Two layers of the reference model are enough to tell schemes apart."""
+    model, tokenizer = load_reference(torch.float32)
+    model.model.layers = model.model.layers[:2]
+    model.config.num_hidden_layers, model.config.layer_types = 2, model.config.layer_types[:2]
+    return model, tokenizer
+
+
+def run(*arguments):
+    done = CliRunner().invoke(app, ["tune", *map(str, arguments)])
+    return done, " ".join(done.output.split())
+
+
+def test_from_search_to_preset(tmp_path):
+    storage, out, png = f"sqlite:///{tmp_path}/tuning.db", tmp_path / "tuned.json", tmp_path / "front.png"
+    options = ["kitty:page_size=32:sink_length=4", "--space", "boost_ratio=0,0.125,0.5", "--trials", 4, *SMALL]
+    options += ["--storage", storage, "--name", "mine", "--device", "cpu", "--dtype", "float32"]
+    done, words = run(*options, "--out", out, "--png", png)
+    assert done.exit_code == 0, done.output
+    assert "4 trials measured on 2 samples each" in words
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    preset = Preset.load(out)
+    assert preset.scheme.page_size == 32
+    assert preset.origin["searched"] == {"boost_ratio": preset.scheme.boost_ratio}
+    assert preset.origin["held_out_score"]["samples"] == 2
+    study = load_study(storage, "mine")
+    assert {"kitty", "kitty-pro"} <= set(study.references())
+    assert MixedKVCache(load_reference()[0], str(out)).scheme == preset.scheme
+    # It goes on where it stopped: nothing is left to do, but a limit may choose another point.
+    cheapest = min(point.score.total_bits for point in study.points())
+    done, words = run(*options, "--max-total-bits", cheapest + 1e-6)
+    assert done.exit_code == 0, done.output
+    starred = re.search(r"(\d+) \*", words)
+    assert starred is not None
+    assert study.points()[int(starred[1])].score.total_bits == cheapest
+    done, words = run(*options, "--max-total-bits", 0.5)
+    assert done.exit_code != 0
+    assert "none of 4 trials is within total_bits <= 0.5; the closest is trial" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kity"], "scheme: got 'kity', which is unknown"),
+        (["kitty", "--space", "boost=0..1"], "space: kitty has no knob 'boost'"),
+        (["kitty", "--space", "boost_ratio"], "allowed KNOB=LOW..HIGH or KNOB=A,B,C"),
+        (["full", *SMALL], "space: 'full' has no knob that is searched by default"),
+        (["kitty", "--objective", "speed"], "objective: got 'speed', allowed kld, reference, tasks"),
+        (["kitty", "--objective", "tasks"], "tasks: got none; name lm-eval's tasks"),
+        (["kitty", "--cost", "joules"], "cost: got 'joules', allowed total_bits, cache_bytes, milliseconds"),
+        (["kitty", "--sensitivity", "x.json"], "which 'kitty' does not use; only triaxial"),
+        (["kitty", "--context", "64", "--prefill", "64"], "prefill: got 64"),
+        (["kitty", *SMALL, "--storage", "tuning.txt"], "storage: got 'tuning.txt', allowed a URL"),
+        (["kitty", "--outliers", "8", "--model", "x"], "only the reference model can be given outliers"),
+    ],
+)
+def test_bad_input(arguments, message):
+    done, words = run(*arguments, "--device", "cpu")
+    assert done.exit_code != 0
+    assert message in words
+
+
+def test_ranges_as_typed():
+    assert parse_ranges(["a=0.1..2", "b=0,32,64", "c=true,false", "d=keys,both"]) == {
+        "a": (0.1, 2),
+        "b": [0, 32, 64],
+        "c": [True, False],
+        "d": ["keys", "both"],
+    }
+
+
+def windows(tokenizer, rows=4, length=160):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, len(tokenizer) - 64, (rows, length), generator=generator)
+
+
+def test_kld_of_text_is_that_of_measure(subject):
+    """In parts and at once; the score is what `measure` says, and its samples are windows."""
+    model, tokenizer = subject
+    tokens = windows(tokenizer)
+    preset = get_preset("kitty", page_size=16, sink_length=4, local_length=16)
+    expected = measure(model, tokens, {"": preset}, prefill=96, chunk=32).schemes[0]
+    reported = []
+    for parts in (1, 2):
+        objective = TextKLD(model, tokens, prefill=96, chunk=32, batch_size=2, parts=parts)
+        score = objective(preset, lambda step, value: reported.append((step, value)))
+        assert score.value == pytest.approx(expected.mean, rel=1e-4)
+        assert score.total_bits == pytest.approx(expected.bill.total_bits)
+        assert score.samples == 4
+        assert score.low <= score.value <= score.high
+    assert [step for step, _ in reported] == [0, 0, 1]
+    assert reported[-1][1] == pytest.approx(expected.mean, rel=1e-4)
+
+
+def test_reference_tasks(subject):
+    from hfkvq.demo.prompts import Subject
+
+    objective = ReferenceTasks(Subject("tiny", *subject, True), ("recall-4",), samples=2, batch_size=2)
+    score = objective(get_preset("full"))
+    assert score.samples == 2
+    assert 0 <= score.value <= 1
+    assert score.total_bits > 16
+
+
+def test_lm_eval_tasks(subject):
+    from lm_eval.tasks import TaskManager
+
+    from hfkvq.lm_eval.model import HFKVQ
+
+    model, tokenizer = subject
+    lm = HFKVQ(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=2048)
+    manager = TaskManager(include_path=str(task_folder()), include_defaults=False)
+    objective = LmEvalTasks(lm, ["ref_recall_24"], [0, 1, 2], task_manager=manager, parts=2)
+    seen = []
+    score = objective(get_preset("kivi-2"), lambda step, value: seen.append(step))
+    assert seen == [0, 1]
+    assert score.samples == 3
+    assert score.code_bits == 2
+    assert lm.cache_arguments.preset == get_preset("kivi-2")
+    with pytest.raises(ValueError, match="has no metric 'speed'; it has exact_match,none"):
+        LmEvalTasks(lm, ["ref_recall_24:speed"], [0], task_manager=manager)(get_preset("full"))
+    with pytest.raises(ValueError, match="tasks, samples: got 0 and 1"):
+        LmEvalTasks(lm, [], [0])
+
+
+def test_milliseconds_beside_another_objective(subject):
+    model, _ = subject
+    constant = Custom(lambda preset: Score(preset.scheme.boost_ratio, 3.0), "waste", "minimize")
+    timed = Timed(constant, model, context=40, steps=3)
+    score = timed(get_preset("kitty"))
+    assert (score.value, score.total_bits) == (0.125, 3.0)
+    assert score.milliseconds > 0
+    study = tune("kitty", timed, trials=6, space={"boost_ratio": [0.0, 0.125]}, cost="milliseconds")
+    assert study.pick(max_milliseconds=1e9).score.value == 0.0
+
+
+def test_tables_by_budget():
+    """TriAxialKV's table is searched by its budget, and comes back from the storage."""
+    tables = {2.4: {"current|text|user": 2}, 3.2: {"current|text|user": 4}}
+    narrow = Custom(
+        lambda preset: Score(len(dict(preset.scheme.table)), 3.0 + sum(dict(preset.scheme.table).values())),
+        "x",
+        "minimize",
+    )
+    study = tune("triaxial", narrow, trials=6, space={"sink_length": [0, 16]}, tables=tables)
+    budgets = {point.knobs["budget"] for point in study.points()}
+    assert budgets == {2.4, 3.2}
+    for point in study.points():
+        assert dict(point.preset.scheme.table) == tables[point.knobs["budget"]]
+
+
+@pytest.mark.parametrize("name", ["kitty", "kivi-2", "mixkvq", "saw-int4", "arkv", "triaxial", "kvarn"])
+def test_default_spaces_are_legal(name):
+    """Every value is, and so are the presets' own."""
+    from hfkvq.tuning.space import published, space_of
+
+    scheme = get_scheme(name)
+    space = space_of(scheme)
+    assert space
+    assert {knob: getattr(scheme, knob) for knob in space} in published(scheme, space) or name in ("arkv",)
+
+
+def test_knobs_that_do_not_go_together_are_passed_over():
+    """A legal value each, but half the channels cannot have 16 bits beside 75 % at 4."""
+    objective = Custom(lambda preset: Score(1.0, 3.0), "x", "minimize")
+    study = tune("mixkvq", objective, trials=8, space={"most_bf16": [0.5], "most_int4": [0.25, 0.75]})
+    assert {point.knobs["most_int4"] for point in study.points()} == {0.25}
+    refused = [trial.user_attrs.get("hfkvq:refused", "") for trial in study.optuna.get_trials()]
+    assert any("shares of the channels" in text for text in refused)
+    assert json.dumps(study.preset_of({"most_bf16": 0.5, "most_int4": 0.25}).to_dict())
