@@ -224,13 +224,14 @@ def _unreachable(cost: Cost, limit: float, base: float, least: float) -> ValueEr
 
 def _stopped(search: Search) -> str:
     """Why nothing more is changed."""
+    room = max(0.0, round(search.room, 6))
     if (trial := search.refused) is not None:
         if trial.cost > search.room:
-            return f"budget: what would still gain costs {trial.cost:.3g}, and {search.room:.3g} is left"
+            return f"budget: what would still gain costs {trial.cost:.3g}, and {room:.3g} is left"
         return f"noise: the best change left gains {trial.gain:.3g}, which is within {trial.noise:.3g}"
     left = [search.expected(move) for move in search.singles()]
     if any(gain > 0 and cost > search.room for gain, cost in left):
-        return f"budget: nothing that would still gain fits into the {search.room:.3g} left"
+        return f"budget: nothing that would still gain fits into the {room:.3g} left"
     return "done: no change gains anything"
 
 

@@ -50,7 +50,8 @@ def layer_sensitivity(plan: LayerPlan) -> Figure:
         ImportError: matplotlib is not installed.
     """
     layers, names = plan.measured_layers, list(plan.candidates)
-    figure, grid = new_figure(2.6 + max(5.0, 0.62 * min(len(layers), 24)), 1.7 + 0.55 * len(names))
+    each = 0.62 if len(layers) <= _WRITTEN else 0.3
+    figure, grid = new_figure(2.6 + max(5.0, each * len(layers)), 1.7 + 0.55 * len(names))
     axes = grid[0, 0]
     relative = plan.direction == "minimize" and plan.start.value > 0
     scale = 100 / plan.start.value if relative else 100.0
@@ -66,7 +67,7 @@ def layer_sensitivity(plan: LayerPlan) -> Figure:
                 axes.text(column, row, f"{gain:+.1f}", ha="center", va="center", fontsize=8.5, color=color)
             if plan.candidate_of(layer) == name:
                 axes.add_patch(_frame(column, row))
-    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers], fontsize=9 if len(layers) <= 24 else 6)
+    axes.set_xticks(range(len(layers)), [str(layer) for layer in layers], fontsize=9 if len(layers) <= 48 else 6)
     axes.set_yticks(range(len(names)), [f"{name}\n{_spent(plan, name)}" for name in names], fontsize=9)
     axes.tick_params(length=0)
     axes.set_xlabel("layer that was changed")
