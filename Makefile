@@ -21,6 +21,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PINS)
 FOR_DEMO := $(VENV)/.installed-plot
 FOR_DEV := $(VENV)/.installed-dev
+FOR_DOCS := $(VENV)/.installed-docs
 
 ifdef PYTHON
 GPU_PYTHON := $(PYTHON)
@@ -31,7 +32,7 @@ FOR_GPU := $(FOR_DEV)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo style format test test-gpu bench clean
+.PHONY: help demo style format test test-gpu bench docs clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
@@ -58,6 +59,14 @@ test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
 	PYTHONPATH=. $(GPU_PYTHON) -m hfkvq.cli bench kernels $(BENCH_ARGS)
 
+# Modules by name: what is meant to be imported. The guides stand beside them.
+DOCUMENTED := docs/guides.py hfkvq hfkvq.caches hfkvq.caches.tags hfkvq.kernels.pages hfkvq.demo \
+	hfkvq.divergence.measurement hfkvq.divergence.values hfkvq.lm_eval hfkvq.lm_eval.model hfkvq.reference \
+	hfkvq.tuning hfkvq.tuning.fit hfkvq.tuning.objectives hfkvq.tuning.study
+
+docs: $(FOR_DOCS)  ## API reference and guides as HTML, in build/docs
+	$(BIN)/pdoc -d google -o build/docs $(DOCUMENTED)
+
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find hfkvq evals tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -73,3 +82,7 @@ $(FOR_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 $(FOR_DEV): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[dev]'
 	@touch $@ $(FOR_DEMO)
+
+$(FOR_DOCS): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+	$(PIP_INSTALL) -e '.[docs]'
+	@touch $@

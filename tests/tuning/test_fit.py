@@ -20,6 +20,10 @@ from hfkvq.reference import load_reference
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 
+# PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of conftest.py.
+with torch.device("meta"):
+    torch.empty(0)
+
 QWEN3_8B = Qwen3Config(
     vocab_size=151936,
     hidden_size=4096,

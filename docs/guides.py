@@ -1,0 +1,10 @@
+"""Guides, gathered for the API reference that `make docs` builds.
+
+.. include:: choosing.md
+
+.. include:: evaluation.md
+
+.. include:: tuning.md
+
+.. include:: agents.md
+"""

@@ -1,0 +1,130 @@
+"""What the documents say can be typed can be typed, and their figures are those of the repository."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from transformers import Qwen3Config
+
+from hfkvq.caches import get_scheme
+from hfkvq.cli import app
+from hfkvq.demo.schemes import describe
+from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
+from hfkvq.tuning.fit.layer import Arrival
+
+# PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of conftest.py.
+with torch.device("meta"):
+    torch.empty(0)
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GROUP = typer.main.get_command(app)
+GIB = 1024**3
+
+
+def blocks(path):
+    """Commands of a document's blocks of code, continued lines joined."""
+    text = path.read_text(encoding="utf-8")
+    for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("hfkvq "):
+                yield line
+
+
+def spans(path):
+    """Commands within a sentence, which may be incomplete."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for span in re.findall(r"`(hfkvq [a-z][^`]*)`", text):
+        yield " ".join(span.split())
+
+
+def command_of(words):
+    """The command that words name, its name, and the words behind it."""
+    command, name = GROUP, "hfkvq"
+    while hasattr(command, "commands"):
+        name, *words = words
+        assert name in command.commands, f"hfkvq has no command {name!r}"
+        command = command.commands[name]
+    return command, name, words
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_of_blocks_parse(path):
+    for line in blocks(path):
+        command, name, words = command_of(shlex.split(line, comments=True)[1:])
+        # Parses and checks every option, and runs nothing.
+        command.make_context(name, list(words))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_options_of_commands_in_sentences_exist(path):
+    for line in spans(path):
+        words = line.split()[1:]
+        if words == ["bench"]:
+            continue
+        command, name, words = command_of(words)
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word for word in words if word.startswith("--")} <= known, name
+
+
+def test_guides_and_modules_of_the_reference_exist():
+    guides = (ROOT / "docs" / "guides.py").read_text(encoding="utf-8")
+    assert {f"{name}.md" for name in re.findall(r"include:: (\w+)\.md", guides)} == {
+        path.name for path in (ROOT / "docs").glob("*.md")
+    }
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    for name in re.search(r"^DOCUMENTED := (.*)$", makefile, re.MULTILINE)[1].split():
+        if name.endswith(".py"):
+            assert (ROOT / name).is_file()
+        else:
+            assert importlib.util.find_spec(name) is not None, name
+
+
+def rows(text, heading):
+    """Cells by first cell of the table whose header begins so."""
+    table = text[text.index(heading) :].split("\n\n")[0]
+    return {cells[0]: cells[1:] for line in table.splitlines()[2:] for cells in [re.split(r"\s*\|\s*", line[2:-2])]}
+
+
+class TestChoosing:
+    TEXT = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+    def test_what_fits_is_what_is_computed(self):
+        config = Qwen3Config(
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=40960,
+            tie_word_embeddings=False,
+            dtype=torch.bfloat16,
+        )
+        model = outline_of(config)
+        weights: Weights = weights_of(model, model.dtype)
+        for name, cells in rows(self.TEXT, "| cache | 32k tokens").items():
+            preset = None if name == "bf16" else re.match("`([^`]+)`", name)[1]
+            found = []
+            for context in (32768, 131072):
+                one = plan(model, "", preset, weights, 24 * GIB, context, 1, None, GIB, Arrival(0, 0, 2048))
+                found += [f"{one.cache / GIB:.2f} GiB", f"{one.left / GIB:.2f} GiB", str(one.batch or "none")]
+            assert cells == found, name
+
+    def test_costs_are_those_of_the_readme(self):
+        measured, speed = rows(self.README, "| cache | code bits"), rows(self.README, "| cache | 32 x 32k")
+        for name, (bits, plain, outliers, long, short) in rows(self.TEXT, "| cache | bits | KLD").items():
+            preset = name.strip("`")
+            known = measured.get(name) or measured.get(f"`{preset}-fractions`")
+            assert (plain, outliers) == (known[5], known[7]), name
+            least, most = describe(preset, get_scheme(preset))["long_context_bits"]
+            assert bits.removesuffix(" a kept token") == (
+                f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
+            )
+            assert (long, short) == ((speed[name][0], speed[name][4]) if name in speed else ("not measured",) * 2)
