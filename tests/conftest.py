@@ -18,6 +18,10 @@ import pytest
 
 from hfkvq.kernels import use_interpreter
 
+# PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones below.
+with torch.device("meta"):
+    torch.empty(0)
+
 # Tiny tensors: more threads cost more than they bring, and xdist has processes.
 torch.set_num_threads(1)
 

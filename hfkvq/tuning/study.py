@@ -73,12 +73,14 @@ class TuningStudy:
         cost: the second objective, or the constraint's.
         direction: of the first objective.
         objective: its name.
+        config: of the model, if the objective has one; `pick` counts bytes by it.
     """
 
     def __init__(self, study: optuna.Study, preset: Preset, space: Space, setup: Mapping[str, Any]) -> None:
         self.optuna, self.preset, self.space = study, preset, space
         self.cost: Cost = setup["cost"]
         self.direction, self.objective = setup["direction"], setup["objective"]
+        self.config: Any = None
         self._tables: Mapping[str, Mapping[str, int]] = setup.get("tables") or {}
 
     def preset_of(self, knobs: Mapping[str, Any]) -> Preset:
@@ -165,7 +167,11 @@ class TuningStudy:
         *,
         max_total_bits: float | None = None,
         max_milliseconds: float | None = None,
-        fits: Callable[[Preset], bool] | None = None,
+        max_bytes: str | int | None = None,
+        context: int | None = None,
+        batch: int = 1,
+        config: Any = None,
+        accept: Callable[[Preset], bool] | None = None,
     ) -> Point:
         """The best point under a limit (the paper's rule for MixKVQ: the best accuracy under a ceiling of bits).
 
@@ -174,7 +180,11 @@ class TuningStudy:
         Args:
             max_total_bits: most bits an element, every byte counted.
             max_milliseconds: most of a step, where it was measured.
-            fits: any other condition, for instance on bytes at a context: see `hfkvq.tuning.fit.fits`.
+            max_bytes: most bytes of the whole cache, ``"2GiB"`` or a number, at ``context`` tokens of ``batch`` rows.
+            context: see ``max_bytes``.
+            batch: see ``max_bytes``.
+            config: of the model that the bytes are counted for; the one that was tuned on by default.
+            accept: any other condition.
 
         Raises:
             ValueError: no point is under the limit; the message has the closest.
@@ -184,12 +194,22 @@ class TuningStudy:
             limits["total_bits"] = max_total_bits
         if max_milliseconds is not None:
             limits["milliseconds"] = max_milliseconds
+        conditions = [] if accept is None else [accept]
+        if max_bytes is not None:
+            conditions.append(self._fits(max_bytes, context, batch, config))
         points = self.points()
         if not points:
             raise ValueError("pick: no trial has been measured yet; run `hfkvq tune` again on the same storage.")
-        feasible = [point for point in points if _within(point.score, limits) and (fits is None or fits(point.preset))]
+        feasible = [
+            point
+            for point in points
+            if _within(point.score, limits) and all(condition(point.preset) for condition in conditions)
+        ]
         if not feasible:
-            wanted = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items()) or "what was asked for"
+            words = [f"{name} <= {limit:g}" for name, limit in limits.items()]
+            if max_bytes is not None:
+                words.append(f"{max_bytes} at {context} tokens and batch {batch}")
+            wanted = ", ".join(words) or "what was asked for"
             near: Cost = next(iter(limits)) if limits else "total_bits"
             closest = min(points, key=lambda p: p.score.cost(near))
             raise ValueError(
@@ -199,6 +219,15 @@ class TuningStudy:
         known = [point for point in feasible if point.held_out is not None] or feasible
         sign = 1 if self.direction == "minimize" else -1
         return min(known, key=lambda p: (sign * p.best_known.value, p.score.cost(self.cost), p.number))
+
+    def _fits(self, most: str | int, context: int | None, batch: int, config: Any) -> Callable[[Preset], bool]:
+        from .fit import fits
+
+        config = self.config if config is None else config
+        if context is None or config is None:
+            missing = "context" if context is None else "config"
+            raise ValueError(f"{missing}: got None, but max_bytes counts the bytes of a model's cache at a context.")
+        return fits(config, most, context, batch)
 
 
 def _within(score: Score, limits: Mapping[Cost, float]) -> bool:
@@ -294,6 +323,7 @@ def tune(
     study.sampler = TPESampler(n_startup_trials=min(STARTUP, max(trials // 3, 1)), seed=seed_here)
     study.pruner = MedianPruner(n_startup_trials=5)
     found = TuningStudy(study, preset, distributions, setup)
+    found.config = getattr(getattr(objective, "model", None), "config", None)
     if created and warm_start:
         knobs = {knob: distribution for knob, distribution in distributions.items() if knob != BUDGET}
         for values in published(preset.scheme, knobs)[:trials]:

@@ -16,10 +16,12 @@ from optuna.trial import TrialState
 
 from hfkvq import get_scheme
 from hfkvq.caches import get_preset
+from hfkvq.tuning.fit import cache_bytes
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.space import published, space_of
 from hfkvq.tuning.study import load_study, tune
 from hfkvq.tuning.workers import finished
+from tests.caches import models
 
 SPACE = {"tau_bf16": (0.1, 2.0), "tau_int4": (0.1, 2.0)}
 
@@ -109,12 +111,21 @@ class TestSearch:
                 (point for point in study.points() if point.score.total_bits <= limit), key=lambda p: p.score.value
             )
             assert study.pick(max_total_bits=limit).number == best.number
-        few = study.pick(fits=lambda preset: preset.scheme.tau_bf16 > 1.4)
+        few = study.pick(accept=lambda preset: preset.scheme.tau_bf16 > 1.4)
         assert few.knobs["tau_bf16"] > 1.4
         with pytest.raises(
             ValueError, match=r"none of 20 trials is within total_bits <= 1; the closest is trial \d+ with"
         ):
             study.pick(max_total_bits=1.0)
+        config = models.config("llama")
+        sizes = {point.number: cache_bytes(config, point.preset, 4096, 2) for point in study.points()}
+        most = sorted(sizes.values())[len(sizes) // 2]
+        picked = study.pick(max_bytes=most, context=4096, batch=2, config=config)
+        assert sizes[picked.number] <= most
+        with pytest.raises(ValueError, match=r"none of 20 trials is within 1KiB at 4096 tokens and batch 2"):
+            study.pick(max_bytes="1KiB", context=4096, batch=2, config=config)
+        with pytest.raises(ValueError, match="config: got None, but max_bytes counts"):
+            study.pick(max_bytes="1GiB", context=4096)
         with pytest.raises(ValueError, match="cost: got 'milliseconds', which this objective does not measure"):
             study.pick(max_milliseconds=5.0)
 

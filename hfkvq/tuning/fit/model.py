@@ -125,9 +125,9 @@ def _record_bytes(come: Arrival) -> int:
 def fits(
     config: Any, max_bytes: str | int, context: int, batch: int = 1, dtype: torch.dtype | None = None, **come: Any
 ) -> Callable[[Preset], bool]:
-    """A condition for `TuningStudy.pick`: whether a preset's cache stays within a memory.
+    """A condition on presets: whether a preset's cache stays within a memory.
 
-    ``study.pick(fits=fits(model.config, "2GiB", context=32768, batch=8))``
+    `TuningStudy.pick` asks it: ``study.pick(max_bytes="2GiB", context=32768, batch=8)``.
 
     Args:
         config: see `cache_bytes`.
