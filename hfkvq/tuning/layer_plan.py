@@ -38,11 +38,11 @@ class LayerStep:
     """A change that was accepted.
 
     Attributes:
-        changes: (layer, candidate) pairs: one, or two where one layer pays for another.
+        changes: (layer, candidate) pairs: one, two where one layer pays for another, or those of all layers.
         gain: how much better the value became, measured at this step; negative where bits had to be saved.
         noise: what a gain had to exceed.
         score: after the step.
-        reason: "raise", "exchange", or "lower" where the base was over the budget.
+        reason: "raise", "exchange", "uniform", or "lower" where the base was over the budget.
     """
 
     changes: tuple[tuple[int, str], ...]

@@ -189,6 +189,17 @@ class Search:
             if give[0][0] != take[0][0] and saved + spent <= self.room
         ]
 
+    def uniform(self) -> Trial | None:
+        """The best candidate for all layers at once, if it gains more than noise.
+
+        Single changes may gain nothing where errors of several layers hide each other.
+        """
+        moves = [tuple((layer, k) for layer in self.options) for k in range(1, len(self.names))]
+        fitting = [move for move in moves if self.expected(move)[1] <= self.room]
+        tried = [self.attempt(move) for move in fitting if self.preset(move) != self.preset()]
+        sure = [trial for trial in tried if trial.gain > trial.noise and trial.cost <= self.room]
+        return max(sure, key=lambda trial: by_gain(trial.gain, trial.cost), default=None)
+
     def best(self, moves: Sequence[Move], rank: Rank, free: bool = False) -> Trial | None:
         """The best of the changes; those that promise most are measured again, `top` at the most.
 

@@ -46,8 +46,9 @@ def tune_layers(
 
     The base is measured, then the base with each layer changed to each candidate, one at a time. From there the change
     of greatest gain per bit is made, again and again, until nothing more fits into the budget or gains more than noise.
-    Where a change does not fit, another layer may pay for it with a cheaper candidate. A base over the budget is first
-    lowered to it, at the least loss per bit.
+    Where a change does not fit, another layer may pay for it with a cheaper candidate. Where one candidate for all
+    layers fits and would be better than what the steps have led to, they go on from there. A base over the budget is
+    first lowered to it, at the least loss per bit.
 
     An objective that reports at least four parts (`TextKLD(..., parts=4)`) is compared part by part, on the same
     samples: a gain counts if its 95 % interval is above zero. Otherwise it must exceed half the interval of the better
@@ -134,6 +135,8 @@ def tune_layers(
             take(trial, "raise")
         elif trial := search.best(search.exchanges(), by_gain):
             take(trial, "exchange")
+        elif trial := search.uniform():
+            take(trial, "uniform")
         else:
             break
     stopped, chosen, score = _stopped(search), search.preset(), search.measure().score

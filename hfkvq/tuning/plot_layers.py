@@ -58,20 +58,24 @@ def layer_sensitivity(plan: LayerPlan) -> Figure:
     cells = [[plan.cell(layer, name) for layer in layers] for name in names]
     gains = [[math.nan if score is None else scale * plan.gain(score) for score in row] for row in cells]
     most = max((abs(gain) for row in gains for gain in row if not math.isnan(gain)), default=0.0) or 1.0
+    worst = min((gain for row in gains for gain in row if not math.isnan(gain)), default=0.0)
+    # No loss can shrink by more than itself, but it may grow by any factor, and would leave the rest without colour.
+    most = min(most, 100.0)
     image = axes.imshow(gains, cmap="PuOr", vmin=-most, vmax=most, aspect="auto")
     for row, name in enumerate(names):
         for column, layer in enumerate(layers):
             gain = gains[row][column]
             if len(layers) <= _WRITTEN and not math.isnan(gain):
                 color = "white" if abs(gain) > 0.5 * most else BLACK
-                axes.text(column, row, f"{gain:+.1f}", ha="center", va="center", fontsize=8.5, color=color)
+                text = f"{gain:+.1f}" if abs(gain) < 1000 else f"{gain:+,.0f}"
+                axes.text(column, row, text, ha="center", va="center", fontsize=8.5, color=color)
             if plan.candidate_of(layer) == name:
                 axes.add_patch(_frame(column, row))
     axes.set_xticks(range(len(layers)), [str(layer) for layer in layers], fontsize=9 if len(layers) <= 48 else 6)
     axes.set_yticks(range(len(names)), [f"{name}\n{_spent(plan, name)}" for name in names], fontsize=9)
     axes.tick_params(length=0)
     axes.set_xlabel("layer that was changed")
-    bar = figure.colorbar(image, ax=axes, pad=0.02)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, extend="min" if worst < -most else "neither")
     unit = f"% of the base's {plan.objective}" if relative else f"{plan.objective}, points of 100"
     bar.set_label(f"gain, {unit}", fontsize=9)
     figure.suptitle(f"{_label(plan.base.scheme)} with one layer changed; framed: chosen in the end", fontsize=11)

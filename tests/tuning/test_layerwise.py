@@ -137,6 +137,18 @@ class TestGreedy:
         assert chosen(plan) == ["kivi-4", "kivi-4", "kivi-2"]
         assert [step.gain for step in plan.steps] == pytest.approx([0.8, 0.1])
 
+    def test_all_layers_at_once(self):
+        """One layer alone is no use to the others: nothing gains until all are raised."""
+
+        class Together(Additive):
+            def value(self, own):
+                return 0.1 if all(scheme == get_scheme("kivi-4") for scheme in own) else 1.0
+
+        plan = plan_of(Together(), candidates=["kivi-4"], max_total_bits=4.0)
+        assert chosen(plan) == ["kivi-4"] * 3
+        assert [step.reason for step in plan.steps] == ["uniform"]
+        assert plan_of(Together(), candidates=["kivi-4"], max_total_bits=3.9).steps == ()
+
     def test_layers_that_are_not_compressed(self):
         objective = Additive()
         plan = plan_of(objective, compressed=[0, 2], max_total_bits=10.0)
