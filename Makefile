@@ -62,7 +62,8 @@ bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
 # Modules by name: what is meant to be imported. The guides stand beside them.
 DOCUMENTED := docs/guides.py hfkvq hfkvq.caches hfkvq.caches.tags hfkvq.kernels.pages hfkvq.demo \
 	hfkvq.divergence.measurement hfkvq.divergence.values hfkvq.lm_eval hfkvq.lm_eval.model hfkvq.reference \
-	hfkvq.tuning hfkvq.tuning.fit hfkvq.tuning.objectives hfkvq.tuning.study
+	hfkvq.tuning hfkvq.tuning.fit hfkvq.tuning.layerwise hfkvq.tuning.objectives hfkvq.tuning.plots hfkvq.tuning.score \
+	hfkvq.tuning.study
 
 docs: $(FOR_DOCS)  ## API reference and guides as HTML, in build/docs
 	$(BIN)/pdoc -d google -o build/docs $(DOCUMENTED)
