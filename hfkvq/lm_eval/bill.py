@@ -8,6 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+TOGETHER = ", "
+"""Between the names of tasks that could not be told apart."""
+
 COLUMNS = ("total_bits", "code_bits", "peak_cache_bytes", "tokens_per_second")
 """Entries that each task gets beside its metrics."""
 
@@ -92,10 +95,12 @@ class Bill:
 
     def write_into(self, results: Any) -> None:
         """Puts the columns beside each task's metrics, where lm-eval's table and JSON show them."""
+        # Where several processes answer tasks together, their costs are one entry under all their names.
+        costs = {task: cost for names, cost in self.tasks.items() for task in names.split(TOGETHER)}
         for task, entries in results.get("results", {}).items():
-            if task not in self.tasks:
+            if task not in costs:
                 continue
-            figures = self.tasks[task].figures()
+            figures = costs[task].figures()
             for name in COLUMNS:
                 if figures[name] is not None:
                     entries[f"{name},none"] = figures[name]

@@ -209,7 +209,7 @@ class HFKVQ(HFLM):
         tasks = dict.fromkeys(request.task_name or "" for request in requests)
         # Processes that wait for each other within a call must make the same calls.
         together = self.world_size > 1 and (not alone or self.batch_size == "auto")
-        for task in [", ".join(tasks)] if together else tasks:
+        for task in [bill.TOGETHER.join(tasks)] if together else tasks:
             self._task = task
             mine = [i for i, request in enumerate(requests) if together or (request.task_name or "") == task]
             found |= zip(mine, answer([requests[i] for i in mine]), strict=True)
