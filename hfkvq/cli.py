@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,7 @@ from hfkvq.bench.cli import app as bench_app
 from hfkvq.divergence.cli import app as divergence_app
 from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.report.cli import app as report_app
-from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.terminal import DType, check_files, fail, make_console, pick_device, split
 from hfkvq.tuning.cli import app as tuning_app
 from hfkvq.tuning.fit.cli import app as fit_app
 from hfkvq.tuning.search_cli import app as search_app
@@ -39,15 +38,6 @@ app.add_typer(divergence_app)
 app.add_typer(report_app)
 app.add_typer(lm_eval_app)
 app.add_typer(search_app)
-
-
-class DType(str, Enum):
-    """Choices of --dtype."""
-
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
 
 def _version(value: bool) -> None:
@@ -89,19 +79,10 @@ def schemes(
 
 
 def _pick_device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-    except RuntimeError:
-        fail(f"device: got {name!r}, allowed auto, cpu, cuda or cuda:N.")
-    if device.type not in ("cpu", "cuda"):
-        fail(f"device: got {name!r}, allowed auto, cpu, cuda or cuda:N.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        fail(f"device: got {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu.")
-    return device
+        return pick_device(name)
+    except ValueError as error:
+        fail(error)
 
 
 def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, outliers: float | None) -> Subject:

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.terminal import DType, check_files, fail, make_console, pick_device, split
 
 # torch, Transformers and datasets are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
     from .values import Measured
 
 app = typer.Typer()
-
-
-class DType(str, Enum):
-    """Choices of --dtype."""
-
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
 
 def _documents(
@@ -121,7 +111,7 @@ def kld(
     try:
         intervals.check_scipy("kld")
         chosen = naming.parse_schemes(split(schemes))
-        where = subject.pick_device(device)
+        where = pick_device(device)
         documents, source, separator = _documents(text, dataset, part, field, model, seed)
         plan = subject.outline(model)
         subject.check_lengths(plan, context, prompt)

@@ -88,21 +88,3 @@ def load(outline: Outline, device: torch.device, dtype: torch.dtype | None) -> A
     # The wrapper around PreTrainedModel.to confuses type checkers.
     nn.Module.to(model, device)
     return model.eval()
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of a name; auto takes a GPU if there is one.
-
-    Raises:
-        ValueError: no such device.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda") or (number and not number.isdecimal()):
-        raise ValueError(f"device: got {name!r}, allowed auto, cpu, cuda or cuda:N.")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device: got {name!r}, but PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu."
-        )
-    return torch.device(name)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import fail, make_console, split
+from hfkvq.terminal import fail, make_console, pick_device, split
 
 # torch, Transformers and lm-eval are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ def leaderboard(
         fail(error)
 
     from hfkvq.divergence.cli import kld
-    from hfkvq.divergence.subject import pick_device
     from hfkvq.report.cli import report
 
     from .runs import run_tasks

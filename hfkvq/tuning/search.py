@@ -73,7 +73,7 @@ def make_plan(
     cost: str,
     milliseconds: bool,
     seed: int,
-    device: str,
+    device: Any,
     dtype: str,
     sensitivity: Path | None,
 ) -> Plan:
@@ -100,7 +100,7 @@ def make_plan(
         from .allocate import sweep
 
         tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
-    where, kind = subjects.pick_device(device), _dtype(dtype)
+    where, kind = device, _dtype(dtype)
     outline = subjects.outline(model)
     subjects.check_schemes(outline, {"": preset})
     about: dict[str, Any] = {"objective": objective, "samples": samples, "held_out": held_out, "seed": seed}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.terminal import check_files, fail, make_console, pick_device, split
 
 # torch, Transformers and Optuna are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def tune(
             cost=cost,
             milliseconds=cost == "milliseconds" or max_milliseconds is not None,
             seed=seed,
-            device=device,
+            device=pick_device(device),
             dtype=dtype,
             sensitivity=sensitivity,
         )

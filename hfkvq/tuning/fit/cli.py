@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import fail, make_console, split
+from hfkvq.terminal import DType, fail, make_console, split
 
 # torch and Transformers are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -24,15 +23,6 @@ app = typer.Typer()
 
 MAIN = ("bf16", "kivi-4", "saw-int4", "triaxial", "mixkvq", "kivi-2", "kitty-pro", "kitty", "arkv")
 """Caches shown by default: the stock one, and a preset of each scheme."""
-
-
-class DType(str, Enum):
-    """Choices of --dtype."""
-
-    auto = "auto"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
 
 @app.command()
