@@ -107,7 +107,7 @@ def make_plan(
     if outliers is not None:
         about["outliers"] = outliers
     if objective == "kld":
-        prompt = context // 2 if prefill is None else prefill
+        prompt = context * 3 // 4 if prefill is None else prefill
         subjects.check_lengths(outline, context, prompt)
         documents = _documents(text, dataset, model, seed)
         windows = cut(documents[0], outline.tokenizer, context, samples + held_out, documents[1])

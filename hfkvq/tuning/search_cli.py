@@ -51,16 +51,18 @@ def tune(
     tasks: Annotated[str | None, typer.Option(help="For tasks and reference: names, with commas.")] = None,
     samples: Annotated[
         int, typer.Option(min=2, help="Windows of text, or documents of each task, that the search sees.")
-    ] = 16,
+    ] = 8,
     held_out: Annotated[
         int | None, typer.Option(min=2, help=r"Others that confirm the best candidates. \[default: as many]")
     ] = None,
     text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as for hfkvq kld.")] = None,
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set of the Hub, as for hfkvq kld.")] = None,
-    context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
-    prefill: Annotated[int | None, typer.Option(min=2, help=r"Of these, the prompt. \[default: half]")] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time behind it.")] = 16,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 4,
+    context: Annotated[int, typer.Option(min=4, help="Tokens of a window.")] = 1024,
+    prefill: Annotated[
+        int | None, typer.Option(min=2, help=r"Of these, the prompt. \[default: three quarters]")
+    ] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time behind it.")] = 32,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,
     metadata: Annotated[str | None, typer.Option(help="For lm-eval's tasks, as JSON.")] = None,
     trials: Annotated[int, typer.Option(min=1, help="Finished trials wanted, of all workers together.")] = 30,
     space: Annotated[
