@@ -1,11 +1,14 @@
 """`hfkvq leaderboard`: results as lm-eval saves them, and the report of them."""
 
+import functools
 import json
 
 import pytest
+from lm_eval.tasks import TaskManager
 from typer.testing import CliRunner
 
 from hfkvq.cli import app
+from hfkvq.lm_eval import runs
 from hfkvq.lm_eval.runs import folder_name
 
 
@@ -13,7 +16,9 @@ def run(*arguments):
     return CliRunner().invoke(app, ["leaderboard", *map(str, arguments)])
 
 
-def test_results_report_and_what_is_there_already(tmp_path):
+def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
+    # Without the thousands of files of lm-eval's own tasks.
+    monkeypatch.setattr(runs, "TaskManager", functools.partial(TaskManager, include_defaults=False))
     options = ["--out", tmp_path / "board", "--tasks", "ref_recall_24", "--limit", "1", "--device", "cpu"]
     options += ["--windows", "1", "--context", "256", "--schemes", "full,kitty:sink_length=4"]
     done = run(*options)

@@ -266,7 +266,7 @@ class Slow(Known):
     def __call__(self, preset, report=None):
         with open({log!r}, "a") as file:
             file.write(sys.argv[1] + "\\n")
-        time.sleep(0.15)
+        time.sleep(0.1)
         return super().__call__(preset)
 
 search(Slow(), trials=30, storage={storage!r}, beat=0.2, grace=2.0)
