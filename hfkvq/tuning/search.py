@@ -53,6 +53,12 @@ class Plan:
     cost: Any
     tables: Mapping[float, Mapping[str, int]] | None = None
 
+    @property
+    def measured_on(self) -> dict[str, Any]:
+        """What scores depend on. The seed chooses the reference tasks' questions; elsewhere it is the sampler's."""
+        fixed = {name: x for name, x in self.about.items() if name != "seed" or self.about["objective"] == "reference"}
+        return {"model": self.model, **fixed}
+
 
 def make_plan(
     scheme: str,
@@ -103,7 +109,13 @@ def make_plan(
     where, kind = device, _dtype(dtype)
     outline = subjects.outline(model)
     subjects.check_schemes(outline, {"": preset})
-    about: dict[str, Any] = {"objective": objective, "samples": samples, "held_out": held_out, "seed": seed}
+    about: dict[str, Any] = {
+        "objective": objective,
+        "samples": samples,
+        "held_out": held_out,
+        "seed": seed,
+        "dtype": dtype,
+    }
     if outliers is not None:
         about["outliers"] = outliers
     if objective == "kld":
@@ -248,6 +260,7 @@ def run(
             limits=limits,
             single=single,
             tables=plan.tables,
+            measured_on=plan.measured_on,
             storage=storage,
             name=name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
             on_trial=show,

@@ -259,6 +259,7 @@ def tune(
     limits: Mapping[Cost, float] | None = None,
     single: bool = False,
     tables: Mapping[float, Mapping[str, int]] | None = None,
+    measured_on: Mapping[str, Any] | None = None,
     storage: str | None = None,
     name: str | None = None,
     warm_start: bool = True,
@@ -282,6 +283,8 @@ def tune(
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
         single: the value alone, under ``limits``; unpromising trials are stopped early where the objective reports.
         tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
+        measured_on: model, samples and whatever else scores depend on, as JSON has it. A study keeps it, and refuses to
+            go on with other: its trials could not be compared.
         storage: an SQLAlchemy URL (``sqlite:///tuning.db``), or the path of a journal file (``tuning.log``) on a file
             system that the workers share. None keeps the study in memory.
         name: of the study in the storage; the scheme's by default.
@@ -291,8 +294,8 @@ def tune(
         grace: seconds without one after which its trial is taken up by others.
 
     Raises:
-        ValueError: nothing to search, a study of another scheme, space or objective under this name, storage that
-            cannot be reached, or an objective that returns NaN (finished trials are kept).
+        ValueError: nothing to search, a study of another scheme, space, objective or model under this name, storage
+            that cannot be reached, or an objective that returns NaN (finished trials are kept).
     """
     preset = get_preset(scheme)
     distributions = space_of(preset.scheme, space, optional=bool(tables))
@@ -313,6 +316,7 @@ def tune(
         "direction": objective.direction,
         "cost": cost,
         "single": single,
+        "measured_on": dict(measured_on or {}),
         "tables": None if tables is None else {str(budget): dict(table) for budget, table in tables.items()},
     }
     # As JSON has it, which is what comes back from a storage.

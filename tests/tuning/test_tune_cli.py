@@ -59,6 +59,11 @@ def test_from_search_to_preset(tmp_path):
     starred = re.search(r"(\d+) \*", words)
     assert starred is not None
     assert study.points()[int(starred[1])].score.total_bits == cheapest
+    # Other text, or another model, under the same name: trials that could not be compared.
+    for other in (["--seed", 1], ["--outliers", 8], ["--samples", 3]):
+        done, words = run(*options, *other)
+        assert done.exit_code != 0
+        assert "is one of another measured_on" in words
     done, words = run(*options, "--max-total-bits", 0.5)
     assert done.exit_code != 0
     assert "none of 4 trials is within total_bits <= 0.5; the closest is trial" in words
