@@ -26,6 +26,15 @@ with torch.device("meta"):
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quick_interpreter():
+    """Where kernels are interpreted, with as little overhead as that can be had."""
+    if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+        from tests.interpreter import hasten
+
+        hasten()
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     """The same random numbers in every test, whatever ran before."""

@@ -1,4 +1,4 @@
-"""The commands ``hfkvq bench kernels`` and ``hfkvq bench tune``."""
+"""The commands ``hfkvq bench kernels`` and ``hfkvq bench tune``; mounts ``hfkvq bench generate``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.console import Console
 
 from hfkvq.terminal import check_files, fail, make_console, split
 
+from .generate.cli import generate_command
+
 # torch is imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
     import torch
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
     from .cases import Shape
     from .report import Record
 
-app = typer.Typer(help="Time the decode kernels on this GPU, and tune them for it.", no_args_is_help=True)
-
+app = typer.Typer(
+    help="Time the decode kernels and whole models on this GPU, and tune the kernels for it.", no_args_is_help=True
+)
+app.command("generate")(generate_command)
 
 _DEFAULT_SHAPES = r"\[default: 32x32k, 1x128k, 32x8k, 1x8k, 1x1k]"
 Batches = Annotated[str | None, typer.Option("--batch", help=f"Batch sizes, with commas. {_DEFAULT_SHAPES}")]

@@ -11,6 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .handle import LazyKV
+from .static import StaticKVLayer, StepKV, traced_attention
+from .store import MAX_STEP
 
 NAME = "hfkvq"
 """Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""
@@ -42,6 +44,8 @@ def hfkvq_attention(
         (B, Q, Hq, Dv) and None.
     """
     scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if isinstance(key, StepKV):
+        return _traced(module, query, key, attention_mask, scaling, kwargs), None
     layer = key.hfkvq_layer if isinstance(key, LazyKV) and isinstance(value, LazyKV) else None
     if (
         layer is None
@@ -50,6 +54,11 @@ def hfkvq_attention(
         or value.form != "bhsd"  # type: ignore[union-attr]
     ):
         return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if isinstance(layer, StaticKVLayer) and layer.takes_step(query.shape[2], attention_mask):
+        bias, sinks = kwargs.get("position_bias"), _sinks(kwargs)
+        mask = attention_mask if bias is None else _added(bias, attention_mask)
+        out = layer.step_now(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks)
+        return out.transpose(1, 2).contiguous(), None
     pages = layer.begin(attention_mask, query.shape[2])
     mask = attention_mask
     if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
@@ -58,7 +67,7 @@ def hfkvq_attention(
     # A prompt's own attention adds the bias itself.
     if bias is not None and (pages or "probs" in layer.scheme.needs):
         mask = _added(bias, mask)
-    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    sinks = _sinks(kwargs)
     softcap = kwargs.get("softcap") or 0.0
     if pages:
         out = layer.attend(query, mask, scaling, softcap, sinks).transpose(1, 2).contiguous()
@@ -67,6 +76,28 @@ def hfkvq_attention(
         out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
     layer.finish(query, mask, scaling, softcap, sinks)
     return out, None
+
+
+def _traced(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: StepKV,
+    mask: Tensor | None,
+    scaling: float,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attention while a graph is recorded: (B, Q, Hq, Dv)."""
+    causal = _causal(module, kwargs)
+    if mask is None and 1 < query.shape[2] <= MAX_STEP and not causal:
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
+    bias = kwargs.get("position_bias")
+    mask = mask if bias is None else _added(bias, mask)
+    out = traced_attention(key, query, mask, scaling, kwargs.get("softcap") or 0.0, _sinks(kwargs), causal)
+    return out.transpose(1, 2).contiguous()
+
+
+def _sinks(kwargs: dict[str, Any]) -> Tensor | None:
+    return kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
 
 
 def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -130,13 +161,20 @@ def hfkvq_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of sdpa, with two changes.
+    """The mask of sdpa, with three changes.
 
     A plain causal decode step gets a view of the 2D padding mask: stock code asks the device whether it is all ones, a
     synchronization in every step. And None is never returned for several queries on a longer cache, so that None
-    always means causal, aligned to the newest token.
+    always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets None.
     """
-    if q_length == 1 and mask_function is causal_mask_function and not isinstance(q_offset, Tensor):
+    if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
+        # Ours, of fixed capacity. Leading padding is not stored at all, so plain steps, which must look alike, need no mask.
+        plain = mask_function is causal_mask_function
+        if plain and (q_length == 1 or (attention_mask is None and torch.compiler.is_compiling())):
+            return None
+        if not torch.compiler.is_compiling() and q_length > 1:
+            q_offset = kv_offset + kv_length - q_length
+    elif q_length == 1 and mask_function is causal_mask_function and not isinstance(q_offset, Tensor):
         if attention_mask is None:
             return None
         columns = attention_mask[:, kv_offset : kv_offset + kv_length]

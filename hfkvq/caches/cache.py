@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
+    StaticCache,
 )
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -25,6 +26,7 @@ from .memory import MemoryReport
 from .peers import Peers
 from .preset import Preset, get_preset
 from .scheme import Scheme
+from .static import Clock, StaticKVLayer, static_class, why_not
 from .store import StoreBytes
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,16 @@ def _head_dim(config: PreTrainedConfig) -> int | None:
     if dim is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
         dim = config.hidden_size // config.num_attention_heads
     return dim if isinstance(dim, int) else None
+
+
+def _share(config: PreTrainedConfig) -> int:
+    """Query heads of a KV head."""
+    heads = getattr(config, "num_attention_heads", 1)
+    return max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
+
+
+# Between update and attention these compute with keys or values, which no graph of ours can follow.
+_TOUCHES_KEYS = {"bloom", "diffllama", "doge", "falcon", "gptj", "jetmoe"}
 
 
 def _looks_attention_up(config: PreTrainedConfig) -> bool:
@@ -99,8 +111,10 @@ class MixedKVCache(Cache):
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or knobs
             of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not compressed
             anyway stay as they are.
-        max_cache_len: most tokens of a row, padding included; everything is allocated at the first update and more
-            tokens raise. None grows as needed.
+        max_cache_len: most tokens of a row, padding included; everything is allocated at the first update, at addresses
+            that stay, and more tokens raise. Steps can then be compiled: ``generate`` does it by itself on a GPU, as
+            with ``StaticCache``. Such steps look at no mask: padding that the prompt had stays hidden, and nothing else
+            is. None grows as needed, and is never compiled.
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite.
 
@@ -135,21 +149,42 @@ class MixedKVCache(Cache):
             for each in self.preset.schemes:
                 each.layout(head_dim, head_dim).check(head_dim, head_dim)
         stock = DynamicCache(config=text).layers
+        known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
+        attach = attach and known and _looks_attention_up(text)
         own = self.preset.by_layer(len(stock))
         sharing = getattr(text, "kv_sharing_modes", None)
         shares = bool(getattr(text, "num_kv_shared_layers", 0))
         reader = PaddingReader()
+        # Graphs are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
+        why = "the attention implementation is not switched" if not attach else "debug looks at every token"
+        static = max_cache_len is not None and attach and not debug
+        if static:
+            why = self._why_not_static(text, stock, own, sharing is not None or shares, head_dim)
+            static = why is None
+        if static:
+            stock = [
+                each if type(each) is DynamicLayer else other
+                for each, other in zip(stock, StaticCache(config=text, max_cache_len=max_cache_len).layers, strict=True)
+            ]
+        elif max_cache_len is not None:
+            logger.info("%s: steps will not be compiled, since %s.", self.preset.scheme.name, why)
         held: list[Any] = []
         for i, layer in enumerate(stock):
             if type(layer) is DynamicLayer:
                 defer = sharing[i] == "store" if sharing else shares
-                held.append(layer_class(own[i])(own[i], reader, max_cache_len, defer, debug))
+                kind = static_class(own[i]) if static else layer_class(own[i])
+                held.append(kind(own[i], reader, max_cache_len, defer, debug))
             else:
                 held.append(layer)
         evicting = [layer for layer in held if isinstance(layer, EvictingLayer)]
         if evicting:
             # Each of them knows the others by it.
             Peers(evicting)
+        fixed = [layer for layer in held if isinstance(layer, StaticKVLayer)]
+        if fixed:
+            Clock(fixed)
+            for layer in fixed:
+                layer.share = _share(text)
         if not any(isinstance(layer, KVLayer) for layer in held):
             if not any(isinstance(layer, DynamicLayer) for layer in held):
                 raise ValueError(
@@ -164,9 +199,22 @@ class MixedKVCache(Cache):
         super().__init__(layers=held)
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._stock_state: dict[int, dict[str, Any]] = {}
-        known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
-        if attach and known and _looks_attention_up(text):
+        if attach:
             self._attach(text)
+
+    @staticmethod
+    def _why_not_static(
+        text: PreTrainedConfig, stock: list[Any], own: Any, shares: bool, head_dim: int | None
+    ) -> str | None:
+        """Why steps of this model and these schemes cannot be compiled; None where they can."""
+        if head_dim is None:
+            return "heads have no one dimension (latent attention, or layers of several kinds)"
+        if shares:
+            return "layers share keys and values"
+        if text.model_type in _TOUCHES_KEYS:
+            return f"{text.model_type} computes with the cached keys itself"
+        reasons = (why_not(own[i], head_dim, head_dim) for i, layer in enumerate(stock) if type(layer) is DynamicLayer)
+        return next((reason for reason in reasons if reason), None)
 
     @staticmethod
     def _attach(text: PreTrainedConfig) -> None:
@@ -191,9 +239,17 @@ class MixedKVCache(Cache):
         that no layer is ahead of the others. Only with ``debug=True`` can a layer refuse what an earlier one has taken;
         a page that the refused tokens had filled there is reopened with the values it holds.
         """
+        if torch.compiler.is_compiling():
+            layer = self.layers[layer_idx]
+            if isinstance(layer, StaticKVLayer) and layer.buffer is None:
+                self._prepare(key_states, value_states)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._capacity is not None and layer_idx == 0 and self.compressed_layers:
             # Stock layers have no capacity, and may come first.
-            self.compressed_layers[0].check_capacity(key_states.shape[2])
+            first = self.compressed_layers[0]
+            if isinstance(first, StaticKVLayer):
+                first.clock.catch_up()
+            first.check_capacity(key_states.shape[2])
         if self._debug and layer_idx == 0:
             self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if not isinstance(x, KVLayer)}
         try:
@@ -209,6 +265,46 @@ class MixedKVCache(Cache):
                 vars(self.layers[i]).update(state)
             raise
 
+    @torch.compiler.disable
+    def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocates every layer of fixed capacity before a graph is recorded."""
+        for layer in self.layers:
+            if isinstance(layer, StaticKVLayer) and layer.buffer is None:
+                layer.lazy_initialization(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset for the mask of the coming forward.
+
+        This is the one thing that Transformers asks the cache outside the graph before a compiled step, so the capacity
+        is checked here, and here ARKV's trims run. Whoever calls a compiled ``model.forward`` without `generate` calls
+        `between_steps` for it.
+        """
+        if not torch.compiler.is_compiling():
+            self.between_steps(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Column of the coming forward's first query; on the device for layers of fixed capacity."""
+        layer = self.layers[layer_idx]
+        return layer.get_query_offset() if isinstance(layer, StaticKVLayer) else super().get_query_offset(layer_idx)
+
+    def between_steps(self, tokens: int = 1) -> None:
+        """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.
+
+        Raises:
+            ValueError: the tokens would exceed ``max_cache_len``. Nothing is changed then.
+        """
+        for layer in self.layers:
+            if isinstance(layer, StaticKVLayer):
+                layer.clock.announce(tokens)
+                return
+
+    def _catch_up(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, StaticKVLayer):
+                layer.clock.catch_up()
+                layer.close()
+
     @property
     def scheme(self) -> Scheme:
         """The scheme of every layer that has none of its own."""
@@ -221,6 +317,7 @@ class MixedKVCache(Cache):
 
     def memory(self) -> MemoryReport:
         """Exact memory: every tensor that the cache holds is counted (asks the device for the rows' lengths)."""
+        self._catch_up()
         stores = [layer.store for layer in self.compressed_layers if layer.store is not None]
         parts = sum((store.nbytes() for store in stores), StoreBytes())
         elements = [store.elements() for store in stores]
@@ -241,7 +338,7 @@ class MixedKVCache(Cache):
             stock=stock,
             elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
             code_bits=bits / sum(elements) if sum(elements) else float("nan"),
-            seen=self.get_seq_length(),
+            seen=int(self.get_seq_length()),
         )
 
     def __repr__(self) -> str:

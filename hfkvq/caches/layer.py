@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hfkvq.kernels.decode import sealed_count
 from hfkvq.kernels.pages import Side
 
+from .demote import demote
 from .handle import LazyKV
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
@@ -174,6 +175,7 @@ class KVLayer(CacheLayerMixin):
         if self.store is None or (not self.seen and self._kind(key_states, value_states) != self._kind_held()):
             self.lazy_initialization(key_states, value_states)
         self._settle()
+        self._demote()
         self.staged, self.padding = (key_states.detach(), value_states.detach()), None
         self.new_columns = key_states.shape[2]
         self.seen += self.new_columns
@@ -477,6 +479,16 @@ class KVLayer(CacheLayerMixin):
             _warn_without_tags(self.scheme.name)
             return None
         return self.tokens.tags_on(self._held().device)
+
+    def _demote(self) -> None:
+        """Gives tokens fewer bits if the prompt that is about to come has made them older, and the scheme wants it."""
+        tokens = self.tokens
+        if self.store is None or tokens is None or "turns" not in self.scheme.needs:
+            return
+        if self.seen and tokens.renewed == self.seen:
+            tags = tokens.tags_on(self.store.device)
+            if tags is not None:
+                demote(self.store, tags)
 
     def _forget_queries(self, before: Tensor) -> None:
         """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates."""

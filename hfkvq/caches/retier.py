@@ -65,7 +65,7 @@ def take(view: RunView, fmt: PageFormat, side: Side, slots: Tensor) -> list[Tens
     return out
 
 
-def _as_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, blocks: int) -> list[Tensor]:
+def as_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, blocks: int) -> list[Tensor]:
     """What `take` gave, cut into ``blocks`` pages a row: (B * blocks, H, ...)."""
     out = []
     for name, part in zip(fmt.names, parts, strict=True):
@@ -147,7 +147,7 @@ def retier(store: KVStore, target: Tensor) -> None:
         for side, fmt in zip(SIDES, pair, strict=True):
             if most_kept:
                 slots = (old - spans[i][0]).clamp(0, spans[i][1] - 1)
-                parts = _as_pages(take(view, fmt, side, slots), fmt, side, blocks)
+                parts = as_pages(take(view, fmt, side, slots), fmt, side, blocks)
             else:
                 parts = fmt.allocate(side, batch * blocks, store.heads, store.dims[side], store.dtype, device)
             if most_new:

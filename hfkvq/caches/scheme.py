@@ -153,8 +153,10 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "tags", "probs"}.
+        """What the scheme must observe: a subset of {"query", "tags", "turns", "probs"}.
 
+        A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
+        `hfkvq.caches.demote`.
         A scheme that observes attention probabilities ("probs") evicts tokens and assigns tiers again: see
         `hfkvq.caches.evict.EvictingLayer` for the methods that it must have.
         """
@@ -168,6 +170,13 @@ class Scheme:
     def channel_rule(self) -> str | None:
         """Rule of `kernels.channel_widths` by which sealing raises channels itself; None asks `channel_bits`."""
         return None
+
+    def step_rule(self, head_dim: int) -> str | None:
+        """Rule of `kernels.channel_widths` that gives what ``channel_rule`` or ``channel_bits`` would; None for none.
+
+        Steps without the host need one, where channels can be raised.
+        """
+        return self.channel_rule
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
         """Width of every channel of pages about to be sealed, where channels can be raised and no rule says which.

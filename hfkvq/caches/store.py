@@ -590,18 +590,21 @@ class KVStore:
     def _drop_sealed(self, length: Tensor) -> None:
         """Takes tokens at row positions from ``length`` (i32 (B,)) on out of several runs, if all runs can do that.
 
-        Each run has its tokens in order of position, so the first ones of each stay. Asks the device once.
+        Each run has its tokens in order of position, or its pages in order of their newest tokens, so the first ones of
+        each stay. Asks the device once.
         """
         counts, torn = [], torch.zeros((), dtype=torch.bool, device=self.device)
         for i, (view, (fmt, _)) in enumerate(zip(self.runs, self.format.runs, strict=True)):
             if view.pos is None:
                 raise AssertionError("a run of several has positions")
             count = run_count(self.counters, i, "keys")
-            held = torch.arange(view.pos.shape[1], device=self.device) < count[:, None]
-            left = (held & (view.pos < length[:, None])).sum(1, dtype=torch.int32)
+            slot = torch.arange(view.pos.shape[1], device=self.device)
+            stays = (slot < count[:, None]) & (view.pos < length[:, None])
+            left = stays.sum(1, dtype=torch.int32)
             counts.append(left)
             if fmt.whole:
-                torn = torn | (left % fmt.page_size != 0).any()
+                # Pages that `demote` has made may hold tokens on both sides of the cut.
+                torn = torn | (left % fmt.page_size != 0).any() | (stays & (slot >= left[:, None])).any()
         if bool(torn):
             raise NotImplementedError(
                 "crop: cannot remove tokens that are already sealed where tokens have widths of their own and a page "

@@ -26,10 +26,12 @@ class TokenRecord:
 
     Args:
         tagger: makes tags of token ids.
+        renew: whether a prompt gives the columns before it, too, the tags that they have by then. It does so only if
+            the ids of all of them are known.
     """
 
-    def __init__(self, tagger: Tagger) -> None:
-        self.tagger = tagger
+    def __init__(self, tagger: Tagger, renew: bool = False) -> None:
+        self.tagger, self.renew = tagger, renew
         self.clear()
 
     def clear(self) -> None:
@@ -37,6 +39,10 @@ class TokenRecord:
         self.length = 0
         # Columns before this one were shown by the user and must not turn out to be others.
         self.promised = 0
+        # Columns whose tags the newest prompt has renewed; 0 once something else has come behind them.
+        self.renewed = 0
+        # Whether somebody showed the ids of all columns.
+        self.complete = True
         self.ids: Tensor | None = None
         self.tags: Tensor | None = None
 
@@ -49,7 +55,7 @@ class TokenRecord:
         return None if self.tags is None or not self.length else self.tags[:, : self.length].to(device)
 
     def prompt(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
-        """Tags the columns from ``seen`` on; earlier columns keep what they have.
+        """Tags the columns from ``seen`` on; earlier columns keep what they have, unless tags are to be renewed.
 
         Args:
             ids: (B, t), what comes behind the ``seen`` columns that are cached.
@@ -75,12 +81,17 @@ class TokenRecord:
             # Nobody showed the ids of what is cached; new tokens are told by the marks that stand among them.
             unknown = torch.zeros(ids.shape[0], seen - self.length, dtype=torch.int64, device=ids.device)
             self._write(unknown, None, self.length)
+            self.complete = False
         before = ids.new_empty(ids.shape[0], 0) if self.ids is None else self.ids[:, :seen]
         whole = torch.cat([before.to("cpu", torch.int64), ids.to("cpu", torch.int64)], 1)
         if mask is not None and (mask.dim() != 2 or mask.shape != whole.shape):
             mask = None
         tags = self.tagger.tag(whole, None if mask is None else mask.to("cpu"))
         self._write(ids, tags[:, seen:], seen)
+        self.renewed = 0
+        if self.renew and self.complete and seen and self.tags is not None:
+            self.tags[:, :seen] = tags[:, :seen].to(self.tags.device)
+            self.renewed = seen
 
     def begin(self, rows: int) -> None:
         """Nothing is cached yet: what a forward that failed has left goes; what was promised is for ``rows`` rows.
@@ -128,6 +139,8 @@ class TokenRecord:
         """Records generated tokens (B, t) behind ``seen`` columns, without tags."""
         if self.promised < seen + ids.shape[1] and self.length >= seen:
             self._write(ids, None, seen)
+            # If a prompt had renewed tags at this length, its forward has failed.
+            self.renewed = 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> TokenRecord:
         """Independent tensors, shared tagger."""
@@ -155,6 +168,7 @@ class TokenRecord:
     def crop(self, seen: int) -> None:
         """Keeps the first ``seen`` columns."""
         self.length, self.promised = min(self.length, seen), min(self.promised, seen)
+        self.renewed = self.renewed if self.renewed < seen else 0
 
     def rows(self, index: Tensor) -> None:
         """Row b becomes what row ``index[b]`` was; a boolean mask (B,) keeps rows."""

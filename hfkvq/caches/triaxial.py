@@ -29,6 +29,9 @@ class _Hook:
         self.cache = None if cache is None else weakref.ref(cache)
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            # A graph cannot take notes. Generated tokens have no tags of their own anyway.
+            return
         cache = None if self.cache is None else self.cache()
         if cache is None or not any(x is cache for x in (kwargs.get("past_key_values"), *args)):
             return
@@ -53,13 +56,18 @@ class TriAxialCache(NamedCache):
     everything gets 4 bits, and a warning says so once.
 
     A token's bits are settled when it is first sealed: as a conversation goes on, the tags of new tokens tell what is
-    old, but what is stored stays as it is. Generated tokens get 4 bits.
+    old, but what is stored stays as it is. Generated tokens get 4 bits. With ``requantize_on_turn_end=True`` every
+    prompt behind cached tokens tags all of them anew, generated ones by what they turned out to be, and before it is
+    attended to, whole pages of those that have come to 2 bits are quantized again; bits never rise. A prompt that is
+    refused changes nothing. One whose forward fails later on leaves the layers that it has passed requantized: every
+    token is there, and the next prompt does the rest.
 
     A prompt that the model is given in several chunks is tagged chunk by chunk, as if each ended the conversation;
     ``see`` the whole of it first, and its turns are told right.
 
     Knobs are the fields of `hfkvq.caches.schemes.TriAxial`: ``group_size`` (32), ``seal_unit`` (32), ``sink_length``
-    (0), ``local_length`` (0), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+    (0), ``local_length`` (0), ``page_size`` (128), ``requantize_on_turn_end`` (False). Other arguments and errors:
+    `NamedCache`.
 
     Args:
         model_or_config: the model, or its config.
@@ -103,7 +111,7 @@ class TriAxialCache(NamedCache):
         super().__init__(
             model_or_config, layers=layers, max_cache_len=max_cache_len, attach=attach, debug=debug, **knobs
         )
-        self.tokens = TokenRecord(tagger)
+        self.tokens = TokenRecord(tagger, any("turns" in layer.scheme.needs for layer in self.compressed_layers))
         for layer in self.compressed_layers:
             layer.tokens = self.tokens
         self._warned = False
@@ -123,6 +131,7 @@ class TriAxialCache(NamedCache):
 
     @property
     def _seen(self) -> int:
+        self._catch_up()
         layers = self.compressed_layers
         return layers[0].get_seq_length() if layers else self.get_seq_length()
 
@@ -185,6 +194,8 @@ class TriAxialCache(NamedCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """See `MixedKVCache.update`."""
+        if torch.compiler.is_compiling():
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not self._warned and not self.tokens.length and key_states.shape[2] > 1:
             self._warned = True
             logger.warning(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .decode import LENGTH
-from .dispatch import define, triton_slot
+from .dispatch import call, define, triton_slot
 from .hadamard import hadamard
 from .pages import StoreFormat
 
@@ -66,4 +66,4 @@ def append(keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Ten
     if keys.shape[2] > room:
         raise ValueError(f"keys: got {keys.shape[2]} tokens, allowed at most {room}, the slots of the shorter tail.")
     if keys.shape[2]:
-        _append(keys, values, counters, list(windows), store.rotate_keys, store.rotate_values)
+        call(_append, keys, keys, values, counters, list(windows), store.rotate_keys, store.rotate_values)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import define, triton_slot
+from .dispatch import call, define, triton_slot
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
 from .qk import qk_pages, table_pages
@@ -214,4 +214,6 @@ def decode_attention(
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
-    return _decode_attention(q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec)
+    return call(
+        _decode_attention, q, q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec
+    )

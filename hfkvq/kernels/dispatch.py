@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 _OPS: dict[str, CustomOpDef] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
 _INTERPRETED: set[str] = set()
+_LAUNCHERS: dict[str, Callable[..., Any]] = {}
+# Device types on which ops that have a kernel take it.
+_KERNELS_ON = {"cuda": True, "cpu": False}
 # Leaving these contexts would switch the kernels on again, so they are kept.
 _SWITCHED_OFF: list[contextlib.AbstractContextManager[None]] = []
 
@@ -41,24 +45,50 @@ def triton_slot(name: str, launcher: str) -> None:
     """
     module, function = launcher.split(":")
 
-    def call(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         return getattr(importlib.import_module(f"hfkvq.kernels.triton.{module}"), function)(*args)
 
     op = _OPS[name]
-    op.register_kernel("cuda")(call)
-    op.register_kernel("cpu")(call)
+    _LAUNCHERS[name] = run
+    op.register_kernel("cuda")(run)
+    op.register_kernel("cpu")(run)
     off = op.set_kernel_enabled("cpu", enabled=False)
     off.__enter__()
     _SWITCHED_OFF.append(off)
     _INTERPRETED.add(name)
 
 
+def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
+    """Calls an op as ``op(*args)``, past PyTorch's dispatcher where nothing looks on.
+
+    The dispatcher takes some twenty microseconds for an op like these, more than a launch. It is needed while a graph
+    is recorded, for tensor subclasses, and where gradients are.
+
+    Args:
+        op: what `define` returned.
+        first: a tensor of the arguments, whose device decides.
+        *args: the op's arguments.
+    """
+    plain = type(first) is Tensor and not (first.requires_grad and torch.is_grad_enabled())
+    if not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return op(*args)
+    name = op._name
+    if name in _LAUNCHERS and _KERNELS_ON.get(first.device.type, False):
+        return _LAUNCHERS[name](*args)
+    return _REFERENCES[name](*args)
+
+
 @contextlib.contextmanager
 def _enabled(device: str, enabled: bool) -> Iterator[None]:
+    before = _KERNELS_ON[device]
     with contextlib.ExitStack() as stack:
         for name in sorted(_INTERPRETED):
             stack.enter_context(_OPS[name].set_kernel_enabled(device, enabled=enabled))
-        yield
+        _KERNELS_ON[device] = enabled
+        try:
+            yield
+        finally:
+            _KERNELS_ON[device] = before
 
 
 def use_reference() -> contextlib.AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import define, triton_slot
+from .dispatch import call, define, triton_slot
 
 
 def largest_block(head_dim: int) -> int:
@@ -53,4 +53,4 @@ def hadamard(x: Tensor, block: int) -> Tensor:
     Returns:
         (..., D) in the dtype of ``x``.
     """
-    return _hadamard(x, block) if block else x
+    return call(_hadamard, x, x, block) if block else x

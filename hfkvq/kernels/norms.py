@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dispatch import define, triton_slot
+from .dispatch import call, define, triton_slot
 from .pages import Axis
 from .quantize import F16_MAX
 
@@ -46,7 +46,9 @@ def _loss(x: Tensor, norm: Tensor, first: Tensor, own: int, other: int) -> Tenso
 
 
 @define("page_norms")
-def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tensor:
+def _page_norms(
+    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None
+) -> Tensor:
     heads, head_dim = source.shape[1], source.shape[3]
     chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
     x = source.gather(2, chosen).float().unflatten(2, (-1, page))
@@ -73,7 +75,7 @@ def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int
 
 
 @_page_norms.register_fake
-def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tensor:
+def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None) -> Tensor:
     size = page if axis == "channel" else source.shape[3]
     shape = (source.shape[0], source.shape[1], index.shape[1] // page, size)
     return source.new_empty(shape, dtype=torch.float16)
@@ -82,7 +84,9 @@ def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tenso
 triton_slot("page_norms", "norms:page_norms_triton")
 
 
-def page_norms(source: Tensor, index: Tensor, axis: Axis, page: int, rounds: int = 1) -> Tensor:
+def page_norms(
+    source: Tensor, index: Tensor, axis: Axis, page: int, rounds: int = 1, new: Tensor | None = None
+) -> Tensor:
     """Factors that balance whole pages, for normed formats (KVarN's variance normalisation, without its means).
 
     In turn, rows and then columns are divided by their root mean square, ``rounds`` times; rows are what shares a scale
@@ -96,8 +100,9 @@ def page_norms(source: Tensor, index: Tensor, axis: Axis, page: int, rounds: int
         axis: the axis of the format.
         page: G, tokens in a page.
         rounds: how often rows and columns take turns; 1 does nearly all.
+        new: i32 (B,), tokens of each row that count; factors of pages behind them are anything. None for all.
 
     Returns:
         f16 (B, H, m/G, G) for the axis "channel", else (B, H, m/G, D); their mean is 1. The same on every device.
     """
-    return _page_norms(source, index, axis, page, rounds)
+    return call(_page_norms, source, source, index, axis, page, rounds, new)

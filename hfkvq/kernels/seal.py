@@ -7,12 +7,39 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import define, triton_slot
+from .dispatch import call, define, triton_slot
 from .pages import PageFormat, Side
-from .quantize import quantize_pages
+from .quantize import F16_MAX, quantize_pages
 
-RULES = ("k_abs", "variance")
-"""Rules by which sealing itself can choose the raised channels."""
+RULES = ("k_abs", "variance", "range")
+"""Rules by which sealing itself can choose the raised channels; see `range_rule` for the parameters of the last."""
+
+SCORE_MAX = 1e18
+"""Scores of ranges end here, so that their squares stay finite in f32."""
+
+
+def range_rule(over16: float = 0.0, over4: float = 0.0, divisor: float = 1.0) -> str:
+    """The rule "range" with thresholds: channels above ``over16`` get 16 bits, else 4 above ``over4``, as room allows.
+
+    Args:
+        over16: least score, exclusive, of a channel at 16 bits.
+        over4: of one at 4 bits.
+        divisor: what scores are divided by.
+    """
+    return f"range:{over16!r}:{over4!r}:{divisor!r}"
+
+
+def parse_rule(choose: str) -> tuple[str, float, float, float]:
+    """Name, thresholds and divisor of a rule; raises ValueError where it is unknown."""
+    name, *numbers = choose.split(":")
+    try:
+        over16, over4, divisor = (float(x) for x in numbers or ("0", "0", "1"))
+    except ValueError:
+        name = ""
+    else:
+        if name in RULES and (name == "range" or not numbers):
+            return name, over16, over4, divisor
+    raise ValueError(f"choose: got {choose!r}, allowed None, {', '.join(map(repr, RULES))} or what range_rule returns.")
 
 
 def _halving_sum(x: Tensor) -> Tensor:
@@ -35,19 +62,24 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
     times ``q_abs``, in f32; a score that is not positive, or NaN, is 0. Scores count without the last ``ceil(log2 D)``
     bits of their mantissa, and of equal ones the lower channel comes first: a strict order, the same everywhere.
 
+    Or the range over the page's tokens that are finite in f16, over three (MixKVQ's equation 7), times ``q_abs``
+    ("range"): to the last bit, and only channels above thresholds rise, see `range_rule`; those that find no room at 16
+    bits come first at 4.
+
     Args:
         keys: (B, H, n, G, D), any float dtype: n whole pages.
         fmt: the page format, whose ``raised`` says how many channels get which width.
-        choose: "k_abs" or "variance".
+        choose: "k_abs", "variance", "range" or what `range_rule` returns.
         q_abs: f32 (B, H, D), factor of each channel's score, or None.
 
     Returns:
         u8 (B, H, n, D).
     """
-    if choose not in RULES:
-        raise ValueError(f"choose: got {choose!r}, allowed {', '.join(map(repr, RULES))}.")
+    name, over16, over4, divisor = parse_rule(choose)
+    if name == "range":
+        return _widths_of_ranges(keys, fmt, q_abs, over16, over4, divisor)
     x, page, head_dim = keys.float(), keys.shape[-2], keys.shape[-1]
-    if choose == "variance":
+    if name == "variance":
         x = (x - (_halving_sum(x) * (1.0 / page)).unsqueeze(-2)).square()
     score = _halving_sum(x.abs())
     if q_abs is not None:
@@ -63,6 +95,28 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
         widths.scatter_(-1, order[..., at : at + count], width)
         at += count
     return widths
+
+
+def _widths_of_ranges(
+    keys: Tensor, fmt: PageFormat, q_abs: Tensor | None, over16: float, over4: float, divisor: float
+) -> Tensor:
+    finite = keys.abs() <= F16_MAX
+    low = torch.where(finite, keys, torch.inf).amin(-2).float()
+    high = torch.where(finite, keys, -torch.inf).amax(-2).float()
+    score = (high - low).clamp(min=0.0)
+    # By tensors: CUDA divides by a number by multiplying with its rounded reciprocal.
+    score = score / torch.full_like(score, 3.0)
+    if q_abs is not None:
+        score = score * q_abs.float()[:, :, None]
+    score = torch.where(score > 0, score, 0.0).clamp(max=SCORE_MAX)
+    score = score / torch.full_like(score, divisor)
+    # Stable, so that of equal channels the lower one comes first.
+    order = score.argsort(dim=-1, descending=True, stable=True)
+    ranked, place = score.gather(-1, order), torch.arange(keys.shape[-1], device=keys.device)
+    full = (ranked > over16) & (place < fmt.raised_count(16))
+    some = (ranked > over4) & (place < full.sum(-1, keepdim=True) + fmt.raised_count(4))
+    bits = torch.where(full, 16, torch.where(some, 4, fmt.bits)).to(torch.uint8)
+    return torch.empty_like(bits).scatter_(-1, order, bits)
 
 
 @define("seal", mutates=("parts",))
@@ -170,10 +224,12 @@ def seal(
     Raises:
         ValueError: an unknown rule, a rule and widths, or factors for a format that has none.
     """
-    if choose is not None and choose not in RULES:
-        raise ValueError(f"choose: got {choose!r}, allowed None, {', '.join(map(repr, RULES))}.")
+    if choose is not None:
+        parse_rule(choose)
     if choose is not None and widths is not None:
         raise ValueError("choose: got a rule and widths; pass one of them.")
     if norm is not None and not fmt.normed:
         raise ValueError(f"norm: got factors for pages of format {fmt.spec}, which is not normed; pass None.")
-    _seal(list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm)
+    call(
+        _seal, source, list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm
+    )

@@ -40,18 +40,37 @@ def cases() -> dict[str, Scheme]:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
-    # Same code as their siblings; one corner of each is enough.
+    # Same code as their siblings; one corner of each is enough. Budgets of ARKV that nothing exceeds evict nothing.
     for name in (
+        "arkv-origin",
+        "arkv-window",
         "kitty-pro-bare",
+        "kivi",
         "saw-int4-kv-odd",
         "int4-odd",
-        "kivi-4-bare",
         "kvarn-k4v2",
         "kvarn-k4v4",
         "kvarn-k2v2",
+        "mixkvq-fractions",
+        "mixkvq-r1-qwen-14b",
+        "mixkvq-r1-qwen-32b",
     ):
-        found.pop(name, None)
+        found.pop(name)
     return found
+
+
+def distinct() -> list[str]:
+    """A name of every preset, without aliases: "kivi" is "kivi-2"."""
+    return list({scheme: name for name, scheme in list_schemes().items()}.values())
+
+
+def by_layout() -> list[str]:
+    """A preset for each layout and rule of raising: presets that share both call the same kernels."""
+    found: dict[Any, str] = {}
+    for name in distinct():
+        scheme = small(name)
+        found.setdefault((scheme.layout(DIM, DIM), scheme.channel_rule), name)
+    return list(found.values())
 
 
 def unit(scheme: Scheme) -> int:

@@ -22,7 +22,9 @@ from tests.caches.driver import (
     assert_close,
     assert_same_bits,
     attention,
+    by_layout,
     cases,
+    distinct,
     feed,
     forward,
     join,
@@ -39,10 +41,8 @@ from tests.caches.models import build, config, prompt
 CASES = cases()
 
 on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys())
-# One name of each: "kivi" is "kivi-2".
-DISTINCT = list({scheme: name for name, scheme in list_schemes().items()}.values())
-
-on_every_preset = pytest.mark.parametrize("name", DISTINCT)
+on_every_preset = pytest.mark.parametrize("name", distinct())
+on_every_layout = pytest.mark.parametrize("name", by_layout())
 
 
 def assert_dense_agrees(layer, queries, mask=None):
@@ -85,7 +85,7 @@ def test_reserved_memory_is_poisoned():
     assert whole.isnan().all()
 
 
-@on_every_preset
+@on_every_layout
 def test_fused_attention_is_attention_over_dense(name, backend, device):
     """Prompt, then decode over two page borders, one row padded; one border where each step takes a second."""
     scheme = small(name)
@@ -194,7 +194,7 @@ def test_padded_row_is_the_same_row_alone(scheme):
         assert_close(outs[i], out)
 
 
-@on_every_preset
+@on_every_layout
 def test_padded_row_is_the_same_row_alone_in_kernels(name, backend, device):
     """As above on every backend, on a small shape."""
     scheme = small(name)
@@ -208,27 +208,11 @@ def test_padded_row_is_the_same_row_alone_in_kernels(name, backend, device):
         assert_close(outs[i], out)
 
 
-@on_every_preset
-def test_backends_store_the_same_bits(name):
-    """The interpreter's pages are the reference's."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
-    from hfkvq.kernels import use_interpreter
-
-    scheme, rows, pads = small(name), [row(i, 40) for i in (1, 2)], [0, 5]
-    layers = [make(scheme), make(scheme)]
-    expected = feed(layers[0], rows, [30, 1, 9], pads)
-    with use_interpreter():
-        got = feed(layers[1], rows, [30, 1, 9], pads)
-    for i in range(2):
-        assert_same_bits(stored(layers[1], i), stored(layers[0], i))
-        assert_close(got[i], expected[i])
-
-
 def _life(scheme):
-    """One layer through everything that happens to a cache; outputs, and what is stored at the end."""
+    """One layer through everything that happens to a cache; outputs, and what is stored after a prompt and at the end."""
     layer, outs = make(scheme), []
     outs += feed(layer, [row(1, 40), row(2, 40)], [30, 1], [0, 5])
+    begun = [stored(layer, i) for i in range(2)]
     layer.reorder_cache(torch.tensor([1, 0]))
     outs += forward(layer, *join([row(11, 1), row(12, 1)]))
     layer.crop(-2)
@@ -241,10 +225,10 @@ def _life(scheme):
     outs += forward(copied, *join([row(21, 1), row(22, 1)]))
     layer.reset()
     outs += feed(layer, [row(3, 30), row(4, 30)], [29, 1])
-    return outs, [stored(which, i) for which in (copied, layer) for i in range(2)]
+    return outs, begun + [stored(which, i) for which in (copied, layer) for i in range(2)]
 
 
-@on_every_preset
+@on_every_layout
 def test_life_in_kernels(name):
     """Reorder, crop, a second prompt, repeat, select, copy, reset: the kernels follow the reference to the bit."""
     if torch.cuda.is_available():

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 def norms_of(x, axis, rounds=1):
     """Factors of the one page (G, D)."""
-    index = torch.arange(x.shape[0], dtype=torch.int32)[None]
+    index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)[None]
     return page_norms(x[None, None], index, axis, x.shape[0], rounds)[0, 0, 0].float()
 
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
 from hfkvq.kernels.quantize import F16_MAX
+from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
 from ..scheme import Layout, Scheme, SideLayout, knob
-
-A_MAX = 1e18
-"""Saliences end here, so that their squares stay finite in f32."""
 
 
 def _sum_channels(x: Tensor) -> Tensor:
@@ -171,7 +169,7 @@ class MixKVQ(Scheme):
         if "query" in self.needs and q_abs is not None:
             score = score * q_abs.float()[:, :, None]
         # NaN compares false with everything.
-        return torch.where(score > 0, score, 0.0).clamp(max=A_MAX)
+        return torch.where(score > 0, score, 0.0).clamp(max=SCORE_MAX)
 
     def salience_of(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
         """Eq. (8): ``A = I * S``, as ``salience`` reads it.
@@ -191,6 +189,15 @@ class MixKVQ(Scheme):
             deviation = _divide(_sum_channels(score.square()), head_dim).sqrt()
             score = torch.where(deviation > 0, score / deviation, 0.0)
         return score
+
+    def step_rule(self, head_dim: int) -> str | None:
+        """`channel_bits` as a rule of the sealing kernel; None for "zscore", which needs the mean of all channels."""
+        if self.select == "fractions":
+            return range_rule()
+        if self.salience == "zscore":
+            return None
+        divisor = math.sqrt(head_dim) if self.salience == "raw_logit" else 1.0
+        return range_rule(self.tau_bf16, min(self.tau_bf16, self.tau_int4), divisor)
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
         """Section 4.2: 16 bits where ``A > tau_bf16``, else 4 where ``A > tau_int4``, else 2; as far as there is room.

@@ -47,6 +47,11 @@ class TriAxial(Scheme):
     newest ``seal_unit`` - 1 tokens at most are unquantized; a default table exists.
     Differs from the released code: no code was released.
 
+    Tags age as a conversation goes on, and a token keeps the bits of its first seal. With ``requantize_on_turn_end`` a
+    new prompt asks the table again for all that is cached, generated tokens included, and tokens of 4 bits that it now
+    gives 2 are quantized again, from what is stored of them; none gets more bits. It saves bytes, and costs a pass over
+    the tokens that have aged and their second rounding.
+
     Attributes:
         table: bits of each tag, ``{"older|text|obs": 2, ...}`` (any mapping or pairs; kept as sorted pairs). Tags that
             it leaves out, padding within a row, and tokens without a tag (generated ones) get 4 bits.
@@ -55,6 +60,8 @@ class TriAxial(Scheme):
         sink_length: first tokens kept whole (0 in the paper).
         local_length: newest tokens kept whole (0 in the paper).
         page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits.
+        requantize_on_turn_end: whether a new prompt gives cached tokens of 4 bits the 2 that the table has for them by
+            then, in whole pages, the oldest first; see `hfkvq.caches.demote`.
     """
 
     name = "triaxial"
@@ -66,6 +73,7 @@ class TriAxial(Scheme):
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
+    requantize_on_turn_end: bool = knob(False, choices=(False, True))
 
     def __post_init__(self) -> None:
         """Checks the table's tags and widths, and keeps it as sorted pairs."""
@@ -74,8 +82,8 @@ class TriAxial(Scheme):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Tags of the tokens."""
-        return frozenset({"tags"})
+        """Tags of the tokens, anew with every turn if asked to."""
+        return frozenset({"tags", "turns"}) if self.requantize_on_turn_end else frozenset({"tags"})
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Section 3.2.1: INT2 keys per channel, all else per token."""
@@ -90,8 +98,10 @@ class TriAxial(Scheme):
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         """Section 3.2.3: ``b*(s(t))``, 4 bits where the table says nothing."""
-        if tags is None:
-            return None
+        return None if tags is None else self.tag_bits(tags)
+
+    def tag_bits(self, tags: Tensor) -> Tensor:
+        """Bits of tag codes: u8 to u8, of any shape."""
         bits = [4] * 256
         for tag, width in self.table:
             bits[parse_tag(tag)] = width

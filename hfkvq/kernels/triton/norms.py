@@ -39,13 +39,16 @@ def spread(b_x, m_a):
 
 @triton.jit(do_not_specialize=["M", "L"])
 def page_norms_kernel(
-    out, source, index, s_b, s_h, s_l, s_d, H, M, L,
+    out, source, index, new, s_b, s_h, s_l, s_d, H, M, L,
     PER_CHANNEL: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """One page of one head, as [A, B]: factors along A (tokens, if scales are per channel), scales along B."""
     i_p, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
+    if new is not None:
+        if i_p * G >= tl.load(new + i_b):
+            return
     NA: tl.constexpr = G if PER_CHANNEL else D
     NB: tl.constexpr = D if PER_CHANNEL else G
     A: tl.constexpr = BG if PER_CHANNEL else BD
@@ -93,12 +96,14 @@ def page_norms_kernel(
     tl.store(p_out, b_best.to(tl.float16), mask=m_a)
 
 
-def page_norms_triton(source: Tensor, index: Tensor, axis: str, page: int, rounds: int) -> Tensor:
+def page_norms_triton(
+    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None
+) -> Tensor:
     """Launcher of `hfkvq.kernels.page_norms`; pages that outgrow registers, and f64, take the reference."""
     batch, heads, length, head_dim = source.shape
     elements = power(page) * power(head_dim)
     if elements > MOST_ELEMENTS or source.dtype == torch.float64:
-        return reference("page_norms")(source, index, axis, page, rounds)
+        return reference("page_norms")(source, index, axis, page, rounds, new)
     pages, size = index.shape[1] // page, page if axis == "channel" else head_dim
     out = torch.empty((batch, heads, pages, size), dtype=torch.float16, device=source.device)
     if not out.numel():
@@ -108,6 +113,7 @@ def page_norms_triton(source: Tensor, index: Tensor, axis: str, page: int, round
             out,
             source,
             index.contiguous(),
+            new,
             *source.stride(),
             heads,
             index.shape[1],

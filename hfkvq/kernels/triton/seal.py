@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..pages import PageFormat
-from ..seal import RULES, channel_widths
+from ..seal import RULES, SCORE_MAX as MOST, channel_widths, parse_rule
 from ._lib import F16_MAX, fields_of, on_device, power
 from .fields import INTERPRETED
 
 FP8_MAX = tl.constexpr(448.0)
+SCORE_MAX = tl.constexpr(MOST)
 F16_TINY = tl.constexpr(2.0**-24)
 
 CHANNEL_TILE, CHANNEL_THREAD = 16384, 128
@@ -167,6 +168,35 @@ def rank_channels(
 
 
 @triton.jit
+def choose_ranges(
+    b_x, p_weight, o_c, m_c, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
+    COUNT4: tl.constexpr, COUNT16: tl.constexpr, F: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Channels of a whole page [F, T, C] that get 4 and 16 bits, [F, C]; see `hfkvq.kernels.seal.range_rule`."""
+    m_finite = tl.abs(b_x) <= F16_MAX
+    b_low = tl.min(tl.where(m_finite, b_x, float("inf")), 1)
+    b_high = tl.max(tl.where(m_finite, b_x, float("-inf")), 1)
+    b_range = tl.where(b_low <= b_high, b_high - b_low, 0.0)
+    b_score = divide_levels(b_range, b_range < 0.0)
+    if p_weight is not None:
+        b_score *= tl.load(p_weight + o_c, mask=m_c, other=0.0)
+    b_score = tl.minimum(tl.where(b_score > 0.0, b_score, 0.0), SCORE_MAX)
+    if DIVISOR != 1.0:
+        b_score = tl.math.div_rn(b_score, tl.zeros_like(b_score) + DIVISOR)
+    # Floats that are not negative are ordered as their bits are.
+    b_key = tl.reshape(tl.where(m_c, b_score.to(tl.int32, bitcast=True), -1), (F * C,))
+    b_own = tl.reshape(o_c, (F * C,))
+    # [other, own]
+    m_same = (b_key[:, None] == b_key[None, :]) & (b_own[:, None] < b_own[None, :])
+    m_before = (b_key[:, None] > b_key[None, :]) | m_same
+    b_rank = tl.reshape(tl.sum(m_before.to(tl.int32), 0), (F, C))
+    m_16 = m_c & (b_score > OVER16) & (b_rank < COUNT16)
+    i_full = tl.sum(tl.ravel(m_16.to(tl.int32)), 0)
+    m_4 = m_c & (b_score > OVER4) & (b_rank < i_full + COUNT4) & ~m_16
+    return m_4, m_16
+
+
+@triton.jit
 def place_chosen(m_chosen, F: tl.constexpr, C: tl.constexpr):
     """How many chosen channels stand before each, [F, C]; the flat order of the tile is the order of channels."""
     b_chosen = tl.reshape(m_chosen.to(tl.int32), (F * C,))
@@ -190,8 +220,9 @@ def seal_channel_kernel(
     codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
     given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
-    CHOOSE: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    NG: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
+    CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
+    COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NG: tl.constexpr,
+    BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """NG groups of GROUP tokens times the FIELDS * BE channels of BE words.
 
@@ -240,7 +271,18 @@ def seal_channel_kernel(
     b_place16 = o_c
     i_used4 = 0
     i_used16 = 0
-    if CHOOSE > 0:
+    if CHOOSE == 3:
+        p_weight = weight
+        if weight is not None:
+            p_weight = weight + i_bh * D
+        m_4, m_16 = choose_ranges(b_x, p_weight, o_c, m_c, OVER16, OVER4, DIVISOR, COUNT4, COUNT16, FH, C)
+        if COUNT16 > 0:
+            b_place16 = place_chosen(m_16, FH, C)
+            i_used16 = tl.sum(tl.ravel(m_16.to(tl.int32)), 0)
+        if COUNT4 > 0:
+            b_place4 = place_chosen(m_4, FH, C)
+            i_used4 = tl.sum(tl.ravel(m_4.to(tl.int32)), 0)
+    elif CHOOSE > 0:
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
@@ -662,6 +704,7 @@ def _seal_channel(
     group, fields = form.group_size, fields_of(form.bits)
     block = power(group)
     # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
+    name, over16, over4, divisor = parse_rule(rule) if rule else ("", 0.0, 0.0, 1.0)
     groups = form.page_size // group if rule or form.raised_count(4) else 1
     words = max(2, power(form.words(head_dim)))
     if not rule:
@@ -682,7 +725,10 @@ def _seal_channel(
         BITS=form.bits,
         GROUP=group,
         TOKEN_MAJOR=token_major,
-        CHOOSE=RULES.index(rule) + 1 if rule else 0,
+        CHOOSE=RULES.index(name) + 1 if rule else 0,
+        OVER16=over16,
+        OVER4=over4,
+        DIVISOR=divisor,
         COUNT4=form.raised_count(4),
         COUNT16=form.raised_count(16),
         N4=form.raised_room(4),

@@ -1,0 +1,162 @@
+"""What was measured where, with what and how: the record that is saved as JSON, and taken up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..report import Record, environment, save
+from .cases import Settings
+from .engines import COMPILED_BASELINES, EAGER_BASELINES, Engine
+from .models import weight_bytes
+from .run import describe_settings
+from .search import Row
+
+KIND = "hfkvq bench generate"
+
+METHOD = (
+    "A model of the real architecture with random weights, in one process. decode: the cache is filled with random "
+    "keys and values through its own update, without a prefill; after a warm-up, greedy steps (forward of one token a "
+    "row, argmax, fed back) are timed by the clock, the device being waited for before and after a repeat and never in "
+    "between; quantiles are over repeats. Compiled models go through torch.compile with the arguments recorded; caches "
+    "of fixed capacity have room for the context and the most steps that may be taken. prefill: the forward of a random "
+    "prompt into a fresh cache, last logits alone, never compiled. whole: `generate` from end to end. Bytes are those "
+    "of PyTorch's allocator: cache_bytes what filling added, peak_bytes the most at any time, weights, filling and "
+    "compiling included, steady_bytes the most while steps were timed."
+)
+
+
+def new_record(
+    device: torch.device,
+    commit: str,
+    model: str,
+    built: Any,
+    engines: Sequence[Engine],
+    settings: Settings,
+    copy: Record,
+    **options: Any,
+) -> Record:
+    """A record without rows.
+
+    Args:
+        device: a CUDA device.
+        commit: what is measured; empty asks git.
+        model: its name as typed.
+        built: the model.
+        engines: what it is measured with.
+        settings: how long, and how.
+        copy: see `hfkvq.bench.report.describe_copy`.
+        **options: what else was asked for.
+    """
+    text = built.config.get_text_config(decoder=True)
+    total, read = weight_bytes(built)
+    rate = copy["tb_per_s"] * 1e12
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    return {
+        **environment(device, commit),
+        "kind": KIND,
+        "method": METHOD,
+        "model": {
+            "name": model,
+            "type": text.model_type,
+            "dtype": str(built.dtype).removeprefix("torch."),
+            **{name: getattr(text, name, None) for name in (*names, "head_dim", "vocab_size")},
+            "weight_bytes": total,
+            "weight_bytes_of_a_step": read,
+            "weight_ms_of_a_step": None if read is None or not rate else 1e3 * read / rate,
+        },
+        "copy": copy,
+        "settings": {**describe_settings(settings), **options},
+        "schemes": {engine.name: engine.preset.to_dict() for engine in engines if engine.preset is not None},
+        "rows": [],
+    }
+
+
+def save_record(record: Record, path: Path) -> None:
+    """Writes it, with the speed-ups of all rows so far, in place of an earlier state at once or not at all."""
+    add_speedups(record["rows"])
+    part = path.with_name(path.name + ".part")
+    save(record, part)
+    part.replace(path)
+
+
+def load(path: Path) -> Record:
+    """Reads a record. Raises ValueError if the file is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"resume: {path} cannot be read: {error}") from error
+    if not isinstance(record, dict) or record.get("kind") != KIND:
+        raise ValueError(f"resume: {path} was not written by `{KIND} --json`.")
+    return record
+
+
+_SAME = ("gpu", "versions", "model")
+
+
+def resume(record: Record, before: Record) -> None:
+    """Takes over an earlier run's rows that did not fail.
+
+    Raises:
+        ValueError: it was of another GPU, other versions or another model, so its figures do not belong beside these.
+    """
+    # Compared as JSON has them: tuples are lists there.
+    new, old = (json.loads(json.dumps({name: each.get(name) for name in _SAME})) for each in (record, before))
+    for name in _SAME:
+        if new[name] != old[name]:
+            raise ValueError(
+                f"resume: the earlier run has another {name} ({old[name]} instead of {new[name]}); save to "
+                "another file."
+            )
+    record["rows"] = [dict(row) for row in before["rows"] if "error" not in row or row.get("oom")]
+    record["resumed"] = [
+        *before.get("resumed", []),
+        {name: before.get(name) for name in ("commit", "date", "settings")},
+    ]
+    record["schemes"] = {**before.get("schemes", {}), **record["schemes"]}
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a row measures: kind, engine, batch, context."""
+    return tuple(row[name] for name in ("kind", "engine", "batch", "context"))
+
+
+def file_name(path: Path, model: str, gpu: str, suffix: str) -> Path:
+    """The file itself, or ``generate-<model>-<gpu><suffix>`` in a folder."""
+    if not path.is_dir():
+        return path
+    words = [word for word in gpu.lower().replace("/", " ").split() if word not in ("nvidia", "geforce")]
+    name = Path(model).name.lower().replace(" ", "-")
+    return path / f"generate-{name}-{'-'.join(words)}{suffix}"
+
+
+# Speed-ups.
+
+
+def _best(rows: Sequence[Row], names: Sequence[str]) -> Row | None:
+    ran = [row for row in rows if row["engine"] in names and "ms" in row]
+    return min(ran, key=lambda row: row["ms"]["p50"]) if ran else None
+
+
+def add_speedups(rows: Sequence[Row]) -> None:
+    """Puts into each row how many times faster it is than stock bf16 caches at the same size.
+
+    "speedup_eager" is against the better of `EAGER_BASELINES`, "speedup_compiled" likewise; "against_eager" and
+    "against_compiled" name it. Where no baseline ran, they are left out.
+    """
+    sizes: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if "ms" in row:
+            sizes.setdefault((row["kind"], row["batch"], row["context"]), []).append(row)
+    for own in sizes.values():
+        for which, names in (("eager", EAGER_BASELINES), ("compiled", COMPILED_BASELINES)):
+            best = _best(own, names)
+            if best is None:
+                continue
+            for row in own:
+                row[f"speedup_{which}"] = best["ms"]["p50"] / row["ms"]["p50"]
+                row[f"against_{which}"] = best["engine"]

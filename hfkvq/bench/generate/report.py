@@ -1,0 +1,216 @@
+"""A record as tables, as Markdown and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..cases import short
+from ..report import Record, new_table
+from .cases import Case
+from .search import Row
+
+_TITLES = {
+    "decode": "decode",
+    "prefill": "prefill",
+    "whole": "generate, prefill included",
+    "largest": "rows that fit",
+}
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "–" if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def _gb(count: int | None) -> str:
+    return _number(None if count is None else count / 1e9, 1)
+
+
+def remark_of(row: Row) -> str:
+    """What else there is to know of a row."""
+    said = []
+    if row.get("graphs", 1) != 1:
+        said.append(f"{row['graphs']} graphs")
+    if row.get("cudagraph_skips"):
+        said.append(f"CUDA graph skipped {row['cudagraph_skips']} times")
+    if "ms_step" in row:
+        said.append(f"prefill {row['ms_prefill']['p50']:,.0f} ms, then {row['ms_step']:,.2f} ms a step")
+    return ", ".join(said)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Rows of one kind, named by their size too where it differs."""
+    sizes = {Case(row["batch"], row["context"]) for row in rows}
+    title = _TITLES[rows[0]["kind"]]
+    if len(sizes) == 1:
+        title = f"{title}, {sizes.pop().title} tokens"
+    columns = ("name", "ms", "p20 to p80", "tokens/s", "cache GB", "peak GB", "of dynamic", "of static", "")
+    view = new_table(title, columns)
+    for row in rows:
+        name = row["engine"] if not sizes else f"{row['engine']}, {Case(row['batch'], row['context']).title}"
+        if "error" in row:
+            view.add_row(name, *["–"] * 7, row["error"])
+            continue
+        ms = row["ms"]
+        view.add_row(
+            name,
+            _number(ms["p50"], 2),
+            f"{ms['p20']:,.2f} to {ms['p80']:,.2f}",
+            _number(row["tokens_per_s"], 0),
+            _gb(row.get("cache_bytes")),
+            _gb(row.get("peak_bytes")),
+            _number(row.get("speedup_eager"), 2, "x"),
+            _number(row.get("speedup_compiled"), 2, "x"),
+            remark_of(row),
+        )
+    return view
+
+
+def largest_table(rows: Sequence[Row]) -> Table:
+    """What searches for the largest batch have found."""
+    view = new_table("Rows that fit", ("name", "shape", "largest batch", "best tokens/s", "at batch", ""))
+    for row in rows:
+        if "error" in row:
+            view.add_row(row["engine"], short(row["context"]), *["–"] * 3, row["error"])
+            continue
+        view.add_row(
+            row["engine"],
+            f"{short(row['context'])} tokens",
+            f"{row['largest']}" if row["full"] else f"{row['largest']} or more",
+            _number(row["tokens_per_s"], 0),
+            str(row["best_batch"]),
+            "",
+        )
+    return view
+
+
+def markdown(record: Record) -> str:
+    """Tables to paste: a line for each cache, a column for each size, ``ms (tokens/s)``."""
+    rows = record["rows"]
+    parts = [f"{record['model']['name']}, random weights, {record['gpu']}: milliseconds (tokens/s)."]
+    for kind in ("decode", "prefill", "whole"):
+        own = [row for row in rows if row["kind"] == kind]
+        if not own:
+            continue
+        sizes = sorted({(row["context"], row["batch"]) for row in own})
+        heads = [Case(batch, context).title for context, batch in sizes]
+        found = {(row["engine"], row["context"], row["batch"]): row for row in own}
+        lines = [f"| {_TITLES[kind]} | {' | '.join(heads)} |", "|---|" + "---|" * len(sizes)]
+        for engine in dict.fromkeys(row["engine"] for row in own):
+            cells = [_cell(found.get((engine, *size))) for size in sizes]
+            lines.append(f"| `{engine}` | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    found_largest = [row for row in rows if row["kind"] == "largest" and "error" not in row]
+    if found_largest:
+        lines = ["| rows that fit | context | largest batch | best tokens/s | at batch |", "|---|---|---|---|---|"]
+        for row in found_largest:
+            most = row["largest"] if row["full"] else f"{row['largest']} or more"
+            rate = _number(row["tokens_per_s"], 0)
+            lines.append(f"| `{row['engine']}` | {short(row['context'])} | {most} | {rate} | {row['best_batch']} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "error" in row:
+        return "out of memory" if row.get("oom") else "failed"
+    return f"{_number(row['ms']['p50'], 2)} ({_number(row['tokens_per_s'], 0)})"
+
+
+def notes(record: Record) -> list[str]:
+    """How to read the tables."""
+    model, versions = record["model"], record["versions"]
+    floor = model["weight_ms_of_a_step"]
+    said = [
+        f"{record['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, Transformers "
+        f"{versions['transformers']}, commit {record['commit'] or 'unknown'}. Weights: {_gb(model['weight_bytes'])} GB."
+    ]
+    if floor is not None:
+        said[0] += f" At the speed of a copy a step's weights alone take {floor:.2f} ms."
+    return [
+        *said,
+        "of dynamic: times faster than DynamicCache, the better with and without cuDNN attention; of static: than "
+        "StaticCache compiled. Peak counts weights, filling and compiling.",
+        record["method"],
+    ]
+
+
+# The picture.
+
+
+def _lines(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value: Callable[[Row], float]) -> list[int]:
+    ticks = sorted({row[x] for row in rows})
+    for i, name in enumerate(names):
+        line = sorted((row[x], value(row)) for row in rows if row["engine"] == name)
+        if line:
+            # Ten colours; further lines differ by marker.
+            panel.plot(
+                *zip(*line, strict=True), marker="os^D"[i // 10 % 4], markersize=4, color=f"C{i % 10}", label=name
+            )
+    if rows:
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+    panel.minorticks_off()
+    panel.grid(alpha=0.3, which="both")
+    return ticks
+
+
+def save_plot(record: Record, path: Path) -> None:
+    """Milliseconds a step against context at the smallest batch, and tokens/s against batch, as a PNG.
+
+    The second panel is of the context with the most batches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
+
+    rows = [row for row in record["rows"] if row["kind"] == "decode" and "ms" in row]
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+    figure = Figure(figsize=(13.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+
+    batch = min((row["batch"] for row in rows), default=1)
+    own = [row for row in rows if row["batch"] == batch]
+    contexts = _lines(left, own, names, "context", lambda row: row["ms"]["p50"])
+    left.set_xticks(contexts, [short(context) for context in contexts])
+    floor = record["model"]["weight_ms_of_a_step"]
+    if floor is not None:
+        left.axhline(floor, color="black", linewidth=0.8, linestyle="--", label="weights at the speed of a copy")
+    left.set_title(f"a decode step, batch {batch}")
+    left.set_xlabel("tokens of context")
+    left.set_ylabel("ms")
+
+    batches: dict[int, set[int]] = {}
+    for row in rows:
+        batches.setdefault(row["context"], set()).add(row["batch"])
+    context = max(batches, key=lambda each: (len(batches[each]), each), default=0)
+    own = [row for row in rows if row["context"] == context]
+    ticks = _lines(right, own, names, "batch", lambda row: row["tokens_per_s"])
+    right.set_xticks(ticks, [str(tick) for tick in ticks])
+    right.set_title(f"decoding at {short(context)} tokens of context")
+    right.set_xlabel("batch")
+    right.set_ylabel("tokens/s")
+
+    if rows:
+        # Both panels have the same lines, or parts of them.
+        handles = {
+            label: line
+            for panel in (left, right)
+            for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        }
+        right.legend(
+            handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False
+        )
+    figure.suptitle(f"{record['model']['name']}, random weights, {record['gpu']}")
+    figure.savefig(path, dpi=140)

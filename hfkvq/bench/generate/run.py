@@ -1,0 +1,124 @@
+"""One row after another; what fails is a row too, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .cases import Case, Settings
+from .decode import Figures, Memory, measure_decode
+from .engines import Engine
+from .fill import fill
+from .models import Heads
+from .prompts import measure_prefill, measure_whole
+from .search import Row
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in a line; the compiler's errors say so in their second."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether memory was too small, also where the compiler has wrapped the error in its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
+def sweep(device: torch.device) -> None:
+    """Gives back what a line has left: caches, graphs and their pools, compiled code."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _attempt(measure: Callable[[], Figures]) -> Figures:
+    try:
+        return measure()
+    # A benchmark over many caches: one that fails, however it does, must not take the others' figures along.
+    except Exception as error:
+        # Not the error itself: its frames hold the tensors that memory was too small for.
+        found: Figures = {"error": reason(error)}
+        if is_full(error):
+            found["oom"] = True
+        if isinstance(error, ImportError):
+            found["skipped"] = True
+        return found
+
+
+class Bench:
+    """A model, and how it is measured.
+
+    Args:
+        model: of random weights, see `models.build`.
+        settings: how long, and how.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.device, self.dtype = model.device, model.dtype
+        self.heads = Heads.of(model.config)
+
+    def _row(self, kind: str, engine: Engine, case: Case, measure: Callable[[], Figures]) -> Row:
+        sweep(self.device)
+        memory = Memory(self.device)
+        memory.start()
+        row: Row = {"kind": kind, "engine": engine.name, "batch": case.batch, "context": case.context}
+        row |= _attempt(measure)
+        if "error" not in row:
+            # Steps have looked at the peak in between.
+            row |= {"peak_bytes": row.get("peak_bytes", memory.peak()), "reserved_bytes": memory.reserved()}
+        return row
+
+    def decode(self, engine: Engine, case: Case) -> Row:
+        """A decode row: see `measure_decode`; also ``cache_bytes`` and ``fill_peak_bytes``, weights included."""
+        return self._row("decode", engine, case, lambda: self._decode(engine, case))
+
+    def _decode(self, engine: Engine, case: Case) -> Figures:
+        memory, settings = Memory(self.device), self.settings
+        before = memory.held()
+        # Not the model: its hooks do not run in a compiled step, and ids of random tokens say nothing.
+        with engine.cache(self.model.config, case.context + settings.new_tokens) as cache, self._decoding():
+            with torch.no_grad():
+                fill(
+                    cache,
+                    self.heads,
+                    case,
+                    self.model.get_input_embeddings().num_embeddings,
+                    self.device,
+                    self.dtype,
+                    settings.fill_bytes,
+                    settings.seed,
+                )
+            gc.collect()
+            filled = memory.held()
+            figures: Figures = {
+                "cache_bytes": None if filled is None or before is None else filled - before,
+                "fill_peak_bytes": memory.peak(),
+            }
+            return figures | measure_decode(self.model, cache, case, engine.compiled, settings)
+
+    def _decoding(self) -> Any:
+        # As `generate` does: experts are switched to what is fast for few tokens. Older releases have no such thing.
+        return getattr(self.model, "_optimize_model_for_decode", contextlib.nullcontext)()
+
+    def prefill(self, engine: Engine, case: Case, chunk: int | None) -> Row:
+        """A prefill row: see `measure_prefill`."""
+        return self._row(
+            "prefill", engine, case, lambda: measure_prefill(self.model, engine, case, chunk, self.settings)
+        )
+
+    def whole(self, engine: Engine, case: Case, tokens: int) -> Row:
+        """A row of ``generate`` from end to end: see `measure_whole`."""
+        return self._row("whole", engine, case, lambda: measure_whole(self.model, engine, case, tokens, self.settings))
+
+
+def describe_settings(settings: Settings) -> Figures:
+    """Fields by name."""
+    return dataclasses.asdict(settings)

@@ -1,0 +1,137 @@
+"""A whole run: every size with every cache, row by row into the record."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..report import Record
+from .cases import Case
+from .engines import Engine
+from .record import add_speedups, key_of
+from .run import Bench
+from .search import Row, largest, search_batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        cases: sizes to decode at.
+        contexts: contexts at which the largest batch is looked for.
+        decode: whether to time decode steps.
+        prefill: whether to time prefills, at every context.
+        prefill_batch: rows of these.
+        prefill_chunk: tokens of a forward of these; None takes prompts whole.
+        new_tokens: tokens of `generate` from end to end, at every case; None leaves it out.
+        first_batch: where searches begin.
+        batch_step: a multiple of which they look for.
+    """
+
+    cases: tuple[Case, ...] = ()
+    contexts: tuple[int, ...] = ()
+    decode: bool = True
+    prefill: bool = False
+    prefill_batch: int = 1
+    prefill_chunk: int | None = None
+    new_tokens: int | None = None
+    first_batch: int = 32
+    batch_step: int = 32
+
+    def __post_init__(self) -> None:
+        """Checks that there is something to do."""
+        if not (self.decode or self.prefill or self.new_tokens):
+            raise ValueError("decode: nothing is left to measure; add --prefill or --whole.")
+        if self.contexts and not self.decode:
+            raise ValueError("batch: got auto, which is looked for by decoding; leave --no-decode out.")
+
+
+class Session:
+    """Measures what a plan says and a record does not hold yet.
+
+    Args:
+        bench: the model.
+        engines: the caches.
+        plan: the sizes.
+        record: rows are added to it; those it has are not measured again.
+        keep: is called after every row, to save the record.
+        progress: is told what comes next.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        engines: Sequence[Engine],
+        plan: Plan,
+        record: Record,
+        keep: Callable[[], None] = lambda: None,
+        progress: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        self.bench, self.engines, self.plan, self.record = bench, engines, plan, record
+        self.keep, self.progress = keep, progress
+
+    def groups(self) -> Iterator[list[Row]]:
+        """Rows of one kind and size at a time, for a table; of a search, all of one cache."""
+        plan, bench = self.plan, self.bench
+        if plan.prefill:
+            contexts = [case.context for case in plan.cases] + list(plan.contexts)
+            for context in dict.fromkeys(contexts):
+                case = Case(plan.prefill_batch, context)
+                yield self._group("prefill", case, functools.partial(bench.prefill, chunk=plan.prefill_chunk))
+        for case in plan.cases:
+            if plan.decode:
+                yield self._group("decode", case, bench.decode)
+            if plan.new_tokens is not None:
+                yield self._group("whole", case, functools.partial(bench.whole, tokens=plan.new_tokens))
+        for context in plan.contexts:
+            yield from self._search(context)
+
+    def _group(self, kind: str, case: Case, measure: Callable[[Engine, Case], Row]) -> list[Row]:
+        rows = [self._once(kind, engine, case, measure) for engine in self.engines]
+        add_speedups(self.record["rows"])
+        return rows
+
+    def _once(self, kind: str, engine: Engine, case: Case, measure: Callable[[Engine, Case], Row]) -> Row:
+        key = (kind, engine.name, case.batch, case.context)
+        for row in self.record["rows"]:
+            if key_of(row) == key:
+                return row
+        self.progress(f"{kind}, {case.title}: {engine.name}")
+        row = measure(engine, case)
+        self.record["rows"].append(row)
+        self.keep()
+        return row
+
+    def _search(self, context: int) -> Iterator[list[Row]]:
+        found = []
+        for engine in self.engines:
+            # Bound now: the generator goes on with the next engine.
+            def measure(batch: int, engine: Engine = engine) -> Row:
+                return self._once("decode", engine, Case(batch, context), self.bench.decode)
+
+            rows = search_batch(measure, self.plan.first_batch, self.plan.batch_step)
+            add_speedups(self.record["rows"])
+            yield rows
+            best = largest(rows)
+            row: Row = {"kind": "largest", "engine": engine.name, "context": context}
+            if best is None:
+                row |= {"batch": 0, "error": rows[-1]["error"]}
+                row |= {name: True for name in ("oom", "skipped") if rows[-1].get(name)}
+            else:
+                row |= {"batch": best["largest"], **best}
+            others = [other for other in self.record["rows"] if not _same_search(other, row)]
+            self.record["rows"][:] = [*others, row]
+            self.keep()
+            found.append(row)
+        yield found
+
+
+def _same_search(one: Row, other: Row) -> bool:
+    return all(one[name] == other[name] for name in ("kind", "engine", "context"))
+
+
+def failures(record: Record) -> list[Row]:
+    """Rows that failed otherwise than by a full memory or a missing package."""
+    return [row for row in record["rows"] if "error" in row and not row.get("oom") and not row.get("skipped")]

@@ -1,0 +1,683 @@
+"""Layers of fixed capacity, whose steps need no host: one buffer at one address, which compiled graphs write to.
+
+Prompts, and whatever else is no ordinary step, go the way of every layer, over the same tensors. Steps of a compiled
+model do not pass through Python, so after them the host no longer knows how long rows are: it asks the device when it
+must, which in ordinary steps it need not.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.decode import LENGTH, RUNS, START
+from hfkvq.kernels.pages import RunView
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, settle, step
+
+from .evict import EvictingLayer
+from .layer import KVLayer
+from .observe import Observation
+from .scheme import Scheme
+from .store import SIDES, KVStore, RowState, _target
+
+
+def why_not(scheme: Scheme, key_dim: int, value_dim: int) -> str | None:
+    """Why steps of a scheme cannot do without the host; None where they can."""
+    layout = scheme.layout(key_dim, value_dim)
+    if min(layout.keys.clip, layout.values.clip) < 1:
+        return "clipped values are sorted by the host"
+    if layout.keys.formats[-1].raised and scheme.step_rule(key_dim) is None:
+        return "this choice of raised channels is no rule that the sealing kernel knows"
+    if len(layout.keys.formats) > 1 and type(scheme).token_bits is not Scheme.token_bits:
+        most = (layout.keys.unit - 1 + MAX_STEP) // layout.keys.unit * layout.keys.unit
+        if any(not fmt.whole or fmt.page_size <= most for fmt in layout.keys.formats[:-1]):
+            return "tokens that a step seals may belong in several runs"
+    if getattr(scheme, "beta", 0.0) > 0:
+        return "scores that accumulate ask attention in every step"
+    return None
+
+
+def static_class(scheme: Scheme) -> type[StaticKVLayer]:
+    """The class of layer of fixed capacity that a scheme works in."""
+    return StaticEvictingLayer if "probs" in scheme.needs else StaticKVLayer
+
+
+# Layers by their buffer's address, for prompts of compiled models.
+_LAYERS: dict[int, weakref.ref[StaticKVLayer]] = {}
+
+
+class StepKV:
+    """What `StaticKVLayer.update` returns while a graph is recorded: the layer and the new tokens; no tensor."""
+
+    def __init__(self, layer: StaticKVLayer, keys: Tensor, values: Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+
+class Clock:
+    """What the static layers of a cache share: whether steps have passed that the host did not see.
+
+    Attributes:
+        layers: in the model's order.
+        stale: whether a compiled step has run since the host last asked the device.
+        steps: tokens announced since then, by which rows are longer at the most.
+    """
+
+    def __init__(self, layers: list[StaticKVLayer]) -> None:
+        self.layers, self.stale, self.steps = layers, False, 0
+        for i, layer in enumerate(layers):
+            layer.clock, layer.leads = self, i == 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
+        """Of the same layers' copies."""
+        new = memo[id(self)] = copy.copy(self)
+        new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        return new
+
+    def catch_up(self) -> None:
+        """Asks the device how long rows are, if steps have passed unseen: one transfer a device.
+
+        Raises:
+            ValueError: tokens of these steps found no room and were not stored.
+        """
+        if not self.stale:
+            return
+        self.stale, self.steps = False, 0
+        held = [layer for layer in self.layers if layer.state is not None]
+        by_device: dict[torch.device, list[StaticKVLayer]] = {}
+        for layer in held:
+            by_device.setdefault(layer.device, []).append(layer)
+        lost = False
+        for layers in by_device.values():
+            for layer in layers:
+                layer.open = True
+                layer.close()
+            parts = [part for layer in layers for part in layer.told()]
+            numbers = torch.cat(parts).tolist()
+            for layer in layers:
+                size = sum(part.numel() for part in layer.told())
+                lost = layer.learn(numbers[:size]) or lost
+                numbers = numbers[size:]
+        if lost:
+            first = held[0]
+            raise ValueError(
+                f"max_cache_len: compiled steps went on beyond the capacity of {first.capacity} tokens; the cache holds "
+                f"{first.seen}, and what came later was not stored. Make the cache with a larger max_cache_len."
+            )
+
+    def announce(self, tokens: int) -> None:
+        """A forward of so many tokens is about to come, as far as the host can know.
+
+        Raises:
+            ValueError: it would exceed the capacity. Nothing is changed then.
+        """
+        if not self.stale:
+            self.steps = tokens
+            return
+        first = self.layers[0]
+        self.steps += tokens
+        bound = first.seen + self.steps
+        assert first.capacity is not None, "static layers have one"
+        if bound > first.capacity or any(layer.wants_host(bound) for layer in self.layers):
+            self.catch_up()
+            for layer in self.layers:
+                layer.between_steps()
+            first.check_capacity(tokens)
+            # What has been asked for is what the coming step will make stale again.
+            self.stale, self.steps = True, tokens
+
+
+class StaticKVLayer(KVLayer):
+    """`KVLayer` of fixed capacity whose steps a compiled model can take."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.buffer: Tensor | None = None
+        self.state: StepState | None = None
+        self.plan: StepPlan | None = None
+        self.spec = ""
+        # Whether the device has sealed tokens that its counters do not count yet.
+        self.open = False
+        self.share = 1
+        super().__init__(*args, **kwargs)
+        self.leads = True
+        self.clock = Clock([self])
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Unless tokens may be taken back (assisted decoding), for which the host must know what is sealed."""
+        return not self.record_past
+
+    # The buffer.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates for tensors of this shape, dtype and device."""
+        layout = self.scheme.layout(key_states.shape[-1], value_states.shape[-1])
+        self.store = KVStore(layout, self.scheme, key_states, value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
+        self.is_initialized = True
+        self.home()
+
+    def _blocks(self) -> tuple[int, ...] | None:
+        """Pages of a row in each run; None while the store holds more than that."""
+        store, capacity = self._held(), self.capacity
+        assert capacity is not None, "static layers have one"
+        rest = max(capacity - store.layout.sink, 0)
+        return tuple(
+            max(-(-rest // keys.page_size), view.table.shape[1])
+            for view, (keys, _) in zip(store.runs, store.format.runs, strict=True)
+        )
+
+    def _make_plan(self) -> StepPlan | None:
+        store, blocks = self._held(), self._blocks()
+        if blocks is None:
+            return None
+        for side in SIDES:
+            store._grow_tail(side, store.tail_limit[side])
+        keys, values = store.layout.keys, store.layout.values
+        rule = self.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
+        assert self.capacity is not None, "static layers have one"
+        return StepPlan(
+            store.format.spec,
+            store.batch,
+            store.heads,
+            store.dims["keys"],
+            store.dims["values"],
+            str(store.dtype),
+            blocks,
+            (store.windows[2].shape[2], store.windows[3].shape[2]),
+            (keys.local, values.local),
+            (keys.unit, values.unit),
+            self.capacity,
+            rule or "",
+            self._asks(),
+            self._fold(),
+            self._fold() * store.heads * self.share if self._asks() == "keep" else 0,
+            (keys.balance, values.balance),
+        )
+
+    def _asks(self) -> str:
+        return "sum" if "query" in self.scheme.needs else ""
+
+    def _fold(self) -> int:
+        return 1
+
+    def home(self) -> None:
+        """Brings what the store holds into the buffer, wherever an operation has left it; makes the buffer if need be.
+
+        A buffer of another shape has another address: graphs are then recorded anew.
+        """
+        store = self.store
+        plan = None if store is None else self._make_plan()
+        if store is None or plan is None:
+            return
+        fresh = plan != self.plan or self.buffer is None or self.buffer.device != store.device
+        if fresh:
+            buffer = torch.empty(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(buffer)
+            self.buffer, self.plan, self.spec = buffer, plan, plan.spec
+            self.state = carve(buffer, plan)
+            _LAYERS[buffer.data_ptr()] = weakref.ref(self)
+            for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
+                part.zero_()
+            self.state.weight.zero_()
+            self.state.query.zero_()
+        assert self.state is not None, "made with the buffer"
+        _adopt(store, self.state, plan)
+        self._tell_queries()
+
+    def _tell_queries(self) -> None:
+        state = self.state
+        if state is None or not state.sums.numel():
+            return
+        if self.query_sum is None or self.query_count is None:
+            state.sums.zero_()
+            state.counts.zero_()
+        else:
+            state.sums.copy_(self.query_sum)
+            state.counts.copy_(self.query_count.expand_as(state.counts))
+
+    # Steps that the host does not see.
+
+    def close(self) -> None:
+        """Lets the device's counters count what the last step has sealed; asks it nothing."""
+        if self.state is not None and self.open:
+            settle(self.state)
+            self.open = False
+            if self.state.sums.numel():
+                self.query_sum, self.query_count = self.state.sums.clone(), self.state.counts[0].long()
+
+    def told(self) -> list[Tensor]:
+        """What the host asks for: i32, flat."""
+        assert self.state is not None, "asked of layers that have one"
+        return [self.state.counters.flatten(), self.state.flag]
+
+    def learn(self, numbers: list[int]) -> bool:
+        """Takes the answer; whether tokens were lost."""
+        store, state = self._held(), self.state
+        assert state is not None, "asked of layers that have one"
+        *counters, flag = numbers
+        rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
+        keys = [sum(column) for column in zip(*rows[RUNS::2], strict=True)]
+        values = [sum(column) for column in zip(*rows[RUNS + 1 :: 2], strict=True)]
+        store.states = frozenset(RowState(*state) for state in zip(rows[LENGTH], keys, values, strict=True))
+        self.seen = rows[START][0] + rows[LENGTH][0]
+        self.edition += 1
+        if flag:
+            state.flag.zero_()
+        return bool(flag)
+
+    def wants_host(self, bound: int) -> bool:
+        """Whether something is due, between steps, once ``bound`` tokens have been seen."""
+        return False
+
+    def between_steps(self) -> None:
+        """Does what is due between steps."""
+
+    def _host(self) -> None:
+        """Makes sure that the host knows what the device holds."""
+        self.clock.catch_up()
+        self.close()
+
+    # What Transformers calls.
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """See `KVLayer.update`. While a graph is recorded, what is returned is known to "hfkvq" attention alone."""
+        if torch.compiler.is_compiling():
+            if self.leads:
+                self.clock.stale = True
+            return StepKV(self, key_states, value_states), StepKV(self, key_states, value_states)
+        self.clock.catch_up()
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _seen_on_device(self) -> Tensor:
+        """Logical tokens seen, on the device: i64 (1,). Stock static layers have a number without axes there."""
+        assert self.buffer is not None and self.plan is not None, "initialized"
+        rows = self.plan.rows
+        # The buffer begins with the counters; a view of it, since graphs know nothing but the buffer.
+        counters = self.buffer[: 4 * 2 * rows].view(torch.int32)
+        start, length = (counters[at * rows : at * rows + 1] for at in (START, LENGTH))
+        return (start + length).long()
+
+    def get_seq_length(self) -> Any:
+        """Logical tokens seen; a number on the device where the host does not know it."""
+        if self.buffer is not None and (torch.compiler.is_compiling() or self.clock.stale):
+            return self._seen_on_device()
+        return super().get_seq_length()
+
+    def get_query_offset(self) -> Any:
+        """Column of the coming forward's first query, on the device once there is something there."""
+        return self.get_seq_length() if self.buffer is None else self._seen_on_device()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Logical length and offset for the mask of the coming forward; the capacity's where steps must look alike."""
+        if self.buffer is not None and (torch.compiler.is_compiling() or query_length == 1):
+            assert self.capacity is not None, "static layers have one"
+            return self.capacity, 0
+        self.clock.catch_up()
+        return super().get_mask_sizes(query_length)
+
+    @property
+    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `KVLayer.keys`."""
+        self._host()
+        return self.dense("keys") if self.seen else None
+
+    @keys.setter
+    def keys(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        KVLayer.keys.fset(self, value)  # type: ignore[attr-defined]
+
+    @property
+    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `KVLayer.values`."""
+        self._host()
+        return self.dense("values") if self.seen else None
+
+    @values.setter
+    def values(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        KVLayer.values.fset(self, value)  # type: ignore[attr-defined]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `KVLayer.crop`."""
+        self._host()
+        super().crop(tokens_to_remove)
+        self.home()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See `KVLayer.reorder_cache`."""
+        self._host()
+        super().reorder_cache(beam_idx)
+        self.home()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See `KVLayer.batch_repeat_interleave`."""
+        self._host()
+        super().batch_repeat_interleave(repeats)
+        self.home()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See `KVLayer.batch_select_indices`."""
+        self._host()
+        super().batch_select_indices(indices)
+        self.home()
+
+    def activate_past_recording(self) -> None:
+        """See `KVLayer.activate_past_recording`."""
+        self._host()
+        super().activate_past_recording()
+
+    def reset(self) -> None:
+        """Forgets everything; buffer and address stay."""
+        self.clock.stale, self.clock.steps, self.open = False, 0, False
+        if self.state is not None:
+            for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
+                part.zero_()
+        super().reset()
+        self.home()
+
+    def offload(self) -> None:
+        """See `KVLayer.offload`."""
+        self._host()
+        super().offload()
+        self.buffer = self.state = self.plan = None
+
+    def prefetch(self) -> None:
+        """See `KVLayer.prefetch`."""
+        super().prefetch()
+        if self.store is not None and self.buffer is None and self.store.device == self.device:
+            self.home()
+
+    # What attention functions call.
+
+    def takes_step(self, queries: int, mask: Tensor | None) -> bool:
+        """Whether the staged tokens can go through `step_now`."""
+        if self.staged is None or self.state is None or self.record_past or self.debug or self.defer:
+            return False
+        tokens = self.staged[0].shape[2]
+        started = all(state.length for state in self._held().states)
+        return tokens == queries <= MAX_STEP and started and (mask is None or tokens == 1)
+
+    def step_now(
+        self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float, sinks: Tensor | None
+    ) -> Tensor:
+        """The staged tokens' whole step, as a compiled one would take it: (B, Hq, Q, Dv)."""
+        store, state, plan = self._held(), self.state, self.plan
+        assert self.staged is not None and state is not None and plan is not None, "see takes_step"
+        keys, values = self.staged
+        out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap)
+        self.staged, self.new_columns, self.open = None, 0, True
+        store.states = frozenset(self._after(row, keys.shape[2]) for row in store.states)
+        return out
+
+    def _after(self, row: RowState, tokens: int) -> RowState:
+        layout, length = self._held().layout, row.length + tokens
+        rest = max(length - layout.sink, 0)
+        keys, values = _target(rest, row.keys, layout.keys, 0), _target(rest, row.values, layout.values, 0)
+        return RowState(length, keys, values)
+
+    def attend_prompt(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        sinks: Tensor | None,
+        scaling: float,
+        softcap: float,
+        causal: bool,
+    ) -> Tensor:
+        """Takes a prompt as an eager forward would: (B, Hq, Q, Dv). ``mask`` may have the capacity's columns."""
+        self.update(keys, values)
+        queries = query.shape[2]
+        if mask is not None:
+            mask = mask[..., : self.seen]
+        elif not causal:
+            mask = torch.ones(1, 1, 1, self.seen, dtype=torch.bool, device=query.device)
+        if self.begin(mask, queries):
+            out = self.attend(query, mask, scaling, softcap, sinks)
+        else:
+            out = dense_attention(query, self.dense("keys"), self.dense("values"), mask, sinks, scaling, softcap)
+        self.finish(query, mask, scaling, softcap, sinks)
+        return out.contiguous()
+
+    def begin(self, mask: Tensor | None, queries: int) -> bool:
+        """See `KVLayer.begin`."""
+        self.close()
+        return super().begin(mask, queries)
+
+    def _settle(self, commit: bool = True) -> None:
+        self.close()
+        staged = self.staged is not None or self.uncommitted
+        super()._settle(commit)
+        if staged and not torch.compiler.is_compiling():
+            self.home()
+
+    def _demote(self) -> None:
+        super()._demote()
+        if "turns" in self.scheme.needs:
+            self.home()
+
+    def dense(self, side: Any) -> Tensor:
+        """See `KVLayer.dense`."""
+        self.close()
+        return super().dense(side)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticKVLayer:
+        """Independent tensors in a buffer of their own, shared scheme."""
+        if id(self) in memo:
+            return memo[id(self)]
+        self._host()
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, StaticKVLayer), "a copy of this one"
+        memo[id(self)] = new
+        new.buffer = new.state = new.plan = None
+        new.clock = copy.deepcopy(self.clock, memo)
+        new.home()
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, with tensors of their own in place of views of the buffer."""
+        self._host()
+        return self.__dict__ | {"buffer": None, "state": None, "plan": None, "store": copy.deepcopy(self.store)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`."""
+        self.__dict__.update(state)
+        self.home()
+
+
+class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
+    """`EvictingLayer` with a buffer for its budget; trims run between steps, when a row may have outgrown it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: tuple[float, float, Tensor | None] = (1.0, 0.0, None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """See `EvictingLayer.lazy_initialization`."""
+        EvictingLayer.lazy_initialization(self, key_states, value_states)
+        self.home()
+
+    def _asks(self) -> str:
+        return "keep"
+
+    def _fold(self) -> int:
+        return self._held().fold
+
+    def _blocks(self) -> tuple[int, ...] | None:
+        store, scheme = self._held(), self.scheme
+        budget = scheme.budget_bytes
+        # A trim is due as soon as a row holds more; steps of up to so many tokens may pass before.
+        slack = 2 * MAX_STEP
+        whole = scheme.tokens if budget is None else budget // self.costs[1]
+        low = scheme.tokens if budget is None else budget // self.costs[0]
+        assert self.capacity is not None, "static layers have one"
+        page = store.format.runs[0][0].page_size
+        most = [-(-min(tokens + slack, self.capacity) // page) for tokens in (low, whole)]
+        have = [view.table.shape[1] for view in store.runs]
+        if any(a > b for a, b in zip(have, most, strict=True)):
+            return None
+        return tuple(most)
+
+    def finish(
+        self,
+        query: Tensor,
+        mask: Tensor | None = None,
+        scaling: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """See `EvictingLayer.finish`."""
+        if self.new_columns == query.shape[2]:
+            self.share = query.shape[1] // self.heads
+        self.asked = (query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
+        super().finish(query, mask, scaling, softcap, sinks)
+
+    def takes_step(self, queries: int, mask: Tensor | None) -> bool:
+        """Never: a trim may be due, and the host is here."""
+        return False
+
+    def assign(self) -> None:
+        """See `EvictingLayer.assign`."""
+        super().assign()
+        self.home()
+
+    def wants_host(self, bound: int) -> bool:
+        """See `StaticKVLayer.wants_host`."""
+        return self.state is not None and bound > self._trim_at()
+
+    def between_steps(self) -> None:
+        """Trims rows that have outgrown their budget, by the newest query."""
+        state = self.state
+        if state is None or self.seen < self._trim_at():
+            return
+        scaling, softcap, sinks = self.asked
+        real = torch.ones(self.batch_size, 1, dtype=torch.bool, device=self.device)
+        self._judge(Observation(state.query.clone(), real, None, scaling, softcap, sinks, None))
+        self.home()
+
+
+_CHUNK = 512
+"""Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
+
+
+def dense_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+) -> Tensor:
+    """Attention over dense keys and values (B, H, T, D); no mask means causal, aligned to the newest token."""
+    queries, columns = query.shape[2], keys.shape[2]
+    gqa = query.shape[1] != keys.shape[1]
+    if sinks is None and not softcap:
+        if mask is None and queries < columns:
+            mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)
+        elif mask is not None and not mask.is_floating_point():
+            mask = mask.bool()
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+        )
+    share = query.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
+    outs = []
+    for first in range(0, queries, _CHUNK):
+        own = query[:, :, first : first + _CHUNK].float()
+        logits = own @ keys.transpose(-1, -2) * scaling
+        if softcap:
+            logits = torch.tanh(logits / softcap) * softcap
+        count = own.shape[2]
+        if mask is None:
+            shown = torch.ones(count, columns, dtype=torch.bool, device=query.device)
+            logits = logits.masked_fill(~shown.tril(columns - queries + first), -torch.inf)
+        else:
+            shown = mask if mask.shape[2] == 1 else mask[:, :, first : first + count]
+            logits = logits + shown if mask.is_floating_point() else logits.masked_fill(~shown.bool(), -torch.inf)
+        if sinks is not None:
+            extra = sinks.float().view(1, -1, 1, 1).expand(logits.shape[0], -1, count, 1)
+            logits = torch.cat([logits, extra], -1)
+        probs = torch.softmax(logits, -1).nan_to_num(0.0)[..., :columns]
+        outs.append((probs @ values).to(query.dtype))
+    return torch.cat(outs, 2)
+
+
+@torch.library.custom_op("hfkvq::prompt", mutates_args=("buffer",), tags=(torch.Tag.cudagraph_unsafe,))
+def _prompt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    buffer: Tensor,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+) -> Tensor:
+    known = _LAYERS.get(buffer.data_ptr())
+    layer = None if known is None else known()
+    if layer is None:
+        raise RuntimeError("hfkvq::prompt: this buffer belongs to no cache layer; pass the layer's own.")
+    return layer.attend_prompt(q, k, v, mask, sinks, scaling, softcap, causal)
+
+
+@_prompt.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    buffer: Tensor,
+    scaling: float,
+    softcap: float,
+    causal: bool,
+) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[-1]))
+
+
+def traced_attention(
+    keys: StepKV, query: Tensor, mask: Tensor | None, scaling: float, softcap: float, sinks: Tensor | None, causal: bool
+) -> Tensor:
+    """Attention while a graph is recorded: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv).
+
+    Up to 16 queries are a step. More are a prompt, whose operation does what an eager prompt does, outside CUDA graphs.
+    """
+    layer = keys.layer
+    assert layer.buffer is not None, "initialized before"
+    if query.shape[2] <= MAX_STEP:
+        return step(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, layer.spec)
+    return _prompt(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, causal)
+
+
+def _adopt(store: KVStore, state: StepState, plan: StepPlan) -> None:
+    """Copies a store's tensors into a buffer's, where they are not those already, and gives the store the latter."""
+    if store.counters is not state.counters:
+        state.counters.copy_(store.counters)
+        store.counters = state.counters
+    for at, (own, new) in enumerate(zip(store.windows, state.windows, strict=True)):
+        if own is not new:
+            new.copy_(own)
+            store.windows[at] = new
+    for i, (own, new) in enumerate(zip(store.runs, state.runs, strict=True)):
+        blocks, have = plan.blocks[i], own.table.shape[1]
+        pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
+        if all(a is b for a, b in pairs):
+            if own.table is not new.table:
+                new.table.copy_(own.table)
+        else:
+            every = torch.arange(plan.rows * blocks, dtype=torch.int32, device=store.device)
+            new.table.copy_(every.view(plan.rows, blocks))
+            target, source = new.table[:, :have].flatten().long(), own.table.flatten().long()
+            for old, part in pairs:
+                raw, held = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (part, old))
+                raw[target] = held[source]
+        if own.pos is not None and new.pos is not None and own.pos is not new.pos:
+            new.pos[:, : own.pos.shape[1]].copy_(own.pos)
+        store.runs[i] = RunView(new.table, new.pos, list(new.keys), list(new.values))

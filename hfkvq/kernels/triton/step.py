@@ -1,0 +1,214 @@
+"""A step's beginning on the GPU: a row's counters, its new tokens and what will be due, in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode import LENGTH, RUNS, START
+from ..dispatch import reference
+from ..hadamard import largest_block
+from ._lib import on_device, power
+from .append import append_side
+
+I_START, I_LENGTH, I_RUNS = tl.constexpr(START), tl.constexpr(LENGTH), tl.constexpr(RUNS)
+
+
+@triton.jit
+def due_of(i_rest, i_total, LOCAL: tl.constexpr, UNIT: tl.constexpr):
+    """Tokens that a side is to seal of ``i_rest`` behind the sink, of which it has sealed ``i_total``."""
+    return tl.maximum(tl.maximum(i_rest - LOCAL, 0) // UNIT * UNIT - i_total, 0)
+
+
+@triton.jit
+def store_index(index, i_b, i_total, W, M: tl.constexpr, BM: tl.constexpr):
+    """Slots of the tail that hold the oldest M tokens of a side."""
+    o_j = tl.arange(0, BM)
+    tl.store(index + i_b * M + o_j, (i_total + o_j) % W, mask=o_j < M)
+
+
+@triton.jit(do_not_specialize=["S", "WK", "WV", "B", "capacity", "room", "N"])
+def advance_kernel(
+    keys, values, sink_k, sink_v, tail_k, tail_v, counters, new, sealed, index_k, index_v, flag, pos,
+    s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV, B, capacity, room, N,
+    R: tl.constexpr, LOCAL_K: tl.constexpr, LOCAL_V: tl.constexpr, UNIT_K: tl.constexpr, UNIT_V: tl.constexpr,
+    MK: tl.constexpr, MV: tl.constexpr, BMK: tl.constexpr, BMV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
+    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
+):  # fmt: skip
+    """One row of B; of R runs the last takes what is sealed."""
+    i_b = tl.program_id(0).to(tl.int64)
+    p_count = counters + i_b
+    p_last = p_count + (I_RUNS + 2 * R - 2) * B
+    i_start = tl.load(p_count + I_START * B)
+    i_length = tl.load(p_count + I_LENGTH * B)
+    i_newk = tl.load(new + i_b)
+    i_ck = tl.load(p_last) + i_newk
+    i_cv = tl.load(p_last + B) + tl.load(new + B + i_b)
+    i_tk = i_ck
+    i_tv = i_cv
+    for i in tl.static_range(R - 1):
+        i_tk += tl.load(p_count + (I_RUNS + 2 * i) * B)
+        i_tv += tl.load(p_count + (I_RUNS + 2 * i + 1) * B)
+    i_rest = tl.maximum(i_length + T - S, 0)
+    i_duek = due_of(i_rest, i_tk, LOCAL_K, UNIT_K)
+    i_duev = due_of(i_rest, i_tv, LOCAL_V, UNIT_V)
+    m_fits = (i_start + i_length + T <= capacity) & (i_rest - i_tk <= WK) & (i_rest - i_tv <= WV)
+    m_fits = m_fits & (i_ck + i_duek <= room) & (i_cv + i_duev <= room) & (i_duek <= MK) & (i_duev <= MV)
+    # Every warp has read the counters before any of them is written.
+    tl.debug_barrier()
+    tl.store(sealed + i_b, i_newk)
+    tl.store(p_last, i_ck)
+    tl.store(p_last + B, i_cv)
+    tl.store(new + i_b, tl.where(m_fits, i_duek, 0))
+    tl.store(new + B + i_b, tl.where(m_fits, i_duev, 0))
+    store_index(index_k, i_b, i_tk, WK, MK, BMK)
+    store_index(index_v, i_b, i_tv, WV, MV, BMV)
+    if pos is not None:
+        o_j = tl.arange(0, BMK)
+        m_due = (o_j < i_duek) & m_fits
+        tl.store(pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=m_due)
+    if m_fits:
+        append_side(
+            keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
+            DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
+        )  # fmt: skip
+        append_side(
+            values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
+            DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
+        )  # fmt: skip
+        tl.store(p_count + I_LENGTH * B, i_length + T)
+    else:
+        tl.store(flag, 1)
+
+
+def advance_triton(
+    keys: Tensor,
+    values: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    scratch: Sequence[Tensor],
+    capacity: int,
+    room: int,
+    local: Sequence[int],
+    unit: Sequence[int],
+    rotate_keys: int,
+    rotate_values: int,
+) -> None:
+    """Launcher of `hfkvq.kernels.step.advance`; bf16 rounding under the interpreter takes the reference."""
+    sink_k, sink_v, tail_k, tail_v = windows
+    rounds = rotate_keys or rotate_values or keys.dtype != tail_k.dtype
+    # Triton's interpreter truncates where bf16 should be rounded.
+    if rounds and not keys.is_cuda and torch.bfloat16 in (keys.dtype, tail_k.dtype):
+        return reference("advance")(
+            keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values
+        )
+    new, sealed, index_k, index_v, flag, *pos = scratch
+    assert all(x.is_contiguous() for x in (counters, *windows, *scratch)), "written in place"
+    batch, heads, tokens, key_dim = keys.shape
+    value_dim = values.shape[3]
+    blocks = (rotate_keys or largest_block(key_dim), rotate_values or largest_block(value_dim))
+    rows = [
+        power(min(tokens * heads * dim, 8192) // block) for dim, block in zip((key_dim, value_dim), blocks, strict=True)
+    ]
+    with on_device(keys):
+        advance_kernel[(batch,)](
+            keys,
+            values,
+            sink_k,
+            sink_v,
+            tail_k,
+            tail_v,
+            counters,
+            new,
+            sealed,
+            index_k,
+            index_v,
+            flag,
+            pos[0] if pos else None,
+            *keys.stride(),
+            *values.stride(),
+            blocks[0] ** -0.5,
+            blocks[1] ** -0.5,
+            heads,
+            tokens,
+            sink_k.shape[2],
+            tail_k.shape[2],
+            tail_v.shape[2],
+            batch,
+            capacity,
+            room,
+            pos[0].shape[1] if pos else 0,
+            R=(counters.shape[0] - RUNS) // 2,
+            LOCAL_K=local[0],
+            LOCAL_V=local[1],
+            UNIT_K=unit[0],
+            UNIT_V=unit[1],
+            MK=index_k.shape[1],
+            MV=index_v.shape[1],
+            BMK=power(index_k.shape[1]),
+            BMV=power(index_v.shape[1]),
+            DK=key_dim,
+            DV=value_dim,
+            BLOCK_K=blocks[0],
+            BLOCK_V=blocks[1],
+            ROTATE_K=rotate_keys > 0,
+            ROTATE_V=rotate_values > 0,
+            BK=rows[0],
+            BV=rows[1],
+            LOOPS_K=triton.cdiv(tokens * heads * key_dim, rows[0] * blocks[0]),
+            LOOPS_V=triton.cdiv(tokens * heads * value_dim, rows[1] * blocks[1]),
+            num_warps=max(1, min(8, power(rows[0] * blocks[0] // 256))),
+            enable_fp_fusion=False,
+        )
+    return None
+
+
+@triton.jit(do_not_specialize=["T"])
+def observe_kernel(
+    q, sealed, sums, counts, weight, s_b, s_h, s_l, s_d, H, T,
+    D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One KV head of one row. Sums of magnitudes are exact in f64 but for absurd ranges, whatever their order."""
+    i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    o_d = tl.arange(0, BD)
+    m_d = o_d < D
+    i_again = tl.load(sealed + i_b) > 0
+    i_count = tl.where(i_again, 0, tl.load(counts + i_h * tl.num_programs(1) + i_b)) + T
+    b_sum = tl.zeros([BD], tl.float64)
+    for i_t in range(T):
+        for i_g in tl.static_range(SHARE):
+            p_q = q + i_b * s_b + (i_h * SHARE + i_g) * s_h + i_t * s_l + o_d * s_d
+            b_sum += tl.abs(tl.load(p_q, mask=m_d, other=0.0).to(tl.float64))
+    p_sum = sums + (i_b * H + i_h) * D + o_d
+    b_old = tl.load(p_sum, mask=m_d, other=0.0)
+    b_sum = tl.where(i_again, 0.0, b_old) + b_sum / SHARE
+    tl.store(p_sum, b_sum, mask=m_d)
+    tl.store(weight + (i_b * H + i_h) * D + o_d, (b_sum / i_count).to(tl.float32), mask=m_d)
+    # Each head counts for itself: no other program reads what this one writes.
+    tl.store(counts + i_h * tl.num_programs(1) + i_b, i_count)
+
+
+def observe_triton(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
+    """Launcher of `hfkvq.kernels.step.observe`."""
+    batch, heads, head_dim = sums.shape
+    with on_device(q):
+        observe_kernel[(heads, batch)](
+            q,
+            sealed,
+            sums,
+            counts,
+            weight,
+            *q.stride(),
+            heads,
+            q.shape[2],
+            D=head_dim,
+            SHARE=q.shape[1] // heads,
+            BD=power(head_dim),
+            num_warps=max(1, min(4, power(head_dim) // 32)),
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,665 @@
+"""`requantize_on_turn_end`: what a new turn has made older gets the bits of its age, and loses no other token."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from hfkvq import TriAxialCache, get_scheme
+from hfkvq.caches import demote as demoting
+from hfkvq.caches import layer as layers
+from hfkvq.caches.demote import demote
+from hfkvq.caches.scheme import UNTAGGED
+from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
+from hfkvq.caches.tokens import TokenRecord
+from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
+from hfkvq.reference import load_reference, tools
+from hfkvq.reference.tasks import render
+from tests.caches import driver
+from tests.caches.driver import DIM, assert_close, assert_same_bits, attention, join, mask_of, row, stored, tensors_of
+from tests.caches.models import build, prompt
+
+TURN = 3
+"""Token that begins a turn."""
+
+TABLE = {
+    # Tool results one turn back, all else two.
+    "turn_m1|text|obs": 2,
+    **{f"{age}|text|{kind}": 2 for age in ("older", "turn_m2") for kind in ("obs", "user")},
+}
+PAGE, UNIT = 16, 8
+SMALL = {"table": TABLE, "page_size": PAGE, "group_size": 8, "seal_unit": UNIT}
+
+
+class Aging:
+    """Turns begin with token 3; even ids are tool results, odd ones the user's."""
+
+    def tag(self, ids, mask=None):
+        begins = (ids == TURN).long()
+        turns_behind = begins.flip(1).cumsum(1).flip(1) - begins
+        tags = torch.empty_like(ids, dtype=torch.uint8)
+        for back, age in enumerate(reversed(TEMPORAL)):
+            mine = turns_behind == back if age != "older" else turns_behind >= back
+            for rest, kind in enumerate(("obs", "user")):
+                tags[mine & (ids % 2 == rest)] = parse_tag(f"{age}|text|{kind}")
+        return tags if mask is None else tags.masked_fill(mask == 0, PAD)
+
+
+def make(model, requantize=True, **knobs):
+    return TriAxialCache(model, tagger=Aging(), requantize_on_turn_end=requantize, **(SMALL | knobs))
+
+
+def turn(tokens, seed, rows=1):
+    """Ids of a turn: its beginning, and as many tokens in all."""
+    ids = prompt(rows, tokens, seed)
+    ids = torch.where(ids == TURN, 5, ids)
+    ids[:, 0] = TURN
+    return ids
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+def forward(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+
+def generate(model, cache, ids, steps, **kwargs):
+    # No turn begins within an answer.
+    return model.generate(
+        ids, past_key_values=cache, max_new_tokens=steps, do_sample=False, bad_words_ids=[[TURN]], **kwargs
+    )
+
+
+def widths_of(ids, table=TABLE, mask=None):
+    """Bits of each column, as a conversation that ends here has them."""
+    tags = Aging().tag(ids, mask)[0].tolist()
+    bits = {parse_tag(name): width for name, width in table.items()}
+    return [bits.get(tag, 4) for tag in tags]
+
+
+def positions(layer, index=0):
+    """Row positions of sealed tokens: (those of 2 bits, those of 4)."""
+    held = stored(layer, index)
+    return [held.get(f"{run} keys positions", torch.empty(0)).tolist() for run in (0, 1)]
+
+
+class Model:
+    """Where tokens of one row must be, written down without any tensor."""
+
+    def __init__(self, page=PAGE, unit=UNIT):
+        self.page, self.unit = page, unit
+        self.narrow, self.wide, self.widths, self.sealed = [], [], [], 0
+
+    def _take(self, places):
+        two = [p for p in places if self.widths[p] == 2]
+        return two[: len(two) // self.page * self.page]
+
+    def prompt(self, widths):
+        """A prompt has come: ``widths`` of all columns, those before it included."""
+        self.widths = list(widths)
+        gone = self._take(self.wide)
+        self.narrow += gone
+        self.wide = [p for p in self.wide if p not in gone]
+        self._seal()
+
+    def step(self, tokens):
+        for _ in range(tokens):
+            self.widths.append(4)
+            self._seal()
+
+    def _seal(self):
+        new = range(self.sealed, len(self.widths) // self.unit * self.unit)
+        two = self._take(new)
+        self.narrow += two
+        self.wide += [p for p in new if p not in two]
+        self.sealed += len(new)
+
+    def check(self, cache, index=0):
+        for layer in cache.compressed_layers:
+            narrow, wide = positions(layer, index)
+            assert sorted(narrow) == sorted(self.narrow)
+            assert wide == self.wide
+            newest = [max(narrow[at : at + self.page]) for at in range(0, len(narrow), self.page)]
+            assert newest == sorted(newest)
+
+
+# Widths.
+
+
+def test_widths_are_the_tables_after_every_turn(model):
+    """Through `generate`: prompts, answers and what they turn out to be, over five turns."""
+    cache, expected = make(model), Model()
+    ids = torch.empty(1, 0, dtype=torch.long)
+    moved = []
+    for number, (tokens, steps) in enumerate([(70, 30), (20, 50), (60, 3), (2, 9), (12, 25)]):
+        ids = torch.cat([ids, turn(tokens, number)], 1)
+        before = len(expected.narrow)
+        expected.prompt(widths_of(ids))
+        ids = generate(model, cache, ids, steps)
+        # The last token of an answer is not cached.
+        expected.step(steps - 1)
+        expected.check(cache)
+        moved.append(len(expected.narrow) - before)
+    assert sum(n > 0 for n in moved) >= 3
+    # Answers are among them: the table says nothing of a width that only prompts may have.
+    assert any(70 <= p < 99 for p in expected.narrow)
+    assert cache.memory().code_bits < 3
+
+
+def test_generated_tokens_get_the_tag_of_what_they_were(model):
+    """A step records no tag; the next prompt finds out."""
+    cache = make(model)
+    out = generate(model, cache, turn(40, 0), 33)
+    assert (cache.tokens.tags[:, 40:72] == UNTAGGED).all()
+    whole = torch.cat([out, turn(5, 1)], 1)
+    forward(model, cache, whole[:, 72:])
+    assert torch.equal(cache.tokens.tags[:, :78], Aging().tag(whole))
+
+
+def test_int2_never_becomes_int4(model):
+    """A table by which tokens would deserve more bits as they age, and less again."""
+    table = {"current|text|obs": 2, "turn_m2|text|obs": 2, "turn_m2|text|user": 2}
+    cache, expected = make(model, table=table), Model()
+    ids = torch.empty(1, 0, dtype=torch.long)
+    had: set[int] = set()
+    for number in range(4):
+        ids = torch.cat([ids, turn(50, number)], 1)
+        forward(model, cache, ids[:, -50:])
+        expected.prompt(widths_of(ids, table))
+        expected.check(cache)
+        now = set(positions(cache.layers[0])[0])
+        assert had < now
+        had = now
+    late = widths_of(ids, table)
+    assert any(late[p] == 4 for p in had)
+
+
+def test_the_oldest_go_and_the_rest_waits_for_a_page(model):
+    """Of 40 tokens that have come to 2 bits 32 move; the other eight do with those of the next turn."""
+    table = {"turn_m1|text|user": 2, "turn_m2|text|user": 2}
+    cache = make(model, table=table)
+    forward(model, cache, torch.tensor([[TURN] + [5] * 39]))
+    assert positions(cache.layers[0]) == [[], list(range(40))]
+    forward(model, cache, torch.tensor([[TURN] + [5] * 7]))
+    assert positions(cache.layers[0]) == [list(range(32)), list(range(32, 48))]
+    forward(model, cache, torch.tensor([[TURN, 5]]))
+    assert positions(cache.layers[0])[0] == list(range(48))
+
+
+def test_tail_tokens_are_sealed_with_the_tag_that_they_have_by_then(model):
+    """What waits unsealed for the new turn goes by its new age, too."""
+    cache = make(model, table={"turn_m1|text|user": 2}, seal_unit=32)
+    forward(model, cache, torch.tensor([[TURN] + [5] * 30]))
+    assert positions(cache.layers[0]) == [[], []]
+    forward(model, cache, torch.tensor([[TURN] + [5] * 40]))
+    assert positions(cache.layers[0]) == [list(range(16)), list(range(16, 64))]
+
+
+def test_a_chat_model_with_tools():
+    """The bundled model's own template: tool results and calls age, and bytes are saved against the default."""
+    model, tokenizer = load_reference(torch.float32)
+    knobs = {"page_size": 8, "group_size": 8, "seal_unit": 8}
+    example = tools(seed=3, rounds=4)
+    messages, schemas = list(example.messages), example.tools
+    cuts = [i for i, message in enumerate(messages) if message["role"] == "user"]
+    assert len(cuts) >= 3
+    table = dict(get_scheme("triaxial").table)
+    bits, tagger = {parse_tag(name): width for name, width in table.items()}, Tagger.from_tokenizer(tokenizer)
+    fresh, aging = (TriAxialCache(model, tokenizer, requantize_on_turn_end=on, **knobs) for on in (False, True))
+    expected = Model(8, 8)
+    for cut in (cut + 1 for cut in cuts):
+        text = render(messages[:cut], schemas)
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        for cache in (fresh, aging):
+            forward(model, cache, ids[:, cache.get_seq_length() :])
+        expected.prompt([bits.get(tag, 4) for tag in tagger.tag(ids)[0].tolist()])
+        expected.check(aging)
+    kinds = {TEMPORAL[tag // 14] for tag in tagger.tag(ids)[0, sorted(expected.narrow)].tolist()}
+    assert kinds <= {"older", "turn_m2"}
+    assert len(expected.narrow) >= 16
+    assert len(positions(fresh.layers[0])[0]) < len(expected.narrow)
+    assert aging.memory().total < fresh.memory().total
+    assert aging.memory().code_bits < fresh.memory().code_bits
+
+
+# Bytes.
+
+
+def test_bytes_fall_when_a_turn_ends(model):
+    """Three tokens more are held in fewer bytes than before: the pages of 4 bits are gone."""
+    cache = make(model)
+    forward(model, cache, turn(400, 0))
+    before = cache.memory()
+    forward(model, cache, torch.tensor([[TURN, 5]]))
+    forward(model, cache, torch.tensor([[TURN]]))
+    after = cache.memory()
+    moved = len(positions(cache.layers[0])[0])
+    assert moved >= 160
+    # Two layers of two heads of 32 channels: two bits fewer for each, of keys and of values.
+    assert before.compressed.codes - after.compressed.codes >= 2 * 2 * 16 * moved
+    assert after.total < before.total
+    assert after.code_bits < before.code_bits
+    assert after.total == sum(x.nbytes for x in tensors_of(cache.layers))
+    # No page of 4 bits is kept for later.
+    assert cache.layers[0].store.runs[1].table.shape[1] == -(-len(positions(cache.layers[0])[1]) // PAGE)
+
+
+def test_a_fixed_capacity_is_kept_and_used_again(model):
+    """The freed pages take the tokens that come next; nothing is allocated beyond what there was."""
+    cache, expected = make(model, max_cache_len=256), Model()
+    ids = turn(100, 0)
+    forward(model, cache, ids)
+    expected.prompt(widths_of(ids))
+    size, free = cache.memory().compressed.total, cache.memory().compressed.reserved
+    for number in (1, 2):
+        ids = torch.cat([ids, turn(70, number)], 1)
+        forward(model, cache, ids[:, -70:])
+        expected.prompt(widths_of(ids))
+        expected.check(cache)
+        assert len(expected.narrow) > 30 * number
+        assert cache.memory().compressed.total <= size + cache.tokens.ids.nbytes + cache.tokens.tags.nbytes
+    assert cache.memory().compressed.reserved < free
+    assert [view.table.shape[1] for view in cache.layers[0].store.runs] == [16, 16]
+
+
+# What is stored, and attention to it.
+
+
+def test_moved_tokens_are_quantized_from_what_was_stored(model):
+    """2-bit pages are those of the dequantized 4-bit tokens, bit for bit; all others are as they were."""
+    cache = make(model)
+    forward(model, cache, turn(100, 0, rows=2))
+    before = [[layer.dense(side) for side in ("keys", "values")] for layer in cache.layers]
+    forward(model, cache, torch.tensor([[TURN, 5], [TURN, 7]]))
+    for layer, dense in zip(cache.layers, before, strict=True):
+        formats = layer.store.format.runs[0]
+        for index in range(2):
+            narrow, wide = positions(layer, index)
+            assert len(narrow) >= 32
+            for side, fmt, old in zip(("keys", "values"), formats, dense, strict=True):
+                now = layer.dense(side)[index]
+                pages = old[index][:, narrow].unflatten(1, (-1, PAGE)).transpose(0, 1)
+                made = dequantize_pages(quantize_pages(pages, fmt, side), fmt, side, DIM)
+                assert torch.equal(now[:, narrow], made.transpose(0, 1).flatten(1, 2))
+                assert not torch.equal(now[:, narrow], old[index][:, narrow])
+                rest = [p for p in range(100) if p not in narrow]
+                assert set(wide) <= {*rest, 100, 101}
+                assert torch.equal(now[:, rest], old[index][:, rest])
+
+
+def layer_of(scheme, seed, lengths, columns):
+    """A layer, its record and left-padded rows: (layer, rows, ids, valid); row b has ``lengths[b]`` real columns."""
+    layer = driver.make(scheme)
+    layer.tokens = TokenRecord(Aging(), "turns" in scheme.needs)
+    ids = torch.where(prompt(len(lengths), columns, seed) == TURN, 5, prompt(len(lengths), columns, seed))
+    pads = torch.tensor([columns - length for length in lengths])
+    valid = torch.arange(columns) >= pads[:, None]
+    return layer, [row(seed + i, columns) for i in range(len(lengths))], ids, valid
+
+
+def send(layer, rows, ids, valid, at, tokens):
+    """One forward of columns ``at`` to ``at + tokens``: (what attention gave, what dense tensors would give)."""
+    new = slice(at, at + tokens)
+    mask2d = valid[:, : at + tokens]
+    (layer.tokens.prompt if tokens > 1 else lambda ids, mask, seen: layer.tokens.step(ids, seen))(
+        ids[:, new], mask2d, at
+    )
+    queries, keys, values = join([x[new] for x in rows])
+    mask = mask_of(layer, mask2d, len(rows), tokens)
+    layer.update(keys, values)
+    reference = attention(queries, layer.dense("keys"), layer.dense("values"), mask, DIM**-0.5)
+    pages = layer.begin(mask, tokens)
+    out = layer.attend(queries, mask, DIM**-0.5) if pages else None
+    layer.finish(queries, mask, DIM**-0.5)
+    return out, reference
+
+
+SCHEME = get_scheme("triaxial", requantize_on_turn_end=True, **SMALL)
+
+
+def test_attention_is_that_of_the_dequantized_pages():
+    """Rows of unequal lengths, left-padded: in the short prompts that end turns, and in steps behind them."""
+    layer, rows, ids, valid = layer_of(SCHEME, 5, [150, 97, 31], 150)
+    ids[:, [100, 120]] = TURN
+    send(layer, rows, ids, valid, 0, 100)
+    before = [positions(layer, i)[0] for i in range(3)]
+    at, had = 100, []
+    for tokens in (10, 1, 1, 5, 3, 9, 1, 1):
+        out, reference = send(layer, rows, ids, valid, at, tokens)
+        assert out is not None
+        for i in range(3):
+            first = max(int((~valid[i]).sum()) - at, 0)
+            assert_close(out[i, :, first:], reference[i, :, first:])
+        at += tokens
+        had.append([len(positions(layer, i)[0]) for i in range(3)])
+    assert before == [[], [], []]
+    # In the first turn's end, and in the second's; the third row is too short for a page at first.
+    assert had[0][0] >= 32
+    assert had[5][0] > had[4][0]
+    assert had[0][2] == 0
+
+
+@pytest.mark.parametrize("prompts", [(100, 20, 30), (90, 3, 57)])
+def test_a_padded_row_is_the_row_alone(prompts):
+    """Bit for bit: neither padding nor other rows change what moves, or its bits."""
+    columns, lengths = sum(prompts), [150, 131, 77]
+    layer, rows, ids, valid = layer_of(SCHEME, 9, lengths, columns)
+    ids[:, [prompts[0], prompts[0] + prompts[1]]] = TURN
+    at = 0
+    for tokens in prompts:
+        send(layer, rows, ids, valid, at, tokens)
+        at += tokens
+    assert positions(layer, 0)[0]
+    for i, length in enumerate(lengths):
+        alone, _, _, _ = layer_of(SCHEME, 9, [length], length)
+        pad = columns - length
+        own, mine, seen = rows[i][pad:], ids[i : i + 1, pad:], 0
+        for tokens in (prompts[0] - pad, *prompts[1:]):
+            send(alone, [own], mine, torch.ones(1, length, dtype=torch.bool), seen, tokens)
+            seen += tokens
+        assert_same_bits(stored(layer, i), stored(alone, 0))
+
+
+def test_rows_whose_turn_goes_on_keep_every_bit():
+    """Only one row's turn has ended; the other's tokens stay as they are, in run, order and codes."""
+    layer, rows, ids, valid = layer_of(SCHEME, 2, [120, 120], 120)
+    ids[0, 80] = TURN
+    send(layer, rows, ids, valid, 0, 80)
+    send(layer, rows, ids, valid, 80, 2)
+    twin, *_ = layer_of(get_scheme(SCHEME, requantize_on_turn_end=False), 2, [120, 120], 120)
+    send(twin, rows, ids, valid, 0, 80)
+    send(twin, rows, ids, valid, 80, 2)
+    assert positions(layer, 0)[0]
+    assert not positions(layer, 1)[0]
+    assert_same_bits(stored(layer, 1), stored(twin, 1))
+
+
+# Off.
+
+
+def test_off_is_what_it_was(model, monkeypatch):
+    """No tag of a cached token is renewed and nothing is demoted; ``False`` is the default."""
+    assert get_scheme("triaxial") == get_scheme("triaxial", requantize_on_turn_end=False)
+    assert get_scheme("triaxial").needs == {"tags"}
+    calls = []
+    original = layers.demote
+    monkeypatch.setattr(layers, "demote", lambda *args: calls.append(1) or original(*args))
+    off, plain, on = make(model, False), TriAxialCache(model, tagger=Aging(), **SMALL), make(model)
+    ids = torch.cat([turn(60, 0), turn(40, 1), turn(40, 2)], 1)
+    for cache in (off, plain):
+        for part in ids.split([60, 40, 40], 1):
+            forward(model, cache, part)
+    assert not calls
+    assert torch.equal(off.tokens.tags[:, :60], Aging().tag(ids[:, :60]))
+    for a, b in zip(off.layers, plain.layers, strict=True):
+        assert_same_bits(stored(a, 0), stored(b, 0))
+    # Until a turn ends the option changes nothing either.
+    forward(model, on, ids[:, :60])
+    first = make(model, False)
+    forward(model, first, ids[:, :60])
+    assert_same_bits(stored(on.layers[1], 0), stored(first.layers[1], 0))
+    forward(model, on, ids[:, 60:100])
+    assert calls
+
+
+def test_a_table_without_ages_changes_nothing(model):
+    """Turns end, all tags are asked again, and every token has the bits of its age already."""
+    table = {f"{age}|text|obs": 2 for age in TEMPORAL}
+    on, off = (make(model, x, table=table) for x in (True, False))
+    # Sixteen results at a time, so that none was left over in 4 bits.
+    parts = [torch.tensor([[TURN] + [5] * 15 + [4] * 16]), turn(1, 1), torch.tensor([[TURN] + [7] * 7])]
+    for part in parts:
+        for cache in (on, off):
+            forward(model, cache, part)
+    assert on.tokens.renewed == 33
+    assert positions(on.layers[0])[0] == list(range(16, 32))
+    same(held(on), held(off))
+
+
+def test_knob():
+    with pytest.raises(ValueError, match=r"requantize_on_turn_end: got 'yes', allowed False, True"):
+        get_scheme("triaxial", requantize_on_turn_end="yes")
+    scheme = get_scheme("triaxial", requantize_on_turn_end=True)
+    assert scheme.from_dict(scheme.to_dict()) == scheme
+    assert "requantize_on_turn_end" not in scheme.searched()
+
+
+# What fails loses nothing.
+
+
+def held(cache):
+    return [stored(layer, index) for layer in cache.layers for index in range(layer.batch_size)]
+
+
+def same(a, b):
+    for mine, theirs in zip(a, b, strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_a_refused_prompt_demotes_nothing(model):
+    cache, ids = make(model, max_cache_len=120), torch.cat([turn(100, 0), turn(40, 1)], 1)
+    forward(model, cache, ids[:, :100])
+    before = held(cache)
+    with pytest.raises(ValueError, match=r"max_cache_len: 100 tokens and 40 new ones"):
+        forward(model, cache, ids[:, 100:])
+    with pytest.raises(ValueError, match=r"got batch size 2"):
+        forward(model, cache, turn(10, 1, rows=2))
+    same(held(cache), before)
+    assert cache.get_seq_length() == 100
+    # The turn goes on as if nothing had been asked, and the next one comes.
+    other = make(model, max_cache_len=120)
+    forward(model, other, ids[:, :100])
+    for x in (cache, other):
+        forward(model, x, torch.tensor([[5]]))
+        assert not positions(x.layers[0])[0]
+        forward(model, x, ids[:, 100:112])
+        assert positions(x.layers[0])[0]
+    same(held(cache), held(other))
+
+
+@pytest.mark.parametrize("broken", ["kernels.seal", "as_pages", "_place"])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("capacity", [None, 200])
+def test_no_memory_for_a_move_is_no_loss(model, monkeypatch, broken, layer, capacity):
+    """Whichever part of a move fails, its layer is as it was; asked again, all is as if nothing had failed."""
+    cache, smooth = (make(model, max_cache_len=capacity) for _ in range(2))
+    ids = torch.cat([turn(96, 0), turn(40, 1)], 1)
+    for x in (cache, smooth):
+        forward(model, x, ids[:, :96])
+    forward(model, smooth, ids[:, 96:])
+    before, size = held(cache), cache.memory().compressed.total
+    calls, original = [], demote_part(broken)
+
+    def fails(*args):
+        calls.append(1)
+        # Keys and values need one each, but for the last.
+        if len(calls) == (1 + layer if broken == "_place" else 2 + 2 * layer):
+            raise MemoryError("made up")
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hfkvq.caches.demote.{broken}", fails)
+        with pytest.raises(MemoryError):
+            forward(model, cache, ids[:, 96:])
+    assert_same_bits(stored(cache.layers[layer], 0), before[layer])
+    assert cache.layers[layer].get_seq_length() == 96
+    if layer:
+        # Passed already, so it has the new tokens; the old ones are all there.
+        cache.layers[0].crop(-40)
+        assert sorted([*positions(cache.layers[0])[0], *positions(cache.layers[0])[1]]) == list(range(96))
+    else:
+        assert cache.memory().compressed.total == size
+    forward(model, cache, ids[:, 96:])
+    same(held(cache), held(smooth))
+
+
+def demote_part(name):
+    found = demoting
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# Afterwards.
+
+
+def test_rows_copies_and_files_go_on(model):
+    """Reorder, repeat, select, deepcopy and pickle after a move: each goes on as the rows that it was made of."""
+    ids = torch.cat([turn(60, 0, 2), turn(30, 1, 2), turn(50, 2, 2)], 1)
+    cache = make(model)
+    for part in (ids[:, :60], ids[:, 60:90]):
+        forward(model, cache, part)
+    assert all(positions(cache.layers[0], index)[0] for index in range(2))
+    twin, loaded, chosen = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)
+    loaded.watch(model)
+    chosen.batch_repeat_interleave(2)
+    chosen.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    chosen.batch_select_indices(torch.tensor([3, 0]))
+    for x in (cache, twin, loaded, chosen):
+        forward(model, x, ids[:, 90:])
+        assert x.memory().total == sum(t.nbytes for t in tensors_of(x.layers))
+    expected = Model()
+    for end in (60, 90, 140):
+        expected.prompt(widths_of(ids[:1, :end]))
+    expected.check(cache)
+    for x in (twin, loaded, chosen):
+        same(held(x), held(cache))
+
+
+def test_beams_after_a_move(model):
+    """Beams share the pages that were made, and each has its own tokens behind them."""
+    cache, ids = make(model), torch.cat([turn(90, 0), turn(30, 1)], 1)
+    first = generate(model, cache, ids[:, :90], 8)
+    whole = torch.cat([first, turn(30, 1)], 1)
+    cache.batch_repeat_interleave(3)
+    generate(model, cache, whole, 12, num_beams=3)
+    for index in range(3):
+        narrow, wide = positions(cache.layers[0], index)
+        assert len(narrow) >= 32
+        assert sorted(narrow + wide) == list(range(len(narrow) + len(wide)))
+        assert narrow == positions(cache.layers[0], 0)[0]
+
+
+def test_crop_takes_the_turn_back_or_refuses(model):
+    """What came behind a move can be taken back, to the last page of it; a page is not cut."""
+    cache = make(model, table={"current|text|obs": 2, "turn_m1|text|user": 2, "turn_m2|text|user": 2})
+    forward(model, cache, torch.tensor([[TURN] + [5] * 39]))
+    forward(model, cache, torch.tensor([[TURN] + [4] * 32 + [5] * 7]))
+    # The words of the first turn have moved; the results of the second were narrow from the first.
+    assert positions(cache.layers[0])[0] == [*range(32), *range(41, 73)]
+    forward(model, cache, torch.tensor([[TURN] + [5] * 15]))
+    # Pages by their newest tokens: those of the middle before what has moved last.
+    narrow = [*range(32), *range(41, 73), *range(32, 41), *range(73, 80)]
+    assert positions(cache.layers[0])[0] == narrow
+    before, dense = held(cache), cache.layers[0].dense("keys")
+    for tokens in (17, 36, 70, 90):
+        with pytest.raises(NotImplementedError, match=r"crop: cannot remove tokens that are already sealed"):
+            copy.deepcopy(cache).crop(-tokens)
+    same(held(cache), before)
+    for length, pages in ((80, 5), (32, 2)):
+        cache.crop(length - cache.get_seq_length())
+        assert cache.tokens.length == length
+        assert torch.equal(cache.layers[0].dense("keys"), dense[:, :, :length])
+        assert positions(cache.layers[0])[0] == narrow[: pages * PAGE]
+    # The next turn tags what is left.
+    forward(model, cache, torch.tensor([[TURN] + [5] * 9]))
+    assert cache.tokens.tags[0, :32].tolist() == [parse_tag("turn_m1|text|user")] * 32
+
+
+def test_a_cut_through_two_pages_is_seen_where_counts_would_not_show_it(model):
+    """Two pages lose eight tokens each: as many as a page has in all."""
+    table = {f"{age}|text|obs": 2 for age in TEMPORAL} | {"turn_m1|text|user": 2}
+    cache = make(model, table=table)
+    # Sixteen results and as many words by turns: their pages cover the same positions.
+    forward(model, cache, torch.tensor([[TURN] + [4, 5] * 15 + [4]]))
+    forward(model, cache, torch.tensor([[TURN, 5]]))
+    narrow, _ = positions(cache.layers[0])
+    assert sorted(narrow) == list(range(32))
+    before = held(cache)
+    with pytest.raises(NotImplementedError, match=r"a page per channel would be cut"):
+        cache.crop(-18)
+    same(held(cache), before)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 32
+    assert sorted(positions(cache.layers[0])[0]) == list(range(32))
+
+
+# Who shows the ids.
+
+
+def test_see_tells_of_the_turn_where_no_hook_does(model):
+    ids = torch.cat([turn(100, 0), turn(40, 1)], 1)
+    shown, hooked = make(model.config), make(model)
+    for end in (100, 140):
+        shown.see(ids[:, :end])
+        for cache in (shown, hooked):
+            forward(model, cache, ids[:, cache.get_seq_length() : end])
+    assert positions(hooked.layers[0])[0]
+    same(held(shown), held(hooked))
+
+
+def test_chunks_of_a_prompt_that_was_shown_are_one_turn(model, monkeypatch):
+    """Tags are renewed once, from the whole of it, and layers demote once."""
+    calls = []
+    original = layers.demote
+    monkeypatch.setattr(layers, "demote", lambda *args: calls.append(1) or original(*args))
+    cache, ids = make(model), torch.cat([turn(100, 0), turn(60, 1)], 1)
+    forward(model, cache, ids[:, :100])
+    cache.see(ids)
+    for chunk in ids[:, 100:].split(24, 1):
+        forward(model, cache, chunk)
+    assert len(calls) == len(cache.layers)
+    expected = Model()
+    expected.prompt(widths_of(ids[:, :100]))
+    expected.prompt(widths_of(ids)[:124])
+    for end in (148, 160):
+        expected.widths = widths_of(ids)[:end]
+        expected._seal()
+    expected.check(cache)
+
+
+def test_without_all_ids_nothing_is_renewed(model):
+    """What nobody showed cannot be tagged; it stays as it is, turn after turn."""
+    cache, ids = make(model.config), torch.cat([turn(100, 0), turn(40, 1), turn(40, 2)], 1)
+    forward(model, cache, ids[:, :100])
+    cache.watch(model)
+    before = stored(cache.layers[0], 0)
+    forward(model, cache, ids[:, 100:140])
+    forward(model, cache, ids[:, 140:])
+    assert cache.tokens.renewed == 0
+    assert not positions(cache.layers[0])[0]
+    assert torch.equal(stored(cache.layers[0], 0)["1 keys codes 0"], before["1 keys codes 0"])
+    # Forgotten, it is complete again.
+    cache.reset()
+    for end in (100, 140, 180):
+        forward(model, cache, ids[:, cache.get_seq_length() : end])
+    assert positions(cache.layers[0])[0]
+
+
+def test_layers_without_the_option_keep_their_tokens(model):
+    """Only the layers that have asked for it are requantized."""
+    cache = make(model, False, layers={0: {"requantize_on_turn_end": True}})
+    ids = torch.cat([turn(100, 0), turn(40, 1)], 1)
+    forward(model, cache, ids[:, :96])
+    before = stored(cache.layers[1], 0)
+    forward(model, cache, torch.tensor([[TURN, 5]]))
+    assert positions(cache.layers[0])[0]
+    assert not positions(cache.layers[1])[0]
+    after = stored(cache.layers[1], 0)
+    for name in ("1 keys positions", "1 keys codes 0", "1 values scale 3"):
+        assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("name", ["kitty", "arkv", "saw-int4"])
+def test_other_stores_are_refused(name):
+    layer = driver.make(driver.small(name))
+    driver.forward(layer, *join([row(1, 40)]))
+    with pytest.raises(NotImplementedError, match=r"demote: got s.*, allowed two runs"):
+        demote(layer.store, torch.zeros(1, 40, dtype=torch.uint8))
