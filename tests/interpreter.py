@@ -7,13 +7,19 @@ from typing import Any
 import triton.language as tl
 from triton.runtime import interpreter
 
+KNOWN = all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype"))
+"""Whether this Triton's interpreter is one that can be hastened: 3.7 and 3.9 are."""
+
 
 def hasten() -> None:
     """Makes the interpreter patch the language once a launch, and look each NumPy dtype up once.
 
     By itself it does the former at every call of a function within a kernel, over patches that are there already and
-    that the launch takes back, and the latter through a fresh table of all dtypes.
+    that the launch takes back, and the latter through a fresh table of all dtypes. One that is built otherwise is left
+    as it is.
     """
+    if not KNOWN:
+        return
     patch, look_up = interpreter._patch_lang, interpreter._get_np_dtype
     patched: set[int] = set()
     dtypes: dict[str, Any] = {}

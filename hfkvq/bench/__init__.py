@@ -1,1 +1,1 @@
-"""Benchmarks and tuning of the decode kernels: ``hfkvq bench kernels`` and ``hfkvq bench tune``."""
+"""Benchmarks and tuning: ``hfkvq bench kernels``, ``hfkvq bench tune``, and whole models, ``hfkvq bench generate``."""

@@ -165,10 +165,11 @@ def hfkvq_mask(
 
     A plain causal decode step gets a view of the 2D padding mask: stock code asks the device whether it is all ones, a
     synchronization in every step. And None is never returned for several queries on a longer cache, so that None
-    always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets None.
+    always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets
+    None.
     """
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
-        # Ours, of fixed capacity. Leading padding is not stored at all, so plain steps, which must look alike, need no mask.
+        # Ours, of fixed capacity. Leading padding is not stored, so plain steps, which must look alike, need no mask.
         plain = mask_function is causal_mask_function
         if plain and (q_length == 1 or (attention_mask is None and torch.compiler.is_compiling())):
             return None

@@ -158,10 +158,10 @@ class MixedKVCache(Cache):
         # Graphs are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
         why = "the attention implementation is not switched" if not attach else "debug looks at every token"
         static = max_cache_len is not None and attach and not debug
-        if static:
+        if max_cache_len is not None and static:
             why = self._why_not_static(text, stock, own, sharing is not None or shares, head_dim)
             static = why is None
-        if static:
+        if max_cache_len is not None and static:
             stock = [
                 each if type(each) is DynamicLayer else other
                 for each, other in zip(stock, StaticCache(config=text, max_cache_len=max_cache_len).layers, strict=True)
@@ -242,7 +242,7 @@ class MixedKVCache(Cache):
         if torch.compiler.is_compiling():
             layer = self.layers[layer_idx]
             if isinstance(layer, StaticKVLayer) and layer.buffer is None:
-                self._prepare(key_states, value_states)
+                self._prepare(key_states, value_states)  # pyright: ignore[reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._capacity is not None and layer_idx == 0 and self.compressed_layers:
             # Stock layers have no capacity, and may come first.
@@ -265,7 +265,7 @@ class MixedKVCache(Cache):
                 vars(self.layers[i]).update(state)
             raise
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates every layer of fixed capacity before a graph is recorded."""
         for layer in self.layers:

@@ -13,7 +13,7 @@ from hfkvq.kernels.pages import RunView
 from hfkvq.kernels.quantize import dequantize_pages
 
 from .retier import as_pages, take
-from .store import SIDES, KVStore, clipped
+from .store import SIDES, KVStore
 
 
 def demote(store: KVStore, tags: Tensor) -> bool:
@@ -50,10 +50,9 @@ def demote(store: KVStore, tags: Tensor) -> bool:
         return False
 
     column = store.counters[START][:, None] + wide.pos
-    known = (column >= 0) & (column < tags.shape[1])
     bits = scheme.tag_bits(tags.gather(1, column.clamp(0, tags.shape[1] - 1).long()))
     held = torch.arange(wide.pos.shape[1], device=device) < count[:, None]
-    goes = held & known & (bits == formats[0][0].bits)
+    goes = held & (column < tags.shape[1]) & (bits == formats[0][0].bits)
     gone = goes.sum(1, dtype=torch.int32) // page * page
     # Slots of the wide run are in order of position.
     goes = goes & (goes.cumsum(1) <= gone[:, None])
@@ -70,8 +69,6 @@ def demote(store: KVStore, tags: Tensor) -> bool:
     rebuilt = []
     for side, small, large in zip(SIDES, *formats, strict=True):
         source = dequantize_pages(take(wide, large, side, leaving), large, side, store.dims[side])
-        share = getattr(store.layout, side).clip
-        source = clipped(source, index, share) if share < 1.0 else source
         parts = grown.keys if side == "keys" else grown.values
         kernels.seal(parts, grown.table, have, gone, source, index, None, small, side)
         rebuilt.append(as_pages(take(wide, large, side, staying), large, side, blocks))

@@ -78,7 +78,9 @@ class Clock:
         return new
 
     def catch_up(self) -> None:
-        """Asks the device how long rows are, if steps have passed unseen: one transfer a device.
+        """Asks the device how long rows are, if steps have passed unseen, and does what they have left to do.
+
+        One transfer a device.
 
         Raises:
             ValueError: tokens of these steps found no room and were not stored.
@@ -101,11 +103,13 @@ class Clock:
                 size = sum(part.numel() for part in layer.told())
                 lost = layer.learn(numbers[:size]) or lost
                 numbers = numbers[size:]
+        for layer in held:
+            layer.between_steps()
         if lost:
             first = held[0]
             raise ValueError(
-                f"max_cache_len: compiled steps went on beyond the capacity of {first.capacity} tokens; the cache holds "
-                f"{first.seen}, and what came later was not stored. Make the cache with a larger max_cache_len."
+                f"max_cache_len: compiled steps went on beyond the capacity of {first.capacity} tokens; the cache "
+                f"holds {first.seen}, and what came later was not stored. Make the cache with a larger max_cache_len."
             )
 
     def announce(self, tokens: int) -> None:
@@ -123,8 +127,6 @@ class Clock:
         assert first.capacity is not None, "static layers have one"
         if bound > first.capacity or any(layer.wants_host(bound) for layer in self.layers):
             self.catch_up()
-            for layer in self.layers:
-                layer.between_steps()
             first.check_capacity(tokens)
             # What has been asked for is what the coming step will make stale again.
             self.stale, self.steps = True, tokens
@@ -276,7 +278,7 @@ class StaticKVLayer(KVLayer):
         return False
 
     def between_steps(self) -> None:
-        """Does what is due between steps."""
+        """Does what compiled steps have left to do."""
 
     def _host(self) -> None:
         """Makes sure that the host knows what the device holds."""
@@ -296,7 +298,8 @@ class StaticKVLayer(KVLayer):
 
     def _seen_on_device(self) -> Tensor:
         """Logical tokens seen, on the device: i64 (1,). Stock static layers have a number without axes there."""
-        assert self.buffer is not None and self.plan is not None, "initialized"
+        assert self.buffer is not None
+        assert self.plan is not None
         rows = self.plan.rows
         # The buffer begins with the counters; a view of it, since graphs know nothing but the buffer.
         counters = self.buffer[: 4 * 2 * rows].view(torch.int32)
@@ -406,7 +409,9 @@ class StaticKVLayer(KVLayer):
     ) -> Tensor:
         """The staged tokens' whole step, as a compiled one would take it: (B, Hq, Q, Dv)."""
         store, state, plan = self._held(), self.state, self.plan
-        assert self.staged is not None and state is not None and plan is not None, "see takes_step"
+        assert self.staged is not None
+        assert state is not None
+        assert plan is not None
         keys, values = self.staged
         out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap)
         self.staged, self.new_columns, self.open = None, 0, True
@@ -486,7 +491,8 @@ class StaticKVLayer(KVLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
-        self.__dict__.update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
         self.home()
 
 

@@ -13,6 +13,9 @@ from .scheme import UNTAGGED
 if TYPE_CHECKING:
     from .tags import Tagger
 
+_UNKNOWN = -1
+"""Id of columns whose token nobody showed."""
+
 _ROOM = 256
 """Columns by which a record grows at least, so that a step seldom allocates."""
 
@@ -41,8 +44,6 @@ class TokenRecord:
         self.promised = 0
         # Columns whose tags the newest prompt has renewed; 0 once something else has come behind them.
         self.renewed = 0
-        # Whether somebody showed the ids of all columns.
-        self.complete = True
         self.ids: Tensor | None = None
         self.tags: Tensor | None = None
 
@@ -79,19 +80,17 @@ class TokenRecord:
             return
         if self.length < seen:
             # Nobody showed the ids of what is cached; new tokens are told by the marks that stand among them.
-            unknown = torch.zeros(ids.shape[0], seen - self.length, dtype=torch.int64, device=ids.device)
-            self._write(unknown, None, self.length)
-            self.complete = False
+            self._write(ids.new_full((ids.shape[0], seen - self.length), _UNKNOWN), None, self.length)
         before = ids.new_empty(ids.shape[0], 0) if self.ids is None else self.ids[:, :seen]
         whole = torch.cat([before.to("cpu", torch.int64), ids.to("cpu", torch.int64)], 1)
         if mask is not None and (mask.dim() != 2 or mask.shape != whole.shape):
             mask = None
-        tags = self.tagger.tag(whole, None if mask is None else mask.to("cpu"))
+        unknown = whole == _UNKNOWN
+        tags = self.tagger.tag(torch.where(unknown, 0, whole), None if mask is None else mask.to("cpu"))
         self._write(ids, tags[:, seen:], seen)
-        self.renewed = 0
-        if self.renew and self.complete and seen and self.tags is not None:
+        self.renewed = 0 if not self.renew or bool(unknown.any()) else seen
+        if self.renewed and self.tags is not None:
             self.tags[:, :seen] = tags[:, :seen].to(self.tags.device)
-            self.renewed = seen
 
     def begin(self, rows: int) -> None:
         """Nothing is cached yet: what a forward that failed has left goes; what was promised is for ``rows`` rows.
@@ -118,7 +117,8 @@ class TokenRecord:
         known = min(self.length, seen)
         if known:
             assert self.ids is not None
-            same = self.ids[:, :known].cpu() == ids[:, :known].to("cpu", torch.int32)
+            shown, held = ids[:, :known].to("cpu", torch.int32), self.ids[:, :known].cpu()
+            same = (held == shown) | (held == _UNKNOWN)
             # Padding may be any token.
             same = same if mask is None else same | (mask[:, :known].cpu() == 0)
             if not bool(same.all()):
@@ -127,6 +127,7 @@ class TokenRecord:
                     f"input_ids: the token in column {column} is another than the one that is cached there; show the "
                     "conversation as the cache has it, or call reset() first."
                 )
+            self.ids[:, :known] = torch.where(held == _UNKNOWN, shown, held).to(self.ids.device)
         if not known:
             self.clear()
         self.promised = 0

@@ -60,7 +60,8 @@ class TriAxialCache(NamedCache):
     prompt behind cached tokens tags all of them anew, generated ones by what they turned out to be, and before it is
     attended to, whole pages of those that have come to 2 bits are quantized again; bits never rise. A prompt that is
     refused changes nothing. One whose forward fails later on leaves the layers that it has passed requantized: every
-    token is there, and the next prompt does the rest.
+    token is there, and the next prompt does the rest. It takes the ids of all cached tokens: compiled steps show none
+    of theirs, so after them ``see`` the whole conversation before the next turn, or nothing is requantized.
 
     A prompt that the model is given in several chunks is tagged chunk by chunk, as if each ended the conversation;
     ``see`` the whole of it first, and its turns are told right.
@@ -139,6 +140,7 @@ class TriAxialCache(NamedCache):
         """Shows the conversation before the model is given its newest part.
 
         Needed where the cache was made from a config, or where the model is given embeddings or chunks of a prompt.
+        Cached tokens whose ids were not shown so far become known.
 
         Args:
             input_ids: (B, n), all tokens of the conversation, those that are cached included.

@@ -214,6 +214,4 @@ def decode_attention(
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
-    return call(
-        _decode_attention, q, q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec
-    )
+    return call(_decode_attention, q, q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec)

@@ -69,7 +69,7 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
         first: a tensor of the arguments, whose device decides.
         *args: the op's arguments.
     """
-    plain = type(first) is Tensor and not (first.requires_grad and torch.is_grad_enabled())
+    plain = type(first) is Tensor and not first.is_meta and not (first.requires_grad and torch.is_grad_enabled())
     if not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return op(*args)
     name = op._name

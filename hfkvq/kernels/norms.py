@@ -46,9 +46,7 @@ def _loss(x: Tensor, norm: Tensor, first: Tensor, own: int, other: int) -> Tenso
 
 
 @define("page_norms")
-def _page_norms(
-    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None
-) -> Tensor:
+def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None) -> Tensor:
     heads, head_dim = source.shape[1], source.shape[3]
     chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
     x = source.gather(2, chosen).float().unflatten(2, (-1, page))

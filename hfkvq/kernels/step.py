@@ -7,11 +7,13 @@ nothing is. What they have sealed is counted when the next step begins: see `set
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +51,8 @@ class StepPlan:
         unit: tokens sealed together, likewise.
         capacity: most logical columns.
         rule: rule by which raised channels are chosen, see `kernels.channel_widths`; "" where there are none.
-        query: "sum" keeps the sum of queries' magnitudes that ``rule`` weighs channels by, "keep" the newest queries, ""
-            nothing.
+        query: "sum" keeps the sum of queries' magnitudes, by which ``rule`` weighs channels; "keep" the newest queries;
+            "" nothing.
         fold: KV heads of the model that are rows of their own, or 1.
         query_heads: Hq of the model, where ``query`` is "keep".
         balance: rounds of `page_norms` for keys and values.
@@ -82,8 +84,9 @@ class StepPlan:
     @lru_cache(maxsize=512)
     def parse(spec: str) -> StepPlan:
         """Inverse of `spec`."""
-        found = json.loads(spec)
-        return StepPlan(**{key: tuple(value) if isinstance(value, list) else value for key, value in found.items()})
+        found: dict[str, Any] = json.loads(spec)
+        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in found.items()}
+        return StepPlan(**fields)
 
     @property
     def format(self) -> StoreFormat:
@@ -324,9 +327,7 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
 
 def due_slots(state: StepState, plan: StepPlan, tokens: int) -> list[Tensor]:
     """Room for the slots that are due after a step of ``tokens``: i32 (B, m) for keys and for values."""
-    return [
-        state.index[at][: plan.rows * plan.due(at, tokens)].view(plan.rows, plan.due(at, tokens)) for at in (0, 1)
-    ]
+    return [state.index[at][: plan.rows * plan.due(at, tokens)].view(plan.rows, plan.due(at, tokens)) for at in (0, 1)]
 
 
 @define("observe", mutates=("sums", "counts", "weight"))
@@ -367,6 +368,27 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int) -> None:
         seal(parts, run.table, count, new, source, index[at], None, fmt, side, rule, weight, norm)
 
 
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _beside(x: Tensor) -> Iterator[contextlib.AbstractContextManager[object]]:
+    """A context whose kernels become a branch of their own in the CUDA graph that is being recorded, if one is.
+
+    The branch begins with what has been launched before and ends with this context. Where nothing is recorded its
+    kernels go to the same stream: to change streams costs more than they take.
+    """
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        yield contextlib.nullcontext()
+        return
+    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
+    side.wait_stream(main)
+    yield torch.cuda.stream(side)
+    main.wait_stream(side)
+
+
 def run_step(
     q: Tensor,
     k: Tensor,
@@ -389,14 +411,17 @@ def run_step(
             else:
                 mask = mask.repeat_interleave(fold, 0)
     advance(k, v, state, plan)
-    out = decode_attention(
-        q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format
-    )
-    if plan.query == "sum":
-        observe(q, state)
-    elif plan.query == "keep":
-        state.query.copy_(whole[:, :, -1:])
-    seal_due(state, plan, k.shape[2])
+    with _beside(q) as beside:
+        # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
+        with beside:
+            if plan.query == "sum":
+                observe(q, state)
+            elif plan.query == "keep":
+                state.query.copy_(whole[:, :, -1:])
+            seal_due(state, plan, k.shape[2])
+        out = decode_attention(
+            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format
+        )
     return out.reshape(*whole.shape[:3], out.shape[-1])
 
 
@@ -459,4 +484,3 @@ def step(
         (B, Hq, t, Dv). Where a row had no room for its tokens (``StepState.flag``), they are missing.
     """
     return _step(q, k, v, mask, sinks, buffer, scaling, softcap, plan)
-

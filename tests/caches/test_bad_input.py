@@ -8,9 +8,22 @@ import pytest
 import torch
 from transformers import MambaConfig
 
-from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme, list_schemes
+from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
 from hfkvq.caches.store import KVStore
-from tests.caches.driver import DIM, HEADS, assert_same_bits, cases, feed, forward, make, row, small, stored, unit
+from tests.caches.driver import (
+    DIM,
+    HEADS,
+    assert_same_bits,
+    by_layout,
+    cases,
+    feed,
+    forward,
+    make,
+    row,
+    small,
+    stored,
+    unit,
+)
 from tests.caches.models import build, config, prompt
 
 
@@ -27,7 +40,7 @@ def states(batch=2, heads=HEADS, tokens=1, key_dim=DIM, value_dim=DIM, dtype=tor
     )
 
 
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", by_layout())
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -134,7 +147,7 @@ def test_reset_takes_any_tensors(capacity, given):
 # Not finite.
 
 
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", by_layout())
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("side", [0, 1], ids=["keys", "values"])
 def test_debug_refuses_what_is_not_finite(name, bad, side):
@@ -336,7 +349,7 @@ def test_generate_beyond_the_capacity():
 # Cropping.
 
 
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", by_layout())
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

@@ -100,7 +100,9 @@ def test_fused_attention_is_attention_over_dense(name, backend, device):
         queries, keys, values = join([x[i - pad : i + 1 - pad] for x, pad in zip(rows, pads, strict=True)])
         out = forward(layer, queries, keys, values, valid[:, : i + 1])
         assert torch.isfinite(out).all()
-        assert_dense_agrees(layer, queries, valid[:, None, None, : i + 1])
+        # Of the interpreter's few steps the first and the last, with a border between them.
+        if backend == "reference" or i in (start, start + steps - 1):
+            assert_dense_agrees(layer, queries, valid[:, None, None, : i + 1])
     crossed = sealed(layer) - before
     assert (crossed >= page).all() if backend == "reference" else crossed.any()
 
@@ -196,20 +198,20 @@ def test_padded_row_is_the_same_row_alone(scheme):
 
 @on_every_layout
 def test_padded_row_is_the_same_row_alone_in_kernels(name, backend, device):
-    """As above on every backend, on a small shape."""
-    scheme = small(name)
-    rows, pads = [row(i, 30, device=device) for i in (1, 2)], [0, 9]
-    layer = make(scheme)
-    outs = feed(layer, rows, [27, 1, 1, 1], pads)
-    for i, pad in enumerate(pads):
-        alone = make(scheme)
-        (out,) = feed(alone, [rows[i][: 30 - pad]], [27 - pad, 1, 1, 1])
-        assert_same_bits(stored(layer, i), stored(alone, 0))
-        assert_close(outs[i], out)
+    """As above, on a small shape and the row that is padded."""
+    if backend == "reference":
+        pytest.skip("tested above")
+    scheme, pad = small(name), 9
+    rows = [row(i, 30, device=device) for i in (1, 2)]
+    layer, alone = make(scheme), make(scheme)
+    _, together = feed(layer, rows, [28, 1, 1], [0, pad])
+    (out,) = feed(alone, [rows[1][: 30 - pad]], [28 - pad, 1, 1])
+    assert_same_bits(stored(layer, 1), stored(alone, 0))
+    assert_close(together, out)
 
 
 def _life(scheme):
-    """One layer through everything that happens to a cache; outputs, and what is stored after a prompt and at the end."""
+    """One layer through all that happens to a cache; outputs, and what is stored after the prompt and at the end."""
     layer, outs = make(scheme), []
     outs += feed(layer, [row(1, 40), row(2, 40)], [30, 1], [0, 5])
     begun = [stored(layer, i) for i in range(2)]

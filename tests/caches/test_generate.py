@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme, list_schemes
+from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
 from hfkvq.caches.layer import KVLayer
-from tests.caches.driver import small
+from tests.caches.driver import by_layout, distinct, small
 from tests.caches.models import FAMILIES, build, prompt
 
 LENGTH, NEW = 40, 20
@@ -164,7 +164,7 @@ def test_raw_forwards(family, mask):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4, msg=lambda m, a=attention: f"{a}: {m}")
 
 
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", distinct())
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_lossy_schemes_agree_on_every_road(name, attention):
     """The same pages give the same logits, fused, intercepted or dequantized; all are finite."""
@@ -181,7 +181,7 @@ def test_lossy_schemes_agree_on_every_road(name, attention):
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", by_layout())
 def test_lossy_schemes_run_in_every_mode(name):
     model = build("llama")
     for mode, run in MODES.items():
@@ -191,7 +191,7 @@ def test_lossy_schemes_run_in_every_mode(name):
     assert torch.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", distinct())
 def test_lossy_schemes_differ_from_lossless(name):
     """Guards the tests above: a store that forgot to quantize would pass them all."""
     expected = reference("llama", "sdpa", forwards)

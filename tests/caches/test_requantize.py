@@ -13,6 +13,7 @@ from hfkvq.caches import demote as demoting
 from hfkvq.caches import layer as layers
 from hfkvq.caches.demote import demote
 from hfkvq.caches.scheme import UNTAGGED
+from hfkvq.caches.static import StaticKVLayer
 from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
@@ -104,17 +105,20 @@ class Model:
     def prompt(self, widths):
         """A prompt has come: ``widths`` of all columns, those before it included."""
         self.widths = list(widths)
-        gone = self._take(self.wide)
-        self.narrow += gone
-        self.wide = [p for p in self.wide if p not in gone]
-        self._seal()
+        self.demote()
+        self.seal()
 
     def step(self, tokens):
         for _ in range(tokens):
             self.widths.append(4)
-            self._seal()
+            self.seal()
 
-    def _seal(self):
+    def demote(self):
+        gone = self._take(self.wide)
+        self.narrow += gone
+        self.wide = [p for p in self.wide if p not in gone]
+
+    def seal(self):
         new = range(self.sealed, len(self.widths) // self.unit * self.unit)
         two = self._take(new)
         self.narrow += two
@@ -251,22 +255,32 @@ def test_bytes_fall_when_a_turn_ends(model):
     assert cache.layers[0].store.runs[1].table.shape[1] == -(-len(positions(cache.layers[0])[1]) // PAGE)
 
 
-def test_a_fixed_capacity_is_kept_and_used_again(model):
-    """The freed pages take the tokens that come next; nothing is allocated beyond what there was."""
-    cache, expected = make(model, max_cache_len=256), Model()
+@pytest.mark.parametrize("page", [16, 32])
+def test_a_fixed_capacity_is_kept_and_used_again(model, page):
+    """The freed pages take the tokens that come next; nothing is allocated beyond what there was.
+
+    With pages that no step can fill, layers are those whose steps may be compiled: addresses stay as well.
+    """
+    cache, expected = make(model, max_cache_len=256, page_size=page), Model(page)
+    assert isinstance(cache.layers[0], StaticKVLayer) == (page == 32)
     ids = turn(100, 0)
-    forward(model, cache, ids)
     expected.prompt(widths_of(ids))
-    size, free = cache.memory().compressed.total, cache.memory().compressed.reserved
+    ids = generate(model, cache, ids, 2)
+    expected.step(1)
+    addresses = [x.data_ptr() for x in cache.layers[0].store.tensors()]
+    size, free = sum(layer.store.nbytes().total for layer in cache.layers), cache.memory().compressed.reserved
     for number in (1, 2):
         ids = torch.cat([ids, turn(70, number)], 1)
-        forward(model, cache, ids[:, -70:])
         expected.prompt(widths_of(ids))
+        ids = generate(model, cache, ids, 6)
+        expected.step(5)
         expected.check(cache)
-        assert len(expected.narrow) > 30 * number
-        assert cache.memory().compressed.total <= size + cache.tokens.ids.nbytes + cache.tokens.tags.nbytes
+        assert len(expected.narrow) >= 32 * number
+        assert sum(layer.store.nbytes().total for layer in cache.layers) == size
     assert cache.memory().compressed.reserved < free
-    assert [view.table.shape[1] for view in cache.layers[0].store.runs] == [16, 16]
+    assert [view.table.shape[1] for view in cache.layers[0].store.runs] == [256 // page, 256 // page]
+    if page == 32:
+        assert [x.data_ptr() for x in cache.layers[0].store.tensors()] == addresses
 
 
 # What is stored, and attention to it.
@@ -344,6 +358,28 @@ def test_attention_is_that_of_the_dequantized_pages():
     assert had[0][0] >= 32
     assert had[5][0] > had[4][0]
     assert had[0][2] == 0
+
+
+def test_kernels_follow_the_reference():
+    """A move under Triton's interpreter as in plain torch, and attention to what it made."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, so they cannot be interpreted")
+    from hfkvq.kernels import use_interpreter
+
+    def life():
+        layer, rows, ids, valid = layer_of(SCHEME, 5, [90, 71], 90)
+        ids[:, 80] = TURN
+        outs = [send(layer, rows, ids, valid, at, tokens)[0] for at, tokens in ((0, 80), (80, 9), (89, 1))]
+        return outs[1:], [stored(layer, i) for i in range(2)]
+
+    expected, bits = life()
+    with use_interpreter():
+        got, kernel_bits = life()
+    assert len(bits[0]["0 keys positions"]) >= 16
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b)
+    for a, b in zip(kernel_bits, bits, strict=True):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("prompts", [(100, 20, 30), (90, 3, 57)])
@@ -466,10 +502,10 @@ def test_a_refused_prompt_demotes_nothing(model):
 
 @pytest.mark.parametrize("broken", ["kernels.seal", "as_pages", "_place"])
 @pytest.mark.parametrize("layer", [0, 1])
-@pytest.mark.parametrize("capacity", [None, 200])
-def test_no_memory_for_a_move_is_no_loss(model, monkeypatch, broken, layer, capacity):
+@pytest.mark.parametrize("knobs", [{}, {"max_cache_len": 200}, {"max_cache_len": 200, "page_size": 32}])
+def test_no_memory_for_a_move_is_no_loss(model, monkeypatch, broken, layer, knobs):
     """Whichever part of a move fails, its layer is as it was; asked again, all is as if nothing had failed."""
-    cache, smooth = (make(model, max_cache_len=capacity) for _ in range(2))
+    cache, smooth = (make(model, **knobs) for _ in range(2))
     ids = torch.cat([turn(96, 0), turn(40, 1)], 1)
     for x in (cache, smooth):
         forward(model, x, ids[:, :96])
@@ -510,11 +546,12 @@ def demote_part(name):
 # Afterwards.
 
 
-def test_rows_copies_and_files_go_on(model):
+@pytest.mark.parametrize("knobs", [{}, {"max_cache_len": 200, "page_size": 32}])
+def test_rows_copies_and_files_go_on(model, knobs):
     """Reorder, repeat, select, deepcopy and pickle after a move: each goes on as the rows that it was made of."""
-    ids = torch.cat([turn(60, 0, 2), turn(30, 1, 2), turn(50, 2, 2)], 1)
-    cache = make(model)
-    for part in (ids[:, :60], ids[:, 60:90]):
+    ids = torch.cat([turn(100, 0, 2), turn(30, 1, 2), turn(50, 2, 2)], 1)
+    cache = make(model, **knobs)
+    for part in (ids[:, :100], ids[:, 100:130]):
         forward(model, cache, part)
     assert all(positions(cache.layers[0], index)[0] for index in range(2))
     twin, loaded, chosen = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache)
@@ -523,10 +560,11 @@ def test_rows_copies_and_files_go_on(model):
     chosen.reorder_cache(torch.tensor([3, 2, 1, 0]))
     chosen.batch_select_indices(torch.tensor([3, 0]))
     for x in (cache, twin, loaded, chosen):
-        forward(model, x, ids[:, 90:])
-        assert x.memory().total == sum(t.nbytes for t in tensors_of(x.layers))
-    expected = Model()
-    for end in (60, 90, 140):
+        forward(model, x, ids[:, 130:])
+        if not knobs:
+            assert x.memory().total == sum(t.nbytes for t in tensors_of(x.layers))
+    expected = Model(cache.scheme.page_size)
+    for end in (100, 130, 180):
         expected.prompt(widths_of(ids[:1, :end]))
     expected.check(cache)
     for x in (twin, loaded, chosen):
@@ -621,26 +659,98 @@ def test_chunks_of_a_prompt_that_was_shown_are_one_turn(model, monkeypatch):
     expected.prompt(widths_of(ids)[:124])
     for end in (148, 160):
         expected.widths = widths_of(ids)[:end]
-        expected._seal()
+        expected.seal()
     expected.check(cache)
 
 
 def test_without_all_ids_nothing_is_renewed(model):
-    """What nobody showed cannot be tagged; it stays as it is, turn after turn."""
-    cache, ids = make(model.config), torch.cat([turn(100, 0), turn(40, 1), turn(40, 2)], 1)
+    """What nobody showed cannot be tagged, and stays as it is, until somebody shows it."""
+    cache, ids = make(model.config), torch.cat([turn(n, i) for i, n in enumerate((100, 40, 40, 40))], 1)
     forward(model, cache, ids[:, :100])
     cache.watch(model)
     before = stored(cache.layers[0], 0)
     forward(model, cache, ids[:, 100:140])
-    forward(model, cache, ids[:, 140:])
+    forward(model, cache, ids[:, 140:180])
     assert cache.tokens.renewed == 0
     assert not positions(cache.layers[0])[0]
     assert torch.equal(stored(cache.layers[0], 0)["1 keys codes 0"], before["1 keys codes 0"])
-    # Forgotten, it is complete again.
-    cache.reset()
-    for end in (100, 140, 180):
-        forward(model, cache, ids[:, cache.get_seq_length() : end])
-    assert positions(cache.layers[0])[0]
+    cache.see(ids)
+    assert cache.tokens.ids[:, :220].tolist() == ids.tolist()
+    forward(model, cache, ids[:, 180:])
+    expected = Model()
+    expected.widths = [4] * 180
+    expected.seal()
+    expected.prompt(widths_of(ids))
+    expected.check(cache)
+    assert min(expected.narrow) < 10
+
+
+def test_answers_that_no_hook_saw_are_shown_by_see(model):
+    """Compiled steps show no ids: the conversation is shown before each turn."""
+    cache, hooked, answers = make(model.config), make(model), []
+    first, second = turn(60, 0), turn(10, 1)
+    cache.see(first)
+    for x in (cache, hooked):
+        answers.append(generate(model, x, first, 40))
+    assert torch.equal(*answers)
+    whole = torch.cat([answers[0], second], 1)
+    cache.see(whole)
+    for x in (cache, hooked):
+        generate(model, x, whole, 2)
+    assert max(positions(cache.layers[0])[0]) > 60
+    same(held(cache), held(hooked))
+
+
+def test_a_turn_that_was_taken_back_moves_nothing(model):
+    """Tags that were renewed for it are no one's business any more."""
+    cache, ids = make(model.config), torch.cat([turn(100, 0), turn(40, 1)], 1)
+    cache.see(ids[:, :100])
+    forward(model, cache, ids[:, :100])
+    cache.see(ids)
+    cache.crop(-2)
+    for at in (98, 99, 100):
+        forward(model, cache, torch.tensor([[5]]))
+        assert cache.get_seq_length() == at + 1
+        assert not positions(cache.layers[0])[0]
+
+
+def test_a_turn_of_one_token_may_go_through_the_step_of_a_fixed_cache(model):
+    """Announced by `see`: the step reads the buffer, where the move must have arrived."""
+    ids, outs = torch.cat([turn(100, 0), torch.tensor([[TURN]])], 1), []
+    for knobs in ({}, {"max_cache_len": 128}):
+        cache = make(model, page_size=32, **knobs)
+        forward(model, cache, ids[:, :100])
+        cache.see(ids)
+        outs.append(forward(model, cache, ids[:, 100:]))
+        assert len(positions(cache.layers[0])[0]) == 32
+    assert_close(*outs)
+
+
+@pytest.mark.parametrize("shown", [50, 70])
+def test_tokens_beyond_the_tags_stay(shown):
+    """Tags of the first columns only, in a row that began with padding: no other token moves."""
+    layer, rows, ids, valid = layer_of(SCHEME, 4, [80, 73], 80)
+    send(layer, rows, ids, valid, 0, 80)
+    assert demote(layer.store, torch.full((2, shown), parse_tag("older|text|obs"), dtype=torch.uint8))
+    assert positions(layer, 0)[0] == list(range(shown // PAGE * PAGE))
+    assert positions(layer, 1)[0] == list(range((shown - 7) // PAGE * PAGE))
+    assert not demote(layer.store, torch.zeros(2, 0, dtype=torch.uint8))
+
+
+def test_other_attention_settles_first(model):
+    """Attention that knows no handles leaves a prompt's tokens to the next: they are sealed by their new age."""
+    model = build("llama", attention="eager")
+    cache, expected = make(model, attach=False), Model()
+    ids = torch.empty(1, 0, dtype=torch.long)
+    for number in range(4):
+        ids = torch.cat([ids, turn(45, number)], 1)
+        forward(model, cache, ids[:, -45:])
+        if number:
+            expected.widths = widths_of(ids)[:-45]
+            expected.seal()
+            expected.demote()
+        expected.check(cache)
+    assert len(expected.narrow) >= 48
 
 
 def test_layers_without_the_option_keep_their_tokens(model):

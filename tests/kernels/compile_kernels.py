@@ -40,7 +40,8 @@ from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import run_count
 from hfkvq.kernels.pages import StoreFormat
-from hfkvq.kernels.seal import RULES
+from hfkvq.kernels.seal import RULES, range_rule
+from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe, seal_due
 from hfkvq.kernels.triton import configs
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -233,6 +234,31 @@ def multiply(store: KVStore, dtype: torch.dtype, rows: int) -> None:
         kernels.sv_pages(probs, view.table, count[1], view.values, values, store.dims["values"])
 
 
+def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: int, dim: int = 128) -> None:
+    """A step without the host, but for its attention: into empty pages of the last run."""
+    rows, heads, capacity = 2, 2, 512
+    blocks = tuple(capacity // keys.page_size for keys, _ in form.runs)
+    unit = form.runs[-1][0].page_size
+    plan = StepPlan(
+        form.spec, rows, heads, dim, dim, str(dtype), blocks, (2 * unit, 2 * unit), (0, 0), (unit, unit), capacity,
+        rule, query,
+    )  # fmt: skip
+    state = carve(torch.zeros(buffer_bytes(plan), dtype=torch.uint8), plan)
+    advance(tensor(rows, heads, tokens, dim, dtype), tensor(rows, heads, tokens, dim, dtype), state, plan)
+    if query == "sum":
+        observe(tensor(rows, 4 * heads, tokens, dim, dtype), state)
+    seal_due(state, plan, tokens)
+
+
+STEPS = (
+    ("s4;k0;v0;2c128p128+4x16/2t128p128", "k_abs", "", BF16, 1),
+    ("s4;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(), "sum", BF16, 1),
+    ("s0;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(2.0, 1.0, 1.7), "sum", F32, 5),
+    ("s4;k128;v128;4c128p128n/2t128p128n", "", "", F16, 3),
+    ("s0;k0;v0;2c32p128/2t32p128|4t32p128/4t32p128", "", "", BF16, 1),
+)
+"""Steps without the host: store, rule, what of the queries is kept, dtype, tokens."""
+
 STORES = (
     # With tiles in `decode`: head dims, dtype, store, what is asked.
     (64, 64, F16, "s0;k0;v0;2c64p256+16x8/2t64p256", {"queries": 5, "mask": "float"}),
@@ -303,6 +329,9 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
         for rule in RULES:
             with case(f"{spec}, heads of {dim}, {dtype}, channels by {rule}"):
                 fill(Pages(store=spec, rule=rule), dim, dim, dtype, q_abs=rule == RULES[0])
+    for spec, rule, query, dtype, tokens in STEPS:
+        with case(f"step of {tokens}, {spec}, {dtype}, channels by {rule or 'none'}"):
+            step(StoreFormat.parse(spec), rule, query, dtype, tokens)
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)

@@ -100,7 +100,7 @@ def generate_command(
         str | None,
         typer.Option(
             help="Sizes, ROWSxTOKENS with commas. "
-            r"\[default: 1x1k,1x32k,1x128k,16x8k,32x8k,48x8k,64x8k,96x8k,24x32k,128x8k,320x8k]"
+            r"\[default: 1x1k, 1x32k, 1x128k, 16x8k, 32x8k, 48x8k, 64x8k, 96x8k, 24x32k, 128x8k, 320x8k]"
         ),
     ] = None,
     batch: Annotated[
@@ -165,6 +165,14 @@ def generate_command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep what the file of --json holds, and measure what it lacks.")
     ] = False,
+    meet: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Compile beside other runs of this command, and take turns in timing."),
+    ] = None,
+    of: Annotated[int, typer.Option(min=1, help="How many runs meet there.")] = 1,
+    merge: Annotated[
+        str | None, typer.Option(help="Take over the rows of these files, with commas, as --resume does.")
+    ] = None,
     commit: Annotated[str, typer.Option(help=r"What is measured, for the record. \[default: what git says]")] = "",
 ) -> None:
     """Time whole models with random weights: ours against Transformers' caches, compiled and not.
@@ -190,6 +198,7 @@ def generate_command(
     from . import record as records
     from . import report
     from .cases import Settings, compile_arguments
+    from .meeting import Meeting
     from .run import Bench
     from .session import Plan, Session, failures
 
@@ -213,6 +222,7 @@ def generate_command(
             first_batch=first_batch,
             batch_step=batch_step,
         )
+        meeting = None if meet is None else Meeting(meet, of)
         config, chosen = _prepare(model, layers, engines, schemes)
     except ValueError as error:
         fail(error)
@@ -228,17 +238,18 @@ def generate_command(
             path and records.file_name(path, model, record["gpu"], suffix)
             for path, suffix in ((json_file, ".json"), (plot_file, ".png"), (markdown_file, ".md"))
         )
-        if resume and json_file is not None and json_file.exists():
-            try:
-                records.resume(record, records.load(json_file))
-            except ValueError as error:
-                fail(error)
+        earlier = [json_file] if resume and json_file is not None and json_file.exists() else []
+        try:
+            for path in (*earlier, *(Path(part) for part in split(merge or ""))):
+                records.resume(record, records.load(path))
+        except ValueError as error:
+            fail(error)
 
         def keep() -> None:
             if json_file is not None:
                 records.save_record(record, json_file)
 
-        session = Session(Bench(built, settings), chosen, plan, record, keep, lambda what: status.update(what))
+        session = Session(Bench(built, settings, meeting), chosen, plan, record, keep, lambda what: status.update(what))
         for rows in session.groups():
             console.print(report.largest_table(rows) if rows[0]["kind"] == "largest" else report.table(rows))
     # Rows taken over count too, and speed-ups of the last group.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from hfkvq.caches.cache import MixedKVCache
 from ..measure import quantiles
 from .cases import Case, Settings
 from .fill import length
+from .meeting import Meeting
 
 Figures = dict[str, Any]
 """What was measured, as it stands in a row of the JSON."""
@@ -109,7 +111,9 @@ class Decoder:
 
 
 @torch.no_grad()
-def measure_decode(model: Any, cache: Cache, case: Case, compiled: bool, settings: Settings) -> Figures:
+def measure_decode(
+    model: Any, cache: Cache, case: Case, compiled: bool, settings: Settings, meeting: Meeting | None = None
+) -> Figures:
     """Times steps on a filled cache.
 
     Args:
@@ -118,6 +122,7 @@ def measure_decode(model: Any, cache: Cache, case: Case, compiled: bool, setting
         case: rows and tokens.
         compiled: whether to compile the model.
         settings: how long, and how.
+        meeting: where other runs are met, or None.
 
     Returns:
         ``ms`` a step (p20, p50, p80 over repeats), ``tokens_per_s``, ``steps`` and ``repeats``, ``steady_bytes`` (the
@@ -151,8 +156,9 @@ def measure_decode(model: Any, cache: Cache, case: Case, compiled: bool, setting
             decoder.step()
 
     before = memory.peak()
-    memory.start()
-    times = time_repeats(run, repeats, device)
+    with contextlib.nullcontext() if meeting is None else meeting.turn():
+        memory.start()
+        times = time_repeats(run, repeats, device)
     taken, expected = length(cache), case.context + settings.warmup + steps * repeats
     if taken != expected:
         raise RuntimeError(f"{settings.warmup + steps * repeats} steps were taken, but the cache holds {taken} tokens.")

@@ -23,10 +23,10 @@ METHOD = (
     "keys and values through its own update, without a prefill; after a warm-up, greedy steps (forward of one token a "
     "row, argmax, fed back) are timed by the clock, the device being waited for before and after a repeat and never in "
     "between; quantiles are over repeats. Compiled models go through torch.compile with the arguments recorded; caches "
-    "of fixed capacity have room for the context and the most steps that may be taken. prefill: the forward of a random "
-    "prompt into a fresh cache, last logits alone, never compiled. whole: `generate` from end to end. Bytes are those "
-    "of PyTorch's allocator: cache_bytes what filling added, peak_bytes the most at any time, weights, filling and "
-    "compiling included, steady_bytes the most while steps were timed."
+    "of fixed capacity have room for the context and the most steps that may be taken. prefill: the forward of a "
+    "random prompt into a fresh cache, last logits alone, never compiled. whole: `generate` from end to end. Bytes are "
+    "those of PyTorch's allocator: cache_bytes what filling added, peak_bytes the most at any time, weights, filling "
+    "and compiling included, steady_bytes the most while steps were timed."
 )
 
 
@@ -96,24 +96,35 @@ def load(path: Path) -> Record:
 
 
 _SAME = ("gpu", "versions", "model")
+_SAME_SETTINGS = ("compile", "experts", "prefill_chunk")
+
+
+def _conditions(record: Record) -> dict[str, Any]:
+    """What figures that stand side by side must share, as JSON has it: tuples are lists there."""
+    settings = record.get("settings", {})
+    shared = {name: record.get(name) for name in _SAME} | {name: settings.get(name) for name in _SAME_SETTINGS}
+    return json.loads(json.dumps(shared))
 
 
 def resume(record: Record, before: Record) -> None:
-    """Takes over an earlier run's rows that did not fail.
+    """Takes over an earlier run's rows that did not fail, each with the commit that it was measured at.
 
     Raises:
-        ValueError: it was of another GPU, other versions or another model, so its figures do not belong beside these.
+        ValueError: it was of another GPU, other versions, another model or compiled otherwise, so its figures do not
+            belong beside these.
     """
-    # Compared as JSON has them: tuples are lists there.
-    new, old = (json.loads(json.dumps({name: each.get(name) for name in _SAME})) for each in (record, before))
-    for name in _SAME:
+    new, old = _conditions(record), _conditions(before)
+    for name in new:
         if new[name] != old[name]:
             raise ValueError(
                 f"resume: the earlier run has another {name} ({old[name]} instead of {new[name]}); save to "
                 "another file."
             )
-    record["rows"] = [dict(row) for row in before["rows"] if "error" not in row or row.get("oom")]
+    kept = [row for row in before["rows"] if "error" not in row or row.get("oom")]
+    known = {key_of(row) for row in record["rows"]}
+    record["rows"] += [{"commit": before.get("commit"), **row} for row in kept if key_of(row) not in known]
     record["resumed"] = [
+        *record.get("resumed", []),
         *before.get("resumed", []),
         {name: before.get(name) for name in ("commit", "date", "settings")},
     ]

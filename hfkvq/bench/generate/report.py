@@ -47,7 +47,7 @@ def table(rows: Sequence[Row]) -> Table:
     title = _TITLES[rows[0]["kind"]]
     if len(sizes) == 1:
         title = f"{title}, {sizes.pop().title} tokens"
-    columns = ("name", "ms", "p20 to p80", "tokens/s", "cache GB", "peak GB", "of dynamic", "of static", "")
+    columns = ("name", "ms", "p20 to p80", "tokens/s", "cache GB", "peak GB", "vs dynamic", "vs static", "")
     view = new_table(title, columns)
     for row in rows:
         name = row["engine"] if not sizes else f"{row['engine']}, {Case(row['batch'], row['context']).title}"
@@ -134,7 +134,7 @@ def notes(record: Record) -> list[str]:
         said[0] += f" At the speed of a copy a step's weights alone take {floor:.2f} ms."
     return [
         *said,
-        "of dynamic: times faster than DynamicCache, the better with and without cuDNN attention; of static: than "
+        "vs dynamic: times faster than DynamicCache, the better of with and without cuDNN attention; vs static: than "
         "StaticCache compiled. Peak counts weights, filling and compiling.",
         record["method"],
     ]
@@ -143,7 +143,10 @@ def notes(record: Record) -> list[str]:
 # The picture.
 
 
-def _lines(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value: Callable[[Row], float]) -> list[int]:
+def _draw(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value: Callable[[Row], float]) -> list[int]:
+    """Lines of ``value`` over the field ``x``; the latter's ticks."""
+    from matplotlib.ticker import LogLocator
+
     ticks = sorted({row[x] for row in rows})
     for i, name in enumerate(names):
         line = sorted((row[x], value(row)) for row in rows if row["engine"] == name)
@@ -155,8 +158,11 @@ def _lines(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value:
     if rows:
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        # Powers of ten alone would leave a panel with one number.
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter("{x:,g}")
     panel.minorticks_off()
-    panel.grid(alpha=0.3, which="both")
+    panel.grid(alpha=0.3)
     return ticks
 
 
@@ -182,7 +188,7 @@ def save_plot(record: Record, path: Path) -> None:
 
     batch = min((row["batch"] for row in rows), default=1)
     own = [row for row in rows if row["batch"] == batch]
-    contexts = _lines(left, own, names, "context", lambda row: row["ms"]["p50"])
+    contexts = _draw(left, own, names, "context", lambda row: row["ms"]["p50"])
     left.set_xticks(contexts, [short(context) for context in contexts])
     floor = record["model"]["weight_ms_of_a_step"]
     if floor is not None:
@@ -196,7 +202,7 @@ def save_plot(record: Record, path: Path) -> None:
         batches.setdefault(row["context"], set()).add(row["batch"])
     context = max(batches, key=lambda each: (len(batches[each]), each), default=0)
     own = [row for row in rows if row["context"] == context]
-    ticks = _lines(right, own, names, "batch", lambda row: row["tokens_per_s"])
+    ticks = _draw(right, own, names, "batch", lambda row: row["tokens_per_s"])
     right.set_xticks(ticks, [str(tick) for tick in ticks])
     right.set_title(f"decoding at {short(context)} tokens of context")
     right.set_xlabel("batch")

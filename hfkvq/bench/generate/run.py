@@ -14,6 +14,7 @@ from .cases import Case, Settings
 from .decode import Figures, Memory, measure_decode
 from .engines import Engine
 from .fill import fill
+from .meeting import Meeting
 from .models import Heads
 from .prompts import measure_prefill, measure_whole
 from .search import Row
@@ -58,10 +59,11 @@ class Bench:
     Args:
         model: of random weights, see `models.build`.
         settings: how long, and how.
+        meeting: where other runs are met, or None.
     """
 
-    def __init__(self, model: Any, settings: Settings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(self, model: Any, settings: Settings, meeting: Meeting | None = None) -> None:
+        self.model, self.settings, self.meeting = model, settings, meeting
         self.device, self.dtype = model.device, model.dtype
         self.heads = Heads.of(model.config)
 
@@ -102,7 +104,7 @@ class Bench:
                 "cache_bytes": None if filled is None or before is None else filled - before,
                 "fill_peak_bytes": memory.peak(),
             }
-            return figures | measure_decode(self.model, cache, case, engine.compiled, settings)
+            return figures | measure_decode(self.model, cache, case, engine.compiled, settings, self.meeting)
 
     def _decoding(self) -> Any:
         # As `generate` does: experts are switched to what is fast for few tokens. Older releases have no such thing.

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..pages import PageFormat
-from ..seal import RULES, SCORE_MAX as MOST, channel_widths, parse_rule
+from ..seal import RULES, channel_widths, parse_rule
+from ..seal import SCORE_MAX as MOST
 from ._lib import F16_MAX, fields_of, on_device, power
 from .fields import INTERPRETED
 

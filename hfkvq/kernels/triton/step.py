@@ -39,8 +39,12 @@ def advance_kernel(
     MK: tl.constexpr, MV: tl.constexpr, BMK: tl.constexpr, BMV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
     ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row of B; of R runs the last takes what is sealed."""
+    if PDL:
+        # Attention comes next, and waits for this kernel itself.
+        tl.extra.cuda.gdc_launch_dependents()
     i_b = tl.program_id(0).to(tl.int64)
     p_count = counters + i_b
     p_last = p_count + (I_RUNS + 2 * R - 2) * B
@@ -70,8 +74,7 @@ def advance_kernel(
     store_index(index_v, i_b, i_tv, WV, MV, BMV)
     if pos is not None:
         o_j = tl.arange(0, BMK)
-        m_due = (o_j < i_duek) & m_fits
-        tl.store(pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=m_due)
+        tl.store(pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=o_j < tl.where(m_fits, i_duek, 0))
     if m_fits:
         append_side(
             keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
@@ -162,6 +165,7 @@ def advance_triton(
             BV=rows[1],
             LOOPS_K=triton.cdiv(tokens * heads * key_dim, rows[0] * blocks[0]),
             LOOPS_V=triton.cdiv(tokens * heads * value_dim, rows[1] * blocks[1]),
+            PDL=keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] >= 9,
             num_warps=max(1, min(8, power(rows[0] * blocks[0] // 256))),
             enable_fp_fusion=False,
         )

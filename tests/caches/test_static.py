@@ -1,0 +1,389 @@
+"""Fixed capacity: compiled steps give what eager ones give, from one graph, and the host finds out what they did."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig, DynamicCache
+
+from hfkvq import MixedKVCache, TriAxialCache, get_scheme
+from hfkvq.caches.static import StaticEvictingLayer, StaticKVLayer, why_not
+from tests.caches.driver import DIM, assert_same_bits, small, stored
+from tests.caches.models import build, prompt
+from tests.caches.test_generate import FULL, MODES, _generate
+
+SCHEMES = {
+    "full": FULL,
+    "kitty": small("kitty"),
+    "kitty-pro": small("kitty-pro"),
+    "kivi-2": small("kivi-2"),
+    "saw-int4-kv": small("saw-int4-kv"),
+    "kvarn": small("kvarn"),
+    "mixkvq": small("mixkvq"),
+    "mixkvq-r1-llama-8b": small("mixkvq-r1-llama-8b", tau_bf16=0.5, tau_int4=0.1),
+    "mixkvq-error-only": small("mixkvq-error-only"),
+    "triaxial": small("triaxial", page_size=32),
+    "arkv": small("arkv", budget_tokens=40),
+    "arkv bytes": small("arkv", budget_bytes=6000),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_graphs():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def padded(rows, length):
+    ids = prompt(rows, length)
+    mask = torch.ones_like(ids)
+    mask[1:, :7] = 0
+    return ids, mask
+
+
+def run(model, forward, cache, steps, ids, mask):
+    """Greedy tokens, and the cache, after a prompt and so many steps through ``forward``."""
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=places, past_key_values=cache).logits[:, -1:]
+        found, at = [logits.argmax(-1)], places[:, -1:] + 1
+        for i in range(steps):
+            # What generate does before a compiled step.
+            cache.between_steps()
+            logits = forward(input_ids=found[-1], position_ids=at + i, past_key_values=cache).logits
+            found.append(logits.argmax(-1))
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_one_graph_serves_every_length(name):
+    """Across many page borders, and trims: the tokens and the bits of eager steps, and of a cache that grows."""
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=length) for length in (120, 120, None)]
+    assert [cache.is_compileable for cache in caches] == [True, True, False]
+    counter = CompileCounter()
+    forwards = (torch.compile(model.forward, backend=counter, fullgraph=True), model.forward, model.forward)
+    found = [run(model, f, cache, 80, ids, mask) for f, cache in zip(forwards, caches, strict=True)]
+    assert counter.frame_count == 1
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert [int(cache.get_seq_length()) for cache in caches] == [110] * 3
+    for cache in caches:
+        cache.memory()
+    for row in (0, 1):
+        for a, b in zip(caches[0].layers, caches[1].layers, strict=True):
+            assert_same_bits(stored(a, row), stored(b, row))
+        # Later layers' keys come from sums over other numbers of columns.
+        assert_same_bits(stored(caches[0].layers[0], row), stored(caches[2].layers[0], row))
+
+
+@pytest.mark.parametrize("name", ["kitty", "arkv"])
+def test_functional_graphs_write_to_the_buffer(name):
+    """Through AOTAutograd, which knows the step as a function: the buffer is written in place all the same."""
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=80) for _ in range(2)]
+    forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(
+        run(model, forward, caches[0], 40, ids, mask), run(model, model.forward, caches[1], 40, ids, mask)
+    )
+
+
+@pytest.mark.slow
+def test_inductor():
+    """The compiler that users get; it rounds in other places, so logits are near, not equal."""
+    model, ids = build("llama"), prompt(1, 30)
+    caches = [MixedKVCache(model, SCHEMES["full"], max_cache_len=80) for _ in range(2)]
+    forward = torch.compile(model.forward, fullgraph=True)
+    with torch.no_grad():
+        for cache in caches:
+            model(ids, past_key_values=cache)
+        for token in prompt(1, 20, seed=3)[0]:
+            a, b = (
+                f(token.view(1, 1), past_key_values=c).logits for f, c in zip((forward, model), caches, strict=True)
+            )
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def compiling(backend):
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    config._compile_all_devices = True
+    return config
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_eager(mode):
+    """Every mode of `generate`, as with a cache that grows."""
+    model = build("llama")
+    expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
+    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=200)), expected)
+
+
+@pytest.mark.parametrize("name", ["kitty", "mixkvq", "triaxial", "arkv"])
+def test_generate_compiles_by_itself(name):
+    """Padding, then the same buffers again: a second request and one that goes on, all through one graph."""
+    model, (_, mask) = build("llama"), padded(2, 30)
+    cache, grown = MixedKVCache(model, SCHEMES[name], max_cache_len=160), MixedKVCache(model, SCHEMES[name])
+    graphs = []
+
+    def counter(module, inputs):
+        # A function, which generate's copy of the options does not copy.
+        graphs.append(module)
+        return module.forward
+
+    addresses = set()
+    for seed in (0, 1):
+        new = prompt(2, 30, seed=seed)
+        got, expected = (
+            _generate(model, c, new, attention_mask=mask, max_new_tokens=40, **kwargs)
+            for c, kwargs in ((cache, {"compile_config": compiling(counter)}), (grown, {}))
+        )
+        assert torch.equal(got, expected)
+        longer = torch.ones(2, got.shape[1] + 9, dtype=mask.dtype)
+        longer[1, :7] = 0
+        more = torch.cat([got, prompt(2, 9, seed=7)], 1)
+        got, expected = (
+            _generate(model, c, more, attention_mask=longer, max_new_tokens=30, **kwargs)
+            for c, kwargs in ((cache, {"compile_config": compiling(counter)}), (grown, {}))
+        )
+        assert torch.equal(got, expected)
+        addresses.add(cache.layers[0].buffer.data_ptr())
+        cache.reset()
+        grown.reset()
+        assert int(cache.get_seq_length()) == 0
+    assert len(addresses) == 1
+    assert len(graphs) == 1
+
+
+def test_chunked_prompts_under_compilation():
+    """generate compiles the chunks too: an operation of its own takes them, and allocates at the first."""
+    model, ids = build("llama"), prompt(2, 41)
+    for name in ("full", "kitty", "arkv"):
+        got, expected = (
+            _generate(model, MixedKVCache(model, SCHEMES[name], max_cache_len=m), ids, prefill_chunk_size=20, **kwargs)
+            for m, kwargs in ((80, {"compile_config": CompileConfigs.loose()}), (None, {}))
+        )
+        assert torch.equal(got, expected)
+
+
+class CompileConfigs:
+    """What generate is given."""
+
+    @staticmethod
+    def loose():
+        config = CompileConfig(backend="eager", mode=None, fullgraph=False)
+        config._compile_all_devices = True
+        return config
+
+
+def test_sliding_layers_are_static_too():
+    model, ids = build("gemma3"), prompt(2, 30)
+    cache = MixedKVCache(model, FULL, max_cache_len=90)
+    assert cache.is_compileable
+    assert len({type(layer) for layer in cache.layers}) == 2
+    expected = _generate(model, DynamicCache(config=model.config), ids, max_new_tokens=40)
+    got = _generate(model, cache, ids, max_new_tokens=40, compile_config=compiling("eager"))
+    assert torch.equal(got, expected)
+
+
+def test_several_tokens_a_step():
+    """What speculative decoding verifies: up to sixteen, causal among themselves."""
+    model, ids = build("llama"), prompt(2, 60)
+    for name in ("kitty", "saw-int4-kv"):
+        caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=80) for _ in range(2)]
+        forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            for cache in caches:
+                model(ids[:, :20], past_key_values=cache)
+            for at in range(20, 60, 8):
+                new = ids[:, at : at + 8]
+                a, b = (f(new, past_key_values=c).logits for f, c in zip((forward, model), caches, strict=True))
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert int(caches[0].get_seq_length()) == caches[1].get_seq_length() == 60
+
+
+# Room.
+
+
+def test_generate_beyond_the_capacity_when_compiled():
+    model = build("llama")
+    cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=45)
+    with pytest.raises(ValueError, match=r"max_cache_len: 45 tokens and 1 new ones exceed the capacity of 45; make"):
+        _generate(model, cache, prompt(1, 40), max_new_tokens=20, compile_config=compiling("eager"))
+    assert int(cache.get_seq_length()) == 45
+
+
+def test_steps_nobody_watches_lose_nothing_that_was_cached():
+    """A compiled forward without generate: tokens beyond the capacity are not stored, and that is said later."""
+    model, ids = build("llama"), prompt(1, 40)
+    cache, other = (MixedKVCache(model, SCHEMES["kitty"], max_cache_len=n) for n in (45, 100))
+    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for c, steps in ((cache, 9), (other, 5)):
+            model(ids, past_key_values=c)
+            for token in prompt(1, 9, seed=2)[0, :steps]:
+                forward(token.view(1, 1), past_key_values=c)
+        with pytest.raises(ValueError, match=r"max_cache_len: compiled steps went on beyond the capacity of 45 tokens"):
+            cache.memory()
+        assert cache.get_seq_length() == 45
+        cache.crop(-3)
+        other.crop(-3)
+        a, b = (model(prompt(1, 2, seed=4), past_key_values=c).logits for c in (cache, other))
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+# Whatever else a cache can do, after compiled steps.
+
+
+@pytest.fixture
+def stale():
+    """A model, and a cache after compiled steps beside one that grew, with the same tokens."""
+
+    def make(name, rows=2, steps=25):
+        model, (ids, mask) = build("llama"), padded(rows, 30)
+        caches = [MixedKVCache(model, SCHEMES[name], max_cache_len=n) for n in (120, None)]
+        forwards = (torch.compile(model.forward, backend="eager", fullgraph=True), model.forward)
+        tokens = [run(model, f, cache, steps, ids, mask) for f, cache in zip(forwards, caches, strict=True)]
+        assert torch.equal(*tokens)
+        return SimpleNamespace(model=model, cache=caches[0], grown=caches[1], forward=forwards[0])
+
+    return make
+
+
+def go_on(case, rows=2):
+    """Logits of a few more tokens, eager and compiled, from both caches."""
+    out = []
+    for cache, forward in ((case.cache, case.forward), (case.grown, case.model.forward)):
+        with torch.no_grad():
+            logits = [case.model(prompt(rows, 5, seed=5), past_key_values=cache).logits]
+            for token in prompt(rows, 4, seed=6).T:
+                cache.between_steps()
+                logits.append(forward(token[:, None], past_key_values=cache).logits)
+        out.append(torch.cat(logits, 1))
+    torch.testing.assert_close(*out, rtol=1e-5, atol=1e-5)
+
+
+OPERATIONS = {
+    "crop": lambda cache: cache.crop(-3),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "nothing": lambda cache: None,
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("name", ["kitty", "mixkvq", "arkv"])
+def test_operations_after_compiled_steps(name, operation, stale):
+    case = stale(name)
+    for cache in (case.cache, case.grown):
+        OPERATIONS[operation](cache)
+    go_on(case, {"repeat": 4, "select": 1}.get(operation, 2))
+
+
+@pytest.mark.parametrize("name", ["mixkvq", "arkv"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_have_buffers_of_their_own(name, duplicate, stale):
+    case = stale(name)
+    twin, grown = duplicate(case.cache), copy.deepcopy(case.grown)
+    assert {layer.buffer.data_ptr() for layer in twin.layers}.isdisjoint(x.buffer.data_ptr() for x in case.cache.layers)
+    assert len({layer.clock for layer in twin.layers}) == 1
+    go_on(case)
+    case.cache, case.grown = twin, grown
+    go_on(case)
+
+
+def test_what_a_cache_shows_is_up_to_date(stale):
+    case = stale("kitty")
+    assert int(case.cache.get_seq_length()) == 55
+    assert torch.equal(case.cache.layers[0].keys, case.grown.layers[0].keys)
+    assert case.cache.memory().seen == 55
+    assert "seen=55" in repr(case.cache)
+
+
+def test_the_buffer_is_counted_once():
+    """Bytes: all of the buffer but a little room for the step itself."""
+    model, ids = build("llama"), prompt(2, 40)
+    for name in ("kitty", "saw-int4-kv", "triaxial"):
+        cache = MixedKVCache(model, SCHEMES[name], max_cache_len=100)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        layers = cache.compressed_layers
+        held = sum(layer.buffer.nbytes for layer in layers)
+        total = cache.memory().compressed.total
+        assert held - 8192 * len(layers) <= total <= held + 64 * len(layers)
+
+
+def test_assisted_decoding_is_not_compiled():
+    """Tokens that may be taken back must not be sealed, which is the host's to know."""
+    model = build("llama")
+    cache = MixedKVCache(model, SCHEMES["kitty"], max_cache_len=150)
+    cache.activate_past_recording()
+    assert not cache.is_compileable
+
+
+def test_tags_after_compiled_generation():
+    """Token ids that a graph has generated are not seen; what is shown later goes on from there."""
+    model, ids = build("llama"), prompt(1, 40)
+    tagger = SimpleNamespace(tag=lambda ids, mask=None: torch.zeros_like(ids, dtype=torch.uint8))
+    caches = [TriAxialCache(model, tagger=tagger, max_cache_len=n) for n in (120, None)]
+    outs = [
+        _generate(model, caches[0], ids, max_new_tokens=20, compile_config=compiling("eager")),
+        _generate(model, caches[1], ids, max_new_tokens=20),
+    ]
+    assert torch.equal(*outs)
+    more = torch.cat([outs[0], prompt(1, 9, seed=3)], 1)
+    outs = [
+        _generate(model, caches[0], more, max_new_tokens=9, compile_config=compiling("eager")),
+        _generate(model, caches[1], more, max_new_tokens=9),
+    ]
+    assert torch.equal(*outs)
+
+
+# What cannot be compiled.
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        (small("mixkvq", select="thresholds", salience="zscore"), "no rule that the sealing kernel knows"),
+        (small("kitty", rotate_values=True, clip_values=0.9), "clipped"),
+        (small("arkv", budget_tokens=40, beta=0.5), "accumulate"),
+        (small("triaxial"), "several runs"),
+    ],
+)
+def test_what_needs_the_host_works_without_graphs(scheme, reason):
+    assert reason in why_not(scheme, DIM, DIM)
+    model, ids = build("llama"), prompt(2, 30)
+    cache = MixedKVCache(model, scheme, max_cache_len=80)
+    assert not cache.is_compileable
+    assert not any(isinstance(layer, StaticKVLayer) for layer in cache.layers)
+    expected = _generate(model, MixedKVCache(model, scheme), ids, max_new_tokens=30)
+    assert torch.equal(_generate(model, cache, ids, max_new_tokens=30), expected)
+
+
+@pytest.mark.parametrize("options", [{"attach": False}, {"debug": True}])
+def test_options_that_need_the_host(options):
+    assert not MixedKVCache(build("llama"), FULL, max_cache_len=80, **options).is_compileable
+
+
+def test_evicting_layers_have_a_buffer_for_the_budget():
+    model, (ids, mask) = build("llama"), padded(2, 90)
+    cache = MixedKVCache(model, SCHEMES["arkv"], max_cache_len=1000)
+    run(model, model.forward, cache, 3, ids, mask)
+    small_one = MixedKVCache(model, get_scheme(SCHEMES["arkv"], budget_tokens=20), max_cache_len=1000)
+    run(model, model.forward, small_one, 3, ids, mask)
+    assert all(isinstance(layer, StaticEvictingLayer) for layer in cache.layers)
+    assert small_one.layers[0].buffer.nbytes < cache.layers[0].buffer.nbytes < 40 * 4 * 2 * DIM * 4 * 2 * 4
+
+
+def test_distinct_tokens_are_compared():
+    """Else equal tokens would say nothing."""
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    found = run(model, model.forward, MixedKVCache(model, FULL, max_cache_len=120), 80, ids, mask)
+    assert all(len(set(row.tolist())) > 8 for row in found)

@@ -1,0 +1,176 @@
+"""A step without the host: the kernels equal the reference bit for bit, and both what the host's own path does."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hfkvq.kernels.decode import LENGTH, RUNS, START
+from hfkvq.kernels.pages import PageFormat, StoreFormat
+from hfkvq.kernels.seal import channel_widths, parse_rule, range_rule
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, settle
+
+HEADS, SHARE, DIM = 2, 2, 32
+
+PLANS = {
+    "token": ("s0;k32;v0;4t32p16/4t32p16", (0, 0), (1, 1), "", ""),
+    "sixteen bits": ("s3;k0;v0;16t1p16/16t1p16", (0, 0), (1, 1), "", ""),
+    "kitty": ("s4;k0;v0;2c16p16+4x8/2t32p16", (0, 16), (16, 16), "k_abs", ""),
+    "values by the token": ("s0;k0;v0;2c8p16/2t8p16", (0, 16), (16, 1), "", ""),
+    "mixed": ("s4;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(), "sum"),
+    "mixed, thresholds": ("s0;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(2.0, 1.0, 1.7), "sum"),
+    "normed": ("s0;k32;v32;4c16p16n/2t32p16n", (0, 0), (16, 16), "", ""),
+    "two runs": ("s2;k0;v0;2c8p32/2t8p32|4t8p32/4t8p32", (3, 3), (8, 8), "", ""),
+    "two runs, fp8": ("s0;k0;v0;8t32p16/8t32p16|16t1p16/16t1p16", (16, 16), (16, 16), "", "keep"),
+}
+
+
+def plan_of(name, capacity=200, dtype=torch.float32, rows=3):
+    store, local, unit, rule, query = PLANS[name]
+    form = StoreFormat.parse(store)
+    blocks = tuple(-(-capacity // keys.page_size) for keys, _ in form.runs)
+    tails = tuple(a + b - 1 + MAX_STEP for a, b in zip(local, unit, strict=True))
+    heads = HEADS * SHARE if query == "keep" else 0
+    return StepPlan(
+        store, rows, HEADS, DIM, DIM, str(dtype), blocks, tails, local, unit, capacity, rule, query, query_heads=heads
+    )
+
+
+def make(plan, device, starts=(0, 5, 2)):
+    """An empty buffer of whatever was in memory, but for what has to be set."""
+    buffer = torch.full((buffer_bytes(plan),), 255, dtype=torch.uint8, device=device)
+    state = carve(buffer, plan)
+    for part in (state.counters, state.new, state.sealed, state.flag, state.sums, state.counts, *state.windows):
+        part.zero_()
+    for run, blocks in zip(state.runs, plan.blocks, strict=True):
+        order = torch.randperm(plan.rows * blocks, generator=torch.Generator().manual_seed(3))
+        run.table.copy_(order.int().view(plan.rows, blocks))
+    state.counters[START] = torch.tensor(starts, dtype=torch.int32)
+    return buffer, state
+
+
+def tokens(at, count, plan, device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(at)
+    size = torch.rand(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(0)) * 4
+    q = torch.randn(plan.rows, HEADS * SHARE, count, DIM, generator=generator)
+    k = torch.randn(plan.rows, HEADS, count, DIM, generator=generator) * size + size
+    v = torch.randn(plan.rows, HEADS, count, DIM, generator=generator)
+    return [x.to(device=device, dtype=dtype) for x in (q, k, v)]
+
+
+def life(plan, device, steps, dtype=torch.float32):
+    """State and outputs after steps of one token, and now and then of several."""
+    buffer, state = make(plan, device)
+    outs = []
+    for at, count in enumerate(steps):
+        outs.append(run_step(*tokens(at, count, plan, device, dtype), None, None, state, plan, DIM**-0.5, 0.0).cpu())
+    settle(state)
+    return buffer, state, outs
+
+
+def compare(a: StepState, b: StepState, plan: StepPlan):
+    """What both hold, bit for bit; pages as far as they hold tokens."""
+    names = ("counters", "flag", "sums", "counts", "query")
+    assert all(torch.equal(getattr(a, name).cpu(), getattr(b, name).cpu()) for name in names)
+    for x, y in zip(a.windows, b.windows, strict=True):
+        assert torch.equal(x.cpu(), y.cpu())
+    for i, (x, y, formats) in enumerate(zip(a.runs, b.runs, plan.format.runs, strict=True)):
+        page = formats[0].page_size
+        for row in range(plan.rows):
+            for side, parts, others in ((0, x.keys, y.keys), (1, x.values, y.values)):
+                held = int(a.counters[RUNS + 2 * i + side, row])
+                if x.pos is not None:
+                    assert torch.equal(x.pos[row, :held].cpu(), y.pos[row, :held].cpu())
+                ids = x.table[row, : held // page].long()
+                for one, other in zip(parts, others, strict=True):
+                    one, other = (part.view(torch.uint8) if part.element_size() == 1 else part for part in (one, other))
+                    assert torch.equal(one[ids].cpu(), other[ids.to(other.device)].cpu())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_kernels_equal_the_reference(name, backend):
+    """The reference runs on the CPU, the kernels wherever the backend has them."""
+    if backend == "reference":
+        pytest.skip("the reference is what is compared with")
+    plan = plan_of(name)
+    steps = [1] * 20 + [3] + [1] * 18 if backend == "cuda" else [5, 4, 5, 5, 1, 1, 1]
+    device = "cuda" if backend == "cuda" else "cpu"
+    _, got, outs = life(plan, device, steps)
+    from hfkvq.kernels.dispatch import _enabled
+
+    with _enabled("cpu", enabled=False):
+        _, expected, expected_outs = life(plan, "cpu", steps)
+    compare(expected, got, plan)
+    for a, b in zip(outs, expected_outs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_counts_are_those_of_the_targets(name):
+    """However many tokens come at a time: all that have left the windows are sealed, whole units, and no more."""
+    plan = plan_of(name)
+    sink = plan.format.sink
+    for steps in ([1] * 45, [7, 1, 16, 2, 16, 3]):
+        _, state, _ = life(plan, "cpu", steps)
+        total = sum(steps)
+        assert state.counters[LENGTH].tolist() == [total] * plan.rows
+        assert int(state.flag) == 0
+        for side in (0, 1):
+            expected = max(max(total - sink, 0) - plan.local[side], 0) // plan.unit[side] * plan.unit[side]
+            assert state.counters[RUNS + side :: 2].sum(0).tolist() == [expected] * plan.rows
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_without_room_a_row_stays_as_it_is(name, backend):
+    """The capacity counts padding, so rows fill up together but in what they hold."""
+    plan = plan_of(name, capacity=20)
+    device = "cuda" if backend == "cuda" else "cpu"
+    _, state = make(plan, device, starts=(0, 5, 2))
+    for at in range(14):
+        run_step(*tokens(at, 1, plan, device), None, None, state, plan, 1.0, 0.0)
+    assert int(state.flag) == 0
+    before = [x.clone() for x in (state.windows[2], state.windows[3])]
+    for at in range(14, 18):
+        run_step(*tokens(at, 1, plan, device), None, None, state, plan, 1.0, 0.0)
+    assert int(state.flag) == 1
+    assert state.counters[LENGTH].tolist() == [18, 15, 18]
+    slot = [(15 - plan.format.sink + i) % plan.tails[0] for i in range(3)]
+    assert torch.equal(state.windows[2][1][:, slot], before[0][1][:, slot])
+
+
+def test_plans_and_buffers():
+    for name in PLANS:
+        plan = plan_of(name)
+        assert StepPlan.parse(plan.spec) == plan
+        buffer, state = make(plan, "cpu")
+        views = [state.counters, *state.windows, *state.flat_runs(), state.new, state.sealed, *state.index, state.flag]
+        views += [state.sums, state.counts, state.weight, state.query]
+        spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for x in views if x.numel())
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        assert spans[0][0] == buffer.data_ptr()
+        assert spans[-1][1] <= buffer.data_ptr() + buffer.nbytes
+        assert carve(buffer, plan) is state
+
+
+@pytest.mark.parametrize("rule", [range_rule(), range_rule(1.5, 0.5), range_rule(0.5, 0.5, 3.0)])
+def test_ranges_by_hand(rule):
+    """Channel c has range 3 * c / 4, hence score c / 4."""
+    fmt = PageFormat(2, "channel", 8, 8, ((4, 8), (16, 8)))
+    keys = torch.zeros(1, 1, 1, 8, 32)
+    keys[..., 3, :] = torch.arange(32) * 0.75
+    keys[..., 4, 7] = float("inf")
+    widths = channel_widths(keys, fmt, rule)[0, 0, 0].tolist()
+    _, over16, over4, divisor = parse_rule(rule)
+    score = [c / 4 / divisor for c in range(32)]
+    full = [c for c in range(24, 32) if score[c] > over16]
+    some = [c for c in range(32) if score[c] > over4 and c not in full][-8:]
+    assert [c for c in range(32) if widths[c] == 16] == full
+    assert [c for c in range(32) if widths[c] == 4] == some
+
+
+@pytest.mark.parametrize("rule", ["ranges", "range:1:2", "range:a:b:c", "k_abs:1:2:3"])
+def test_unknown_rules_are_refused(rule):
+    with pytest.raises(ValueError, match=r"choose: got '.*', allowed None, 'k_abs', 'variance', 'range'"):
+        parse_rule(rule)
