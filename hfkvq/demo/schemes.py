@@ -109,7 +109,7 @@ def schemes_table() -> Table:
     """All presets."""
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
     view.add_column("preset\nscheme\npaper", no_wrap=True)
-    view.add_column("what is held", min_width=28)
+    view.add_column("what is held", min_width=24)
     view.add_column("code\nbits", justify="right")
     view.add_column("total\nbits", justify="right")
     view.add_column("knobs", no_wrap=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +18,7 @@ from hfkvq.bench.generate import record as records
 from hfkvq.bench.generate import report
 from hfkvq.bench.generate.cases import DEFAULT_CASES
 from hfkvq.bench.generate.engines import DEFAULT_SCHEMES, DEFAULT_STOCK, STOCK
+from hfkvq.bench.generate.meeting import Meeting
 from hfkvq.bench.generate.models import ARCHITECTURES
 from hfkvq.bench.generate.run import Bench
 from hfkvq.bench.measure import Timing
@@ -194,6 +197,11 @@ def test_going_on_keeps_what_ran_and_what_did_not_fit():
     assert [each["engine"] for each in after["rows"]] == [each["engine"] for each in ROWS[:-1]]
     assert after["resumed"] == [{"commit": "0000000", "date": before["date"], "settings": {"steps": 1}}]
     assert {each["commit"] for each in after["rows"]} == {"0000000"}
+    # The bandwidth is measured each time; another value is no other model.
+    faster = record_of([])
+    faster["model"] = {**faster["model"], "weight_ms_of_a_step": 1.0}
+    records.resume(faster, before)
+    assert len(faster["rows"]) == len(ROWS) - 1
     for name, other in (
         ("gpu", {"gpu": "Synthetic 9001"}),
         ("compile", {"settings": {"compile": {"mode": "default"}}}),
@@ -376,3 +384,31 @@ def test_help_names_architectures_and_defaults():
     # Long words may be folded.
     assert f"[default: {','.join(DEFAULT_SCHEMES)}]" in text.replace(" ", "").replace("[default:", "[default: ")
     assert set(STOCK) - set(DEFAULT_STOCK) == {"static", "static-compiled-nocudnn"}
+
+
+def test_runs_that_meet_take_turns(tmp_path):
+    """None begins before all are ready, and no two are within at a time."""
+    events = []
+
+    def run(name):
+        meeting = Meeting(tmp_path / "meet", 3, patience=20)
+        # Threads of one process would share a name.
+        events.append(("ready", name))
+        (tmp_path / "meet" / f"ready-1-{name}").touch()
+        with meeting.turn():
+            events.append(("in", name))
+            time.sleep(0.05)
+            events.append(("out", name))
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    order = [what for what, _ in events]
+    assert sorted(order[:2]) == ["ready", "ready"]
+    assert order[2:] == ["in", "out", "in", "out"]
+    with Meeting(tmp_path / "alone", 2, patience=0.0).turn():
+        pass
+    with pytest.raises(ValueError, match="of: got 0, allowed 1 or more runs"):
+        Meeting(tmp_path, 0)

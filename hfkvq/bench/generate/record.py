@@ -103,6 +103,8 @@ def _conditions(record: Record) -> dict[str, Any]:
     """What figures that stand side by side must share, as JSON has it: tuples are lists there."""
     settings = record.get("settings", {})
     shared = {name: record.get(name) for name in _SAME} | {name: settings.get(name) for name in _SAME_SETTINGS}
+    # Of the bandwidth, which is measured each time.
+    shared["model"] = {name: x for name, x in (shared["model"] or {}).items() if name != "weight_ms_of_a_step"}
     return json.loads(json.dumps(shared))
 
 
