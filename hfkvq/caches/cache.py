@@ -158,6 +158,7 @@ class MixedKVCache(Cache):
         # Graphs are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
         why = "the attention implementation is not switched" if not attach else "debug looks at every token"
         static = max_cache_len is not None and attach and not debug
+        static = static and any(type(layer) is DynamicLayer for layer in stock)
         if max_cache_len is not None and static:
             why = self._why_not_static(text, stock, own, sharing is not None or shares, head_dim)
             static = why is None
@@ -287,6 +288,24 @@ class MixedKVCache(Cache):
         """Column of the coming forward's first query; on the device for layers of fixed capacity."""
         layer = self.layers[layer_idx]
         return layer.get_query_offset() if isinstance(layer, StaticKVLayer) else super().get_query_offset(layer_idx)
+
+    def activate_past_recording(self) -> None:
+        """Lets the newest tokens be taken back, as assisted decoding does; steps are not compiled from now on.
+
+        Raises:
+            ValueError: sliding-window layers of fixed capacity hold tokens already; they cannot take any back.
+        """
+        stock = [i for i, layer in enumerate(self.layers) if hasattr(layer, "max_cache_len")]
+        if any(self.layers[i].is_initialized for i in stock):
+            raise ValueError(
+                "max_cache_len: sliding-window layers of fixed capacity cannot take tokens back, as assisted decoding "
+                "must; make the cache without max_cache_len, or begin with an empty one."
+            )
+        if stock:
+            fresh = DynamicCache(config=self.config).layers
+            for i in stock:
+                self.layers[i] = fresh[i]
+        super().activate_past_recording()
 
     def between_steps(self, tokens: int = 1) -> None:
         """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.

@@ -181,6 +181,25 @@ class CompileConfigs:
         return config
 
 
+@pytest.mark.parametrize("mode", ["assisted", "lookup", "chunked", "turns"])
+def test_generate_with_sliding_layers(mode):
+    model = build("gemma3")
+    expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
+    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=200)), expected)
+
+
+def test_sliding_layers_with_tokens_take_none_back():
+    model = build("gemma3")
+    cache = MixedKVCache(model, FULL, max_cache_len=90)
+    with torch.no_grad():
+        model(prompt(1, 30), past_key_values=cache)
+        with pytest.raises(ValueError, match="max_cache_len: sliding-window layers of fixed capacity cannot take"):
+            cache.activate_past_recording()
+        assert cache.is_compileable
+        model(prompt(1, 3), past_key_values=cache)
+    assert cache.get_seq_length() == 33
+
+
 def test_sliding_layers_are_static_too():
     model, ids = build("gemma3"), prompt(2, 30)
     cache = MixedKVCache(model, FULL, max_cache_len=90)
@@ -387,3 +406,28 @@ def test_distinct_tokens_are_compared():
     model, (ids, mask) = build("llama"), padded(2, 30)
     found = run(model, model.forward, MixedKVCache(model, FULL, max_cache_len=120), 80, ids, mask)
     assert all(len(set(row.tolist())) > 8 for row in found)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "gemma2", "gpt-oss", "phi3", "glm4", "qwen3-next"])
+def test_every_family_compiles(family):
+    """Whatever is not refused must be traced whole, or `generate` would fail on a GPU."""
+    model, ids = build(family), prompt(2, 30)
+    cache, other = MixedKVCache(model, FULL, max_cache_len=100), DynamicCache(config=model.config)
+    assert cache.is_compileable
+    forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids, past_key_values=other)
+        for i in range(3):
+            token = prompt(2, 1, seed=i)
+            a, b = (f(token, past_key_values=c).logits for f, c in ((forward, cache), (model, other)))
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "reason"), [("deepseek-v3", "latent"), ("mistral-sliding", "nothing to compress")])
+def test_families_that_are_not_compiled(family, reason):
+    model, ids = build(family), prompt(2, 30)
+    cache = MixedKVCache(model, FULL, max_cache_len=100)
+    assert not cache.is_compileable, reason
+    expected = _generate(model, DynamicCache(config=model.config), ids)
+    assert torch.equal(_generate(model, cache, ids), expected)
