@@ -47,7 +47,7 @@ def static_class(scheme: Scheme) -> type[StaticKVLayer]:
 
 
 # Layers by their buffer's address, for prompts of compiled models.
-_LAYERS: dict[int, weakref.ref[StaticKVLayer]] = {}
+_LAYERS: weakref.WeakValueDictionary[int, StaticKVLayer] = weakref.WeakValueDictionary()
 
 
 class StepKV:
@@ -223,7 +223,7 @@ class StaticKVLayer(KVLayer):
                 torch._dynamo.mark_static_address(buffer)
             self.buffer, self.plan, self.spec = buffer, plan, plan.spec
             self.state = carve(buffer, plan)
-            _LAYERS[buffer.data_ptr()] = weakref.ref(self)
+            _LAYERS[buffer.data_ptr()] = self
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
                 part.zero_()
             self.state.weight.zero_()
@@ -626,8 +626,7 @@ def _prompt(
     softcap: float,
     causal: bool,
 ) -> Tensor:
-    known = _LAYERS.get(buffer.data_ptr())
-    layer = None if known is None else known()
+    layer = _LAYERS.get(buffer.data_ptr())
     if layer is None:
         raise RuntimeError("hfkvq::prompt: this buffer belongs to no cache layer; pass the layer's own.")
     return layer.attend_prompt(q, k, v, mask, sinks, scaling, softcap, causal)

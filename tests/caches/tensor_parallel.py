@@ -1,6 +1,6 @@
 """One rank of `test_parallel`: a model split by ``tp_plan="auto"``, greedy tokens with caches of both kinds.
 
-    torchrun --nproc-per-node 2 tests/caches/tensor_parallel.py MODEL OUT
+torchrun --nproc-per-node 2 tests/caches/tensor_parallel.py MODEL OUT
 """
 
 from __future__ import annotations
