@@ -296,7 +296,7 @@ class MixedKVCache(Cache):
             ValueError: sliding-window layers of fixed capacity hold tokens already; they cannot take any back.
         """
         stock = [i for i, layer in enumerate(self.layers) if hasattr(layer, "max_cache_len")]
-        if any(self.layers[i].is_initialized for i in stock):
+        if any(getattr(self.layers[i], "is_initialized", False) for i in stock):
             raise ValueError(
                 "max_cache_len: sliding-window layers of fixed capacity cannot take tokens back, as assisted decoding "
                 "must; make the cache without max_cache_len, or begin with an empty one."

@@ -614,7 +614,11 @@ def dense_attention(
     return torch.cat(outs, 2)
 
 
-@torch.library.custom_op("hfkvq::prompt", mutates_args=("buffer",), tags=(torch.Tag.cudagraph_unsafe,))
+# Older releases have no such tag, and no graphs in parts either.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+
+
+@torch.library.custom_op("hfkvq::prompt", mutates_args=("buffer",), tags=_TAGS)
 def _prompt(
     q: Tensor,
     k: Tensor,
