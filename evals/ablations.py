@@ -1,8 +1,8 @@
 """What the papers claim of their own parts, tried on the reference model: JSON, a picture, the section of README.md.
 
-    python evals/ablations.py [measure | table] [--samples 12]
+    python evals/ablations.py [measure | table] [--samples 12] [--parts mixkvq,arkv,triaxial]
 
-"measure" takes about seven minutes on a CPU core; it writes results/ablations.json and its picture, then the table.
+"measure" takes about eight minutes on a CPU core; it writes results/ablations.json and its picture, then the table.
 "table" writes the table alone, from what was measured.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import platform
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -52,8 +51,8 @@ EQUAL = {16: "kivi-2, g = 64", 32: "kivi-2, g = 32", 64: "kivi-2, g = 32"}
 BUDGETS = (128, 256)
 """ARKV: KiB of a KV head."""
 
-BITS = (2.7, 3.3)
-"""TriAxialKV: mean code bits a token, the paper's and one more."""
+BUDGET = 2.7
+"""TriAxialKV: mean code bits a token, the paper's."""
 
 VALUE_FACTOR, EVERY = 16.0, 8
 """Of outlier channels of values, and how far apart they are: four in every group that shares a scale."""
@@ -151,13 +150,19 @@ def arkv_schemes(kib: int) -> dict[str, Scheme]:
     }
 
 
-def triaxial_schemes(found: Sensitivity) -> dict[str, Scheme]:
-    """TriAxialKV's tables: uniform, calibrated, and calibrated without an axis."""
+def triaxial_schemes(found: Sensitivity, unshared: Sensitivity) -> dict[str, Scheme]:
+    """TriAxialKV's tables: uniform, calibrated, and calibrated without an axis.
+
+    Args:
+        found: instructions counted once for all requests, as the paper does.
+        unshared: counted in each request.
+    """
     uniform = {f"uniform {bits} bits": {tag: bits for tag in TAGS if tag != TAGS[PAD]} for bits in (2, 4)}
     tables: dict[str, Mapping[str, int]] = {
         **uniform,
-        **{f"calibrated, {bits}": make_table(found, bits).bits for bits in BITS},
-        **{f"no {axis}, {bits}": make_table(found, bits, axis).bits for bits in BITS for axis in AXES},
+        "calibrated": make_table(found, BUDGET).bits,
+        **{f"no {axis} axis": make_table(found, BUDGET, axis).bits for axis in AXES},
+        "calibrated, unshared": make_table(unshared, BUDGET).bits,
     }
     # The paper's pages: conversations of a few hundred tokens have too few of a kind for 128.
     return {name: get_scheme("triaxial", table=table, page_size=32) for name, table in tables.items()}
@@ -283,29 +288,29 @@ def measure_arkv(model: Any, tokenizer: Any, samples: int) -> Row:
 
 def measure_triaxial(model: Any, tokenizer: Any, samples: int) -> Row:
     """TriAxialKV's tables on tool calls, plain and where values have outlier channels."""
-    rows, differences = [], []
+    rows, differences, tokens = [], [], {}
     requests = 8
     models = {"plain": model, "value outliers": with_value_outliers(model, VALUE_FACTOR, EVERY)}
     for title, one in models.items():
-        found = calibrate(one, tokenizer, conversations(requests), layers=4, shared_inst=False)
-        rows += measure_answers(one, title, tokenizer, "tools", samples, triaxial_schemes(found))
-        pairs = []
-        for bits in BITS:
-            pairs += [(f"calibrated, {bits}", f"uniform {width} bits") for width in (2, 4)]
-            pairs += [(f"no {axis}, {bits}", f"calibrated, {bits}") for axis in AXES]
-            pairs.append((f"no semantic, {bits}", f"no temporal, {bits}"))
+        found = calibrate(one, tokenizer, conversations(requests), layers=4)
+        # The same distortions; only how instructions are counted differs.
+        unshared = calibrate(one, tokenizer, conversations(requests), layers=4, shared_inst=False)
+        rows += measure_answers(one, title, tokenizer, "tools", samples, triaxial_schemes(found, unshared))
+        tokens[title] = unshared.counts
+        pairs = [("calibrated", f"uniform {width} bits") for width in (2, 4)]
+        pairs += [(f"no {axis} axis", "calibrated") for axis in AXES]
+        pairs.append(("no semantic axis", "no temporal axis"))
         differences += [difference(_row(rows, a, title), _row(rows, b, title)) for a, b in pairs]
-    about = {"task": "tools", "budgets": list(BITS), "calibrated_on": requests, "layers": 4}
-    about |= {"factor": VALUE_FACTOR, "every": EVERY}
+    about = {"task": "tools", "budget": BUDGET, "calibrated_on": requests, "layers": 4}
+    about |= {"factor": VALUE_FACTOR, "every": EVERY, "tokens": tokens["plain"]}
     return {"settings": about, "rows": rows, "differences": differences}
 
 
-def measure_all(samples: int) -> Row:
-    """Everything, in bf16 on the CPU."""
-    begin = time.perf_counter()
+def measure_parts(parts: Iterable[str], samples: int) -> Row:
+    """These parts, in bf16 on the CPU, and what they were measured with."""
     model, tokenizer = load_reference()
     made = {"mixkvq": measure_mixkvq, "arkv": measure_arkv, "triaxial": measure_triaxial}
-    parts = {part: made[part](model, tokenizer, samples) for part in PARTS}
+    measured = {part: made[part](model, tokenizer, samples) for part in parts}
     return {
         "kind": "hfkvq ablations",
         "model": "reference model",
@@ -318,8 +323,7 @@ def measure_all(samples: int) -> Row:
             "hfkvq": hfkvq.__version__,
         },
         "bootstrap": {"unit": "window", "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": 0},
-        "seconds": round(time.perf_counter() - begin),
-        **parts,
+        **measured,
     }
 
 
@@ -398,13 +402,24 @@ def save_picture(measured: Row, path: Path) -> None:
 def main(
     what: Annotated[str, typer.Argument(help="measure or table.")] = "measure",
     samples: Annotated[int, typer.Option(min=2, help="Windows, prompts and conversations of each part.")] = 12,
+    parts: Annotated[str, typer.Option(help="What to measure; other parts stay as they are on file.")] = ",".join(
+        PARTS
+    ),
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = RESULTS,
 ) -> None:
     """Measures, and writes what README.md shows."""
     if what not in ("measure", "table"):
         raise typer.BadParameter(f"got {what!r}, allowed measure or table.")
+    chosen = parts.split(",")
+    if not set(chosen) <= set(PARTS):
+        raise typer.BadParameter(f"parts: got {parts!r}, allowed {', '.join(PARTS)}, separated by commas.")
     if what == "measure":
-        measured = measure_all(samples)
+        path = out / "ablations.json"
+        before = {} if set(chosen) == set(PARTS) else json.loads(path.read_text(encoding="utf-8"))
+        measured = measure_parts(chosen, samples)
+        if before and any(before[key] != measured[key] for key in ("samples", "versions", "dtype")):
+            raise typer.BadParameter("parts: those on file have other samples or versions; measure all.")
+        measured = {key: measured.get(key, before.get(key)) for key in {**before, **measured}}
         (out / "ablations.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
         save_picture(measured, out / "ablations.png")
     measured = json.loads((out / "ablations.json").read_text(encoding="utf-8"))

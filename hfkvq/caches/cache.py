@@ -271,7 +271,11 @@ class MixedKVCache(Cache):
         """Allocates every layer of fixed capacity before a graph is recorded."""
         for layer in self.layers:
             if isinstance(layer, StaticKVLayer) and layer.buffer is None:
-                layer.lazy_initialization(key_states, value_states)
+                if layer.store is None:
+                    layer.lazy_initialization(key_states, value_states)
+                else:
+                    layer.prefetch()
+                    layer.home()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset for the mask of the coming forward.
@@ -282,12 +286,28 @@ class MixedKVCache(Cache):
         """
         if not torch.compiler.is_compiling():
             self.between_steps(query_length)
+            layer = self.layers[layer_idx]
+            if isinstance(layer, StaticKVLayer) and not self._attached:
+                layer.clock.catch_up()
+                return KVLayer.get_mask_sizes(layer, query_length)
         return super().get_mask_sizes(query_length, layer_idx)
+
+    @property
+    def _attached(self) -> bool:
+        """Whether attention is "hfkvq"; of a cache from a file, which does not know its model, taken to be."""
+        return type(self.config) is PreTrainedConfig or self.config._attn_implementation_internal == NAME
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether `generate` may compile steps: see ``max_cache_len``."""
+        return bool(super().is_compileable) and self._attached
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Column of the coming forward's first query; on the device for layers of fixed capacity."""
         layer = self.layers[layer_idx]
-        return layer.get_query_offset() if isinstance(layer, StaticKVLayer) else super().get_query_offset(layer_idx)
+        if isinstance(layer, StaticKVLayer) and (torch.compiler.is_compiling() or self._attached):
+            return layer.get_query_offset()
+        return super().get_query_offset(layer_idx)
 
     def activate_past_recording(self) -> None:
         """Lets the newest tokens be taken back, as assisted decoding does; steps are not compiled from now on.
@@ -343,7 +363,8 @@ class MixedKVCache(Cache):
         bits = sum(store.code_bits() * n for store, n in zip(stores, elements, strict=True))
         staged = [layer.staged for layer in self.compressed_layers if layer.staged is not None]
         notes = {id(tensor): tensor.nbytes for layer in self.compressed_layers for tensor in layer.notes()}
-        parts += StoreBytes(tables=sum(notes.values()))
+        spare = sum(layer.spare_bytes() for layer in self.compressed_layers if isinstance(layer, StaticKVLayer))
+        parts += StoreBytes(tables=sum(notes.values()) + spare)
         stock = 0
         for layer in self.layers:
             if not isinstance(layer, KVLayer):

@@ -67,6 +67,11 @@ class HeadwiseStore(KVStore):
         """i32 (B,): tokens that each of the layer's rows holds (the same in all heads)."""
         return self.counters[LENGTH, :: self.fold]
 
+    def clear(self) -> None:
+        """See `KVStore.clear`."""
+        super().clear()
+        self.forgetful = False
+
     def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
         """See `KVStore.push`."""
         super().push(self.folded(keys), self.folded(values), self.folded_padding(padding))

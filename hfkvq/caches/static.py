@@ -64,10 +64,12 @@ class Clock:
         layers: in the model's order.
         stale: whether a compiled step has run since the host last asked the device.
         steps: tokens announced since then, by which rows are longer at the most.
+        ready: whether every row has a token that is no padding; from then on a step needs no mask.
+        holes: whether columns within a row are padding, which are stored: from then on every step needs one.
     """
 
     def __init__(self, layers: list[StaticKVLayer]) -> None:
-        self.layers, self.stale, self.steps = layers, False, 0
+        self.layers, self.stale, self.steps, self.ready, self.holes = layers, False, 0, False, False
         for i, layer in enumerate(layers):
             layer.clock, layer.leads = self, i == 0
 
@@ -107,10 +109,12 @@ class Clock:
             layer.between_steps()
         if lost:
             first = held[0]
-            raise ValueError(
-                f"max_cache_len: compiled steps went on beyond the capacity of {first.capacity} tokens; the cache "
-                f"holds {first.seen}, and what came later was not stored. Make the cache with a larger max_cache_len."
-            )
+            where = f"max_cache_len: compiled steps went on beyond the capacity of {first.capacity} tokens"
+            remedy = "Make the cache with a larger max_cache_len."
+            if first.capacity is not None and first.seen < first.capacity:
+                where = "budget: compiled steps went on beyond the room for a budget"
+                remedy = "Call the cache's between_steps() before each step, as generate does."
+            raise ValueError(f"{where}; the cache holds {first.seen}, and what came later was not stored. {remedy}")
 
     def announce(self, tokens: int) -> None:
         """A forward of so many tokens is about to come, as far as the host can know.
@@ -118,10 +122,13 @@ class Clock:
         Raises:
             ValueError: it would exceed the capacity. Nothing is changed then.
         """
+        first = self.layers[0]
         if not self.stale:
+            first.check_capacity(tokens)
+            for layer in self.layers:
+                layer.finish_update()
             self.steps = tokens
             return
-        first = self.layers[0]
         self.steps += tokens
         bound = first.seen + self.steps
         assert first.capacity is not None, "static layers have one"
@@ -133,7 +140,13 @@ class Clock:
 
 
 class StaticKVLayer(KVLayer):
-    """`KVLayer` of fixed capacity whose steps a compiled model can take."""
+    """`KVLayer` of fixed capacity whose steps a compiled model can take.
+
+    Attributes:
+        several: whether a compiled step may have several tokens.
+    """
+
+    several = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.buffer: Tensor | None = None
@@ -149,8 +162,8 @@ class StaticKVLayer(KVLayer):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Unless tokens may be taken back (assisted decoding), for which the host must know what is sealed."""
-        return not self.record_past
+        """Unless tokens may be taken back (assisted decoding), or steps need masks (padding within rows)."""
+        return not self.record_past and not self.clock.holes
 
     # The buffer.
 
@@ -269,9 +282,26 @@ class StaticKVLayer(KVLayer):
         store.states = frozenset(RowState(*state) for state in zip(rows[LENGTH], keys, values, strict=True))
         self.seen = rows[START][0] + rows[LENGTH][0]
         self.edition += 1
+        self._note_rows()
         if flag:
             state.flag.zero_()
         return bool(flag)
+
+    def finish_update(self) -> None:
+        """Does what is left of an update whose attention never called `finish`."""
+        if self.staged is not None or self.uncommitted:
+            self._settle()
+
+    def spare_bytes(self) -> int:
+        """Bytes of the buffer that are not the store's: what steps need for themselves."""
+        if self.buffer is None or self.state is None:
+            return 0
+        state = self.state
+        return self.buffer.nbytes - sum(x.nbytes for x in (state.counters, *state.windows, *state.flat_runs()))
+
+    def _note_rows(self) -> None:
+        if self.leads and self.store is not None:
+            self.clock.ready = all(state.length for state in self.store.states)
 
     def wants_host(self, bound: int) -> bool:
         """Whether something is due, between steps, once ``bound`` tokens have been seen."""
@@ -312,13 +342,26 @@ class StaticKVLayer(KVLayer):
             return self._seen_on_device()
         return super().get_seq_length()
 
+    def plain_steps(self) -> bool:
+        """Whether steps need no mask: nothing that is stored is padding, and every row has something stored."""
+        return self.buffer is not None and self.clock.ready and not self.clock.holes
+
     def get_query_offset(self) -> Any:
-        """Column of the coming forward's first query, on the device once there is something there."""
-        return self.get_seq_length() if self.buffer is None else self._seen_on_device()
+        """Column of the coming forward's first query: i64 (1,) on the device where steps need no mask.
+
+        Where they do, a number, on the device (without axes) while a graph is recorded.
+        """
+        if self.plain_steps():
+            return self._seen_on_device()
+        if torch.compiler.is_compiling() and self.buffer is not None:
+            return self._seen_on_device()[0]
+        self.clock.catch_up()
+        return super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical length and offset for the mask of the coming forward; the capacity's where steps must look alike."""
-        if self.buffer is not None and (torch.compiler.is_compiling() or query_length == 1):
+        compiling = self.buffer is not None and torch.compiler.is_compiling()
+        if compiling or (query_length == 1 and self.plain_steps()):
             assert self.capacity is not None, "static layers have one"
             return self.capacity, 0
         self.clock.catch_up()
@@ -376,6 +419,7 @@ class StaticKVLayer(KVLayer):
     def reset(self) -> None:
         """Forgets everything; buffer and address stay."""
         self.clock.stale, self.clock.steps, self.open = False, 0, False
+        self.clock.ready = self.clock.holes = False
         if self.state is not None:
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
                 part.zero_()
@@ -413,8 +457,13 @@ class StaticKVLayer(KVLayer):
         assert state is not None
         assert plan is not None
         keys, values = self.staged
-        out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap)
         self.staged, self.new_columns, self.open = None, 0, True
+        try:
+            out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap)
+        except BaseException:
+            # The tokens may be stored or not; the device knows.
+            self.clock.stale = True
+            raise
         store.states = frozenset(self._after(row, keys.shape[2]) for row in store.states)
         return out
 
@@ -452,7 +501,10 @@ class StaticKVLayer(KVLayer):
     def begin(self, mask: Tensor | None, queries: int) -> bool:
         """See `KVLayer.begin`."""
         self.close()
-        return super().begin(mask, queries)
+        pages = super().begin(mask, queries)
+        if self.padding is not None and self.padding.source is not None:
+            self.clock.holes = True
+        return pages
 
     def _settle(self, commit: bool = True) -> None:
         self.close()
@@ -460,6 +512,7 @@ class StaticKVLayer(KVLayer):
         super()._settle(commit)
         if staged and not torch.compiler.is_compiling():
             self.home()
+            self._note_rows()
 
     def _demote(self) -> None:
         super()._demote()
@@ -498,6 +551,9 @@ class StaticKVLayer(KVLayer):
 
 class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
     """`EvictingLayer` with a buffer for its budget; trims run between steps, when a row may have outgrown it."""
+
+    # Of several, the first might be the ones to ask.
+    several = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -551,6 +607,22 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         """See `EvictingLayer.assign`."""
         super().assign()
         self.home()
+
+    def finish_update(self) -> None:
+        """Does what is left of an update whose attention never called `finish`."""
+        if self.staged is not None or self.uncommitted:
+            self._settle()
+
+    def spare_bytes(self) -> int:
+        """Bytes of the buffer that are not the store's: what steps need for themselves."""
+        if self.buffer is None or self.state is None:
+            return 0
+        state = self.state
+        return self.buffer.nbytes - sum(x.nbytes for x in (state.counters, *state.windows, *state.flat_runs()))
+
+    def _note_rows(self) -> None:
+        if self.leads and self.store is not None:
+            self.clock.ready = all(state.length for state in self.store.states)
 
     def wants_host(self, bound: int) -> bool:
         """See `StaticKVLayer.wants_host`."""
@@ -656,11 +728,14 @@ def traced_attention(
 ) -> Tensor:
     """Attention while a graph is recorded: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv).
 
-    Up to 16 queries are a step. More are a prompt, whose operation does what an eager prompt does, outside CUDA graphs.
+    One query is a step, and so are up to 16 without a mask, once every row has tokens. Else it is a prompt, whose
+    operation does what an eager prompt does, outside CUDA graphs.
     """
-    layer = keys.layer
+    layer, queries = keys.layer, query.shape[2]
     assert layer.buffer is not None, "initialized before"
-    if query.shape[2] <= MAX_STEP:
+    # The first tokens of a row may be padding; and so may any of several, if there is a mask.
+    several = layer.several and mask is None and queries <= MAX_STEP
+    if layer.clock.ready and (queries == 1 or several):
         return step(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, layer.spec)
     return _prompt(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, causal)
 
