@@ -11,8 +11,9 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .handle import LazyKV
-from .static import StaticKVLayer, StepKV, traced_attention
+from .static import StaticKVLayer
 from .store import MAX_STEP
+from .traced import StepKV, traced_attention
 
 NAME = "hfkvq"
 """Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""

@@ -20,13 +20,14 @@ from transformers.cache_utils import (
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
+from .clock import Clock
 from .evict import EvictingLayer, layer_class
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
 from .peers import Peers
 from .preset import Preset, get_preset
 from .scheme import Scheme
-from .static import Clock, StaticKVLayer, static_class, why_not
+from .static import StaticKVLayer, static_class, why_not
 from .store import StoreBytes
 
 logger = logging.getLogger(__name__)

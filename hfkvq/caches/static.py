@@ -8,7 +8,6 @@ must, which in ordinary steps it need not.
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import torch
@@ -16,13 +15,15 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.pages import RunView
-from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, settle, step
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, settle
 
+from .clock import Clock
 from .evict import EvictingLayer
 from .layer import KVLayer
 from .observe import Observation
 from .scheme import Scheme
 from .store import SIDES, KVStore, RowState, _target
+from .traced import LAYERS, StepKV, dense_attention
 
 
 def why_not(scheme: Scheme, key_dim: int, value_dim: int) -> str | None:
@@ -44,99 +45,6 @@ def why_not(scheme: Scheme, key_dim: int, value_dim: int) -> str | None:
 def static_class(scheme: Scheme) -> type[StaticKVLayer]:
     """The class of layer of fixed capacity that a scheme works in."""
     return StaticEvictingLayer if "probs" in scheme.needs else StaticKVLayer
-
-
-# Layers by their buffer's address, for prompts of compiled models.
-_LAYERS: weakref.WeakValueDictionary[int, StaticKVLayer] = weakref.WeakValueDictionary()
-
-
-class StepKV:
-    """What `StaticKVLayer.update` returns while a graph is recorded: the layer and the new tokens; no tensor."""
-
-    def __init__(self, layer: StaticKVLayer, keys: Tensor, values: Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
-
-class Clock:
-    """What the static layers of a cache share: whether steps have passed that the host did not see.
-
-    Attributes:
-        layers: in the model's order.
-        stale: whether a compiled step has run since the host last asked the device.
-        steps: tokens announced since then, by which rows are longer at the most.
-        ready: whether every row has a token that is no padding; from then on a step needs no mask.
-        holes: whether columns within a row are padding, which are stored: from then on every step needs one.
-    """
-
-    def __init__(self, layers: list[StaticKVLayer]) -> None:
-        self.layers, self.stale, self.steps, self.ready, self.holes = layers, False, 0, False, False
-        for i, layer in enumerate(layers):
-            layer.clock, layer.leads = self, i == 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
-        """Of the same layers' copies."""
-        new = memo[id(self)] = copy.copy(self)
-        new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        return new
-
-    def catch_up(self) -> None:
-        """Asks the device how long rows are, if steps have passed unseen, and does what they have left to do.
-
-        One transfer a device.
-
-        Raises:
-            ValueError: tokens of these steps found no room and were not stored.
-        """
-        if not self.stale:
-            return
-        self.stale, self.steps = False, 0
-        held = [layer for layer in self.layers if layer.state is not None]
-        by_device: dict[torch.device, list[StaticKVLayer]] = {}
-        for layer in held:
-            by_device.setdefault(layer.device, []).append(layer)
-        lost = False
-        for layers in by_device.values():
-            for layer in layers:
-                layer.open = True
-                layer.close()
-            parts = [part for layer in layers for part in layer.told()]
-            numbers = torch.cat(parts).tolist()
-            for layer in layers:
-                size = sum(part.numel() for part in layer.told())
-                lost = layer.learn(numbers[:size]) or lost
-                numbers = numbers[size:]
-        for layer in held:
-            layer.between_steps()
-        if lost:
-            first = held[0]
-            where = f"max_cache_len: compiled steps went on beyond the capacity of {first.capacity} tokens"
-            remedy = "Make the cache with a larger max_cache_len."
-            if first.capacity is not None and first.seen < first.capacity:
-                where = "budget: compiled steps went on beyond the room for a budget"
-                remedy = "Call the cache's between_steps() before each step, as generate does."
-            raise ValueError(f"{where}; the cache holds {first.seen}, and what came later was not stored. {remedy}")
-
-    def announce(self, tokens: int) -> None:
-        """A forward of so many tokens is about to come, as far as the host can know.
-
-        Raises:
-            ValueError: it would exceed the capacity. Nothing is changed then.
-        """
-        first = self.layers[0]
-        if not self.stale:
-            first.check_capacity(tokens)
-            for layer in self.layers:
-                layer.finish_update()
-            self.steps = tokens
-            return
-        self.steps += tokens
-        bound = first.seen + self.steps
-        assert first.capacity is not None, "static layers have one"
-        if bound > first.capacity or any(layer.wants_host(bound) for layer in self.layers):
-            self.catch_up()
-            first.check_capacity(tokens)
-            # What has been asked for is what the coming step will make stale again.
-            self.stale, self.steps = True, tokens
 
 
 class StaticKVLayer(KVLayer):
@@ -236,7 +144,7 @@ class StaticKVLayer(KVLayer):
                 torch._dynamo.mark_static_address(buffer)
             self.buffer, self.plan, self.spec = buffer, plan, plan.spec
             self.state = carve(buffer, plan)
-            _LAYERS[buffer.data_ptr()] = self
+            LAYERS[buffer.data_ptr()] = self
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
                 part.zero_()
             self.state.weight.zero_()
@@ -637,107 +545,6 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         real = torch.ones(self.batch_size, 1, dtype=torch.bool, device=self.device)
         self._judge(Observation(state.query.clone(), real, None, scaling, softcap, sinks, None))
         self.home()
-
-
-_CHUNK = 512
-"""Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
-
-
-def dense_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-) -> Tensor:
-    """Attention over dense keys and values (B, H, T, D); no mask means causal, aligned to the newest token."""
-    queries, columns = query.shape[2], keys.shape[2]
-    gqa = query.shape[1] != keys.shape[1]
-    if sinks is None and not softcap:
-        if mask is None and queries < columns:
-            mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)
-        elif mask is not None and not mask.is_floating_point():
-            mask = mask.bool()
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-        )
-    share = query.shape[1] // keys.shape[1]
-    keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
-    outs = []
-    for first in range(0, queries, _CHUNK):
-        own = query[:, :, first : first + _CHUNK].float()
-        logits = own @ keys.transpose(-1, -2) * scaling
-        if softcap:
-            logits = torch.tanh(logits / softcap) * softcap
-        count = own.shape[2]
-        if mask is None:
-            shown = torch.ones(count, columns, dtype=torch.bool, device=query.device)
-            logits = logits.masked_fill(~shown.tril(columns - queries + first), -torch.inf)
-        else:
-            shown = mask if mask.shape[2] == 1 else mask[:, :, first : first + count]
-            logits = logits + shown if mask.is_floating_point() else logits.masked_fill(~shown.bool(), -torch.inf)
-        if sinks is not None:
-            extra = sinks.float().view(1, -1, 1, 1).expand(logits.shape[0], -1, count, 1)
-            logits = torch.cat([logits, extra], -1)
-        probs = torch.softmax(logits, -1).nan_to_num(0.0)[..., :columns]
-        outs.append((probs @ values).to(query.dtype))
-    return torch.cat(outs, 2)
-
-
-# Older releases have no such tag, and no graphs in parts either.
-_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
-
-
-@torch.library.custom_op("hfkvq::prompt", mutates_args=("buffer",), tags=_TAGS)
-def _prompt(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    buffer: Tensor,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
-    layer = _LAYERS.get(buffer.data_ptr())
-    if layer is None:
-        raise RuntimeError("hfkvq::prompt: this buffer belongs to no cache layer; pass the layer's own.")
-    return layer.attend_prompt(q, k, v, mask, sinks, scaling, softcap, causal)
-
-
-@_prompt.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    buffer: Tensor,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[-1]))
-
-
-def traced_attention(
-    keys: StepKV, query: Tensor, mask: Tensor | None, scaling: float, softcap: float, sinks: Tensor | None, causal: bool
-) -> Tensor:
-    """Attention while a graph is recorded: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv).
-
-    One query is a step, and so are up to 16 without a mask, once every row has tokens. Else it is a prompt, whose
-    operation does what an eager prompt does, outside CUDA graphs.
-    """
-    layer, queries = keys.layer, query.shape[2]
-    assert layer.buffer is not None, "initialized before"
-    # The first tokens of a row may be padding; and so may any of several, if there is a mask.
-    several = layer.several and mask is None and queries <= MAX_STEP
-    if layer.clock.ready and (queries == 1 or several):
-        return step(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, layer.spec)
-    return _prompt(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, causal)
 
 
 def _adopt(store: KVStore, state: StepState, plan: StepPlan) -> None:
