@@ -480,15 +480,19 @@ class KVLayer(CacheLayerMixin):
             return None
         return self.tokens.tags_on(self._held().device)
 
-    def _demote(self) -> None:
-        """Gives tokens fewer bits if the prompt that is about to come has made them older, and the scheme wants it."""
+    def _demote(self) -> bool:
+        """Gives tokens fewer bits if the prompt that is about to come has made them older, and the scheme wants it.
+
+        Returns:
+            Whether any token has moved.
+        """
         tokens = self.tokens
         if self.store is None or tokens is None or "turns" not in self.scheme.needs:
-            return
-        if self.seen and tokens.renewed == self.seen:
-            tags = tokens.tags_on(self.store.device)
-            if tags is not None:
-                demote(self.store, tags)
+            return False
+        if not self.seen or tokens.renewed != self.seen:
+            return False
+        tags = tokens.tags_on(self.store.device)
+        return tags is not None and demote(self.store, tags)
 
     def _forget_queries(self, before: Tensor) -> None:
         """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates."""

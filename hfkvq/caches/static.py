@@ -350,7 +350,7 @@ class StaticKVLayer(KVLayer):
 
     def takes_step(self, queries: int, mask: Tensor | None) -> bool:
         """Whether the staged tokens can go through `step_now`."""
-        if self.staged is None or self.state is None or self.record_past or self.debug or self.defer:
+        if self.staged is None or self.state is None or self.record_past:
             return False
         tokens = self.staged[0].shape[2]
         started = all(state.length for state in self._held().states)
@@ -422,10 +422,11 @@ class StaticKVLayer(KVLayer):
             self.home()
             self._note_rows()
 
-    def _demote(self) -> None:
-        super()._demote()
-        if "turns" in self.scheme.needs:
+    def _demote(self) -> bool:
+        moved = super()._demote()
+        if moved:
             self.home()
+        return moved
 
     def dense(self, side: Any) -> Tensor:
         """See `KVLayer.dense`."""
@@ -515,22 +516,6 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         """See `EvictingLayer.assign`."""
         super().assign()
         self.home()
-
-    def finish_update(self) -> None:
-        """Does what is left of an update whose attention never called `finish`."""
-        if self.staged is not None or self.uncommitted:
-            self._settle()
-
-    def spare_bytes(self) -> int:
-        """Bytes of the buffer that are not the store's: what steps need for themselves."""
-        if self.buffer is None or self.state is None:
-            return 0
-        state = self.state
-        return self.buffer.nbytes - sum(x.nbytes for x in (state.counters, *state.windows, *state.flat_runs()))
-
-    def _note_rows(self) -> None:
-        if self.leads and self.store is not None:
-            self.clock.ready = all(state.length for state in self.store.states)
 
     def wants_host(self, bound: int) -> bool:
         """See `StaticKVLayer.wants_host`."""

@@ -11,7 +11,7 @@ import torch
 from hfkvq import MixKVQCache, get_scheme
 from hfkvq.caches.scheme import SideLayout
 from hfkvq.caches.schemes import MixKVQ
-from hfkvq.kernels import PageFormat
+from hfkvq.kernels import PageFormat, channel_widths
 from tests.caches.driver import DIM, Row, assert_same_bits, feed, feed_as_is, join, make, row, stored
 from tests.caches.models import build, config, prompt
 
@@ -442,3 +442,20 @@ def test_queries_tell_which_outliers_matter():
         lost = (layer.dense("keys")[0] - own.keys).repeat_interleave(2, 0)
         error[name] = (own.queries @ lost.transpose(-1, -2)).abs().mean().item()
     assert error["mixkvq"] < 0.9 * error["mixkvq-error-only"]
+
+
+@pytest.mark.parametrize("salience", ["raw_logit", "raw", "error_only"])
+@pytest.mark.parametrize("select", ["fractions", "thresholds"])
+def test_the_sealing_kernel_knows_the_choice_as_a_rule(select, salience):
+    """Compiled steps seal by the rule, all else by `channel_bits`: the same widths, ties and infinities included."""
+    scheme = get_scheme("mixkvq", select=select, salience=salience, tau_bf16=0.25, tau_int4=0.15)
+    generator = torch.Generator().manual_seed(4)
+    keys = torch.randn(2, 2, 3, 128, 64, generator=generator) * torch.rand(64, generator=generator) * 3
+    keys[0, 0, 0, :, 5] = keys[0, 0, 0, :, 9]
+    keys[1, 1, 2, 7, 11], keys[1, 1, 2, :, 12] = float("inf"), 2.0
+    weight = torch.rand(2, 2, 64, generator=generator)
+    fmt = scheme.layout(64, 64).keys.formats[0]
+    rule = scheme.step_rule(64)
+    expected = scheme.channel_bits(keys, weight)
+    assert torch.equal(channel_widths(keys, fmt, rule, weight if "query" in scheme.needs else None), expected)
+    assert len(expected.unique()) == 3

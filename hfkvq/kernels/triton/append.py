@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -68,23 +69,37 @@ def append_kernel(
     tl.store(p_length, i_length + T)
 
 
+def is_misrounded(x: Tensor, tail: Tensor, rotate: int) -> bool:
+    """Whether the interpreter would truncate where bf16 should be rounded."""
+    rounds = bool(rotate) or x.dtype != tail.dtype
+    return rounds and not x.is_cuda and torch.bfloat16 in (x.dtype, tail.dtype)
+
+
+def append_constants(keys: Tensor, values: Tensor, rotate_keys: int, rotate_values: int) -> dict[str, Any]:
+    """What kernels that call `append_side` for both sides are launched with, by name."""
+    found: dict[str, Any] = {"enable_fp_fusion": False}
+    for name, x, rotate in (("V", values, rotate_values), ("K", keys, rotate_keys)):
+        _, heads, tokens, dim = x.shape
+        block = rotate or largest_block(dim)
+        # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
+        rows = power(min(tokens * heads * dim, 8192) // block)
+        found |= {f"D{name}": dim, f"BLOCK_{name}": block, f"ROTATE_{name}": rotate > 0, f"B{name}": rows}
+        found[f"LOOPS_{name}"] = triton.cdiv(tokens * heads * dim, rows * block)
+        # Of the keys, which come last.
+        found["num_warps"] = max(1, min(8, power(rows * block // 256)))
+    return found
+
+
 def append_triton(
     keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Tensor], rotate_keys: int, rotate_values: int
 ) -> None:
     """Launcher of `hfkvq.kernels.append`; bf16 rounding under the interpreter takes the reference."""
     sink_k, sink_v, tail_k, tail_v = windows
-    rounds = rotate_keys or rotate_values or keys.dtype != tail_k.dtype
-    # Triton's interpreter truncates where bf16 should be rounded.
-    if rounds and not keys.is_cuda and torch.bfloat16 in (keys.dtype, tail_k.dtype):
+    if is_misrounded(keys, tail_k, rotate_keys or rotate_values):
         return reference("append")(keys, values, counters, windows, rotate_keys, rotate_values)
     assert all(x.is_contiguous() for x in (counters, *windows)), "written in place"
-    batch, heads, tokens, key_dim = keys.shape
-    value_dim = values.shape[3]
-    blocks = (rotate_keys or largest_block(key_dim), rotate_values or largest_block(value_dim))
-    # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
-    rows = [
-        power(min(tokens * heads * dim, 8192) // block) for dim, block in zip((key_dim, value_dim), blocks, strict=True)
-    ]
+    batch, heads, tokens, _ = keys.shape
+    constants = append_constants(keys, values, rotate_keys, rotate_values)
     with on_device(keys):
         append_kernel[(batch,)](
             keys,
@@ -97,24 +112,13 @@ def append_triton(
             LENGTH * counters.shape[1],
             *keys.stride(),
             *values.stride(),
-            blocks[0] ** -0.5,
-            blocks[1] ** -0.5,
+            constants["BLOCK_K"] ** -0.5,
+            constants["BLOCK_V"] ** -0.5,
             heads,
             tokens,
             sink_k.shape[2],
             tail_k.shape[2],
             tail_v.shape[2],
-            DK=key_dim,
-            DV=value_dim,
-            BLOCK_K=blocks[0],
-            BLOCK_V=blocks[1],
-            ROTATE_K=rotate_keys > 0,
-            ROTATE_V=rotate_values > 0,
-            BK=rows[0],
-            BV=rows[1],
-            LOOPS_K=triton.cdiv(tokens * heads * key_dim, rows[0] * blocks[0]),
-            LOOPS_V=triton.cdiv(tokens * heads * value_dim, rows[1] * blocks[1]),
-            num_warps=max(1, min(8, power(rows[0] * blocks[0] // 256))),
-            enable_fp_fusion=False,
+            **constants,
         )
     return None

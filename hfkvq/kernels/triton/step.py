@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..decode import LENGTH, RUNS, START
 from ..dispatch import reference
-from ..hadamard import largest_block
 from ._lib import on_device, power
-from .append import append_side
+from .append import append_constants, append_side, is_misrounded
 
 I_START, I_LENGTH, I_RUNS = tl.constexpr(START), tl.constexpr(LENGTH), tl.constexpr(RUNS)
 
@@ -104,20 +103,14 @@ def advance_triton(
 ) -> None:
     """Launcher of `hfkvq.kernels.step.advance`; bf16 rounding under the interpreter takes the reference."""
     sink_k, sink_v, tail_k, tail_v = windows
-    rounds = rotate_keys or rotate_values or keys.dtype != tail_k.dtype
-    # Triton's interpreter truncates where bf16 should be rounded.
-    if rounds and not keys.is_cuda and torch.bfloat16 in (keys.dtype, tail_k.dtype):
+    if is_misrounded(keys, tail_k, rotate_keys or rotate_values):
         return reference("advance")(
             keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values
         )
     new, sealed, index_k, index_v, flag, *pos = scratch
     assert all(x.is_contiguous() for x in (counters, *windows, *scratch)), "written in place"
-    batch, heads, tokens, key_dim = keys.shape
-    value_dim = values.shape[3]
-    blocks = (rotate_keys or largest_block(key_dim), rotate_values or largest_block(value_dim))
-    rows = [
-        power(min(tokens * heads * dim, 8192) // block) for dim, block in zip((key_dim, value_dim), blocks, strict=True)
-    ]
+    batch, heads, tokens, _ = keys.shape
+    constants = append_constants(keys, values, rotate_keys, rotate_values)
     with on_device(keys):
         advance_kernel[(batch,)](
             keys,
@@ -135,8 +128,8 @@ def advance_triton(
             pos[0] if pos else None,
             *keys.stride(),
             *values.stride(),
-            blocks[0] ** -0.5,
-            blocks[1] ** -0.5,
+            constants["BLOCK_K"] ** -0.5,
+            constants["BLOCK_V"] ** -0.5,
             heads,
             tokens,
             sink_k.shape[2],
@@ -155,19 +148,8 @@ def advance_triton(
             MV=index_v.shape[1],
             BMK=power(index_k.shape[1]),
             BMV=power(index_v.shape[1]),
-            DK=key_dim,
-            DV=value_dim,
-            BLOCK_K=blocks[0],
-            BLOCK_V=blocks[1],
-            ROTATE_K=rotate_keys > 0,
-            ROTATE_V=rotate_values > 0,
-            BK=rows[0],
-            BV=rows[1],
-            LOOPS_K=triton.cdiv(tokens * heads * key_dim, rows[0] * blocks[0]),
-            LOOPS_V=triton.cdiv(tokens * heads * value_dim, rows[1] * blocks[1]),
             PDL=keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] >= 9,
-            num_warps=max(1, min(8, power(rows[0] * blocks[0] // 256))),
-            enable_fp_fusion=False,
+            **constants,
         )
     return None
 
