@@ -330,7 +330,7 @@ class KVStore:
         def ring(tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
             return tail, lambda behind: behind % tail.shape[2]
 
-        return self._seal(ring(self.windows[2]), ring(self.windows[3]), hold, q_abs, tags)
+        return self._seal(ring(self.windows[2]), ring(self.windows[3]), hold, q_abs, tags, in_tail=True)
 
     def due(self, side: Side, hold: int = 0) -> int:
         """Most tokens that a row has to seal on a side now."""
@@ -347,6 +347,7 @@ class KVStore:
         hold: int,
         q_abs: Tensor | None,
         tags: Tensor | None,
+        in_tail: bool = False,
     ) -> bool:
         sides: tuple[tuple[Side, SideLayout, tuple[Tensor, Callable[[Tensor], Tensor]]], ...] = (
             ("keys", self.layout.keys, keys),
@@ -355,7 +356,6 @@ class KVStore:
         due = {side: self.due(side, hold) for side, _, _ in sides}
         if not any(due.values()):
             return False
-        rest = (self.counters[LENGTH] - self.layout.sink).clamp(min=0)
         states = frozenset(
             RowState(
                 state.length,
@@ -367,23 +367,30 @@ class KVStore:
             for state in self.states
         )
         if not self.format.ordered:
+            rest = (self.counters[LENGTH] - self.layout.sink).clamp(min=0)
             self._seal_by_width(keys, values, rest, due["keys"], hold, tags)
             self.states = states
             return True
         page = self.format.runs[0][0].page_size
         room = max(-(-max(state.keys, state.values) // page) for state in states)
         self._grow(0, room)
-        new_counts = []
-        for side, layout, (source, columns) in sides:
-            count = run_count(self.counters, 0, side)
-            target = (rest - max(layout.local, hold)).clamp(min=0) // layout.unit * layout.unit
-            new = (target - count).clamp(min=0)
-            new_counts.append((RUNS + (side == "values"), new))
+        tails = [source.shape[2] if in_tail else 0 for _, _, (source, _) in sides]
+        new, slots = kernels.due(
+            self.counters,
+            self.layout.sink,
+            tails,
+            [max(layout.local, hold) for _, layout, _ in sides],
+            [layout.unit for _, layout, _ in sides],
+            [due[side] if in_tail else 0 for side, _, _ in sides],
+        )
+        for at, (side, _, (source, columns)) in enumerate(sides):
             if due[side]:
-                behind = count[:, None] + torch.arange(due[side], dtype=torch.int32, device=self.device)
-                self._seal_run(0, side, count, new, source, columns(behind), q_abs)
-        for row, new in new_counts:
-            self.counters[row] += new
+                count, index = run_count(self.counters, 0, side), slots[at]
+                if not in_tail:
+                    behind = count[:, None] + torch.arange(due[side], dtype=torch.int32, device=self.device)
+                    index = columns(behind).clamp(0, source.shape[2] - 1).to(torch.int32)
+                self._seal_run(0, side, count, new[at], source, index, q_abs)
+        self.counters[RUNS : RUNS + 2] += new
         self.states = states
         return True
 
@@ -399,7 +406,6 @@ class KVStore:
     ) -> None:
         fmt = self.format.runs[run][side == "values"]
         view = self.runs[run]
-        index = index.clamp(0, source.shape[2] - 1).to(torch.int32)
         layout = self.layout.keys if side == "keys" else self.layout.values
         if layout.clip < 1.0:
             source = clipped(source, index, layout.clip)
@@ -470,7 +476,8 @@ class KVStore:
             rows = torch.arange(self.batch, device=self.device)[:, None].expand_as(at)[inside]
             view.pos[rows, at[inside]] = position.gather(1, order)[inside]
             for side, (source, _), index in zip(("keys", "values"), (keys, values), indices, strict=True):
-                self._seal_run(i, side, count, taken, source, index.gather(1, order))  # type: ignore[arg-type]
+                index = index.gather(1, order).to(torch.int32)
+                self._seal_run(i, side, count, taken, source, index)  # type: ignore[arg-type]
             self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] += taken
 
     def _tags_at(self, position: Tensor, tags: Tensor | None) -> Tensor | None:

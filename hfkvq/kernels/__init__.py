@@ -3,6 +3,7 @@
 from .append import append
 from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
+from .due import due
 from .gather import gather_rows
 from .hadamard import hadamard
 from .norms import page_norms
@@ -20,6 +21,7 @@ __all__ = [
     "channel_widths",
     "decode_attention",
     "dequantize_pages",
+    "due",
     "gather_rows",
     "hadamard",
     "page_norms",

@@ -82,6 +82,7 @@ def _decode_attention(
     scaling: float,
     softcap: float,
     store: str,
+    early: bool = False,
 ) -> Tensor:
     form = StoreFormat.parse(store)
     views = split_runs(form, runs)
@@ -172,6 +173,7 @@ def _(
     scaling: float,
     softcap: float,
     store: str,
+    early: bool = False,
 ) -> Tensor:
     return q.new_empty((*q.shape[:3], windows[1].shape[-1]))
 
@@ -189,6 +191,7 @@ def decode_attention(
     scaling: float,
     softcap: float,
     store: StoreFormat,
+    early: bool = False,
 ) -> Tensor:
     """Attention over `sink | runs | tail`: ``softmax(scaling * q K̂^T + mask) V̂``, K̂ and V̂ as stored.
 
@@ -210,8 +213,12 @@ def decode_attention(
         scaling: factor on the logits.
         softcap: ``softcap * tanh(logit / softcap)`` before masking; 0 for none.
         store: the layer's format.
+        early: whether the GPU's last launch before this one is `step.advance`, which does not write q: then queries are
+            read while it runs.
 
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
-    return call(_decode_attention, q, q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec)
+    return call(
+        _decode_attention, q, q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early
+    )

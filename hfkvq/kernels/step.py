@@ -420,7 +420,7 @@ def run_step(
                 state.query.copy_(whole[:, :, -1:])
             seal_due(state, plan, k.shape[2])
         out = decode_attention(
-            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format
+            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, True
         )
     return out.reshape(*whole.shape[:3], out.shape[-1])
 

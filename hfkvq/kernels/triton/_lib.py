@@ -51,9 +51,15 @@ def words_of(fmt: PageFormat, head_dim: int) -> int:
     return -(-head_dim // fields_of(fmt.bits))
 
 
+def cdiv(x: int, y: int) -> int:
+    """Parts of ``y`` that cover ``x``. Not Triton's own, which costs microseconds at every launch."""
+    return -(-x // y)
+
+
 def power(x: int) -> int:
     """The least power of two that is not below ``x``: what `tl.arange` takes."""
-    return triton.next_power_of_2(max(1, x))
+    # Likewise.
+    return 1 << max(0, x - 1).bit_length()
 
 
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None]:

@@ -13,36 +13,49 @@ from torch import Tensor
 from ..decode import LENGTH
 from ..dispatch import reference
 from ..hadamard import largest_block
-from ._lib import on_device, power
+from ._lib import cdiv, on_device, power
 from .hadamard import butterflies
 
 
 @triton.jit
+def blocks_of(i, H, T, D: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr):
+    """Of blocks of BLOCK channels, BR at a time: which there are, heads, tokens and channels."""
+    BLOCKS: tl.constexpr = D // BLOCK
+    o_r = i * BR + tl.arange(0, BR)
+    o_c = (o_r % BLOCKS * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
+    return o_r < T * H * BLOCKS, (o_r // BLOCKS % H).to(tl.int64), o_r // (BLOCKS * H), o_c
+
+
+@triton.jit
+def new_rows(
+    x, i, i_b, s_b, s_h, s_l, s_d, H, T, D: tl.constexpr, BLOCK: tl.constexpr, BR: tl.constexpr
+):  # fmt: skip
+    """The i-th BR blocks of a row's new tokens: [BR, BLOCK]."""
+    m_r, o_h, o_j, o_c = blocks_of(i, H, T, D, BLOCK, BR)
+    p_x = (x + i_b * s_b + o_h * s_h + o_j.to(tl.int64) * s_l)[:, None] + o_c * s_d
+    return tl.load(p_x, mask=m_r[:, None], other=0.0)
+
+
+@triton.jit
 def append_side(
-    x, sink, tail, i_b, i_length, s_b, s_h, s_l, s_d, factor, H, T, S, W,
+    b_x, x, sink, tail, i_b, i_length, s_b, s_h, s_l, s_d, factor, H, T, S, W,
     D: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr, BR: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """A row's new tokens of one side, BR blocks of BLOCK channels at a time."""
-    BLOCKS: tl.constexpr = D // BLOCK
-    o_d = tl.arange(0, BLOCK)
+    """A row's new tokens of one side, BR blocks of BLOCK channels at a time; ``b_x`` are the first."""
     for i in range(LOOPS):
-        o_r = i * BR + tl.arange(0, BR)
-        m_r = o_r < T * H * BLOCKS
-        o_c = (o_r % BLOCKS * BLOCK)[:, None] + o_d[None, :]
-        o_h = (o_r // BLOCKS % H).to(tl.int64)
-        o_j = o_r // (BLOCKS * H)
-        p_x = (x + i_b * s_b + o_h * s_h + o_j.to(tl.int64) * s_l)[:, None] + o_c * s_d
-        # [BR, BLOCK]
-        b_x = tl.load(p_x, mask=m_r[:, None], other=0.0)
+        if i > 0:
+            b_x = new_rows(x, i, i_b, s_b, s_h, s_l, s_d, H, T, D, BLOCK, BR)
+        m_r, o_h, o_j, o_c = blocks_of(i, H, T, D, BLOCK, BR)
+        b_y = b_x
         if ROTATE:
-            b_x = (butterflies(b_x.to(tl.float32), BLOCK, BR) * factor).to(x.dtype.element_ty)
+            b_y = (butterflies(b_x.to(tl.float32), BLOCK, BR) * factor).to(x.dtype.element_ty)
         o_token = i_length + o_j
         m_sink = o_token < S
         o_head = i_b * H + o_h
         p_sink = sink + ((o_head * S + o_token) * D)[:, None] + o_c
         p_tail = tail + ((o_head * W + (o_token - S) % W) * D)[:, None] + o_c
-        tl.store(p_sink, b_x, mask=(m_r & m_sink)[:, None])
-        tl.store(p_tail, b_x, mask=(m_r & (o_token >= S))[:, None])
+        tl.store(p_sink, b_y, mask=(m_r & m_sink)[:, None])
+        tl.store(p_tail, b_y, mask=(m_r & (o_token >= S))[:, None])
 
 
 @triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
@@ -56,12 +69,15 @@ def append_kernel(
     i_b = tl.program_id(0).to(tl.int64)
     p_length = counters + length + i_b
     i_length = tl.load(p_length)
+    # Asked for together with the length.
+    b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
+    b_v = new_rows(values, 0, i_b, s_vb, s_vh, s_vl, s_vd, H, T, DV, BLOCK_V, BV)
     append_side(
-        keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
+        b_k, keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
         DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
     )  # fmt: skip
     append_side(
-        values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
+        b_v, values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
         DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
     )  # fmt: skip
     # Every warp has read the length by now, and no other program does.
@@ -84,7 +100,7 @@ def append_constants(keys: Tensor, values: Tensor, rotate_keys: int, rotate_valu
         # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
         rows = power(min(tokens * heads * dim, 8192) // block)
         found |= {f"D{name}": dim, f"BLOCK_{name}": block, f"ROTATE_{name}": rotate > 0, f"B{name}": rows}
-        found[f"LOOPS_{name}"] = triton.cdiv(tokens * heads * dim, rows * block)
+        found[f"LOOPS_{name}"] = cdiv(tokens * heads * dim, rows * block)
         # Of the keys, which come last.
         found["num_warps"] = max(1, min(8, power(rows * block // 256)))
     return found

@@ -56,15 +56,51 @@ def zero_tiles(COUNT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
     return b_tiles
 
 
+FUSE = tl.constexpr(__import__("os").environ.get("FUSE", "1") == "1")
+AHEAD = tl.constexpr(__import__("os").environ.get("AHEAD", "1") == "1")
+
+
+@triton.jit
+def row_counters(counters, i_b, B, RUN: tl.constexpr):
+    """Of a row: padding, tokens, and keys and values that stand in pages of a run."""
+    p_row = counters + i_b
+    p_run = p_row + (2 + 2 * RUN) * B
+    return tl.load(p_row), tl.load(p_row + B), tl.load(p_run), tl.load(p_run + B)
+
+
+@triton.jit
+def full_pages(
+    n_k, n_v, i_length, Q: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr
+):
+    """Pages that the loop takes: both sides have filled them, and all queries may see them."""
+    n_tokens = n_k
+    if ORDERED:
+        n_tokens = tl.minimum(n_k, n_v)
+        if Q > 1 and MASK == 0:
+            n_tokens = tl.minimum(n_tokens, tl.maximum(i_length - Q - S + 1, 0))
+    return n_tokens // G
+
+
+@triton.jit
+def last_visible(i_length, o_m, m_m, Q: tl.constexpr, MASK: tl.constexpr):
+    """The last position that each query sees, masks aside; rows of padding see nothing."""
+    if MASK > 0:
+        return tl.where(m_m, 1073741824, -1)
+    else:
+        return tl.where(m_m, i_length - Q + o_m % Q, -1)
+
+
 @triton.jit
 def attend_pages(
-    run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start,
-    o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
-    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
-    ROTATE: tl.constexpr,
+    run, p_head, b_qs, i_b, i_h, m_m, i_first, i_end, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, scaling,
+    softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``i_first`` to ``i_end`` over the full pages of one row's run against the queries of a KV head."""
+    """Steps ``i_first`` to ``i_end`` over the full pages of one row's run against the queries of a KV head.
+
+    Returns sums of values by field, the maximum (in units of ln 2) and the sum of probabilities.
+    """
     table, pos = run[0], run[1]
     k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index = (
         run[2], run[3], run[4], run[5], run[6], run[7], run[8],
@@ -105,7 +141,6 @@ def attend_pages(
     o_t = tl.arange(0, PART)
     m_sub = o_sub < SUB
     log2_scaling = scaling * LOG2E
-    b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
     unit = log2_scaling * key_unit(K_BITS)
     b_halves = half_queries(b_qs, K_BITS, DTYPE)
     b_totals = ()
@@ -223,44 +258,67 @@ def attend_pages(
         b_outs = b_accs
     else:
         b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
-    store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+    return b_outs, b_top, tl.max(b_sum, 0)
 
 
 @triton.jit
-def attend_split(
-    run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, n_full, n_table, FINE,
-    i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
-    ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
-    DTYPE: tl.constexpr, ROTATE: tl.constexpr,
+def ask_ahead(p, BYTES: tl.constexpr):
+    """Has BYTES from ``p`` on brought into the L2 cache: one instruction, from compute capability 9.0 on."""
+    tl.static_assert(BYTES % 16 == 0)
+    tl.inline_asm_elementwise(
+        asm="""{
+        .reg .pred p;
+        .reg .b32 t;
+        mov.u32 t, %laneid;
+        setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        constraints="=r,l,r",
+        args=[p.to(tl.int64), BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def ask_for_page(
+    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS: tl.constexpr, I: tl.constexpr, RUN: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """Split ``i_split`` of SPLITS of ``n_full`` pages: whole pages or, if FINE, steps."""
-    STEPS: tl.constexpr = G // FORMATS[I][7]
-    n_steps = n_full * STEPS
-    n_share = (n_full + SPLITS - 1) // SPLITS * STEPS
-    if FINE:
-        n_share = (n_steps + SPLITS - 1) // SPLITS
-    i_first = i_split * n_share
-    i_end = tl.minimum(i_first + n_share, n_steps)
-    if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-    else:
-        attend_pages(
-            run, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table,
-            i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK,
-            ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
-        )  # fmt: skip
+    """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
+
+    Past the L1 cache, which must not keep what is written while this program waits.
+    """
+    p_count = counters + (2 + 2 * RUN) * B + i_b
+    n_full = tl.load(p_count, cache_modifier=".cg") // G
+    i_page = i_split * ((n_full + SPLITS - 1) // SPLITS)
+    if i_page < n_full:
+        i_head = tl.load(run[0] + i_b * n_table + i_page, cache_modifier=".cg").to(tl.int64) * H + i_h
+        K_META: tl.constexpr = G * D // FORMATS[I][2]
+        V_META: tl.constexpr = G * DV // FORMATS[I][6]
+        ask_ahead(run[2] + i_head * (G * D * FORMATS[I][0] // 16), G * D * FORMATS[I][0] // 8)
+        ask_ahead(run[3] + i_head * K_META, 2 * K_META)
+        ask_ahead(run[4] + i_head * K_META, 2 * K_META)
+        if FORMATS[I][3] > 0:
+            ask_ahead(run[5] + i_head * (G // 8 * FORMATS[I][3]), G // 4 * FORMATS[I][3])
+        if FORMATS[I][4] > 0:
+            ask_ahead(run[7] + i_head * (G * FORMATS[I][4]), 2 * G * FORMATS[I][4])
+        ask_ahead(run[9] + i_head * (G * DV * FORMATS[I][5] // 16), G * DV * FORMATS[I][5] // 8)
+        ask_ahead(run[10] + i_head * V_META, 2 * V_META)
+        ask_ahead(run[11] + i_head * V_META, 2 * V_META)
 
 
 @triton.jit
 def attend_loose(
-    run, windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block, i_from, n_k,
+    b_outs, b_top, b_sum, run, windows, p_head, p_rows, m_w, i_b, i_h, i_bh, m_m, i_first, i_end, STRIDE, i_from, n_k,
     n_v, i_length, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr,
     I: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
     BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
     SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """One block of BR loose tokens.
+    """Adds every STRIDE-th of the blocks ``i_first`` to ``i_end`` of BR loose tokens to what `attend_pages` returns.
 
     KIND 0: the sink, then everything of an ordered row from run token ``i_from`` on: keys below ``n_k`` and values
     below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail. KIND 2: tokens of a run that
@@ -285,39 +343,40 @@ def attend_loose(
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
     V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
-    SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
+    SINKS: tl.constexpr = sink_blocks(S, BR, KIND)
     log2_scaling = scaling * LOG2E
     o_r = tl.arange(0, BR)
     o_k = tl.arange(0, BEK)
     o_v = tl.arange(0, BEV)
 
-    # Run tokens of the block, and where their keys and values stand.
-    i_j = i_from + (i_block - SINKS) * BR
-    if KIND < 2:
-        sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
-        if i_block < SINKS:
-            o_x = i_block * BR + o_r
-            m_t = (o_x < S) & (o_x < i_length)
-            o_j = tl.full([BR], 1073741824, tl.int32)
-            o_ring_k = o_x
-            o_ring_v = o_x
-            p_ring_k = sink_k + i_bh * (S * D)
-            p_ring_v = sink_v + i_bh * (S * DV)
+    # Anew: to keep them through the loop over pages would cost it 32 registers.
+    b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
+    # Not pipelined: buffers would take the shared memory of the pages'.
+    for i_block in tl.range(i_first, i_end, STRIDE, num_stages=1):
+        # Run tokens of the block, and where their keys and values stand.
+        i_j = i_from + (i_block - SINKS) * BR
+        if KIND < 2:
+            sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
+            if i_block < SINKS:
+                o_x = i_block * BR + o_r
+                m_t = (o_x < S) & (o_x < i_length)
+                o_j = tl.full([BR], 1073741824, tl.int32)
+                o_ring_k = o_x
+                o_ring_v = o_x
+                p_ring_k = sink_k + i_bh * (S * D)
+                p_ring_v = sink_v + i_bh * (S * DV)
+            else:
+                o_j = i_j + o_r
+                o_x = o_j + S
+                m_t = o_x < i_length
+                o_ring_k = o_j % WK
+                o_ring_v = o_j % WV
+                p_ring_k = tail_k + i_bh * (WK * D)
+                p_ring_v = tail_v + i_bh * (WV * DV)
         else:
             o_j = i_j + o_r
-            o_x = o_j + S
-            m_t = o_x < i_length
-            o_ring_k = o_j % WK
-            o_ring_v = o_j % WV
-            p_ring_k = tail_k + i_bh * (WK * D)
-            p_ring_v = tail_v + i_bh * (WV * DV)
-    else:
-        o_j = i_j + o_r
-        m_t = o_j < n_k
-        o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
-    if tl.max(m_t.to(tl.int32), 0) == 0:
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-    else:
+            m_t = o_j < n_k
+            o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
         # Everything that can be asked for is asked for before anything waits.
         b_rings_k = ()
         b_rings_v = ()
@@ -343,7 +402,6 @@ def attend_loose(
                 i_head = tl.load(table + i_b * n_table + i_j // G)
         i_head = i_head.to(tl.int64) * H + i_h
 
-        b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
         b_s = tl.zeros([BR, BM], tl.float32)
         if KIND < 2:
             for f in tl.static_range(K_FIELDS):
@@ -391,11 +449,15 @@ def attend_loose(
                 b_s = tl.where(m_page_k[:, None], b_own, b_s)
         b_s = visible_logits(b_s, o_x, m_t, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP)
 
-        b_top = tl.max(b_s, 0)
-        b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
-        b_sum = tl.sum(b_p, 0)
+        b_new = tl.maximum(b_top, tl.max(b_s, 0))
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_shrink = tl.exp2(b_top - b_safe)
+        b_top = b_new
+        b_p = tl.exp2(b_s - b_safe[None, :])
+        b_sum = b_sum * b_shrink + tl.sum(b_p, 0)
         b_p = as_product(b_p, BR, BM)
-        b_outs = zero_tiles(V_FIELDS, BEV, BM)
+        for f in tl.static_range(V_FIELDS):
+            b_outs = put(b_outs, f, b_outs[f] * b_shrink[None, :])
         if KIND < 2:
             m_ring = m_t & (o_j >= n_v)
             b_kept = as_operand(tl.where(m_ring[:, None], b_p, 0.0).to(DTYPE), BR, BM)
@@ -417,6 +479,93 @@ def attend_loose(
                     b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
+    return b_outs, b_top, b_sum
+
+
+@triton.constexpr_function
+def sink_blocks(sink, block, kind):
+    """Blocks of the sink, which come first, where tokens have no positions."""
+    return (sink + block - 1) // block if kind < 2 else 0
+
+
+@triton.jit
+def attend(
+    run, windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_split,
+    SPLITS, i_block, STRIDE, B, n_table, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
+    FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, Q: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+    PAGED: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program: if PAGED, split ``i_split`` of SPLITS of a row's full pages, and then loose blocks of a KIND.
+
+    Splits are of whole pages or, if FINE, of steps. Blocks are every STRIDE-th from ``i_block`` on. KIND: see
+    `attend_loose`; -1 for none; with 1, I is the format of unquantized tokens, since channels have their own order.
+    """
+    ORDERED: tl.constexpr = TOTAL == 1
+    CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
+    K_BITS: tl.constexpr = FORMATS[I][0]
+    V_BITS: tl.constexpr = FORMATS[I][5]
+    EV: tl.constexpr = words_of(DV, V_BITS)
+    BEV: tl.constexpr = FORMATS[I][12]
+    RUN: tl.constexpr = 0 if KIND == 1 else AT + I
+    # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
+    if not EARLY:
+        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
+    b_qs = query_fields(
+        p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORMATS[I][11], K_BITS, BM, ROTATE
+    )  # fmt: skip
+    if EARLY:
+        if PAGED and K_BITS < 8 and V_BITS < 8 and AHEAD:
+            if i_split < SPLITS:
+                ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS, I, RUN, H, D, DV, G)
+        tl.extra.cuda.gdc_wait()
+        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
+    o_last = last_visible(i_length, o_m, m_m, Q, MASK)
+    i_from = full_pages(n_k, n_v, i_length, Q, S, G, ORDERED, MASK) * G
+    if KIND == 1:
+        # The tail begins behind what all runs have sealed.
+        for i in tl.static_range(1, TOTAL):
+            n_k += tl.load(counters + (2 + 2 * i) * B + i_b)
+        n_v = n_k
+        i_from = n_k
+    elif not ORDERED:
+        n_v = n_k
+
+    i_first = 0
+    i_end = 0
+    if PAGED:
+        STEPS: tl.constexpr = G // FORMATS[I][7]
+        n_steps = i_from // G * STEPS
+        n_share = (i_from // G + SPLITS - 1) // SPLITS * STEPS
+        if FINE:
+            n_share = (n_steps + SPLITS - 1) // SPLITS
+        i_first = i_split * n_share
+        i_end = tl.minimum(i_first + n_share, n_steps)
+    n_blocks = 0
+    if KIND >= 0:
+        i_tokens = n_k - i_from
+        if KIND < 2:
+            i_tokens = tl.maximum(i_length - S - i_from, 0)
+        n_blocks = sink_blocks(S, BR, KIND) + (i_tokens + BR - 1) // BR
+    if (i_first >= i_end) & (i_block >= n_blocks):
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+    else:
+        if PAGED:
+            b_outs, b_top, b_sum = attend_pages(
+                run, p_head, b_qs, i_b, i_h, m_m, i_first, i_end, n_table, i_start, o_last, p_mask, o_mask, s_ml, L,
+                scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
+            )  # fmt: skip
+        else:
+            b_outs = zero_tiles(fields_of(DV, V_BITS), BEV, BM)
+            b_top = tl.full([BM], float("-inf"), tl.float32)
+            b_sum = tl.zeros([BM], tl.float32)
+        if KIND >= 0:
+            b_outs, b_top, b_sum = attend_loose(
+                b_outs, b_top, b_sum, run, windows, p_head, p_rows, m_w, i_b, i_h, i_bh, m_m, i_block, n_blocks,
+                STRIDE, i_from, n_k, n_v, i_length, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling,
+                softcap, FORMATS, I, H, D, DV, S, G, BM, BR, KIND, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
+            )  # fmt: skip
         store_part(out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
 
 
@@ -432,24 +581,24 @@ def decode_kernel(
     FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of one row and KV head against BM of the queries that share the head.
 
     The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: PAGES0 and PAGES1 splits of their full
     pages; LOOSE blocks of what is loose; where tokens have positions, REST0 and REST1 blocks of what the runs have in
     pages that are not full. The first programs take what is TURN places further on. FORMATS: of the runs, then of
-    unquantized tokens.
+    unquantized tokens. EARLY: queries are asked for before the launch before this one has ended.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
     i_bh, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
     i_s = (i_s + TURN) % tl.num_programs(1)
     COUNT: tl.constexpr = len(runs)
     ORDERED: tl.constexpr = TOTAL == 1
-    CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < SHARE * Q
     i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * Q)
@@ -458,74 +607,56 @@ def decode_kernel(
     m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * Q)
     o_w += i_m * BM
     p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // Q) * s_qh + o_w % Q * s_qt
-    i_start = tl.load(counters + i_b)
-    i_length = tl.load(counters + B + i_b)
     p_mask = q
     o_mask = o_m
-    # Rows of padding see nothing.
-    o_last = tl.where(m_m, i_length - Q + o_m % Q, -1)
     if MASK > 0:
-        o_last = tl.where(m_m, 1073741824, -1)
         p_mask = mask + i_b * s_mb
         o_mask = (i_h * SHARE + o_m // Q) * s_mh + o_m % Q * s_mq
-    n_k0 = tl.load(counters + (2 + 2 * AT) * B + i_b)
-    n_v0 = tl.load(counters + (3 + 2 * AT) * B + i_b)
-    n_full0 = tl.minimum(n_k0, n_v0)
-    if ORDERED and Q > 1 and MASK == 0:
-        # Pages that not all queries may see are loose.
-        n_full0 = tl.minimum(n_full0, tl.maximum(i_length - Q - S + 1, 0))
-    n_full0 = n_full0 // G
-    n_k1 = n_k0
-    n_full1 = n_full0
-    if COUNT > 1:
-        n_k1 = tl.load(counters + (4 + 2 * AT) * B + i_b)
-        n_full1 = n_k1 // G
 
-    if i_s < PAGES0:
-        attend_split(
-            runs[0], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, n_full0,
-            TABLE0, FINE, i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM,
-            ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+    if ORDERED and FUSE:
+        # Without programs of their own, loose blocks are shared out among the splits.
+        i_block = i_s
+        if LOOSE > 0:
+            i_block = tl.where(i_s < PAGES0, 1073741824, i_s - PAGES0)
+        attend(
+            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+            i_s, PAGES0, i_block, tl.where(LOOSE > 0, LOOSE, PAGES0), B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV,
+            scaling, softcap, FORMATS, 0, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, True, 0, MASK, ROWS, SOFTCAP, DTYPE,
+            ROTATE, ROTATED, EARLY,
+        )  # fmt: skip
+    elif i_s < PAGES0:
+        attend(
+            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+            i_s, PAGES0, 0, 1, B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS, 0, AT,
+            TOTAL, H, Q, D, DV, S, G, BM, BR, True, -1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, EARLY,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
-            attend_split(
-                runs[1], out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1,
-                n_full1, TABLE1, FINE, i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, H, D, DV,
-                S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE,
+            attend(
+                runs[1], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
+                m_m, i_s - PAGES0, PAGES1, 0, 1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
+                FORMATS, 1, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, True, -1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED, EARLY,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
-        i_block = i_s - PAGES0 - PAGES1
-        if ORDERED:
-            attend_loose(
-                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block,
-                n_full0 * G, n_k0, n_v0, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling,
-                softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 0, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
-            )  # fmt: skip
-        else:
-            # The tail begins behind what all runs have sealed. Its channels are taken in their own order.
-            n_sealed = 0
-            for i in tl.static_range(TOTAL):
-                n_sealed += tl.load(counters + (2 + 2 * i) * B + i_b)
-            attend_loose(
-                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block,
-                n_sealed, n_sealed, n_sealed, i_length, TABLE0, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV,
-                scaling, softcap, FORMATS, COUNT, H, D, DV, S, G, BM, BR, 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
-                ROTATED,
-            )  # fmt: skip
+        attend(
+            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+            0, 1, i_s - PAGES0 - PAGES1, LOOSE, B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
+            FORMATS, 0 if ORDERED else COUNT, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, False, 0 if ORDERED else 1, MASK, ROWS,
+            SOFTCAP, DTYPE, ROTATE, ROTATED, EARLY,
+        )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
-        if not ORDERED:
-            attend_loose(
-                runs[0], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-                i_s - PAGES0 - PAGES1 - LOOSE, n_full0 * G, n_k0, n_k0, i_length, TABLE0, i_start, o_last, p_mask,
-                o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS, 0, H, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP,
-                DTYPE, ROTATE, ROTATED,
-            )  # fmt: skip
+        attend(
+            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
+            0, 1, i_s - PAGES0 - PAGES1 - LOOSE, REST0, B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling,
+            softcap, FORMATS, 0, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, False, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+            ROTATED, EARLY,
+        )  # fmt: skip
     else:
         if COUNT > 1:
-            attend_loose(
-                runs[1], windows, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-                i_s - PAGES0 - PAGES1 - LOOSE - REST0, n_full1 * G, n_k1, n_k1, i_length, TABLE1, i_start, o_last,
-                p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS, 1, H, D, DV, S, G, BM, BR, 2, MASK, ROWS,
-                SOFTCAP, DTYPE, ROTATE, ROTATED,
+            attend(
+                runs[1], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
+                m_m, 0, 1, i_s - PAGES0 - PAGES1 - LOOSE - REST0, REST1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, WK,
+                WV, scaling, softcap, FORMATS, 1, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, False, 2, MASK, ROWS, SOFTCAP,
+                DTYPE, ROTATE, ROTATED, EARLY,
             )  # fmt: skip

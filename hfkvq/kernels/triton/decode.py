@@ -8,13 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import hadamard
 from ..pages import PageFormat, RunView, Side, StoreFormat, split_runs
-from ._lib import multiprocessors, on_device, power, shared_memory
+from ._lib import cdiv, multiprocessors, on_device, power, shared_memory
 from .attend import decode_kernel
 from .configs import key_of, lookup
 from .general import general_decode
@@ -59,6 +58,26 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
 
     share = min(range(least, longest + 1), key=cost, default=1)
     return [-(-count // share) for count in pages]
+
+
+def loose_count(blocks: int, splits: int, rows: int, resident: int, ordered: bool) -> int:
+    """Programs of a row that take its loose blocks; 0: splits of pages take them as well, after their pages.
+
+    What fits side by side has a program for each block. Otherwise such programs would start when splits end, and each
+    would read queries and write a part of its own for a few tokens.
+
+    Args:
+        blocks: most loose blocks of a row.
+        splits: splits of a row's pages.
+        rows: rows, KV heads and tiles of queries.
+        resident: programs that the GPU runs at a time.
+        ordered: whether pages and loose tokens have their channels in the same order.
+    """
+    if rows * (splits + blocks) <= resident:
+        return blocks
+    if ordered and splits and __import__("os").environ.get("FUSE", "1") == "1":
+        return 0
+    return max(1, min(blocks, resident // rows))
 
 
 def _low_bit(x: int) -> int:
@@ -189,6 +208,7 @@ def decode_attention_triton(
     scaling: float,
     softcap: float,
     store: str,
+    early: bool = False,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`."""
     form = StoreFormat.parse(store)
@@ -200,13 +220,13 @@ def decode_attention_triton(
     views = split_runs(form, runs)
     rows = query_heads // heads * queries
     columns = 8 if rows <= 8 else 16
-    tiles = triton.cdiv(rows, columns)
+    tiles = cdiv(rows, columns)
     # Where fields do not divide blocks of the rotation, queries are rotated before.
     rotate = form.rotate_keys
     if rotate and (_low_bit(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)):
-        q, rotate = hadamard(q.float(), rotate), 0
+        q, rotate, early = hadamard(q.float(), rotate), 0, False
     elif q.stride(-1) != 1:
-        q = q.contiguous()
+        q, early = q.contiguous(), False
     page = form.runs[0][0].page_size
     counters = counters.contiguous()
     held = tuple(window.contiguous() for window in windows)
@@ -225,9 +245,9 @@ def decode_attention_triton(
     rows_of_programs = batch * heads * tiles
     most_pages = [view.table.shape[1] for view in views]
     tail = max(held[2].shape[2], held[3].shape[2])
-    loose = triton.cdiv(form.sink, BLOCK)
+    loose = cdiv(form.sink, BLOCK)
     # What one side has sealed ahead of the other is still in the other's tail.
-    loose += triton.cdiv(tail + (page + queries if form.ordered else 0), BLOCK)
+    loose += cdiv(tail + (page + queries if form.ordered else 0), BLOCK)
     rest = 0 if form.ordered else page // BLOCK
     rests = [rest] * len(views)
     paged = split_counts(tuple(most_pages), rows_of_programs, resident)
@@ -237,6 +257,7 @@ def decode_attention_triton(
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps
+    loose = loose_count(loose, sum(paged), rows_of_programs, resident, form.ordered)
     pairs = [range(at, min(at + 2, len(views))) for at in range(0, len(views), 2)]
     splits = sum(paged) + loose + sum(rests)
 
@@ -300,6 +321,8 @@ def decode_attention_triton(
                 ROTATE=rotate,
                 ROTATED=form.rotate_keys > 0,
                 PDL=dependent,
+                # Only the first launch comes behind `advance`.
+                EARLY=early and dependent and first == 0,
                 num_warps=1,
                 **({"launch_pdl": True} if dependent else {}),
                 **({"maxnreg": registers} if registers else {}),

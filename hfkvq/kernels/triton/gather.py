@@ -16,7 +16,7 @@ from torch import Tensor
 from ..decode import RUNS
 from ..dispatch import reference
 from ..pages import Side, StoreFormat, split_runs
-from ._lib import DOT_DTYPES, load_page_in_order, on_device, page_block, page_constants, page_tensors, power
+from ._lib import DOT_DTYPES, cdiv, load_page_in_order, on_device, page_block, page_constants, page_tensors, power
 from .hadamard import butterflies
 
 TILE = 4096
@@ -156,7 +156,7 @@ def gather_rows_triton(
                 **common,
             )
         block_t = max(1, TILE // power(head_dim))
-        gather_windows_kernel[(triton.cdiv(columns, block_t), batch * heads)](
+        gather_windows_kernel[(cdiv(columns, block_t), batch * heads)](
             out,
             counters,
             sink,

@@ -18,6 +18,7 @@ from ..hadamard import hadamard
 from ..pages import PageFormat, RunView, StoreFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
+    cdiv,
     dot_dtype,
     field_channels,
     load_page,
@@ -335,7 +336,7 @@ def general_decode(
     page = form.runs[0][0].page_size
     block_t = max(16, min(64, room // wide, power(page)))
     block_m = min(32 if wide * 32 <= room else 16, max(16, power(rows)))
-    tiles = triton.cdiv(rows, block_m)
+    tiles = cdiv(rows, block_m)
     sms = multiprocessors(q.device)
     paged, windowed = _split_counts(form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms)
     splits = sum(paged) + windowed

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._lib import on_device
+from ._lib import cdiv, on_device
 
 
 @triton.jit
@@ -41,7 +41,5 @@ def hadamard_triton(x: Tensor, block: int) -> Tensor:
     rows = max(1, 2048 // block)
     if blocks.shape[0]:
         with on_device(x):
-            hadamard_kernel[(triton.cdiv(blocks.shape[0], rows),)](
-                blocks, out, blocks.shape[0], block**-0.5, H=block, BR=rows
-            )
+            hadamard_kernel[(cdiv(blocks.shape[0], rows),)](blocks, out, blocks.shape[0], block**-0.5, H=block, BR=rows)
     return out.to(x.dtype).view(x.shape)

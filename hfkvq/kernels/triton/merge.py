@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._lib import power
+from ._lib import cdiv, power
 from .fields import LOG2E
 from .hadamard import butterflies
 
@@ -76,7 +76,7 @@ def merge_splits(
     programs, splits, rows, value_dim = part.shape
     # Where splits are many and rows few, channels share the work; a rotation needs all of them.
     width = power(value_dim) if rotate or splits <= 32 else min(32, power(value_dim))
-    merge_kernel[(rows, programs, triton.cdiv(value_dim, width))](
+    merge_kernel[(rows, programs, cdiv(value_dim, width))](
         part,
         part_top,
         part_sum,

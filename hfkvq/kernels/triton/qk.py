@@ -13,6 +13,7 @@ from ..dispatch import reference
 from ..pages import PageFormat
 from ._lib import (
     DOT_DTYPES,
+    cdiv,
     dot_dtype,
     field_channels,
     load_page,
@@ -89,7 +90,7 @@ def qk_pages_triton(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Ten
         return out
     block_t = page_block(form, head_dim, 4096 if q.dtype == torch.float32 else 8192, 16)
     block_m = max(8, min(32 if head_dim <= 512 else 8, power(rows)))
-    tiles = triton.cdiv(rows, block_m)
+    tiles = cdiv(rows, block_m)
     aim = -(-multiprocessors(q.device) * PROGRAMS_PER_SM // (batch * heads * tiles))
     splits = min(blocks * -(-form.page_size // block_t), aim)
     with on_device(q):

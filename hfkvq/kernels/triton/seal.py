@@ -17,7 +17,7 @@ from ..dispatch import reference
 from ..pages import PageFormat
 from ..seal import RULES, channel_widths, parse_rule
 from ..seal import SCORE_MAX as MOST
-from ._lib import F16_MAX, fields_of, on_device, power
+from ._lib import F16_MAX, cdiv, fields_of, on_device, power
 from .fields import INTERPRETED
 
 FP8_MAX = tl.constexpr(448.0)
@@ -710,7 +710,7 @@ def _seal_channel(
     words = max(2, power(form.words(head_dim)))
     if not rule:
         words = max(2, min(words, CHANNEL_TILE // (groups * block * fields)))
-    slices = 1 if rule else triton.cdiv(form.words(head_dim), words)
+    slices = 1 if rule else cdiv(form.words(head_dim), words)
     seal_channel_kernel[(sizes[-1] // (groups * group), common[3].shape[0] * common[3].shape[1], slices)](
         named["codes"],
         named["scale"],

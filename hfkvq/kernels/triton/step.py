@@ -12,22 +12,64 @@ from torch import Tensor
 from ..decode import LENGTH, RUNS, START
 from ..dispatch import reference
 from ._lib import on_device, power
-from .append import append_constants, append_side, is_misrounded
+from .append import append_constants, append_side, is_misrounded, new_rows
 
 I_START, I_LENGTH, I_RUNS = tl.constexpr(START), tl.constexpr(LENGTH), tl.constexpr(RUNS)
 
 
 @triton.jit
-def due_of(i_rest, i_total, LOCAL: tl.constexpr, UNIT: tl.constexpr):
+def due_of(i_rest, i_total, LOCAL, UNIT):
     """Tokens that a side is to seal of ``i_rest`` behind the sink, of which it has sealed ``i_total``."""
     return tl.maximum(tl.maximum(i_rest - LOCAL, 0) // UNIT * UNIT - i_total, 0)
 
 
 @triton.jit
-def store_index(index, i_b, i_total, W, M: tl.constexpr, BM: tl.constexpr):
+def store_index(index, i_b, i_total, W, M, BM: tl.constexpr):
     """Slots of the tail that hold the oldest M tokens of a side."""
     o_j = tl.arange(0, BM)
     tl.store(index + i_b * M + o_j, (i_total + o_j) % W, mask=o_j < M)
+
+
+@triton.jit(do_not_specialize=["S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V", "MK", "MV", "B"])
+def due_kernel(
+    counters, new, index_k, index_v, S, WK, WV, LOCAL_K, LOCAL_V, UNIT_K, UNIT_V, MK, MV, B,
+    BMK: tl.constexpr, BMV: tl.constexpr,
+):  # fmt: skip
+    """One row of B."""
+    i_b = tl.program_id(0).to(tl.int64)
+    p_count = counters + i_b
+    i_rest = tl.maximum(tl.load(p_count + I_LENGTH * B) - S, 0)
+    i_k = tl.load(p_count + I_RUNS * B)
+    i_v = tl.load(p_count + (I_RUNS + 1) * B)
+    tl.store(new + i_b, due_of(i_rest, i_k, LOCAL_K, UNIT_K))
+    tl.store(new + B + i_b, due_of(i_rest, i_v, LOCAL_V, UNIT_V))
+    store_index(index_k, i_b, i_k, WK, MK, BMK)
+    store_index(index_v, i_b, i_v, WV, MV, BMV)
+
+
+def due_triton(
+    counters: Tensor, sink: int, tails: Sequence[int], local: Sequence[int], unit: Sequence[int], most: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launcher of `hfkvq.kernels.due`."""
+    assert counters.is_contiguous(), "rows of counters are read by their stride"
+    batch = counters.shape[1]
+    new, *index = (counters.new_empty(shape) for shape in ((2, batch), (batch, most[0]), (batch, most[1])))
+    with on_device(counters):
+        due_kernel[(batch,)](
+            counters,
+            new,
+            *index,
+            sink,
+            *(max(tail, 1) for tail in tails),
+            *local,
+            *unit,
+            *most,
+            batch,
+            BMK=power(most[0]),
+            BMV=power(most[1]),
+            num_warps=1,
+        )
+    return new, index[0], index[1]
 
 
 @triton.jit(do_not_specialize=["S", "WK", "WV", "B", "capacity", "room", "N"])
@@ -42,9 +84,13 @@ def advance_kernel(
 ):  # fmt: skip
     """One row of B; of R runs the last takes what is sealed."""
     if PDL:
-        # Attention comes next, and waits for this kernel itself.
+        tl.extra.cuda.gdc_wait()
+        # Attention comes next, and waits for this kernel itself; what came before is there by now.
         tl.extra.cuda.gdc_launch_dependents()
     i_b = tl.program_id(0).to(tl.int64)
+    # Asked for together with the counters.
+    b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
+    b_v = new_rows(values, 0, i_b, s_vb, s_vh, s_vl, s_vd, H, T, DV, BLOCK_V, BV)
     p_count = counters + i_b
     p_last = p_count + (I_RUNS + 2 * R - 2) * B
     i_start = tl.load(p_count + I_START * B)
@@ -76,11 +122,11 @@ def advance_kernel(
         tl.store(pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=o_j < tl.where(m_fits, i_duek, 0))
     if m_fits:
         append_side(
-            keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
+            b_k, keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
             DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
         )  # fmt: skip
         append_side(
-            values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
+            b_v, values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
             DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
         )  # fmt: skip
         tl.store(p_count + I_LENGTH * B, i_length + T)
@@ -111,6 +157,7 @@ def advance_triton(
     assert all(x.is_contiguous() for x in (counters, *windows, *scratch)), "written in place"
     batch, heads, tokens, _ = keys.shape
     constants = append_constants(keys, values, rotate_keys, rotate_values)
+    dependent = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] >= 9
     with on_device(keys):
         advance_kernel[(batch,)](
             keys,
@@ -148,7 +195,8 @@ def advance_triton(
             MV=index_v.shape[1],
             BMK=power(index_k.shape[1]),
             BMV=power(index_v.shape[1]),
-            PDL=keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] >= 9,
+            PDL=dependent,
+            **({"launch_pdl": True} if dependent else {}),
             **constants,
         )
     return None

@@ -13,6 +13,7 @@ from ..dispatch import reference
 from ..pages import PageFormat
 from ._lib import (
     DOT_DTYPES,
+    cdiv,
     dot_dtype,
     field_channels,
     load_page,
@@ -92,7 +93,7 @@ def sv_pages_triton(
     blocks = table.shape[1]
     block_t = page_block(form, head_dim, 4096 if probs.dtype == torch.float32 else 8192, 16)
     block_m = max(8, min(32 if head_dim <= 512 else 8, power(rows)))
-    tiles = triton.cdiv(rows, block_m)
+    tiles = cdiv(rows, block_m)
     aim = -(-multiprocessors(probs.device) * PROGRAMS_PER_SM // max(1, batch * heads * tiles))
     splits = max(1, min(blocks * -(-form.page_size // block_t), aim))
     part = torch.empty((batch, heads, splits, rows, head_dim), dtype=torch.float32, device=probs.device)
@@ -121,5 +122,5 @@ def sv_pages_triton(
         out = torch.empty((batch, heads, rows, head_dim), dtype=torch.float32, device=probs.device)
         size = rows * head_dim
         block_n = min(512, power(size))
-        sum_splits_kernel[(triton.cdiv(size, block_n), batch * heads)](part, out, size, splits, BN=block_n)
+        sum_splits_kernel[(cdiv(size, block_n), batch * heads)](part, out, size, splits, BN=block_n)
     return out
