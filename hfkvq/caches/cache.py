@@ -301,7 +301,8 @@ class MixedKVCache(Cache):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `generate` may compile steps: see ``max_cache_len``."""
-        return bool(super().is_compileable) and self._attached
+        # Graphs ask, and the compiler of PyTorch 2.11 follows neither `super()` to a property nor `bool`.
+        return len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self._attached
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Column of the coming forward's first query; on the device for layers of fixed capacity."""

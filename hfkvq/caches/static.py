@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.pages import RunView
-from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, settle
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
 
 from .clock import Clock
 from .evict import EvictingLayer
@@ -238,11 +238,7 @@ class StaticKVLayer(KVLayer):
         """Logical tokens seen, on the device: i64 (1,). Stock static layers have a number without axes there."""
         assert self.buffer is not None
         assert self.plan is not None
-        rows = self.plan.rows
-        # The buffer begins with the counters; a view of it, since graphs know nothing but the buffer.
-        counters = self.buffer[: 4 * 2 * rows].view(torch.int32)
-        start, length = (counters[at * rows : at * rows + 1] for at in (START, LENGTH))
-        return (start + length).long()
+        return seen(self.buffer, self.plan.rows)
 
     def get_seq_length(self) -> Any:
         """Logical tokens seen; a number on the device where the host does not know it."""

@@ -223,6 +223,28 @@ def settle(state: StepState) -> None:
     state.new.zero_()
 
 
+@torch.library.custom_op("hfkvq::seen", mutates_args=())
+def _seen(buffer: Tensor, rows: int) -> Tensor:
+    # The buffer begins with the counters.
+    counters = buffer[: 4 * 2 * rows].view(torch.int32)
+    start, length = (counters[at * rows : at * rows + 1] for at in (START, LENGTH))
+    return (start + length).long()
+
+
+@_seen.register_fake
+def _(buffer: Tensor, rows: int) -> Tensor:
+    return buffer.new_empty((1,), dtype=torch.long)
+
+
+def seen(buffer: Tensor, rows: int) -> Tensor:
+    """Logical tokens that a layer has seen, on the device: i64 (1,).
+
+    An operation, though it but reads: inductor does not know that a view in another dtype shares memory, and would read
+    it again after a step has written there.
+    """
+    return _seen(buffer, rows)
+
+
 # Beginning a step.
 
 

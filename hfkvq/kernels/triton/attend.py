@@ -22,11 +22,13 @@ from .fields import (
     words_of,
 )
 from .pages import (
+    add_channel_logits,
     add_normed,
+    add_raised_logits,
     add_values,
     add_whole_logits,
+    biased,
     channel_biases,
-    channel_logits,
     channel_meta,
     group_totals,
     half_queries,
@@ -34,7 +36,6 @@ from .pages import (
     norm_logits,
     page_sums,
     raised_fields,
-    raised_logits,
     raised_queries,
     raised_scales,
     store_part,
@@ -56,7 +57,6 @@ def zero_tiles(COUNT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
     return b_tiles
 
 
-FUSE = tl.constexpr(__import__("os").environ.get("FUSE", "1") == "1")
 AHEAD = tl.constexpr(__import__("os").environ.get("AHEAD", "1") == "1")
 
 
@@ -92,15 +92,12 @@ def last_visible(i_length, o_m, m_m, Q: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def attend_pages(
-    run, p_head, b_qs, i_b, i_h, m_m, i_first, i_end, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, scaling,
-    softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
-    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
+    run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start, o_last,
+    p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``i_first`` to ``i_end`` over the full pages of one row's run against the queries of a KV head.
-
-    Returns sums of values by field, the maximum (in units of ln 2) and the sum of probabilities.
-    """
+    """Steps ``i_first`` to ``i_end`` over the full pages of one row's run against the queries of a KV head."""
     table, pos = run[0], run[1]
     k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index = (
         run[2], run[3], run[4], run[5], run[6], run[7], run[8],
@@ -135,10 +132,11 @@ def attend_pages(
     # Fields of raised channels' words that a tile of tokens has; a step is a whole page there.
     COUNT: tl.constexpr = 8 * SUB // G
     RANKS: tl.constexpr = (N4 + B4 - 1) // B4
+    # Raised channels come before this field: a product comes last, since `as_operand` needs what one leaves.
+    LATE: tl.constexpr = K_FIELDS - 1
     # Logits stay raw where nothing but the exponent uses them.
     RAW: tl.constexpr = K_CHANNEL and MASK == 0 and not SOFTCAP and not CAUSAL
     o_sub = tl.arange(0, SUB)
-    o_t = tl.arange(0, PART)
     m_sub = o_sub < SUB
     log2_scaling = scaling * LOG2E
     unit = log2_scaling * key_unit(K_BITS)
@@ -168,7 +166,7 @@ def attend_pages(
                     b_risen = b_risen + (raised_scales(p_group, b_channel, r * B4, N4, B4),)
                 b_highs = b_highs + (raised_fields(k_high, i_head, 0, r * B4, G, N4, B4, G),)
         if N16 > 0:
-            b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16)
+            b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16, BM)
         for h in tl.static_range(BT // PART):
             b_logits = ()
             b_vs = ()
@@ -180,16 +178,23 @@ def attend_pages(
                 o_slot = i_slot + h * PART + n * SUB + o_sub
                 b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
                 if K_CHANNEL:
-                    b_s = channel_logits(b_ks, b_halves, b_scales, b_biases[n], K_BITS, SUB, BM, n * K_FIELDS)
+                    b_s = biased(b_biases[n], SUB, BM)
+                    b_s = add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, 0, LATE)
                     if N16 > 0 and K_NORM == 0:
-                        b_s = add_whole_logits(b_s, b_wholes, k_full, i_head, o_slot, G, N16, B16)
+                        b_s = add_whole_logits(
+                            b_s, b_wholes, k_full, i_head, i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM
+                        )
                     for r in tl.static_range(RANKS):
                         b_q = b_raised[r] * b_risen[r * (G // SUB) + h * TILES + n][:, None]
-                        b_s += raised_logits(b_highs[r], b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
+                        b_s = add_raised_logits(b_s, b_highs[r], b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
+                    b_s = add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, LATE, K_FIELDS)
                     if K_NORM > 0:
                         b_s = norm_logits(b_s, run[K_NORM], i_head, o_slot, m_sub, G, False)
                         if N16 > 0:
-                            b_s = add_whole_logits(b_s, b_wholes, k_full, i_head, o_slot, G, N16, B16)
+                            b_s += add_whole_logits(
+                                tl.zeros([SUB, BM], tl.float32), b_wholes, k_full, i_head,
+                                i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM,
+                            )  # fmt: skip
                     if not RAW:
                         b_s = b_s * unit
                 else:
@@ -240,7 +245,7 @@ def attend_pages(
                 # A factor is of a channel and a page: these tokens' sums meet it before they meet other pages'.
                 b_owns, b_least = add_values(
                     zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, v_scale, v_zero, i_head,
-                    i_slot + h * PART + o_t, o_t < PART, G, DV, V_BITS, V_GROUP, EV, PART, SUB, False,
+                    i_slot + h * PART, m_sub, G, DV, V_BITS, V_GROUP, EV, PART, SUB, False,
                 )  # fmt: skip
                 b_owns = page_sums(b_owns, b_least, V_BITS, BEV, BM)
                 b_accs = add_normed(b_accs, b_shrink, b_owns, run[V_NORM], i_head, DV, EV, BEV)
@@ -250,7 +255,7 @@ def attend_pages(
                 for g in tl.static_range(V_ZEROS):
                     b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
                 b_accs, b_zeros = add_values(
-                    b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART + o_t, o_t < PART, G, DV,
+                    b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART, m_sub, G, DV,
                     V_BITS, V_GROUP, EV, PART, SUB, False,
                 )  # fmt: skip
 
@@ -258,7 +263,7 @@ def attend_pages(
         b_outs = b_accs
     else:
         b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
-    return b_outs, b_top, tl.max(b_sum, 0)
+    store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
 
 
 @triton.jit
@@ -284,14 +289,14 @@ def ask_ahead(p, BYTES: tl.constexpr):
 
 @triton.jit
 def ask_for_page(
-    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS: tl.constexpr, I: tl.constexpr, RUN: tl.constexpr,
+    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
 
     Past the L1 cache, which must not keep what is written while this program waits.
     """
-    p_count = counters + (2 + 2 * RUN) * B + i_b
+    p_count = counters + (2 + 2 * (AT + I)) * B + i_b
     n_full = tl.load(p_count, cache_modifier=".cg") // G
     i_page = i_split * ((n_full + SPLITS - 1) // SPLITS)
     if i_page < n_full:
@@ -311,18 +316,60 @@ def ask_for_page(
 
 
 @triton.jit
-def attend_loose(
-    b_outs, b_top, b_sum, run, windows, p_head, p_rows, m_w, i_b, i_h, i_bh, m_m, i_first, i_end, STRIDE, i_from, n_k,
-    n_v, i_length, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr,
-    I: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
-    BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
-    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr,
+def attend_split(
+    run, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table,
+    FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds every STRIDE-th of the blocks ``i_first`` to ``i_end`` of BR loose tokens to what `attend_pages` returns.
+    """Split ``i_split`` of SPLITS of a row's full pages: whole pages or, if FINE, steps."""
+    STEPS: tl.constexpr = G // FORMATS[I][7]
+    K_BITS: tl.constexpr = FORMATS[I][0]
+    # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
+    if not EARLY:
+        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
+    b_qs = query_fields(
+        p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORMATS[I][11], K_BITS, BM, ROTATE
+    )  # fmt: skip
+    if EARLY:
+        if K_BITS < 8 and FORMATS[I][5] < 8 and AHEAD:
+            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS, I, AT, H, D, DV, G)
+        tl.extra.cuda.gdc_wait()
+        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
+    n_full = full_pages(n_k, n_v, i_length, Q, S, G, ORDERED, MASK)
+    n_steps = n_full * STEPS
+    n_share = (n_full + SPLITS - 1) // SPLITS * STEPS
+    if FINE:
+        n_share = (n_steps + SPLITS - 1) // SPLITS
+    i_first = i_split * n_share
+    i_end = tl.minimum(i_first + n_share, n_steps)
+    if i_first >= i_end:
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+    else:
+        o_last = last_visible(i_length, o_m, m_m, Q, MASK)
+        attend_pages(
+            run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start,
+            o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK, ROWS,
+            SOFTCAP, CAUSAL, DTYPE,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_loose(
+    run, windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block, B,
+    n_table, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr,
+    AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One block of BR loose tokens.
 
     KIND 0: the sink, then everything of an ordered row from run token ``i_from`` on: keys below ``n_k`` and values
-    below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail. KIND 2: tokens of a run that
-    has positions, from ``i_from`` to ``n_k``.
+    below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail, which begins behind what all
+    TOTAL runs have sealed; I is the format of unquantized tokens, since its channels are taken in their own order.
+    KIND 2: tokens of a run that has positions, from ``i_from`` to ``n_k``.
     """
     table, pos = run[0], run[1]
     K_BITS: tl.constexpr = FORMATS[I][0]
@@ -343,40 +390,54 @@ def attend_loose(
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
     V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
-    SINKS: tl.constexpr = sink_blocks(S, BR, KIND)
+    SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
     log2_scaling = scaling * LOG2E
     o_r = tl.arange(0, BR)
     o_k = tl.arange(0, BEK)
     o_v = tl.arange(0, BEV)
 
-    # Anew: to keep them through the loop over pages would cost it 32 registers.
     b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
-    # Not pipelined: buffers would take the shared memory of the pages'.
-    for i_block in tl.range(i_first, i_end, STRIDE, num_stages=1):
-        # Run tokens of the block, and where their keys and values stand.
-        i_j = i_from + (i_block - SINKS) * BR
-        if KIND < 2:
-            sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
-            if i_block < SINKS:
-                o_x = i_block * BR + o_r
-                m_t = (o_x < S) & (o_x < i_length)
-                o_j = tl.full([BR], 1073741824, tl.int32)
-                o_ring_k = o_x
-                o_ring_v = o_x
-                p_ring_k = sink_k + i_bh * (S * D)
-                p_ring_v = sink_v + i_bh * (S * DV)
-            else:
-                o_j = i_j + o_r
-                o_x = o_j + S
-                m_t = o_x < i_length
-                o_ring_k = o_j % WK
-                o_ring_v = o_j % WV
-                p_ring_k = tail_k + i_bh * (WK * D)
-                p_ring_v = tail_v + i_bh * (WV * DV)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, 0 if KIND == 1 else AT + I)
+    if KIND == 1:
+        for i in tl.static_range(1, TOTAL):
+            n_k += tl.load(counters + (2 + 2 * i) * B + i_b)
+        n_v = n_k
+        i_from = n_k
+    else:
+        if KIND == 2:
+            n_v = n_k
+        i_from = full_pages(n_k, n_v, i_length, Q, S, G, KIND == 0, MASK) * G
+    o_last = last_visible(i_length, o_m, m_m, Q, MASK)
+
+    # Run tokens of the block, and where their keys and values stand.
+    i_j = i_from + (i_block - SINKS) * BR
+    if KIND < 2:
+        sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
+        if i_block < SINKS:
+            o_x = i_block * BR + o_r
+            m_t = (o_x < S) & (o_x < i_length)
+            o_j = tl.full([BR], 1073741824, tl.int32)
+            o_ring_k = o_x
+            o_ring_v = o_x
+            p_ring_k = sink_k + i_bh * (S * D)
+            p_ring_v = sink_v + i_bh * (S * DV)
         else:
             o_j = i_j + o_r
-            m_t = o_j < n_k
-            o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
+            o_x = o_j + S
+            m_t = o_x < i_length
+            o_ring_k = o_j % WK
+            o_ring_v = o_j % WV
+            p_ring_k = tail_k + i_bh * (WK * D)
+            p_ring_v = tail_v + i_bh * (WV * DV)
+    else:
+        o_j = i_j + o_r
+        m_t = o_j < n_k
+        o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
+    if tl.max(m_t.to(tl.int32), 0) == 0:
+        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+    else:
         # Everything that can be asked for is asked for before anything waits.
         b_rings_k = ()
         b_rings_v = ()
@@ -421,22 +482,22 @@ def attend_loose(
                     b_scales = channel_meta(run[3], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_lows = channel_meta(run[4], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
                     b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
-                    b_own = channel_logits(b_ks, b_halves, b_scales, b_biases[0], K_BITS, BR, BM, 0)
+                    b_own = add_channel_logits(biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS)
                     if N16 > 0 and K_NORM == 0:
-                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
-                        b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, o_slot, G, N16, B16)
+                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16, BM)
+                        b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, i_slot, G, N16, BR, B16, BM)
                     if N4 > 0:
                         p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
                         for r in tl.static_range((N4 + B4 - 1) // B4):
                             b_raised, b_channel = raised_queries(p_head, m_m, run[6] + i_head * N4, r * B4, N4, B4)
                             b_q = b_raised * raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None]
                             b_highs = raised_fields(run[5], i_head, i_slot, r * B4, G, N4, B4, BR)
-                            b_own += raised_logits(b_highs, b_q, 0, 8 * BR // G, BR, BM)
+                            b_own = add_raised_logits(b_own, b_highs, b_q, 0, 8 * BR // G, BR, BM)
                     if K_NORM > 0:
                         b_own = norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
                         if N16 > 0:
-                            b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16)
-                            b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, o_slot, G, N16, B16)
+                            b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16, BM)
+                            b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, i_slot, G, N16, BR, B16, BM)
                     b_own = b_own * (log2_scaling * key_unit(K_BITS))
                 else:
                     b_totals = ()
@@ -449,15 +510,11 @@ def attend_loose(
                 b_s = tl.where(m_page_k[:, None], b_own, b_s)
         b_s = visible_logits(b_s, o_x, m_t, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP)
 
-        b_new = tl.maximum(b_top, tl.max(b_s, 0))
-        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_shrink = tl.exp2(b_top - b_safe)
-        b_top = b_new
-        b_p = tl.exp2(b_s - b_safe[None, :])
-        b_sum = b_sum * b_shrink + tl.sum(b_p, 0)
+        b_top = tl.max(b_s, 0)
+        b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
+        b_sum = tl.sum(b_p, 0)
         b_p = as_product(b_p, BR, BM)
-        for f in tl.static_range(V_FIELDS):
-            b_outs = put(b_outs, f, b_outs[f] * b_shrink[None, :])
+        b_outs = zero_tiles(V_FIELDS, BEV, BM)
         if KIND < 2:
             m_ring = m_t & (o_j >= n_v)
             b_kept = as_operand(tl.where(m_ring[:, None], b_p, 0.0).to(DTYPE), BR, BM)
@@ -470,7 +527,7 @@ def attend_loose(
                 b_vs = value_fields(run[9], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
                 b_accs, b_zeros = add_values(
                     zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, run[10], run[11], i_head,
-                    i_slot + o_r, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
+                    i_slot, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
                 )  # fmt: skip
                 if V_NORM > 0:
                     b_more = page_sums(b_accs, b_zeros, V_BITS, BEV, BM)
@@ -479,93 +536,6 @@ def attend_loose(
                     b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
-    return b_outs, b_top, b_sum
-
-
-@triton.constexpr_function
-def sink_blocks(sink, block, kind):
-    """Blocks of the sink, which come first, where tokens have no positions."""
-    return (sink + block - 1) // block if kind < 2 else 0
-
-
-@triton.jit
-def attend(
-    run, windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_split,
-    SPLITS, i_block, STRIDE, B, n_table, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
-    FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, Q: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
-    PAGED: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A program: if PAGED, split ``i_split`` of SPLITS of a row's full pages, and then loose blocks of a KIND.
-
-    Splits are of whole pages or, if FINE, of steps. Blocks are every STRIDE-th from ``i_block`` on. KIND: see
-    `attend_loose`; -1 for none; with 1, I is the format of unquantized tokens, since channels have their own order.
-    """
-    ORDERED: tl.constexpr = TOTAL == 1
-    CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
-    K_BITS: tl.constexpr = FORMATS[I][0]
-    V_BITS: tl.constexpr = FORMATS[I][5]
-    EV: tl.constexpr = words_of(DV, V_BITS)
-    BEV: tl.constexpr = FORMATS[I][12]
-    RUN: tl.constexpr = 0 if KIND == 1 else AT + I
-    # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
-    if not EARLY:
-        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
-    b_qs = query_fields(
-        p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORMATS[I][11], K_BITS, BM, ROTATE
-    )  # fmt: skip
-    if EARLY:
-        if PAGED and K_BITS < 8 and V_BITS < 8 and AHEAD:
-            if i_split < SPLITS:
-                ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS, I, RUN, H, D, DV, G)
-        tl.extra.cuda.gdc_wait()
-        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
-    o_last = last_visible(i_length, o_m, m_m, Q, MASK)
-    i_from = full_pages(n_k, n_v, i_length, Q, S, G, ORDERED, MASK) * G
-    if KIND == 1:
-        # The tail begins behind what all runs have sealed.
-        for i in tl.static_range(1, TOTAL):
-            n_k += tl.load(counters + (2 + 2 * i) * B + i_b)
-        n_v = n_k
-        i_from = n_k
-    elif not ORDERED:
-        n_v = n_k
-
-    i_first = 0
-    i_end = 0
-    if PAGED:
-        STEPS: tl.constexpr = G // FORMATS[I][7]
-        n_steps = i_from // G * STEPS
-        n_share = (i_from // G + SPLITS - 1) // SPLITS * STEPS
-        if FINE:
-            n_share = (n_steps + SPLITS - 1) // SPLITS
-        i_first = i_split * n_share
-        i_end = tl.minimum(i_first + n_share, n_steps)
-    n_blocks = 0
-    if KIND >= 0:
-        i_tokens = n_k - i_from
-        if KIND < 2:
-            i_tokens = tl.maximum(i_length - S - i_from, 0)
-        n_blocks = sink_blocks(S, BR, KIND) + (i_tokens + BR - 1) // BR
-    if (i_first >= i_end) & (i_block >= n_blocks):
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
-    else:
-        if PAGED:
-            b_outs, b_top, b_sum = attend_pages(
-                run, p_head, b_qs, i_b, i_h, m_m, i_first, i_end, n_table, i_start, o_last, p_mask, o_mask, s_ml, L,
-                scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
-            )  # fmt: skip
-        else:
-            b_outs = zero_tiles(fields_of(DV, V_BITS), BEV, BM)
-            b_top = tl.full([BM], float("-inf"), tl.float32)
-            b_sum = tl.zeros([BM], tl.float32)
-        if KIND >= 0:
-            b_outs, b_top, b_sum = attend_loose(
-                b_outs, b_top, b_sum, run, windows, p_head, p_rows, m_w, i_b, i_h, i_bh, m_m, i_block, n_blocks,
-                STRIDE, i_from, n_k, n_v, i_length, n_table, i_start, o_last, p_mask, o_mask, s_ml, L, WK, WV, scaling,
-                softcap, FORMATS, I, H, D, DV, S, G, BM, BR, KIND, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
-            )  # fmt: skip
         store_part(out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
 
 
@@ -599,6 +569,7 @@ def decode_kernel(
     i_s = (i_s + TURN) % tl.num_programs(1)
     COUNT: tl.constexpr = len(runs)
     ORDERED: tl.constexpr = TOTAL == 1
+    CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < SHARE * Q
     i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * Q)
@@ -613,50 +584,39 @@ def decode_kernel(
         p_mask = mask + i_b * s_mb
         o_mask = (i_h * SHARE + o_m // Q) * s_mh + o_m % Q * s_mq
 
-    if ORDERED and FUSE:
-        # Without programs of their own, loose blocks are shared out among the splits.
-        i_block = i_s
-        if LOOSE > 0:
-            i_block = tl.where(i_s < PAGES0, 1073741824, i_s - PAGES0)
-        attend(
-            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-            i_s, PAGES0, i_block, tl.where(LOOSE > 0, LOOSE, PAGES0), B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV,
-            scaling, softcap, FORMATS, 0, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, True, 0, MASK, ROWS, SOFTCAP, DTYPE,
-            ROTATE, ROTATED, EARLY,
-        )  # fmt: skip
-    elif i_s < PAGES0:
-        attend(
-            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-            i_s, PAGES0, 0, 1, B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS, 0, AT,
-            TOTAL, H, Q, D, DV, S, G, BM, BR, True, -1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, EARLY,
+    if i_s < PAGES0:
+        attend_split(
+            runs[0], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B,
+            TABLE0, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, AT, H, Q, D, DV, S, G, BM, ORDERED,
+            MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
-            attend(
-                runs[1], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
-                m_m, i_s - PAGES0, PAGES1, 0, 1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
-                FORMATS, 1, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, True, -1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
-                ROTATED, EARLY,
+            attend_split(
+                runs[1], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0,
+                PAGES1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, AT, H, Q, D, DV, S, G,
+                BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
-        attend(
+        attend_loose(
             runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-            0, 1, i_s - PAGES0 - PAGES1, LOOSE, B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
-            FORMATS, 0 if ORDERED else COUNT, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, False, 0 if ORDERED else 1, MASK, ROWS,
-            SOFTCAP, DTYPE, ROTATE, ROTATED, EARLY,
+            i_s - PAGES0 - PAGES1, B, TABLE0, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS,
+            0 if ORDERED else COUNT, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, 0 if ORDERED else 1, MASK, ROWS, SOFTCAP,
+            DTYPE, ROTATE, ROTATED, EARLY,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
-        attend(
-            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-            0, 1, i_s - PAGES0 - PAGES1 - LOOSE, REST0, B, TABLE0, FINE, p_mask, o_mask, s_ml, L, WK, WV, scaling,
-            softcap, FORMATS, 0, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, False, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
-            ROTATED, EARLY,
-        )  # fmt: skip
+        if not ORDERED:
+            attend_loose(
+                runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
+                m_m, i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
+                FORMATS, 0, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
+                EARLY,
+            )  # fmt: skip
     else:
         if COUNT > 1:
-            attend(
+            attend_loose(
                 runs[1], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
-                m_m, 0, 1, i_s - PAGES0 - PAGES1 - LOOSE - REST0, REST1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, WK,
-                WV, scaling, softcap, FORMATS, 1, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, False, 2, MASK, ROWS, SOFTCAP,
-                DTYPE, ROTATE, ROTATED, EARLY,
+                m_m, i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, p_mask, o_mask, s_ml, L, WK, WV, scaling,
+                softcap, FORMATS, 1, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED, EARLY,
             )  # fmt: skip

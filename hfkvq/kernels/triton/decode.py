@@ -60,24 +60,18 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
     return [-(-count // share) for count in pages]
 
 
-def loose_count(blocks: int, splits: int, rows: int, resident: int, ordered: bool) -> int:
-    """Programs of a row that take its loose blocks; 0: splits of pages take them as well, after their pages.
+def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:
+    """Most tokens that a row has behind the sink and its full pages.
 
-    What fits side by side has a program for each block. Otherwise such programs would start when splits end, and each
-    would read queries and write a part of its own for a few tokens.
-
-    Args:
-        blocks: most loose blocks of a row.
-        splits: splits of a row's pages.
-        rows: rows, KV heads and tiles of queries.
-        resident: programs that the GPU runs at a time.
-        ordered: whether pages and loose tokens have their channels in the same order.
+    What one side has sealed ahead of the other is still in the other's tail.
     """
-    if rows * (splits + blocks) <= resident:
-        return blocks
-    if ordered and splits and __import__("os").environ.get("FUSE", "1") == "1":
-        return 0
-    return max(1, min(blocks, resident // rows))
+    if not form.ordered:
+        return max(key_tail, value_tail)
+    keys, _ = form.runs[0]
+    page = keys.page_size
+    # A page that only some of the queries may see is not taken as a full one.
+    part = 0 if keys.axis == "channel" and keys.group_size == page and queries == 1 else page - 1
+    return max(key_tail + part, value_tail + page - 1) + queries - 1
 
 
 def _low_bit(x: int) -> int:
@@ -244,10 +238,7 @@ def decode_attention_triton(
     resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // size for _, size in formats)))
     rows_of_programs = batch * heads * tiles
     most_pages = [view.table.shape[1] for view in views]
-    tail = max(held[2].shape[2], held[3].shape[2])
-    loose = cdiv(form.sink, BLOCK)
-    # What one side has sealed ahead of the other is still in the other's tail.
-    loose += cdiv(tail + (page + queries if form.ordered else 0), BLOCK)
+    loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, held[2].shape[2], held[3].shape[2], queries), BLOCK)
     rest = 0 if form.ordered else page // BLOCK
     rests = [rest] * len(views)
     paged = split_counts(tuple(most_pages), rows_of_programs, resident)
@@ -257,7 +248,6 @@ def decode_attention_triton(
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps
-    loose = loose_count(loose, sum(paged), rows_of_programs, resident, form.ordered)
     pairs = [range(at, min(at + 2, len(views))) for at in range(0, len(views), 2)]
     splits = sum(paged) + loose + sum(rests)
 

@@ -223,6 +223,17 @@ def stacked(b_parts, BT: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
+def unstacked(b_x, PARTS: tl.constexpr, BM: tl.constexpr):
+    """A tile as PARTS tiles of the same shape, in order: what `stacked` puts together."""
+    if PARTS == 1:
+        return (b_x,)
+    else:
+        R: tl.constexpr = b_x.shape[0] // 2
+        b_first, b_last = tl.split(tl.permute(tl.reshape(b_x, (2, R, BM)), (1, 2, 0)))
+        return unstacked(b_first, PARTS // 2, BM) + unstacked(b_last, PARTS // 2, BM)
+
+
+@triton.jit
 def parted(b_x, PARTS: tl.constexpr, E: tl.constexpr):
     """A vector as PARTS vectors of E elements, in order."""
     if PARTS == 1:

@@ -30,6 +30,7 @@ from .fields import (
     unpack2_from,
     unpack4,
     unpack8,
+    unstacked,
     weight,
     words_of,
 )
@@ -190,17 +191,20 @@ def channel_biases(b_qs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.c
 
 
 @triton.jit
-def channel_logits(
-    b_ks, b_qs, b_scales, b_bias, BITS: tl.constexpr, SUB: tl.constexpr, BM: tl.constexpr, AT: tl.constexpr
-):
-    """Raw logits [SUB, BM] of keys with scales per channel: what `key_unit` makes logits of, not yet scaled.
+def add_channel_logits(b_s, b_ks, b_qs, b_scales, AT: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
+    """Raw logits [SUB, BM] with those of fields FIRST to END of keys with scales per channel added.
 
-    ``b_scales`` holds this tile's vectors from element AT on; ``b_bias`` is of `channel_biases`.
+    Raw: what `key_unit` makes logits of, not yet scaled. ``b_scales`` holds this tile's vectors from element AT on.
     """
-    b_s = tl.reshape(tl.broadcast_to(b_bias[None, :, :], (SUB // 8, 8, BM)), (SUB, BM))
-    for f in tl.static_range(len(b_qs)):
+    for f in tl.static_range(FIRST, END):
         b_s = tl.dot(b_ks[f], b_qs[f] * b_scales[AT + f][:, None], b_s)
     return b_s
+
+
+@triton.jit
+def biased(b_bias, SUB: tl.constexpr, BM: tl.constexpr):
+    """Raw logits [SUB, BM] before any key has been seen: ``b_bias`` of `channel_biases`."""
+    return tl.reshape(tl.broadcast_to(b_bias[None, :, :], (SUB // 8, 8, BM)), (SUB, BM))
 
 
 @triton.jit
@@ -244,34 +248,65 @@ def raised_fields(
 
 
 @triton.jit
-def raised_logits(b_fields, b_q, FIRST: tl.constexpr, COUNT: tl.constexpr, SUB: tl.constexpr, BM: tl.constexpr):
-    """Raw logits [SUB, BM] of the upper bits in fields FIRST to FIRST + COUNT, one below the other."""
-    b_parts = ()
+def add_raised_logits(
+    b_s, b_fields, b_q, FIRST: tl.constexpr, COUNT: tl.constexpr, SUB: tl.constexpr, BM: tl.constexpr
+):
+    """Raw logits [SUB, BM] with those of the upper bits added: fields FIRST to FIRST + COUNT, one below the other."""
+    b_parts = unstacked(b_s, COUNT, BM)
     for i in tl.static_range(COUNT):
-        b_parts = b_parts + (tl.dot(b_fields[FIRST + i], b_q * weight(FIRST + i, 2)),)
+        b_parts = put(b_parts, i, tl.dot(b_fields[FIRST + i], b_q * weight(FIRST + i, 2), b_parts[i]))
     return stacked(b_parts, SUB, BM)
 
 
 @triton.jit
-def whole_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr):
-    """Queries [BR, BM] of the channels kept in 16 bits, as they are."""
-    o_r = tl.arange(0, BR)
-    m_r = o_r < R
-    b_channel = tl.load(index + o_r, mask=m_r, other=0).to(tl.int32)
-    return tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0)
+def whole_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+    """Queries of the channels kept in 16 bits, as they are: a right operand [BR, BM].
+
+    Of eight channels two, with them in the upper half and in the lower one: `add_whole_logits` has rows of two tokens.
+    """
+    if R == 8:
+        # Channels are read as words: products that bytes lead to are laid out for bytes, as ldmatrix does not load. So
+        # are those that a join leads to.
+        o_r = tl.arange(0, R)
+        b_word = tl.load(index.to(tl.pointer_type(tl.int32), bitcast=True) + o_r // 4)
+        b_channel = (b_word >> (o_r % 4 * 8)) & 0xFF
+        b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_m[None, :], other=0.0)
+        b_twice = tl.broadcast_to(b_q[None, :, :], (2, R, BM))
+        m_upper = (tl.arange(0, 2) == 0)[:, None, None]
+        b_upper = tl.reshape(tl.where(m_upper, b_twice, 0.0), (2 * R, BM))
+        return b_upper, tl.reshape(tl.where(m_upper, 0.0, b_twice), (2 * R, BM))
+    else:
+        o_r = tl.arange(0, BR)
+        m_r = o_r < R
+        b_channel = tl.load(index + o_r, mask=m_r, other=0).to(tl.int32)
+        return (tl.load(p_q[None, :] + b_channel[:, None], mask=m_r[:, None] & m_m[None, :], other=0.0),)
 
 
 @triton.jit
-def add_whole_logits(b_s, b_q, full, i_head, o_slot, G: tl.constexpr, N16: tl.constexpr, BR: tl.constexpr):
-    """Raw logits [SUB, BM] with those of the channels kept in 16 bits added."""
+def add_whole_logits(
+    b_s, b_qs, full, i_head, i_slot, G: tl.constexpr, N16: tl.constexpr, SUB: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """Raw logits [SUB, BM] with those of the channels kept in 16 bits added, of tokens from slot ``i_slot`` on."""
     o_r = tl.arange(0, BR)
-    p_x = full + i_head * (G * N16) + o_slot[:, None] * N16 + o_r[None, :]
-    b_x = tl.load(p_x, mask=(o_r < N16)[None, :], other=0.0)
-    if b_x.dtype == tl.bfloat16:
-        # bf16 has the exponents of f32, so the unit folds into the query.
-        return tl.dot(dotable(b_x), dotable((b_q.to(tl.float32) * (Q_SHIFT / UNIT)).to(tl.bfloat16)), b_s)
+    p_full = full + (i_head * G + i_slot) * N16
+    if N16 == 8:
+        # A row is two tokens, SUB / 2 apart: padding would double what is loaded.
+        o_t = tl.arange(0, SUB // 2)
+        b_x = tl.load(p_full + o_t[:, None] * N16 + (o_r // N16 * (SUB // 2 * N16) + o_r % N16)[None, :])
     else:
-        return b_s + tl.dot(b_x, b_q.to(tl.float16)) * (Q_SHIFT / UNIT)
+        o_t = tl.arange(0, SUB)
+        b_x = tl.load(p_full + o_t[:, None] * N16 + o_r[None, :], mask=(o_r < N16)[None, :], other=0.0)
+    b_parts = unstacked(b_s, len(b_qs), BM)
+    for i in tl.static_range(len(b_qs)):
+        if b_x.dtype == tl.bfloat16:
+            # bf16 has the exponents of f32, so the unit folds into the query.
+            b_q = (b_qs[i].to(tl.float32) * (Q_SHIFT / UNIT)).to(tl.bfloat16)
+            b_part = tl.dot(dotable(b_x), dotable(b_q), b_parts[i])
+        else:
+            b_part = b_parts[i] + tl.dot(b_x, b_qs[i].to(tl.float16)) * (Q_SHIFT / UNIT)
+        b_parts = put(b_parts, i, b_part)
+    return stacked(b_parts, SUB, BM)
 
 
 @triton.jit
@@ -329,7 +364,7 @@ def token_logits(
 
 @triton.jit
 def add_values(
-    b_accs, b_zeros, b_vs, b_ps, scale, zero, i_head, o_slot, m_t, G: tl.constexpr, D: tl.constexpr,
+    b_accs, b_zeros, b_vs, b_ps, scale, zero, i_head, i_slot, m_t, G: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -345,6 +380,7 @@ def add_values(
                 b_accs = put(b_accs, f, tl.dot(dotable(b_vs[n * FIELDS + f]), dotable(b_ps[n]), b_accs[f]))
     else:
         GROUPS: tl.constexpr = D // GROUP if BITS < 8 else 1
+        o_slot = i_slot + tl.arange(0, BT)
         for g in tl.static_range(GROUPS):
             p_t = (i_head * GROUPS + g) * G + o_slot
             if MASKED:
@@ -365,15 +401,16 @@ def add_values(
                     b_least = b_ps[n] * b_lows[n][:, None]
                     b_zeros = put(b_zeros, 0, tl.dot(tl.full([16, SUB], 1.0, tl.float16), b_least, b_zeros[0]))
             elif BITS < 8 and g % 2 == 0:
-                # Two groups in one product, and nothing is multiplied beforehand. [2, BT]
-                p_z = zero + (i_head * GROUPS + g + tl.arange(0, 2))[:, None] * G + o_slot[None, :]
-                if MASKED:
-                    b_zero = tl.load(p_z, mask=m_t[None, :], other=0.0)
-                else:
-                    b_zero = tl.load(p_z)
-                b_pairs = paired(b_zero, TILES, SUB)
+                # Two groups in one product, and nothing is multiplied beforehand. [2, SUB] at a time: parts of one
+                # load would have to be moved to where operands stand.
+                o_sub = tl.arange(0, SUB)
+                p_z = zero + (i_head * GROUPS + g) * G + i_slot + (tl.arange(0, 2)[:, None] * G + o_sub[None, :])
                 for n in tl.static_range(TILES):
-                    b_zeros = put(b_zeros, g // 2, tl.dot(in_eights(b_pairs[n], SUB), b_ps[n], b_zeros[g // 2]))
+                    if MASKED:
+                        b_zero = tl.load(p_z, mask=m_t[None, :], other=0.0)
+                    else:
+                        b_zero = tl.load(p_z + n * SUB)
+                    b_zeros = put(b_zeros, g // 2, tl.dot(in_eights(b_zero, SUB), b_ps[n], b_zeros[g // 2]))
             for n in tl.static_range(TILES):
                 b_p = b_ps[n] * b_scales[n][:, None]
                 for f in tl.static_range(FIELDS):
