@@ -52,9 +52,11 @@ class StaticKVLayer(KVLayer):
 
     Attributes:
         several: whether a compiled step may have several tokens.
+        trims: whether the host has work between steps, and so must be told of them.
     """
 
     several = True
+    trims = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.buffer: Tensor | None = None
@@ -459,6 +461,7 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
 
     # Of several, the first might be the ones to ask.
     several = False
+    trims = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

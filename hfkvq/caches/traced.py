@@ -120,6 +120,8 @@ def traced_attention(
     assert layer.buffer is not None, "initialized before"
     # The first tokens of a row may be padding; and so may any of several, if there is a mask.
     several = layer.several and mask is None and queries <= MAX_STEP
-    if layer.clock.ready and (queries == 1 or several):
+    # With padding within rows, generate makes no masks outside the graph, which is when trims run.
+    alone = layer.trims and layer.clock.holes
+    if layer.clock.ready and (queries == 1 or several) and not alone:
         return step(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, layer.spec)
     return _prompt(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, causal)

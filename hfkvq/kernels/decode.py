@@ -213,8 +213,8 @@ def decode_attention(
         scaling: factor on the logits.
         softcap: ``softcap * tanh(logit / softcap)`` before masking; 0 for none.
         store: the layer's format.
-        early: whether the GPU's last launch before this one is `step.advance`, which does not write q: then queries are
-            read while it runs.
+        early: whether q was there before `step.advance` was launched, since which it has not been written: then it is
+            read while the launch before this one still runs.
 
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import threading
@@ -387,27 +388,35 @@ def test_help_names_architectures_and_defaults():
 
 
 def test_runs_that_meet_take_turns(tmp_path):
-    """None begins before all are ready, and no two are within at a time."""
-    events = []
+    """None times before all are ready, no two at a time, and none prepares its next line before all have.
 
-    def run(name):
-        meeting = Meeting(tmp_path / "meet", 3, patience=20)
-        # Threads of one process would share a name.
-        events.append(("ready", name))
-        (tmp_path / "meet" / f"ready-1-{name}").touch()
-        with meeting.turn():
-            events.append(("in", name))
-            time.sleep(0.05)
-            events.append(("out", name))
+    A line that fails, and a run that has no more of them, keep nobody waiting.
+    """
+    events, start = [], time.monotonic()
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]
+    def run(name, lines):
+        meeting = Meeting(tmp_path / "meet", 3, patience=60, name=name)
+        for i in range(lines):
+            with contextlib.suppress(RuntimeError), meeting.line():
+                events.append(("prepares", i))
+                if (name, i) == ("b", 1):
+                    raise RuntimeError("no memory")
+                with meeting.turn():
+                    events.append(("in", i))
+                    time.sleep(0.05)
+                    events.append(("out", i))
+        meeting.leave()
+
+    threads = [threading.Thread(target=run, args=own) for own in (("a", 3), ("b", 3), ("c", 1))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    order = [what for what, _ in events]
-    assert sorted(order[:2]) == ["ready", "ready"]
-    assert order[2:] == ["in", "out", "in", "out"]
+    assert time.monotonic() - start < 30
+    took = [3, 1, 2]
+    assert [what for what, _ in events] == [
+        what for i in range(3) for what in ("prepares",) * (3, 2, 2)[i] + ("in", "out") * took[i]
+    ]
     with Meeting(tmp_path / "alone", 2, patience=0.0).turn():
         pass
     with pytest.raises(ValueError, match="of: got 0, allowed 1 or more runs"):

@@ -478,6 +478,26 @@ def test_padding_within_rows_needs_masks():
     assert cache.is_compileable
 
 
+@pytest.mark.parametrize("name", ["arkv", "kitty"])
+def test_generate_with_padding_within_rows(name):
+    """`generate` decides on compilation before the prompt tells of padding, and makes no masks then."""
+    model, ids = build("llama"), prompt(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, 15:20] = 0
+    tokens = [
+        model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=MixedKVCache(model, SCHEMES[name], max_cache_len=160),
+            max_new_tokens=110,
+            do_sample=False,
+            **how,
+        )
+        for how in ({"compile_config": compiling("eager")}, {"disable_compile": True})
+    ]
+    assert torch.equal(*tokens)
+
+
 def test_padded_rows_token_by_token():
     """Rows whose padding has not ended yet look at the mask."""
     model, (ids, mask) = build("llama"), padded(2, 14)

@@ -55,8 +55,10 @@ def generate(model, cache, forward, steps, strict=False):
                 token = token.argmax(-1).clone()
                 found.append(token)
                 if i == 10:
-                    held = torch.cuda.memory_allocated()
                     torch.cuda.set_sync_debug_mode("error" if strict else "default")
+                if i == steps // 2:
+                    # By now ARKV has trimmed, for which matrix products have taken their workspace.
+                    held = torch.cuda.memory_allocated()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     # Only the tokens found.
@@ -95,7 +97,8 @@ def test_over_many_page_borders(model, name):
 def test_generate_as_users_call_it(model, name):
     """Compiled by inductor on its own, prompts in chunks too; rounding differs, so tokens are not compared."""
     torch._dynamo.reset()
-    ids = torch.randint(0, 512, (2, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
+    # No token is padding.
+    ids = torch.randint(1, 512, (2, PROMPT), generator=torch.Generator().manual_seed(1)).cuda()
     cache = MixedKVCache(model.config, scheme_of(name), max_cache_len=800)
     for chunk in (None, 256):
         cache.reset()

@@ -250,8 +250,12 @@ def generate_command(
                 records.save_record(record, json_file)
 
         session = Session(Bench(built, settings, meeting), chosen, plan, record, keep, lambda what: status.update(what))
-        for rows in session.groups():
-            console.print(report.largest_table(rows) if rows[0]["kind"] == "largest" else report.table(rows))
+        try:
+            for rows in session.groups():
+                console.print(report.largest_table(rows) if rows[0]["kind"] == "largest" else report.table(rows))
+        finally:
+            if meeting is not None:
+                meeting.leave()
     # Rows taken over count too, and speed-ups of the last group.
     keep()
     for note in report.notes(record):

@@ -80,7 +80,8 @@ class Bench:
 
     def decode(self, engine: Engine, case: Case) -> Row:
         """A decode row: see `measure_decode`; also ``cache_bytes`` and ``fill_peak_bytes``, weights included."""
-        return self._row("decode", engine, case, lambda: self._decode(engine, case))
+        with contextlib.nullcontext() if self.meeting is None else self.meeting.line():
+            return self._row("decode", engine, case, lambda: self._decode(engine, case))
 
     def _decode(self, engine: Engine, case: Case) -> Figures:
         memory, settings = Memory(self.device), self.settings

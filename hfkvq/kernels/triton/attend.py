@@ -57,9 +57,6 @@ def zero_tiles(COUNT: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
     return b_tiles
 
 
-AHEAD = tl.constexpr(__import__("os").environ.get("AHEAD", "1") == "1")
-
-
 @triton.jit
 def row_counters(counters, i_b, B, RUN: tl.constexpr):
     """Of a row: padding, tokens, and keys and values that stand in pages of a run."""
@@ -333,7 +330,7 @@ def attend_split(
         p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORMATS[I][11], K_BITS, BM, ROTATE
     )  # fmt: skip
     if EARLY:
-        if K_BITS < 8 and FORMATS[I][5] < 8 and AHEAD:
+        if K_BITS < 8 and FORMATS[I][5] < 8:
             ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS, I, AT, H, D, DV, G)
         tl.extra.cuda.gdc_wait()
         i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
