@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
+import multiprocessing
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +34,8 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 """Values tried for each knob, one knob at a time; then the best of each together."""
 
 REPLAYS = 10
+WORKERS = 8
+"""Most processes that compile side by side; each has a context on the GPU."""
 WORTHWHILE = 0.98
 """Share of the time up to which a candidate replaces what is there; less is noise."""
 
@@ -125,6 +132,7 @@ def tune(
         progress: is told what is being done, and the share done of it.
     """
     cases: list[tuple[set[tuple[str, str]], Calls]] = []
+    uses: dict[str, set[tuple[str, str]]] = {}
     for i, shape in enumerate(shapes):
         query, keys, values = shape.data(device)
         for j, name in enumerate(formats):
@@ -134,8 +142,11 @@ def tune(
             with configs.watch() as seen:
                 calls[0]()
             cases.append((seen, calls))
+            uses[name] = seen
     variants = sorted(set().union(*(seen for seen, _ in cases)))
     starts = {variant: configs.lookup(device, *variant) for variant in variants}
+    if device.type == "cuda":
+        _compile_apart(uses, shapes[0], starts, progress)
     _compile(cases, starts, progress)
 
     findings = []
@@ -151,6 +162,45 @@ def tune(
             # Variants of one format run together, so the next is measured beside the best of this one.
             stack.enter_context(configs.override(kernel, key, **finding.after))
     return findings
+
+
+def compile_format(name: str, shape: Shape, kernel: str, key: str, knobs: configs.Knobs, device: str = "cuda") -> None:
+    """Attends once over a small store of a format: what is compiled for it stays in Triton's cache of this machine."""
+    query, keys, values = shape.data(torch.device(device))
+    store = fill(name, keys, values)
+    with contextlib.suppress(*FAILURES), configs.override(kernel, key, **knobs):
+        store.attend(query, None, shape.scaling)
+
+
+def _compile_apart(
+    uses: Mapping[str, set[tuple[str, str]]],
+    shape: Shape,
+    starts: Mapping[tuple[str, str], configs.Knobs],
+    progress: Progress,
+) -> None:
+    """Compiles every candidate for every format, in processes side by side: seconds each, and there are a hundred.
+
+    What they leave out, `_compile` does.
+    """
+    small = dataclasses.replace(shape, batch=1, context=512)
+    workers = min(WORKERS, os.cpu_count() or 1)
+    todo = [
+        (name, small, kernel, key, knobs)
+        for (kernel, key), start in starts.items()
+        for knobs in candidates(kernel, start)
+        for name, seen in uses.items()
+        if (kernel, key) in seen
+    ]
+    if workers < 2 or not todo:
+        return
+    # The GPU has been used in this process, so a copy of it could not.
+    context = multiprocessing.get_context("spawn")
+    with contextlib.suppress(BrokenProcessPool), ProcessPoolExecutor(workers, context) as pool:
+        jobs: list[Future[None]] = [pool.submit(compile_format, *task) for task in todo]
+        for i, job in enumerate(as_completed(jobs)):
+            progress(f"compiling, {workers} at a time", i / len(jobs))
+            # What fails for another reason than the GPU's limits fails again where it is timed.
+            job.exception()
 
 
 def _compile(

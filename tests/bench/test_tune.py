@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+
 import pytest
 import torch
 
+from hfkvq import kernels
 from hfkvq.bench import tune
 from hfkvq.bench.cases import Shape
 from hfkvq.bench.measure import Timing
@@ -112,3 +116,48 @@ def test_tune_finds_the_variants_that_formats_use(monkeypatch):
     # Nothing stays overridden.
     assert configs.lookup(CPU, "decode", "kitty")["step"] == 0
     assert tune.to_save(findings)["decode"]["kitty"]["step"] == 128
+
+
+def test_candidates_are_compiled_in_processes(monkeypatch):
+    """Every candidate of every format that looks a variant up; a pool that dies is passed over."""
+    done, said = [], []
+
+    class Pool:
+        def __init__(self, workers, context):
+            assert context.get_start_method() == "spawn"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return None
+
+        def submit(self, function, name, shape, kernel, key, knobs):
+            assert function is tune.compile_format
+            if name == "dies":
+                raise BrokenProcessPool
+            done.append((name, shape, key, knobs))
+            job = Future()
+            job.set_result(None)
+            return job
+
+    monkeypatch.setattr(tune, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 4)
+    uses = {"kitty": {("decode", "a")}, "int4": {("decode", "b")}}
+    starts = {("decode", "a"): START, ("decode", "b"): START}
+    shape = Shape(32, 8192, heads=1, kv_heads=1, head_dim=16)
+    tune._compile_apart(uses, shape, starts, lambda what, share: said.append(share))
+    tried = tune.candidates("decode", START)
+    assert [(name, key) for name, _, key, _ in done] == [("kitty", "a")] * len(tried) + [("int4", "b")] * len(tried)
+    assert [knobs for *_, knobs in done] == [*tried, *tried]
+    assert {(small.batch, small.context, small.head_dim) for _, small, _, _ in done} == {(1, 512, 16)}
+    assert said == [i / len(done) for i in range(len(done))]
+    tune._compile_apart({"dies": {("decode", "a")}}, shape, starts, lambda what, share: None)
+
+
+def test_compiling_a_format_is_attending_once():
+    looked = []
+    with kernels.use_interpreter(), configs.watch() as seen:
+        tune.compile_format("int4", Shape(1, 160, 2, 1, 32, "float16"), "decode", KEY, {"stages": 2}, "cpu")
+        looked += seen
+    assert [kernel for kernel, _ in looked] == ["decode"]
