@@ -203,7 +203,8 @@ def decode_attention(
     Args:
         q: (B, Hq, Q, D), after RoPE, not scaled, not rotated; the queries of the newest Q tokens, already appended.
         counters: i32 (2 + 2*runs, B): leading padding ``start``, stored tokens ``length``, then for each run the
-            tokens sealed of keys and of values. Where there are several runs, the two are equal.
+            tokens sealed of keys and of values, of formats that are `PageFormat.whole` whole pages. Where there are
+            several runs, the two are equal.
         windows: sink keys (B, H, S, D), sink values, tail keys (B, H, W, D), tail values; model dtype, store's basis.
         runs: flat tensors of all runs (`RunView.flat`).
         mask: (B or 1, Hq or 1, Q or 1, L) over logical columns: True or nonzero where visible, or float, added to the

@@ -40,7 +40,7 @@ def _(
     most: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = counters.shape[1]
-    return (counters.new_empty((2, batch)), *(counters.new_empty((batch, span)) for span in most))
+    return counters.new_empty((2, batch)), counters.new_empty((batch, most[0])), counters.new_empty((batch, most[1]))
 
 
 triton_slot("due", "step:due_triton")

@@ -10,7 +10,7 @@ import torch
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 from hfkvq.kernels.seal import channel_widths, parse_rule, range_rule
-from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, settle
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
 
 HEADS, SHARE, DIM = 2, 2, 32
 
@@ -90,14 +90,11 @@ def compare(a: StepState, b: StepState, plan: StepPlan):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_kernels_equal_the_reference(name, backend):
+def test_kernels_equal_the_reference(name, triton_backend):
     """The reference runs on the CPU, the kernels wherever the backend has them."""
-    if backend == "reference":
-        pytest.skip("the reference is what is compared with")
     plan = plan_of(name)
-    steps = [1] * 20 + [3] + [1] * 18 if backend == "cuda" else [5, 4, 5, 5, 1, 1, 1]
-    device = "cuda" if backend == "cuda" else "cpu"
-    _, got, outs = life(plan, device, steps)
+    steps = [1] * 20 + [3] + [1] * 18 if triton_backend.type == "cuda" else [5, 4, 5, 5, 1, 1, 1]
+    _, got, outs = life(plan, triton_backend, steps)
     from hfkvq.kernels.dispatch import _enabled
 
     with _enabled("cpu", enabled=False):
@@ -125,8 +122,7 @@ def test_counts_are_those_of_the_targets(name):
 @pytest.mark.parametrize("name", ["values by the token", "mixed", "two runs, fp8"])
 def test_without_room_a_row_stays_as_it_is(name, backend):
     """The capacity counts padding, so rows fill up together but in what they hold."""
-    plan = plan_of(name, capacity=20)
-    device = "cuda" if backend == "cuda" else "cpu"
+    plan, device = plan_of(name, capacity=20), backend
     _, state = make(plan, device, starts=(0, 5, 2))
     for at in (7, 7):
         run_step(*tokens(at, at, plan, device), None, None, state, plan, 1.0, 0.0)
@@ -174,3 +170,20 @@ def test_ranges_by_hand(rule):
 def test_unknown_rules_are_refused(rule):
     with pytest.raises(ValueError, match=r"choose: got '.*', allowed None, 'k_abs', 'variance', 'range'"):
         parse_rule(rule)
+
+
+@pytest.mark.parametrize("name", ["token", "two runs"])
+def test_seen_is_what_the_first_row_had(name, backend):
+    """Padding included; of the other rows, and of what is stored later, nothing."""
+    plan = plan_of(name)
+    buffer, state = make(plan, backend, starts=(6, 1, 40))
+    found = [seen(buffer, plan.rows)]
+    for count in (7, 3):
+        run_step(*tokens(0, count, plan, backend), None, None, state, plan, 1.0, 0.0)
+        found.append(seen(buffer, plan.rows))
+    state.counters[LENGTH] = torch.tensor([21, 500, 0], dtype=torch.int32)
+    found.append(seen(buffer, plan.rows))
+    buffer.zero_()
+    assert [x.tolist() for x in found] == [[6], [13], [16], [27]]
+    assert all(x.dtype == torch.long and x.device == buffer.device for x in found)
+    torch.library.opcheck(torch.ops.hfkvq.seen.default, (buffer, plan.rows))

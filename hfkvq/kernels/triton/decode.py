@@ -70,7 +70,7 @@ def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int)
     keys, _ = form.runs[0]
     page = keys.page_size
     # A page that only some of the queries may see is not taken as a full one.
-    part = 0 if keys.axis == "channel" and keys.group_size == page and queries == 1 else page - 1
+    part = 0 if keys.whole and queries == 1 else page - 1
     return max(key_tail + part, value_tail + page - 1) + queries - 1
 
 

@@ -1,0 +1,200 @@
+"""Due: what is to be sealed is what counting units by hand finds, and its slots are where `append` put the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hfkvq.kernels import PageFormat, StoreFormat, append, due
+from hfkvq.kernels.decode import LENGTH, RUNS
+from hfkvq.kernels.dispatch import reference
+
+# Rows: tokens stored, then keys and values that are sealed.
+CASES: dict[str, dict[str, Any]] = {
+    "by the token": {
+        "rows": [(0, 0, 0), (3, 0, 0), (4, 0, 0), (9, 0, 0), (10, 0, 0), (47, 26, 26), (47, 38, 37)],
+        "sink": 4,
+        "tails": (21, 21),
+        "local": (5, 5),
+        "unit": (1, 1),
+        "most": (12, 12),
+    },
+    "by the page": {
+        "rows": [(0, 0, 0), (4, 0, 0), (19, 0, 0), (20, 0, 0), (36, 16, 0), (35, 16, 0), (83, 64, 32), (84, 64, 48)],
+        "sink": 4,
+        "tails": (31, 47),
+        "local": (0, 16),
+        "unit": (16, 16),
+        "most": (16, 32),
+    },
+    "keys by the page, values by the token": {
+        "rows": [(7, 0, 0), (8, 0, 0), (31, 16, 15), (32, 16, 15), (47, 32, 31), (48, 32, 31)],
+        "sink": 0,
+        "tails": (23, 32),
+        "local": (0, 16),
+        "unit": (8, 1),
+        "most": (16, 1),
+    },
+    "every slot of the tail": {
+        "rows": [(17, 0, 0), (30, 13, 11), (33, 16, 14), (34, 17, 15), (50, 33, 31)],
+        "sink": 0,
+        "tails": (17, 19),
+        "local": (0, 0),
+        "unit": (1, 1),
+        "most": (17, 19),
+    },
+    "more slots than the tail has": {
+        "rows": [(30, 24, 24)],
+        "sink": 2,
+        "tails": (5, 7),
+        "local": (1, 0),
+        "unit": (2, 4),
+        "most": (11, 9),
+    },
+    "no slots of values": {
+        "rows": [(40, 16, 21), (2, 0, 0)],
+        "sink": 3,
+        "tails": (24, 17),
+        "local": (2, 0),
+        "unit": (8, 1),
+        "most": (16, 0),
+    },
+    "no slots of keys": {
+        "rows": [(40, 32, 21), (70, 64, 50)],
+        "sink": 3,
+        "tails": (24, 17),
+        "local": (0, 0),
+        "unit": (32, 1),
+        "most": (0, 17),
+    },
+    "prompts ask for no slots": {
+        "rows": [(400, 0, 0), (1, 0, 0), (263, 128, 56)],
+        "sink": 8,
+        "tails": (0, 0),
+        "local": (0, 64),
+        "unit": (128, 1),
+        "most": (0, 0),
+    },
+    "more is sealed than would be": {
+        "rows": [(40, 32, 40), (40, 24, 30), (12, 16, 12)],
+        "sink": 0,
+        "tails": (40, 40),
+        "local": (20, 30),
+        "unit": (8, 1),
+        "most": (8, 2),
+    },
+}
+
+
+def counters_of(rows, junk=9):
+    """Counters of one run; padding changes nothing."""
+    found = torch.full((RUNS + 2, len(rows)), junk, dtype=torch.int32)
+    found[LENGTH] = torch.tensor([row[0] for row in rows])
+    found[RUNS:] = torch.tensor([row[1:] for row in rows]).T
+    return found
+
+
+def by_hand(rows, sink, tails, local, unit, most):
+    """One row and one unit at a time."""
+    new: list[list[int]] = [[], []]
+    slots: list[list[list[int]]] = [[], []]
+    for side in (0, 1):
+        for length, *counts in rows:
+            sealed = counts[side]
+            left = length - sink - local[side]
+            target = next((n for n in range(length, 0, -1) if n <= left and n % unit[side] == 0), 0)
+            new[side].append(max(target - sealed, 0))
+            slots[side].append([(sealed + i) % max(tails[side], 1) for i in range(most[side])])
+    shapes = [(len(rows), span) for span in most]
+    index = [torch.tensor(own, dtype=torch.int32).view(shape) for own, shape in zip(slots, shapes, strict=True)]
+    return torch.tensor(new, dtype=torch.int32), index
+
+
+def assert_same(got, expected):
+    for a, b in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+        assert a.dtype == b.dtype == torch.int32
+        assert a.shape == b.shape
+        assert torch.equal(a.cpu(), b.cpu())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_units_are_counted_by_hand(backend, name):
+    counters = counters_of(CASES[name]["rows"]).to(backend)
+    knobs = {key: value for key, value in CASES[name].items() if key != "rows"}
+    before = counters.clone()
+    got = due(counters, **knobs)
+    assert_same(got, by_hand(**CASES[name]))
+    assert torch.equal(counters, before)
+    assert all(x.device == counters.device for x in (got[0], *got[1]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_are_what_they_are_called(name):
+    """Something is due and something is not, on a side each, or the cases above would not tell them apart."""
+    new, index = by_hand(**CASES[name])
+    if name == "more is sealed than would be":
+        assert not new.any()
+    elif name == "prompts ask for no slots":
+        assert new.max() == 384
+        assert [x.numel() for x in index] == [0, 0]
+    else:
+        assert new.any()
+    if name in ("every slot of the tail", "more slots than the tail has", "by the page"):
+        assert any((row.diff() < 0).any() for row in index[0])
+
+
+def drawn(generator):
+    """Rows as stores have them, and windows that differ by side."""
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    local, unit = [draw(0, 20) for _ in "kv"], [(1, 8, 16)[draw(0, 2)] for _ in "kv"]
+    tails = [own + step - 1 + draw(1, 16) for own, step in zip(local, unit, strict=True)]
+    sink, rows = draw(0, 9), []
+    for _ in range(draw(1, 9)):
+        # What a side lacks is in its tail.
+        rest = draw(0, 90)
+        sealed = [
+            max(-(-max(rest - tail, 0) // step) * step, (rest - draw(0, tail)) // step * step)
+            for tail, step in zip(tails, unit, strict=True)
+        ]
+        rows.append((draw(0, sink) if rest == 0 else sink + rest, *sealed))
+    most = [draw(0, tail) for tail in tails]
+    return {"rows": rows, "sink": sink, "tails": tails, "local": local, "unit": unit, "most": most}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_kernel_equals_the_reference(triton_backend, seed):
+    case = drawn(torch.Generator().manual_seed(seed))
+    counters = counters_of(case["rows"])
+    knobs = [case[name] for name in ("sink", "tails", "local", "unit", "most")]
+    new, *index = reference("due")(counters, *knobs)
+    assert_same(due(counters.to(triton_backend), *knobs), (new, index))
+    assert_same((new, index), by_hand(**case))
+
+
+def test_slots_hold_the_oldest_tokens(backend):
+    """Tokens that tell their position, appended as steps append them: the tail has gone round by then."""
+    sink, tails, sealed = 4, (13, 24), (24, 16)
+    store = StoreFormat(((PageFormat(16, "token", 1, 8),) * 2,), sink)
+    counters = counters_of([(0, 0, 0)], junk=0).to(backend)
+    windows = [torch.full((1, 1, size, 8), -1.0, device=backend) for size in (sink, sink, *tails)]
+    for at in range(39):
+        token = torch.full((1, 1, 1, 8), float(at), device=backend)
+        append(token, token, counters, windows, store)
+    counters[RUNS:, 0] = torch.tensor(sealed)
+    new, index = due(counters, sink, tails, (0, 2), (8, 1), (8, 17))
+    assert new.tolist() == [[8], [17]]
+    for side in (0, 1):
+        held = windows[2 + side][0, 0, index[side][0].long(), 0]
+        assert held.tolist() == [float(sink + sealed[side] + i) for i in range(int(new[side]))]
+
+
+@pytest.mark.parametrize("name", ["by the page", "no slots of values", "prompts ask for no slots"])
+def test_opcheck(backend, name):
+    counters = counters_of(CASES[name]["rows"]).to(backend)
+    knobs = [list(x) if isinstance(x, tuple) else x for key, x in CASES[name].items() if key != "rows"]
+    torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, *knobs))
