@@ -397,7 +397,7 @@ def test_runs_that_meet_take_turns(tmp_path):
     def run(name, lines):
         meeting = Meeting(tmp_path / "meet", 3, patience=60, name=name)
         for i in range(lines):
-            with contextlib.suppress(RuntimeError), meeting.line():
+            with meeting.line(), contextlib.suppress(RuntimeError):
                 events.append(("prepares", i))
                 if (name, i) == ("b", 1):
                     raise RuntimeError("no memory")

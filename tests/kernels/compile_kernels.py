@@ -281,6 +281,15 @@ STORES = (
 )
 """Stores beyond the benchmark's."""
 
+EARLY = (
+    (128, BF16, "s4;k0;v0;2c32p128+4x16+16x8/2t32p128"),
+    (128, BF16, "s0;k128;v0;4t128p128/4t128p128"),
+    (128, F16, "s0;k0;v0;2c32p128/2t32p128|8t128p128/8t128p128"),
+    # Pages whose parts are no multiples of 16 bytes.
+    (100, F16, "s4;k0;v0;4c128p128/4t25p128"),
+)
+"""Stores that a compiled step attends to: head dim, dtype, store."""
+
 RAISED = (
     (128, BF16, "s0;k0;v0;2c128p128+4x16/2t128p128"),
     (64, F16, "s0;k0;v0;2c16p32+4x5+16x9/2t64p32"),
@@ -332,6 +341,12 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
     for spec, rule, query, dtype, tokens in STEPS:
         with case(f"step of {tokens}, {spec}, {dtype}, channels by {rule or 'none'}"):
             step(StoreFormat.parse(spec), rule, query, dtype, tokens)
+    for dim, dtype, spec in EARLY:
+        with case(f"attention while a step begins, {spec}, heads of {dim}, {dtype}"):
+            store = fill(Pages(store=spec), dim, dim, dtype)
+            query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
+            asked = (None, None, 0.1, 0.0, store.format, True)
+            kernels.decode_attention(query, store.counters, store.windows, store.flat_runs(), *asked)
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)

@@ -474,3 +474,26 @@ def test_adverse_data(triton_backend, name, change):
     scaling = layer.case.head_dim**-0.5
     exact, plain = attend(layer, torch.float64, scaling), attend(layer, layer.case.dtype, scaling)
     assert_as_good_as_torch(decode(layer, triton_backend, scaling), exact, plain)
+
+
+def test_hidden_tokens_may_be_no_numbers(triton_backend):
+    """Two tokens share a row of 16-bit channels, so one that a mask hides must not reach the other."""
+    case = Case(
+        runs="2c32p128+16x5/2t64p128",
+        heads=1,
+        dtype=torch.bfloat16,
+        tail=(140, 140),
+        lengths=[4 + 128 + 9],
+        starts=[0],
+        keys=[[128]],
+        values=[[128]],
+        pages=2,
+    )
+    q, counters, windows, runs = build(case).to(triton_backend)
+    mask = torch.ones(1, 1, 1, 141, dtype=torch.bool, device=triton_backend)
+    mask[..., 4 + 3] = False
+    asked = (counters, windows, runs, mask, None, 0.125, 0.0, case.store)
+    expected = decode_attention(q, *asked)
+    full = next(x for x in runs if x.dtype == torch.bfloat16 and x.shape[-1] == 8)
+    full[:, :, 3] = torch.inf
+    torch.testing.assert_close(decode_attention(q, *asked), expected, rtol=0, atol=0)

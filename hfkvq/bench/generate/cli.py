@@ -167,7 +167,10 @@ def generate_command(
     ] = False,
     meet: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Compile beside other runs of this command, and take turns in timing."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Compile beside other runs of this command, and take turns in timing; an empty folder.",
+        ),
     ] = None,
     of: Annotated[int, typer.Option(min=1, help="How many runs meet there.")] = 1,
     merge: Annotated[

@@ -19,9 +19,9 @@ class Meeting:
     its own, and none prepares its next line before all have. Each run is a process with a model of its own.
 
     Attributes:
-        folder: one that all runs see.
+        folder: one that all runs see, empty before the first of them begins.
         of: how many runs there are.
-        patience: seconds to wait for the others.
+        patience: seconds to wait for the others to be ready, and then for them to be done.
         name: of this run.
     """
 
@@ -51,7 +51,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Within this context no other run times or prepares anything."""
+        """Within this context no other run times or prepares anything, as long as all have patience."""
         self._turns += 1
         self._say("ready")
         self._await("ready")
@@ -72,7 +72,8 @@ class Meeting:
                 self._turns += 1
                 self._say("ready")
             self._say("done")
-            self._await("done")
+        # Not where a line ends the run.
+        self._await("done")
 
     def leave(self) -> None:
         """Says that this run has no more lines."""

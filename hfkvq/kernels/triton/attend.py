@@ -163,7 +163,7 @@ def attend_pages(
                     b_risen = b_risen + (raised_scales(p_group, b_channel, r * B4, N4, B4),)
                 b_highs = b_highs + (raised_fields(k_high, i_head, 0, r * B4, G, N4, B4, G),)
         if N16 > 0:
-            b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16, BM)
+            b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16, BM, MASK)
         for h in tl.static_range(BT // PART):
             b_logits = ()
             b_vs = ()
@@ -265,23 +265,26 @@ def attend_pages(
 
 @triton.jit
 def ask_ahead(p, BYTES: tl.constexpr):
-    """Has BYTES from ``p`` on brought into the L2 cache: one instruction, from compute capability 9.0 on."""
-    tl.static_assert(BYTES % 16 == 0)
-    tl.inline_asm_elementwise(
-        asm="""{
-        .reg .pred p;
-        .reg .b32 t;
-        mov.u32 t, %laneid;
-        setp.eq.u32 p, t, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        constraints="=r,l,r",
-        args=[p.to(tl.int64), BYTES],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    """Has BYTES from ``p`` on brought into the L2 cache: one instruction, from compute capability 9.0 on.
+
+    It takes multiples of 16; of head dims that make others nothing is asked for.
+    """
+    if BYTES % 16 == 0:
+        tl.inline_asm_elementwise(
+            asm="""{
+            .reg .pred p;
+            .reg .b32 t;
+            mov.u32 t, %laneid;
+            setp.eq.u32 p, t, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            constraints="=r,l,r",
+            args=[p.to(tl.int64), BYTES],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -481,7 +484,7 @@ def attend_loose(
                     b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
                     b_own = add_channel_logits(biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS)
                     if N16 > 0 and K_NORM == 0:
-                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16, BM)
+                        b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16, BM, MASK)
                         b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, i_slot, G, N16, BR, B16, BM)
                     if N4 > 0:
                         p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
@@ -493,7 +496,7 @@ def attend_loose(
                     if K_NORM > 0:
                         b_own = norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
                         if N16 > 0:
-                            b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16, BM)
+                            b_wholes = whole_queries(p_head, m_m, run[8] + i_head * N16, N16, B16, BM, MASK)
                             b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, i_slot, G, N16, BR, B16, BM)
                     b_own = b_own * (log2_scaling * key_unit(K_BITS))
                 else:

@@ -259,12 +259,13 @@ def add_raised_logits(
 
 
 @triton.jit
-def whole_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr):
+def whole_queries(p_q, m_m, index, R: tl.constexpr, BR: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr):
     """Queries of the channels kept in 16 bits, as they are: a right operand [BR, BM].
 
     Of eight channels two, with them in the upper half and in the lower one: `add_whole_logits` has rows of two tokens.
+    Not with a MASK: a hidden token may be no number, which times zero would be none for the other token either.
     """
-    if R == 8:
+    if R == 8 and MASK == 0:
         # Channels are read as words: products that bytes lead to are laid out for bytes, as ldmatrix does not load. So
         # are those that a join leads to.
         o_r = tl.arange(0, R)
@@ -290,7 +291,7 @@ def add_whole_logits(
     """Raw logits [SUB, BM] with those of the channels kept in 16 bits added, of tokens from slot ``i_slot`` on."""
     o_r = tl.arange(0, BR)
     p_full = full + (i_head * G + i_slot) * N16
-    if N16 == 8:
+    if len(b_qs) == 2:
         # A row is two tokens, SUB / 2 apart: padding would double what is loaded.
         o_t = tl.arange(0, SUB // 2)
         b_x = tl.load(p_full + o_t[:, None] * N16 + (o_r // N16 * (SUB // 2 * N16) + o_r % N16)[None, :])

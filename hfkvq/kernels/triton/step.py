@@ -65,8 +65,9 @@ def due_triton(
             *unit,
             *most,
             batch,
-            BMK=power(most[0]),
-            BMV=power(most[1]),
+            # At least a step's most tokens: one variant for all of them.
+            BMK=max(16, power(most[0])),
+            BMV=max(16, power(most[1])),
             num_warps=1,
         )
     return new, index[0], index[1]
