@@ -18,12 +18,13 @@ from hfkvq.kernels.pages import RunView
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
 
 from .clock import Clock
+from .dense import dense_attention
 from .evict import EvictingLayer
 from .layer import KVLayer
 from .observe import Observation
 from .scheme import Scheme
 from .store import SIDES, KVStore, RowState, _target
-from .traced import LAYERS, StepKV, dense_attention
+from .traced import LAYERS, StepKV
 
 
 def why_not(scheme: Scheme, key_dim: int, value_dim: int) -> str | None:

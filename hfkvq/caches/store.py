@@ -125,6 +125,10 @@ def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
     return torch.minimum(torch.maximum(x, -limit), limit)
 
 
+Source = tuple[Tensor, Callable[[Tensor], Tensor] | None]
+"""A tensor that tokens are sealed from, and where in it tokens behind the sink stand; None: it is the tail, a ring."""
+
+
 class KVStore:
     """Storage of one layer.
 
@@ -326,11 +330,7 @@ class KVStore:
         Returns:
             Whether a seal was due in some row.
         """
-
-        def ring(tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-            return tail, lambda behind: behind % tail.shape[2]
-
-        return self._seal(ring(self.windows[2]), ring(self.windows[3]), hold, q_abs, tags, in_tail=True)
+        return self._seal((self.windows[2], None), (self.windows[3], None), hold, q_abs, tags)
 
     def due(self, side: Side, hold: int = 0) -> int:
         """Most tokens that a row has to seal on a side now."""
@@ -342,14 +342,13 @@ class KVStore:
 
     def _seal(
         self,
-        keys: tuple[Tensor, Callable[[Tensor], Tensor]],
-        values: tuple[Tensor, Callable[[Tensor], Tensor]],
+        keys: Source,
+        values: Source,
         hold: int,
         q_abs: Tensor | None,
         tags: Tensor | None,
-        in_tail: bool = False,
     ) -> bool:
-        sides: tuple[tuple[Side, SideLayout, tuple[Tensor, Callable[[Tensor], Tensor]]], ...] = (
+        sides: tuple[tuple[Side, SideLayout, Source], ...] = (
             ("keys", self.layout.keys, keys),
             ("values", self.layout.values, values),
         )
@@ -367,26 +366,24 @@ class KVStore:
             for state in self.states
         )
         if not self.format.ordered:
-            rest = (self.counters[LENGTH] - self.layout.sink).clamp(min=0)
-            self._seal_by_width(keys, values, rest, due["keys"], hold, tags)
+            self._seal_by_width(keys, values, due["keys"], hold, tags)
             self.states = states
             return True
         page = self.format.runs[0][0].page_size
         room = max(-(-max(state.keys, state.values) // page) for state in states)
         self._grow(0, room)
-        tails = [source.shape[2] if in_tail else 0 for _, _, (source, _) in sides]
         new, slots = kernels.due(
             self.counters,
             self.layout.sink,
-            tails,
+            [tail.shape[2] for tail in self.windows[2:]],
             [max(layout.local, hold) for _, layout, _ in sides],
             [layout.unit for _, layout, _ in sides],
-            [due[side] if in_tail else 0 for side, _, _ in sides],
+            [due[side] if columns is None else 0 for side, _, (_, columns) in sides],
         )
         for at, (side, _, (source, columns)) in enumerate(sides):
             if due[side]:
                 count, index = run_count(self.counters, 0, side), slots[at]
-                if not in_tail:
+                if columns is not None:
                     behind = count[:, None] + torch.arange(due[side], dtype=torch.int32, device=self.device)
                     index = columns(behind).clamp(0, source.shape[2] - 1).to(torch.int32)
                 self._seal_run(0, side, count, new[at], source, index, q_abs)
@@ -421,9 +418,8 @@ class KVStore:
 
     def _seal_by_width(
         self,
-        keys: tuple[Tensor, Callable[[Tensor], Tensor]],
-        values: tuple[Tensor, Callable[[Tensor], Tensor]],
-        rest: Tensor,
+        keys: Source,
+        values: Source,
         bound: int,
         hold: int,
         tags: Tensor | None,
@@ -434,12 +430,16 @@ class KVStore:
         """
         layout = self.layout.keys
         sealed = sealed_count(self.counters, "keys")
+        rest = (self.counters[LENGTH] - self.layout.sink).clamp(min=0)
         target = (rest - max(layout.local, hold)).clamp(min=0) // layout.unit * layout.unit
         new = (target - sealed).clamp(min=0)
         step = torch.arange(bound, dtype=torch.int32, device=self.device)
         behind = sealed[:, None] + step
         position = behind + self.layout.sink
-        indices = [columns(behind).clamp(0, source.shape[2] - 1) for source, columns in (keys, values)]
+        indices = [
+            behind % source.shape[2] if columns is None else columns(behind).clamp(0, source.shape[2] - 1)
+            for source, columns in (keys, values)
+        ]
         gathered = [
             source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
             for (source, _), index in zip((keys, values), indices, strict=True)

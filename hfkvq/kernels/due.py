@@ -43,7 +43,7 @@ def _(
     return counters.new_empty((2, batch)), counters.new_empty((batch, most[0])), counters.new_empty((batch, most[1]))
 
 
-triton_slot("due", "step:due_triton")
+triton_slot("due", "due:due_triton")
 
 
 def due(

@@ -241,6 +241,10 @@ def seen(buffer: Tensor, rows: int) -> Tensor:
 
     An operation, though it but reads: inductor does not know that a view in another dtype shares memory, and would read
     it again after a step has written there.
+
+    Args:
+        buffer: u8, the layer's buffer, which begins with the counters (see `carve`).
+        rows: B, its rows.
     """
     return _seen(buffer, rows)
 
@@ -442,7 +446,7 @@ def run_step(
                 state.query.copy_(whole[:, :, -1:])
             seal_due(state, plan, k.shape[2])
         out = decode_attention(
-            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, True
+            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, early=True
         )
     return out.reshape(*whole.shape[:3], out.shape[-1])
 

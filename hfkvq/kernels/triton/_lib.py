@@ -58,7 +58,7 @@ def cdiv(x: int, y: int) -> int:
 
 def power(x: int) -> int:
     """The least power of two that is not below ``x``: what `tl.arange` takes."""
-    # Likewise.
+    # Not Triton's own either.
     return 1 << max(0, x - 1).bit_length()
 
 
