@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -45,8 +46,12 @@ def triton_slot(name: str, launcher: str) -> None:
     """
     module, function = launcher.split(":")
 
+    @functools.cache
+    def found() -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"hfkvq.kernels.triton.{module}"), function)
+
     def run(*args: Any) -> Any:
-        return getattr(importlib.import_module(f"hfkvq.kernels.triton.{module}"), function)(*args)
+        return found()(*args)
 
     op = _OPS[name]
     _LAUNCHERS[name] = run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ RAISED_STEP = 8
 _SPEC = re.compile(r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(?P<raised>(\+\d+x\d+)*)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PageFormat:
     """How G tokens x D channels of one KV head become bytes.
 
@@ -112,7 +112,7 @@ class PageFormat:
         if sum(count for _, count in self.raised) > head_dim:
             raise ValueError(f"raised: got {self.raised}, more channels than head_dim {head_dim} has.")
 
-    @property
+    @cached_property
     def spec(self) -> str:
         """Short, reversible name, e.g. ``"2c128p128+4x16"``; ops take it as their static argument."""
         raised = "".join(f"+{width}x{count}" for width, count in self.raised)
@@ -132,7 +132,7 @@ class PageFormat:
         group, page = int(match["group"]), int(match["page"])
         return PageFormat(int(match["bits"]), axis, group, page, raised, bool(match["normed"]))
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether a page is sealed as a whole: something that it holds is of all its tokens."""
         return self.normed or (self.axis == "channel" and self.bits < 8)
@@ -154,7 +154,7 @@ class PageFormat:
         """Dtype of channel indices: u8 while it holds them, i16 for latents of more than 256 channels."""
         return torch.uint8 if head_dim <= 256 else torch.int16
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors a side of this format holds, in the order in which ops take them."""
         names = ["codes"]
@@ -209,7 +209,7 @@ class PageFormat:
         return self.bits + sum((width - self.bits) * count for width, count in self.raised) / head_dim
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StoreFormat:
     """Static description of everything one layer holds: `sink | runs of pages | tail`, keys beside values.
 
@@ -242,12 +242,12 @@ class StoreFormat:
             if values.raised or (values.axis == "channel" and values.bits < 16):
                 raise ValueError("values: only per-token formats without raised channels are supported.")
 
-    @property
+    @cached_property
     def ordered(self) -> bool:
         """Whether run token j is the row's token ``sink + j`` (a single run)."""
         return len(self.runs) == 1
 
-    @property
+    @cached_property
     def spec(self) -> str:
         """Reversible name; ops take it as their static argument."""
         runs = "|".join(f"{keys.spec}/{values.spec}" for keys, values in self.runs)

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +47,20 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 GPUS = {"8.0": ("A100", 108, 164 << 10), "9.0": ("H200", 132, 228 << 10), "10.0": ("B200", 148, 228 << 10)}
 """Name, multiprocessors and their shared memory, by compute capability."""
+
+
+class Idle:
+    """A compiled kernel that does nothing."""
+
+    function = packed_metadata = None
+
+    def run(self, *_: Any) -> None:
+        return None
+
+    launch_metadata = run
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.run
 
 
 class FrontEnd:
@@ -90,7 +103,7 @@ class FrontEnd:
 
     # What Triton calls to compile.
 
-    def compile(self, src: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> SimpleNamespace:
+    def compile(self, src: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> Idle:
         """The first steps of `triton.compile`, then a kernel that does nothing."""
         name = name_of(src.fn)
         self.built.add(name)
@@ -108,8 +121,7 @@ class FrontEnd:
                 raise RuntimeError("the IR is not valid.")
         except Exception as error:
             self.log("failed", name, self.doing, told(error))
-        nothing = {"function": None, "packed_metadata": None}
-        return SimpleNamespace(run=lambda *_: None, launch_metadata=lambda *_: None, **nothing)
+        return Idle()
 
 
 def told(error: BaseException) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,8 +14,9 @@ from torch import Tensor
 from ..decode import LENGTH
 from ..dispatch import reference
 from ..hadamard import largest_block
-from ._lib import cdiv, on_device, power
+from ._lib import cdiv, power
 from .hadamard import butterflies
+from .launch import Launch
 
 
 @triton.jit
@@ -91,11 +93,13 @@ def is_misrounded(x: Tensor, tail: Tensor, rotate: int) -> bool:
     return rounds and not x.is_cuda and torch.bfloat16 in (x.dtype, tail.dtype)
 
 
-def append_constants(keys: Tensor, values: Tensor, rotate_keys: int, rotate_values: int) -> dict[str, Any]:
-    """What kernels that call `append_side` for both sides are launched with, by name."""
+def append_constants(
+    keys: tuple[int, ...], values: tuple[int, ...], rotate_keys: int, rotate_values: int
+) -> dict[str, Any]:
+    """What kernels that call `append_side` for keys and values of these shapes are launched with, by name."""
     found: dict[str, Any] = {"enable_fp_fusion": False}
-    for name, x, rotate in (("V", values, rotate_values), ("K", keys, rotate_keys)):
-        _, heads, tokens, dim = x.shape
+    for name, shape, rotate in (("V", values, rotate_values), ("K", keys, rotate_keys)):
+        _, heads, tokens, dim = shape
         block = rotate or largest_block(dim)
         # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
         rows = power(min(tokens * heads * dim, 8192) // block)
@@ -106,35 +110,76 @@ def append_constants(keys: Tensor, values: Tensor, rotate_keys: int, rotate_valu
     return found
 
 
+class NewTokens(NamedTuple):
+    """Keys and values of new tokens and the windows they join, but for their addresses.
+
+    Attributes:
+        keys: shape.
+        key_stride: likewise.
+        values: shape.
+        value_stride: likewise.
+        dtype: of both.
+        held: dtype of the windows.
+        sink: tokens of the sink.
+        key_tail: slots of the tail of keys.
+        value_tail: of values.
+        device: of everything.
+    """
+
+    keys: tuple[int, ...]
+    key_stride: tuple[int, ...]
+    values: tuple[int, ...]
+    value_stride: tuple[int, ...]
+    dtype: torch.dtype
+    held: torch.dtype
+    sink: int
+    key_tail: int
+    value_tail: int
+    device: torch.device
+
+
+def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTokens:
+    """What launches have to know of them."""
+    sink_k, _, tail_k, tail_v = windows
+    return NewTokens(
+        keys.shape,
+        keys.stride(),
+        values.shape,
+        values.stride(),
+        keys.dtype,
+        tail_k.dtype,
+        sink_k.shape[2],
+        tail_k.shape[2],
+        tail_v.shape[2],
+        keys.device,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launch:
+    constants = append_constants(new.keys, new.values, rotate_keys, rotate_values)
+    batch, heads, tokens, _ = new.keys
+    numbers = (
+        LENGTH * batch,
+        *new.key_stride,
+        *new.value_stride,
+        constants["BLOCK_K"] ** -0.5,
+        constants["BLOCK_V"] ** -0.5,
+        heads,
+        tokens,
+        new.sink,
+        new.key_tail,
+        new.value_tail,
+    )
+    return Launch(append_kernel, (batch,), numbers, constants, new.device)
+
+
 def append_triton(
     keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Tensor], rotate_keys: int, rotate_values: int
 ) -> None:
     """Launcher of `hfkvq.kernels.append`; bf16 rounding under the interpreter takes the reference."""
-    sink_k, sink_v, tail_k, tail_v = windows
-    if is_misrounded(keys, tail_k, rotate_keys or rotate_values):
+    if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
         return reference("append")(keys, values, counters, windows, rotate_keys, rotate_values)
-    assert all(x.is_contiguous() for x in (counters, *windows)), "written in place"
-    batch, heads, tokens, _ = keys.shape
-    constants = append_constants(keys, values, rotate_keys, rotate_values)
-    with on_device(keys):
-        append_kernel[(batch,)](
-            keys,
-            values,
-            sink_k,
-            sink_v,
-            tail_k,
-            tail_v,
-            counters,
-            LENGTH * counters.shape[1],
-            *keys.stride(),
-            *values.stride(),
-            constants["BLOCK_K"] ** -0.5,
-            constants["BLOCK_V"] ** -0.5,
-            heads,
-            tokens,
-            sink_k.shape[2],
-            tail_k.shape[2],
-            tail_v.shape[2],
-            **constants,
-        )
+    assert all([x.is_contiguous() for x in (counters, *windows)]), "written in place"
+    _launch(new_tokens(keys, values, windows), rotate_keys, rotate_values)(keys, values, *windows, counters)
     return None

@@ -56,6 +56,7 @@ _INTERPRETER: Mapping[str, Knobs] = {"decode": {"programs_per_sm": 4, "stages": 
 
 _OVERRIDES: list[tuple[str, str | None, Knobs]] = []
 _WATCHERS: list[set[tuple[str, str]]] = []
+_EDITION = [0]
 
 
 def key_of(keys: PageFormat, values: PageFormat, head_dim: int, columns: int) -> str:
@@ -72,6 +73,16 @@ def lookup(device: torch.device, kernel: str, key: str) -> Knobs:
     for seen in _WATCHERS:
         seen.add((kernel, key))
     return _merged(device, kernel, key)
+
+
+def edition() -> int:
+    """Number of the answers that `lookup` gives now: who keeps what it made of them asks again when it moves."""
+    return _EDITION[0]
+
+
+def _renew() -> None:
+    _merged.cache_clear()
+    _EDITION[0] += 1
 
 
 @lru_cache(maxsize=1024)
@@ -113,13 +124,13 @@ def override(kernel: str, key: str | None, **knobs: int) -> Iterator[None]:
         raise ValueError(problem)
     entry = (kernel, key, knobs)
     _OVERRIDES.append(entry)
-    _merged.cache_clear()
+    _renew()
     try:
         yield
     finally:
         # By identity: equal entries may be nested.
         del _OVERRIDES[next(i for i, other in enumerate(_OVERRIDES) if other is entry)]
-        _merged.cache_clear()
+        _renew()
 
 
 @contextlib.contextmanager
@@ -127,6 +138,8 @@ def watch() -> Iterator[set[tuple[str, str]]]:
     """Collects the (kernel, key) pairs that are looked up within this context."""
     seen: set[tuple[str, str]] = set()
     _WATCHERS.append(seen)
+    # What is kept would not be looked up.
+    _renew()
     try:
         yield seen
     finally:
@@ -153,7 +166,7 @@ def tuning_file() -> Path | None:
 def reload() -> None:
     """Reads the tuning file anew at the next `lookup`."""
     _saved.cache_clear()
-    _merged.cache_clear()
+    _renew()
 
 
 def _problem(kernel: str, knobs: object) -> str | None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import hadamard
-from ..pages import PageFormat, RunView, Side, StoreFormat, split_runs
-from ._lib import cdiv, multiprocessors, on_device, power, shared_memory
+from ..pages import PageFormat, Side, StoreFormat
+from ._lib import cdiv, multiprocessors, power, shared_memory
 from .attend import decode_kernel
-from .configs import key_of, lookup
+from .configs import edition, key_of, lookup
 from .general import general_decode
-from .merge import mask_arguments, merge_splits
+from .launch import Launch, Nest
+from .merge import MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -25,7 +26,7 @@ SMALL = 1088
 """Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
 
 FACTORS = 12
-"""Tensors of a run as `_run_tensors` has them, of which normed formats have more."""
+"""Tensors of a run as `_order` has them, of which normed formats have more."""
 
 STEP = 7
 """Where `_format_constants` has the tokens of a step."""
@@ -102,8 +103,9 @@ def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def is_served(form: StoreFormat, head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_kernel` takes a store; `general_decode` takes the others."""
+def is_served(store: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `decode_kernel` takes a store of this format; `general_decode` takes the others."""
+    form = StoreFormat.parse(store)
     if dtype not in _DTYPES or max(head_dim, value_dim) > 256:
         return False
     pages = {keys.page_size for keys, _ in form.runs}
@@ -177,19 +179,204 @@ def _format_constants(
     return constants, buffers * size + SMALL
 
 
-def _run_tensors(view: RunView, keys: PageFormat, values: PageFormat) -> tuple[Tensor, ...]:
-    """A run's tensors in the kernel's order; the table stands for what a format does not have."""
-    table = view.table.contiguous()
-    key = dict(zip(keys.names, view.keys, strict=True))
-    value = dict(zip(values.names, view.values, strict=True))
-    for fmt, named in ((keys, key), (values, value)):
-        assert all(part.is_contiguous() for part in named.values()), "pages are contiguous"
-        if fmt.bits == 8:
-            named["codes"] = named["codes"].view(torch.uint8).view(torch.int16)
+class _Plan(NamedTuple):
+    """What launches need besides addresses.
+
+    Attributes:
+        launches: one for two runs each.
+        merge: joins their splits.
+        part: shape of the splits' sums, which end with the value dim.
+        out: shape of the result.
+        dtype: of the result.
+    """
+
+    launches: tuple[Launch, ...]
+    merge: Launch
+    part: tuple[int, ...]
+    out: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    store: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    model_dtype: torch.dtype,
+    device: torch.device,
+    windows: tuple[int, int, int, int, torch.dtype],
+    blocks: tuple[int, ...],
+    mask: MaskKind | None,
+    sinks: tuple[int, torch.dtype] | None,
+    scaling: float,
+    softcap: float,
+    rotate: int,
+    early: bool,
+    edition: int,
+) -> _Plan:
+    """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape.
+
+    Args:
+        store: name of the store's format.
+        shape: of the queries.
+        stride: of the queries.
+        dtype: of the queries, rotated or not.
+        model_dtype: of the queries as they came.
+        device: of all tensors.
+        windows: KV heads, value dim, slots of the tail of keys and of values, dtype of what is not quantized.
+        blocks: pages of a row, for each run.
+        mask: see `mask_kind`.
+        sinks: see `sinks_kind`.
+        scaling: factor on the logits.
+        softcap: 0 for none.
+        rotate: Hadamard block in which the kernel rotates queries, 0 where that is done.
+        early: see `decode_attention`.
+        edition: of the launch parameters.
+    """
+    form = StoreFormat.parse(store)
+    batch, query_heads, queries, head_dim = shape
+    heads, value_dim, key_tail, value_tail, _ = windows
+    rows = query_heads // heads * queries
+    columns = 8 if rows <= 8 else 16
+    tiles = cdiv(rows, columns)
+    page = form.runs[0][0].page_size
+    kind = MaskKind() if mask is None else mask
+
+    sms = multiprocessors(device)
+    knobs = [lookup(device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
+    memory = shared_memory(device)
+    room = memory // knobs[0]["programs_per_sm"]
+    formats = [
+        _format_constants(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0)
+        for own, knob in zip(form.runs, knobs, strict=True)
+    ]
+    # At least one: where loads are not asynchronous, they take no shared memory.
+    resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // size for _, size in formats)))
+    rows_of_programs = batch * heads * tiles
+    loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, key_tail, value_tail, queries), BLOCK)
+    rest = 0 if form.ordered else page // BLOCK
+    rests = [rest] * len(blocks)
+    paged = split_counts(blocks, rows_of_programs, resident)
+    # Where pages are few and many bytes, steps of one run side by side.
+    steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(blocks, formats, strict=True)]
+    wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
+    fine = wide and 2 * sum(steps) * rows_of_programs <= resident
+    if fine:
+        paged = steps
+    pairs = [range(at, min(at + 2, len(blocks))) for at in range(0, len(blocks), 2)]
+    splits = sum(paged) + loose + sum(rests)
+
+    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    unquantized = PageFormat(16, "token", 1, page)
+    plain, _ = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
+    launches, first = [], 0
+    for own in pairs:
+        counts = [paged[own[0]], 0, loose if own[0] == 0 else 0, rests[own[0]], 0]
+        if len(own) > 1:
+            counts[1], counts[4] = paged[own[1]], rests[own[1]]
+        registers = knobs[own[0]]["max_registers"]
+        numbers = (
+            *stride[:3],
+            *kind.strides,
+            scaling * (rotate**-0.5 if rotate else 1.0),
+            softcap,
+            batch,
+            kind.length,
+            key_tail,
+            value_tail,
+            splits,
+            first,
+            *counts,
+            blocks[own[0]],
+            blocks[own[-1]],
+            int(fine),
+            # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
+            # first: they have more to wait for.
+            sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
+        )
+        constants = {
+            "FORMATS": (*(formats[i][0] for i in own), plain),
+            "AT": own[0],
+            "TOTAL": len(blocks),
+            "H": heads,
+            "SHARE": query_heads // heads,
+            "Q": queries,
+            "D": head_dim,
+            "DV": value_dim,
+            "S": form.sink,
+            "G": page,
+            "BM": columns,
+            "BR": BLOCK,
+            "MASK": kind.kind,
+            "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
+            "SOFTCAP": softcap > 0,
+            "DTYPE": _DTYPES[model_dtype],
+            "ROTATE": rotate,
+            "ROTATED": form.rotate_keys > 0,
+            "PDL": dependent,
+            # Only the first launch comes behind `advance`.
+            "EARLY": early and dependent and first == 0,
+            "num_warps": 1,
+            **({"launch_pdl": True} if dependent else {}),
+            **({"maxnreg": registers} if registers else {}),
+        }
+        grid = (batch * heads, sum(counts), tiles)
+        nest = _nest(form, tuple(own), mask is not None)
+        launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest))
+        first += sum(counts)
+    # Triton's interpreter truncates where bf16 should be rounded.
+    out_dtype = model_dtype if device.type == "cuda" else torch.float32
+    part = (batch * heads, splits, rows, value_dim)
+    merge = merge_launch(part, queries, sinks, form.rotate_values, dependent, device, out_dtype)
+    return _Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
+
+
+@lru_cache(maxsize=256)
+def _tables(store: str) -> tuple[int, ...]:
+    """Where the runs' tables stand among their tensors."""
+    form, at, found = StoreFormat.parse(store), 0, []
+    for keys, values in form.runs:
+        found.append(at)
+        at += 1 + (not form.ordered) + len(keys.names) + len(values.names)
+    return tuple(found)
+
+
+def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
+    """From queries, counters, four windows, all runs' tensors, the mask if there is one, sums, tops and weights."""
+    tables = _tables(form.spec)
+    order = [tuple(tables[i] + at for at in _order(*form.runs[i], ordered=form.ordered)) for i in own]
+    end = tables[-1] + 1 + (not form.ordered) + sum(len(fmt.names) for fmt in form.runs[-1])
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        parts = given[6 : 6 + end]
+        if isinstance(given[0], Tensor):
+            # Not every GPU that Triton knows has an fp8 type.
+            parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
+        runs = tuple([tuple([parts[i] for i in each]) for each in order])
+        mask = given[6 + end] if masked else given[0]
+        return given[0], given[1], tuple(given[2:6]), runs, mask, *given[-3:]
+
+    return nest
+
+
+def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
+    """Which of a run's flat tensors the kernel takes, in its order; the table stands for what a format lacks."""
+    first = 1 if ordered else 2
+    key = {name: first + i for i, name in enumerate(keys.names)}
+    value = {name: first + len(key) + i for i, name in enumerate(values.names)}
     names = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
-    parts = [key.get(name, table) for name in names] + [value.get(name, table) for name in names[:3]]
+    parts = [key.get(name, 0) for name in names] + [value.get(name, 0) for name in names[:3]]
     parts += [named["norm"] for named in (key, value) if "norm" in named]
-    return table, table if view.pos is None else view.pos.contiguous(), *parts
+    return [0, 0 if ordered else 1, *parts]
+
+
+@lru_cache(maxsize=1024)
+def _rotates(store: str, head_dim: int) -> int:
+    """Hadamard block in which the kernel rotates queries; 0 where fields do not divide blocks of the rotation."""
+    form = StoreFormat.parse(store)
+    outside = _low_bit(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)
+    return 0 if outside else form.rotate_keys
 
 
 def decode_attention_triton(
@@ -205,118 +392,48 @@ def decode_attention_triton(
     early: bool = False,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`."""
-    form = StoreFormat.parse(store)
-    batch, query_heads, queries, head_dim = q.shape
-    heads, value_dim = windows[0].shape[1], windows[1].shape[-1]
-    dtype = q.dtype
-    if not is_served(form, head_dim, value_dim, dtype):
+    head_dim, dtype = q.shape[-1], q.dtype
+    sink_k, sink_v, tail_k, tail_v = windows
+    value_dim = sink_v.shape[-1]
+    if not is_served(store, head_dim, value_dim, dtype):
         return general_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
-    views = split_runs(form, runs)
-    rows = query_heads // heads * queries
-    columns = 8 if rows <= 8 else 16
-    tiles = cdiv(rows, columns)
-    # Where fields do not divide blocks of the rotation, queries are rotated before.
-    rotate = form.rotate_keys
-    if rotate and (_low_bit(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)):
-        q, rotate, early = hadamard(q.float(), rotate), 0, False
+    rotate = _rotates(store, head_dim)
+    if not rotate and (block := StoreFormat.parse(store).rotate_keys):
+        q, early = hadamard(q.float(), block), False
     elif q.stride(-1) != 1:
         q, early = q.contiguous(), False
-    page = form.runs[0][0].page_size
-    counters = counters.contiguous()
-    held = tuple(window.contiguous() for window in windows)
-    mask, mask_strides, mask_length, mask_kind = mask_arguments(mask, q)
-
-    sms = multiprocessors(q.device)
-    knobs = [lookup(q.device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
-    memory = shared_memory(q.device)
-    room = memory // knobs[0]["programs_per_sm"]
-    formats = [
-        _format_constants(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0)
-        for own, knob in zip(form.runs, knobs, strict=True)
-    ]
-    # At least one: where loads are not asynchronous, they take no shared memory.
-    resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // size for _, size in formats)))
-    rows_of_programs = batch * heads * tiles
-    most_pages = [view.table.shape[1] for view in views]
-    loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, held[2].shape[2], held[3].shape[2], queries), BLOCK)
-    rest = 0 if form.ordered else page // BLOCK
-    rests = [rest] * len(views)
-    paged = split_counts(tuple(most_pages), rows_of_programs, resident)
-    # Where pages are few and many bytes, steps of one run side by side.
-    steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(most_pages, formats, strict=True)]
-    wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
-    fine = wide and 2 * sum(steps) * rows_of_programs <= resident
-    if fine:
-        paged = steps
-    pairs = [range(at, min(at + 2, len(views))) for at in range(0, len(views), 2)]
-    splits = sum(paged) + loose + sum(rests)
-
-    part = torch.empty((batch * heads, splits, rows, value_dim), dtype=torch.float32, device=q.device)
-    part_top, part_sum = torch.empty((2, batch * heads, splits, rows), dtype=torch.float32, device=q.device)
-    # Triton's interpreter truncates where bf16 should be rounded.
-    out_dtype = dtype if q.is_cuda else torch.float32
-    out = torch.empty((batch, query_heads, queries, value_dim), dtype=out_dtype, device=q.device)
-    dependent = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
-    unquantized = PageFormat(16, "token", 1, page)
-    plain, _ = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
-    first = 0
-    with on_device(q):
-        for own in pairs:
-            counts = [paged[own[0]], 0, loose if own[0] == 0 else 0, rests[own[0]], 0]
-            if len(own) > 1:
-                counts[1], counts[4] = paged[own[1]], rests[own[1]]
-            registers = knobs[own[0]]["max_registers"]
-            decode_kernel[(batch * heads, sum(counts), tiles)](
-                q,
-                counters,
-                held,
-                tuple(_run_tensors(views[i], *form.runs[i]) for i in own),
-                mask,
-                part,
-                part_top,
-                part_sum,
-                *q.stride()[:3],
-                *mask_strides,
-                scaling * (rotate**-0.5 if rotate else 1.0),
-                softcap,
-                batch,
-                mask_length,
-                held[2].shape[2],
-                held[3].shape[2],
-                splits,
-                first,
-                *counts,
-                views[own[0]].table.shape[1],
-                views[own[-1]].table.shape[1],
-                int(fine),
-                # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
-                # first: they have more to wait for.
-                sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
-                FORMATS=(*(formats[i][0] for i in own), plain),
-                AT=own[0],
-                TOTAL=len(views),
-                H=heads,
-                SHARE=query_heads // heads,
-                Q=queries,
-                D=head_dim,
-                DV=value_dim,
-                S=form.sink,
-                G=page,
-                BM=columns,
-                BR=BLOCK,
-                MASK=mask_kind,
-                ROWS=mask_strides[1] != 0 or mask_strides[2] != 0,
-                SOFTCAP=softcap > 0,
-                DTYPE=_DTYPES[dtype],
-                ROTATE=rotate,
-                ROTATED=form.rotate_keys > 0,
-                PDL=dependent,
-                # Only the first launch comes behind `advance`.
-                EARLY=early and dependent and first == 0,
-                num_warps=1,
-                **({"launch_pdl": True} if dependent else {}),
-                **({"maxnreg": registers} if registers else {}),
-            )
-            first += sum(counts)
-        merge_splits(part, part_top, part_sum, sinks, out, form.rotate_values, dependent)
-    return out.to(dtype)
+    tables = _tables(store)
+    tensors = [q, counters, *windows, *runs]
+    if not all([x.is_contiguous() for x in tensors[1:]]):
+        tensors[1:] = [x.contiguous() for x in tensors[1:]]
+    plan = _plan(
+        store,
+        q.shape,
+        q.stride(),
+        q.dtype,
+        dtype,
+        q.device,
+        (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype),
+        tuple([runs[at].shape[1] for at in tables]),
+        None if mask is None else mask_kind(mask),
+        sinks_kind(sinks),
+        scaling,
+        softcap,
+        rotate,
+        early,
+        edition(),
+    )
+    shape = plan.part
+    part = torch.empty(shape, dtype=torch.float32, device=q.device)
+    top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    total = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
+    if mask is not None:
+        tensors.append(mask_words(mask))
+    for launch in plan.launches:
+        launch(*tensors, part, top, total)
+    if sinks is None:
+        plan.merge(part, top, total, out)
+    else:
+        plan.merge(part, top, total, sinks, out)
+    return out if out.dtype == dtype else out.to(dtype)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..decode import LENGTH, RUNS
-from ._lib import on_device, power
+from ._lib import power
+from .launch import Launch
 
 I_LENGTH, I_RUNS = tl.constexpr(LENGTH), tl.constexpr(RUNS)
 
@@ -44,6 +47,22 @@ def due_kernel(
     store_index(index_v, i_b, i_v, WV, MV, BMV)
 
 
+@lru_cache(maxsize=1024)
+def _launch(
+    batch: int,
+    sink: int,
+    tails: tuple[int, ...],
+    local: tuple[int, ...],
+    unit: tuple[int, ...],
+    most: tuple[int, ...],
+    device: torch.device,
+) -> Launch:
+    numbers = (sink, *(max(tail, 1) for tail in tails), *local, *unit, *most, batch)
+    # At least a step's most tokens: one variant for all of them.
+    constants = {"BMK": max(16, power(most[0])), "BMV": max(16, power(most[1])), "num_warps": 1}
+    return Launch(due_kernel, (batch,), numbers, constants, device)
+
+
 def due_triton(
     counters: Tensor, sink: int, tails: Sequence[int], local: Sequence[int], unit: Sequence[int], most: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,20 +70,6 @@ def due_triton(
     assert counters.is_contiguous(), "rows of counters are read by their stride"
     batch = counters.shape[1]
     new, *index = (counters.new_empty(shape) for shape in ((2, batch), (batch, most[0]), (batch, most[1])))
-    with on_device(counters):
-        due_kernel[(batch,)](
-            counters,
-            new,
-            *index,
-            sink,
-            *(max(tail, 1) for tail in tails),
-            *local,
-            *unit,
-            *most,
-            batch,
-            # At least a step's most tokens: one variant for all of them.
-            BMK=max(16, power(most[0])),
-            BMV=max(16, power(most[1])),
-            num_warps=1,
-        )
+    launch = _launch(batch, sink, tuple(tails), tuple(local), tuple(unit), tuple(most), counters.device)
+    launch(counters, new, *index)
     return new, index[0], index[1]

@@ -29,7 +29,7 @@ from ._lib import (
     words_of,
 )
 from .fields import LOG2E
-from .merge import mask_arguments, merge_splits
+from .merge import MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
 from .pages import soft_cap
 
 PROGRAMS_PER_SM = 8
@@ -341,8 +341,8 @@ def general_decode(
     paged, windowed = _split_counts(form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms)
     splits = sum(paged) + windowed
     part = torch.empty((batch * heads, splits, rows, value_dim), dtype=torch.float32, device=q.device)
-    part_top, part_sum = torch.empty((2, batch * heads, splits, rows), dtype=torch.float32, device=q.device)
-    mask, mask_strides, mask_length, mask_kind = mask_arguments(mask, q)
+    part_top, part_sum = (torch.empty(part.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    kind, mask = (MaskKind(), q) if mask is None else (mask_kind(mask), mask_words(mask))
     counters = counters.contiguous()
     # Triton's interpreter truncates where bf16 should be rounded.
     out_dtype = dtype if q.is_cuda else torch.float32
@@ -351,9 +351,9 @@ def general_decode(
     first = 0
     with on_device(q):
         common = {"H": heads, "SHARE": query_heads // heads, "Q": queries, "DK": head_dim, "DV": value_dim}
-        common |= {"S": form.sink, "MASK": mask_kind, "SOFTCAP": softcap > 0, "DOT": dot, "BM": block_m, "BT": block_t}
+        common |= {"S": form.sink, "MASK": kind.kind, "SOFTCAP": softcap > 0, "DOT": dot, "BM": block_m, "BT": block_t}
         common |= {"num_warps": 8 if wide > 256 else 4}
-        numbers = (*q.stride()[:3], *mask_strides, scaling, softcap, batch)
+        numbers = (*q.stride()[:3], *kind.strides, scaling, softcap, batch)
         for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
             parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
             general_kernel[(paged[i], batch * heads, tiles)](
@@ -370,7 +370,7 @@ def general_decode(
                 part_sum,
                 *numbers,
                 view.table.shape[1],
-                mask_length,
+                kind.length,
                 splits,
                 first,
                 paged[i],
@@ -395,7 +395,7 @@ def general_decode(
             part_top,
             part_sum,
             *numbers,
-            mask_length,
+            kind.length,
             splits,
             first,
             windowed,
@@ -406,5 +406,6 @@ def general_decode(
             BDV=power(value_dim),
             **common,
         )
-        merge_splits(part, part_top, part_sum, sinks, out, form.rotate_values, dependent=False)
+    merge = merge_launch(part.shape, queries, sinks_kind(sinks), form.rotate_values, False, q.device, out_dtype)
+    merge(part, part_top, part_sum, *([] if sinks is None else [sinks]), out)
     return out.to(dtype)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +14,7 @@ from torch import Tensor
 from ._lib import cdiv, power
 from .fields import LOG2E
 from .hadamard import butterflies
+from .launch import Launch
 
 
 @triton.jit(do_not_specialize=["SPLITS"])
@@ -59,48 +64,82 @@ def merge_kernel(
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
 
 
-def merge_splits(
-    part: Tensor, part_top: Tensor, part_sum: Tensor, sinks: Tensor | None, out: Tensor, rotate: int, dependent: bool
-) -> None:
-    """Merges splits into ``out``.
+@lru_cache(maxsize=1024)
+def merge_launch(
+    part: tuple[int, ...],
+    queries: int,
+    sinks: tuple[int, torch.dtype] | None,
+    rotate: int,
+    dependent: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Launch:
+    """A launch that merges splits: it takes part, part_top, part_sum, the sinks if there are any, and out.
+
+    They are f32 (B * H, splits, rows, D), weighted sums of values of each split; f32 (B * H, splits, rows), the largest
+    logit of each split in units of ln 2, -inf for an empty one; f32 (B * H, splits, rows), sums of probabilities; (Hq,)
+    logits that join the denominator, or (n * Hq,) where rows take turns; (B, Hq, Q, D), written.
 
     Args:
-        part: f32 (B * H, splits, rows, D), weighted sums of values of each split.
-        part_top: f32 (B * H, splits, rows), largest logit of each split in units of ln 2, -inf for an empty one.
-        part_sum: f32 (B * H, splits, rows), sums of probabilities.
-        sinks: (Hq,) logits that join the denominator, (n * Hq,) where rows take turns, or None.
-        out: (B, Hq, Q, D), written.
+        part: shape of the first.
+        queries: Q.
+        sinks: how many there are, and their dtype; None for none.
         rotate: Hadamard block of the values, 0 for none.
         dependent: whether the launch before is the kernel that writes the splits, and says when this one may start.
+        device: of all of them.
+        dtype: of the result. Another one is another variant of the kernel.
     """
-    programs, splits, rows, value_dim = part.shape
+    programs, splits, rows, value_dim = part
     # Where splits are many and rows few, channels share the work; a rotation needs all of them.
     width = power(value_dim) if rotate or splits <= 32 else min(32, power(value_dim))
-    merge_kernel[(rows, programs, cdiv(value_dim, width))](
-        part,
-        part_top,
-        part_sum,
-        sinks,
-        out,
-        splits,
-        rotate**-0.5 if rotate else 1.0,
-        SINKS=1 if sinks is None else sinks.shape[0],
-        ROWS=rows,
-        Q=out.shape[2],
-        DV=value_dim,
-        BS=max(16, min(power(splits), 8192 // width)),
-        BD=width,
-        ROTATE=rotate,
-        PDL=dependent,
-        num_warps=4 if splits <= 32 else 8,
+    constants = {
+        "SINKS": sinks[0] if sinks else 1,
+        "ROWS": rows,
+        "Q": queries,
+        "DV": value_dim,
+        "BS": max(16, min(power(splits), 8192 // width)),
+        "BD": width,
+        "ROTATE": rotate,
+        "PDL": dependent,
+        "num_warps": 4 if splits <= 32 else 8,
         **({"launch_pdl": True} if dependent else {}),
-    )
+    }
+    grid = (rows, programs, cdiv(value_dim, width))
+    numbers = (splits, rotate**-0.5 if rotate else 1.0)
+    return Launch(merge_kernel, grid, numbers, constants, device, None if sinks else _without_sinks)
 
 
-def mask_arguments(mask: Tensor | None, q: Tensor) -> tuple[Tensor, list[int], int, int]:
-    """The mask as kernels read it: tensor, four strides (0 where it broadcasts), length, kind."""
-    if mask is None:
-        return q, [0, 0, 0, 0], 1, 0
-    kind = 2 if mask.is_floating_point() else 1
-    strides = [stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)]
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask, strides, mask.shape[-1], kind
+def _without_sinks(given: Sequence[Any]) -> tuple[Any, ...]:
+    return (*given[:3], None, given[3])
+
+
+def sinks_kind(sinks: Tensor | None) -> tuple[int, torch.dtype] | None:
+    """What `merge_launch` has to know of sinks."""
+    return None if sinks is None else (sinks.shape[0], sinks.dtype)
+
+
+class MaskKind(NamedTuple):
+    """A mask as kernels know it, but for its address.
+
+    Attributes:
+        kind: 0 for none, 1 for a mask of bytes, 2 for one that is added.
+        dtype: its dtype, None for none.
+        length: its columns.
+        strides: by row, head, query and column; 0 where it broadcasts.
+    """
+
+    kind: int = 0
+    dtype: torch.dtype | None = None
+    length: int = 1
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+
+
+def mask_kind(mask: Tensor) -> MaskKind:
+    """What kernels have to know of a mask."""
+    strides = tuple([stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)])
+    return MaskKind(2 if mask.is_floating_point() else 1, mask.dtype, mask.shape[-1], strides)
+
+
+def mask_words(mask: Tensor) -> Tensor:
+    """The mask in a dtype that kernels know."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

@@ -7,6 +7,8 @@ all of a group in few threads, so that ranges take few shuffles.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -17,8 +19,9 @@ from ..dispatch import reference
 from ..pages import PageFormat
 from ..seal import RULES, channel_widths, parse_rule
 from ..seal import SCORE_MAX as MOST
-from ._lib import F16_MAX, cdiv, fields_of, on_device, power
+from ._lib import F16_MAX, cdiv, fields_of, power
 from .fields import INTERPRETED
+from .launch import Launch
 
 FP8_MAX = tl.constexpr(448.0)
 SCORE_MAX = tl.constexpr(MOST)
@@ -580,8 +583,8 @@ def seal_triton(
 ) -> None:
     """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
     form = PageFormat.parse(fmt)
-    named = dict(zip(form.names, parts, strict=True))
-    stored = named["codes"] if form.bits == 16 else named.get("full", source)
+    # In the model's dtype, if anything is: 16-bit codes or, behind everything else, 16-bit channels.
+    stored = parts[0] if form.bits == 16 else parts[-2] if form.raised_count(16) else source
     # Triton's interpreter truncates where bf16 should be rounded.
     if not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype:
         return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
@@ -589,26 +592,32 @@ def seal_triton(
     if form.raised_count(4) and odd:
         # Tokens that share a word would lie in tiles of different shapes.
         return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
-    assert all(part.is_contiguous() for part in parts), "pages are contiguous: they are written in place"
+    assert all([part.is_contiguous() for part in parts]), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
     tokens = index.shape[1]
     if not tokens or not batch:
         return None
-    common = (table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous())
-    norm = None if norm is None else norm.contiguous()
-    sizes = (*source.stride(), heads, table.shape[1], tokens)
-    with on_device(source):
-        if form.bits >= 8:
-            _seal_plain(form, named, common, sizes, head_dim)
-        elif form.axis == "token":
-            _seal_token(form, named, common, sizes, head_dim, side == "keys", norm)
-        else:
-            rule = choose if form.raised else ""
-            if rule and not _ranks_in_kernel(form, head_dim):
-                chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None]
-                pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
-                widths, rule = channel_widths(pages, form, rule, q_abs), ""
-            _seal_channel(form, named, common, sizes, head_dim, side == "keys", widths, rule, q_abs, norm)
+    rule = choose if form.raised else ""
+    if rule and not _ranks_in_kernel(form, head_dim):
+        chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None]
+        pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
+        widths, rule = channel_widths(pages, form, rule, q_abs), ""
+    weight = q_abs.to(torch.float32) if q_abs is not None and rule else None
+    given = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
+    launch = _launch(
+        fmt,
+        side,
+        source.shape,
+        source.stride(),
+        source.dtype,
+        stored.dtype,
+        source.device,
+        table.shape[1],
+        tokens,
+        rule,
+        (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype),
+    )
+    launch(*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given)
     return None
 
 
@@ -629,79 +638,97 @@ def _warps(elements: int, per_thread: int) -> int:
     return max(1, min(16, power(elements // (32 * per_thread))))
 
 
-def _seal_plain(
-    form: PageFormat, named: dict[str, Tensor], common: tuple[Tensor, ...], sizes: tuple[int, ...], head_dim: int
-) -> None:
-    codes, source = named["codes"], common[3]
-    quantized = form.bits == 8
-    group = form.group_size if quantized else head_dim
+@lru_cache(maxsize=1024)
+def _launch(
+    fmt: str,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    device: torch.device,
+    blocks: int,
+    tokens: int,
+    rule: str,
+    given: tuple[bool, bool, torch.dtype | None],
+) -> Launch:
+    """Takes a side's tensors, table, count, new, source, index, and what is given of widths, weights and factors.
+
+    Args:
+        fmt: name of the page format.
+        side: "keys" or "values".
+        shape: of the source.
+        stride: of the source.
+        dtype: of the source.
+        stored: of what pages hold unquantized.
+        device: of everything.
+        blocks: pages of a row.
+        tokens: columns of the index.
+        rule: by which the kernel chooses raised channels, or "".
+        given: whether there are widths, whether there are weights, and the dtype of factors, None for none.
+    """
+    form, head_dim, rows = PageFormat.parse(fmt), shape[3], shape[0] * shape[1]
+    make = _plain if form.bits >= 8 else _token if form.axis == "token" else _channel
+    kernel, grid, constants, names = make(form, side == "keys", tokens, head_dim, device, rule)
+    grid = (grid[0], rows, *grid[1:])
+    at = [form.names.index(name) if name in form.names else None for name in names]
+    end = len(form.names) + 5
+    # Of what may be given, one tensor after the other.
+    optional: list[int | None] = []
+    for has in given:
+        optional.append(end + sum(x is not None for x in optional) if has else None)
+    # Which of them a kernel takes.
+    optional = {_plain: [], _token: optional[2:], _channel: optional}[make]
+
+    def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
+        parts = [None if i is None else tensors[i] for i in at]
+        if isinstance(parts[0], Tensor) and form.bits == 8:
+            # Not every GPU that Triton knows has an fp8 type, but all have bytes.
+            parts[0] = parts[0].view(torch.uint8)
+        return *parts, *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
+
+    constants |= {"D": head_dim, "G": form.page_size, "enable_fp_fusion": False}
+    return Launch(kernel, grid, (*stride, shape[1], blocks, tokens), constants, device, nest)
+
+
+_Made = tuple[Any, tuple[int, ...], dict[str, Any], tuple[str, ...]]
+"""Kernel, grid without its rows, constants, and the tensors of a side that it takes."""
+
+
+def _plain(form: PageFormat, is_keys: bool, tokens: int, head_dim: int, device: torch.device, rule: str) -> _Made:
+    group = form.group_size if form.bits == 8 else head_dim
     groups, width = power(head_dim // group), power(group)
-    block, tiles = _slots(form, sizes[-1], max(1, TOKEN_TILE // (groups * width)))
-    seal_plain_kernel[(tiles, source.shape[0] * source.shape[1])](
-        codes.view(torch.uint8) if quantized else codes,
-        named.get("scale"),
-        *common,
-        *sizes,
-        D=head_dim,
-        G=form.page_size,
-        GROUP=group,
-        BN=groups,
-        BC=width,
-        BT=block,
-        NATIVE=source.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(source.device) >= (8, 9),
-        num_warps=_warps(block * groups * width, TOKEN_THREAD),
-        enable_fp_fusion=False,
-    )
+    block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // (groups * width)))
+    native = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    constants = {
+        "GROUP": group,
+        "BN": groups,
+        "BC": width,
+        "BT": block,
+        "NATIVE": native,
+        "num_warps": _warps(block * groups * width, TOKEN_THREAD),
+    }
+    return seal_plain_kernel, (tiles,), constants, ("codes", "scale")
 
 
-def _seal_token(
-    form: PageFormat,
-    named: dict[str, Tensor],
-    common: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
-    head_dim: int,
-    token_major: bool,
-    norm: Tensor | None,
-) -> None:
+def _token(form: PageFormat, is_keys: bool, tokens: int, head_dim: int, device: torch.device, rule: str) -> _Made:
     fields, words = fields_of(form.bits), power(form.words(head_dim))
     # Groups that cut across fields take masks, and those registers.
     share = 1 if head_dim in (form.group_size, fields * words) else 2
-    block, tiles = _slots(form, sizes[-1], max(1, TOKEN_TILE // share // (fields * words)))
-    seal_token_kernel[(tiles, common[3].shape[0] * common[3].shape[1])](
-        named["codes"],
-        named["scale"],
-        named["zero"],
-        named.get("norm"),
-        *common,
-        norm,
-        *sizes,
-        D=head_dim,
-        G=form.page_size,
-        BITS=form.bits,
-        GROUP=form.group_size,
-        TOKEN_MAJOR=token_major,
-        BT=block,
-        BE=words,
-        num_warps=_warps(block * fields * words, TOKEN_THREAD // share),
-        # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
-        enable_fp_fusion=False,
-    )
+    block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // share // (fields * words)))
+    # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
+    constants = {
+        "BITS": form.bits,
+        "GROUP": form.group_size,
+        "TOKEN_MAJOR": is_keys,
+        "BT": block,
+        "BE": words,
+        "num_warps": _warps(block * fields * words, TOKEN_THREAD // share),
+    }
+    return seal_token_kernel, (tiles,), constants, ("codes", "scale", "zero", "norm")
 
 
-def _seal_channel(
-    form: PageFormat,
-    named: dict[str, Tensor],
-    common: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
-    head_dim: int,
-    token_major: bool,
-    widths: Tensor | None,
-    rule: str,
-    q_abs: Tensor | None,
-    norm: Tensor | None,
-) -> None:
+def _channel(form: PageFormat, is_keys: bool, tokens: int, head_dim: int, device: torch.device, rule: str) -> _Made:
     group, fields = form.group_size, fields_of(form.bits)
     block = power(group)
     # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
@@ -711,35 +738,25 @@ def _seal_channel(
     if not rule:
         words = max(2, min(words, CHANNEL_TILE // (groups * block * fields)))
     slices = 1 if rule else cdiv(form.words(head_dim), words)
-    seal_channel_kernel[(sizes[-1] // (groups * group), common[3].shape[0] * common[3].shape[1], slices)](
-        named["codes"],
-        named["scale"],
-        named["zero"],
-        *(named.get(name) for name in ("norm", "high", "high_index", "full", "full_index")),
-        *common,
-        widths.contiguous() if widths is not None and form.raised else None,
-        q_abs.to(torch.float32).contiguous() if q_abs is not None and rule else None,
-        norm,
-        *sizes,
-        D=head_dim,
-        G=form.page_size,
-        BITS=form.bits,
-        GROUP=group,
-        TOKEN_MAJOR=token_major,
-        CHOOSE=RULES.index(name) + 1 if rule else 0,
-        OVER16=over16,
-        OVER4=over4,
-        DIVISOR=divisor,
-        COUNT4=form.raised_count(4),
-        COUNT16=form.raised_count(16),
-        N4=form.raised_room(4),
-        N16=form.raised_room(16),
-        NG=groups,
-        BG=block,
-        BE=words,
-        BD=power(head_dim),
-        FL=min(fields, 4, max(1, 64 // words)),
-        VEC=2,
-        num_warps=_warps(groups * block * fields * words, CHANNEL_THREAD),
-        enable_fp_fusion=False,
-    )
+    constants = {
+        "BITS": form.bits,
+        "GROUP": group,
+        "TOKEN_MAJOR": is_keys,
+        "CHOOSE": RULES.index(name) + 1 if rule else 0,
+        "OVER16": over16,
+        "OVER4": over4,
+        "DIVISOR": divisor,
+        "COUNT4": form.raised_count(4),
+        "COUNT16": form.raised_count(16),
+        "N4": form.raised_room(4),
+        "N16": form.raised_room(16),
+        "NG": groups,
+        "BG": block,
+        "BE": words,
+        "BD": power(head_dim),
+        "FL": min(fields, 4, max(1, 64 // words)),
+        "VEC": 2,
+        "num_warps": _warps(groups * block * fields * words, CHANNEL_THREAD),
+    }
+    names = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
+    return seal_channel_kernel, (tokens // (groups * group), slices), constants, names

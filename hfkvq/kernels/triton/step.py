@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -11,9 +13,10 @@ from torch import Tensor
 
 from ..decode import RUNS, START
 from ..dispatch import reference
-from ._lib import on_device, power
-from .append import append_constants, append_side, is_misrounded, new_rows
+from ._lib import power
+from .append import NewTokens, append_constants, append_side, is_misrounded, new_rows, new_tokens
 from .due import I_LENGTH, I_RUNS, due_of, store_index
+from .launch import Launch
 
 I_START = tl.constexpr(START)
 
@@ -80,6 +83,60 @@ def advance_kernel(
         tl.store(flag, 1)
 
 
+@lru_cache(maxsize=1024)
+def _advance_launch(
+    tokens: NewTokens,
+    runs: int,
+    capacity: int,
+    room: int,
+    positions: int,
+    local: tuple[int, ...],
+    unit: tuple[int, ...],
+    most: tuple[int, int],
+    rotate_keys: int,
+    rotate_values: int,
+) -> Launch:
+    """Takes keys, values, four windows, counters, new, sealed, two indices, flag, and positions if there are any."""
+    constants = append_constants(tokens.keys, tokens.values, rotate_keys, rotate_values)
+    batch, heads, count, _ = tokens.keys
+    device = tokens.device
+    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    numbers = (
+        *tokens.key_stride,
+        *tokens.value_stride,
+        constants["BLOCK_K"] ** -0.5,
+        constants["BLOCK_V"] ** -0.5,
+        heads,
+        count,
+        tokens.sink,
+        tokens.key_tail,
+        tokens.value_tail,
+        batch,
+        capacity,
+        room,
+        positions,
+    )
+    constants |= {
+        "R": runs,
+        "LOCAL_K": local[0],
+        "LOCAL_V": local[1],
+        "UNIT_K": unit[0],
+        "UNIT_V": unit[1],
+        "MK": most[0],
+        "MV": most[1],
+        "BMK": power(most[0]),
+        "BMV": power(most[1]),
+        "PDL": dependent,
+        **({"launch_pdl": True} if dependent else {}),
+    }
+    nest = None if positions else _without_positions
+    return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
+
+
+def _without_positions(given: Sequence[Any]) -> tuple[Any, ...]:
+    return (*given, None)
+
+
 def advance_triton(
     keys: Tensor,
     values: Tensor,
@@ -94,57 +151,24 @@ def advance_triton(
     rotate_values: int,
 ) -> None:
     """Launcher of `hfkvq.kernels.step.advance`; bf16 rounding under the interpreter takes the reference."""
-    sink_k, sink_v, tail_k, tail_v = windows
-    if is_misrounded(keys, tail_k, rotate_keys or rotate_values):
+    if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
         return reference("advance")(
             keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values
         )
-    new, sealed, index_k, index_v, flag, *pos = scratch
-    assert all(x.is_contiguous() for x in (counters, *windows, *scratch)), "written in place"
-    batch, heads, tokens, _ = keys.shape
-    constants = append_constants(keys, values, rotate_keys, rotate_values)
-    dependent = keys.is_cuda and torch.cuda.get_device_capability(keys.device)[0] >= 9
-    with on_device(keys):
-        advance_kernel[(batch,)](
-            keys,
-            values,
-            sink_k,
-            sink_v,
-            tail_k,
-            tail_v,
-            counters,
-            new,
-            sealed,
-            index_k,
-            index_v,
-            flag,
-            pos[0] if pos else None,
-            *keys.stride(),
-            *values.stride(),
-            constants["BLOCK_K"] ** -0.5,
-            constants["BLOCK_V"] ** -0.5,
-            heads,
-            tokens,
-            sink_k.shape[2],
-            tail_k.shape[2],
-            tail_v.shape[2],
-            batch,
-            capacity,
-            room,
-            pos[0].shape[1] if pos else 0,
-            R=(counters.shape[0] - RUNS) // 2,
-            LOCAL_K=local[0],
-            LOCAL_V=local[1],
-            UNIT_K=unit[0],
-            UNIT_V=unit[1],
-            MK=index_k.shape[1],
-            MV=index_v.shape[1],
-            BMK=power(index_k.shape[1]),
-            BMV=power(index_v.shape[1]),
-            PDL=dependent,
-            **({"launch_pdl": True} if dependent else {}),
-            **constants,
-        )
+    assert all([x.is_contiguous() for x in (counters, *windows, *scratch)]), "written in place"
+    launch = _advance_launch(
+        new_tokens(keys, values, windows),
+        (counters.shape[0] - RUNS) // 2,
+        capacity,
+        room,
+        scratch[5].shape[1] if len(scratch) > 5 else 0,
+        tuple(local),
+        tuple(unit),
+        (scratch[2].shape[1], scratch[3].shape[1]),
+        rotate_keys,
+        rotate_values,
+    )
+    launch(keys, values, *windows, counters, *scratch)
     return None
 
 
@@ -173,22 +197,21 @@ def observe_kernel(
     tl.store(counts + i_h * tl.num_programs(1) + i_b, i_count)
 
 
+@lru_cache(maxsize=1024)
+def _observe_launch(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, heads: int
+) -> Launch:
+    batch, query_heads, tokens, head_dim = shape
+    constants = {
+        "D": head_dim,
+        "SHARE": query_heads // heads,
+        "BD": power(head_dim),
+        "num_warps": max(1, min(4, power(head_dim) // 32)),
+        "enable_fp_fusion": False,
+    }
+    return Launch(observe_kernel, (heads, batch), (*stride, heads, tokens), constants, device)
+
+
 def observe_triton(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    batch, heads, head_dim = sums.shape
-    with on_device(q):
-        observe_kernel[(heads, batch)](
-            q,
-            sealed,
-            sums,
-            counts,
-            weight,
-            *q.stride(),
-            heads,
-            q.shape[2],
-            D=head_dim,
-            SHARE=q.shape[1] // heads,
-            BD=power(head_dim),
-            num_warps=max(1, min(4, power(head_dim) // 32)),
-            enable_fp_fusion=False,
-        )
+    _observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1])(q, sealed, sums, counts, weight)

@@ -1,0 +1,78 @@
+"""Launches that know everything but where their tensors lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Nest = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+class Launch:
+    """A kernel with its grid, numbers and constants, for tensors of known shapes, strides, dtypes and device.
+
+    A launch through Triton looks at every argument each time, to choose the variant of the kernel, and asks the driver
+    where every tensor lies: a multiple of what the launch itself takes. Here only the alignment of tensors can change,
+    so the variant is looked up by that, and is given addresses.
+
+    Args:
+        kernel: a ``triton.jit`` function whose tensors come first.
+        grid: programs.
+        numbers: arguments behind the tensors, by position.
+        constants: the rest by name, options of the launch included.
+        device: of the tensors.
+        nest: makes of tensors in a row (or of their addresses) what the kernel takes: tuples, None, views in another
+            dtype. None takes them as they come.
+    """
+
+    __slots__ = ("_constants", "_grid", "_index", "_kernel", "_nest", "_numbers", "_ready", "_rest")
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        numbers: Sequence[Any],
+        constants: Mapping[str, Any],
+        device: torch.device,
+        nest: Nest | None = None,
+    ) -> None:
+        self._kernel, self._nest = kernel, nest
+        self._grid = (*grid, 1, 1)[:3]
+        self._numbers, self._constants = tuple(numbers), dict(constants)
+        self._index = (0 if device.index is None else device.index) if device.type == "cuda" else None
+        self._rest: tuple[Any, ...] = ()
+        # By which tensors begin at a multiple of sixteen bytes: all that Triton asks of an address.
+        self._ready: dict[tuple[bool, ...], Callable[..., None]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launches, on the tensors' device and its current stream."""
+        if self._index is None or torch.cuda.current_device() == self._index:
+            self._launch(tensors)
+        else:
+            # Triton launches on the current device, whatever its arguments are on.
+            with torch.cuda.device(self._index):
+                self._launch(tensors)
+
+    def _launch(self, tensors: Sequence[Tensor]) -> None:
+        addresses = [x.data_ptr() for x in tensors]
+        aligned = tuple([not x & 15 for x in addresses])
+        ready = self._ready.get(aligned)
+        if ready is None:
+            self._prepare(tensors, aligned)
+        elif self._nest is None:
+            ready(*addresses, *self._rest)
+        else:
+            ready(*self._nest(addresses), *self._rest)
+
+    def _prepare(self, tensors: Sequence[Tensor], aligned: tuple[bool, ...]) -> None:
+        """The first launch, through Triton; notes the variant that it took."""
+        own = tuple(tensors) if self._nest is None else self._nest(tensors)
+        compiled = self._kernel[self._grid](*own, *self._numbers, **self._constants)
+        # The interpreter compiles nothing.
+        if compiled is not None:
+            names = self._kernel.arg_names[len(own) + len(self._numbers) :]
+            self._rest = (*self._numbers, *(self._constants[name] for name in names))
+            self._ready[aligned] = compiled[self._grid]
