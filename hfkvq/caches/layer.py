@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hfkvq.kernels.decode import sealed_count
 from hfkvq.kernels.pages import Side
+from hfkvq.kernels.step import MAX_STEP, observe
 
 from .demote import demote
 from .handle import LazyKV
@@ -144,6 +145,8 @@ class KVLayer(CacheLayerMixin):
         self.query_sum: Tensor | None = None
         self.query_count: Tensor | None = None
         self.new_columns = 0
+        # What the last update was like, if it was in order.
+        self.accepted: tuple[Any, ...] | None = None
 
     # What Transformers calls.
 
@@ -172,17 +175,30 @@ class KVLayer(CacheLayerMixin):
                 mode, an entry is not finite. Nothing is changed then.
         """
         self._check(key_states, value_states)
+        key_states, value_states = (x.detach() if x.requires_grad else x for x in (key_states, value_states))
         if self.store is None or (not self.seen and self._kind(key_states, value_states) != self._kind_held()):
             self.lazy_initialization(key_states, value_states)
         self._settle()
         self._demote()
-        self.staged, self.padding = (key_states.detach(), value_states.detach()), None
+        self.staged, self.padding = (key_states, value_states), None
         self.new_columns = key_states.shape[2]
         self.seen += self.new_columns
         self.edition += 1
         return LazyKV(self, "keys"), LazyKV(self, "values")
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
+        like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
+        if not self.seen or like != self.accepted:
+            self._check_kind(keys, values)
+        self.check_capacity(keys.shape[2])
+        if self.debug and not (keys.isfinite().all() and values.isfinite().all()):
+            raise ValueError(
+                "update: keys or values hold NaN or infinity; nothing was cached. Look for the layer that made them "
+                "(torch.autograd.detect_anomaly, or fp16 overflow: try bfloat16)."
+            )
+        self.accepted = like
+
+    def _check_kind(self, keys: Tensor, values: Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
             raise ValueError(
                 f"update: got keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected (batch, heads, "
@@ -210,12 +226,6 @@ class KVLayer(CacheLayerMixin):
                     f"update: got {new_dtype} on {new_device}, but this cache was first used with {dtype} on "
                     f"{device}; use a new cache, or call reset() first."
                 )
-        self.check_capacity(keys.shape[2])
-        if self.debug and not (keys.isfinite().all() and values.isfinite().all()):
-            raise ValueError(
-                "update: keys or values hold NaN or infinity; nothing was cached. Look for the layer that made them "
-                "(torch.autograd.detect_anomaly, or fp16 overflow: try bfloat16)."
-            )
 
     @staticmethod
     def _kind(keys: Tensor, values: Tensor) -> tuple[Any, ...]:
@@ -332,11 +342,11 @@ class KVLayer(CacheLayerMixin):
             self._rows(rows)
 
     def _rows(self, rows: Tensor) -> None:
-        self.batch_size = rows.shape[0]
+        self.batch_size, self.accepted = rows.shape[0], None
         self.edition += 1
         if self.query_sum is not None and self.query_count is not None:
             rows = rows.to(self.query_sum.device)
-            self.query_sum, self.query_count = self.query_sum[rows], self.query_count[rows]
+            self.query_sum, self.query_count = self.query_sum[rows], self.query_count[:, rows]
 
     def reset(self) -> None:
         """Forgets everything. A cache of fixed capacity keeps its allocation for the next use of the same shape."""
@@ -422,6 +432,11 @@ class KVLayer(CacheLayerMixin):
         if query.shape[2] > self.new_columns:
             # A packed step: query heads of one token stand where tokens are expected (see `handle`).
             query = query.flatten(1, 2)[:, :, None]
+        sums, counts = self.query_sum, self.query_count
+        if self.padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
+            sealed, weight = counts.new_zeros(counts.shape[1]), torch.empty_like(sums, dtype=torch.float32)
+            observe(query.detach(), sealed, sums, counts, weight)
+            return
         # Sums of f32 would depend on where padding stands; these are of few bits each.
         magnitude = query.detach().abs().double()
         batch, _, queries, _ = query.shape
@@ -433,11 +448,12 @@ class KVLayer(CacheLayerMixin):
             if self.padding.source is not None:
                 real = real & (self.padding.source.to(query.device)[:, column] == column)
             magnitude = magnitude * real[:, None, :, None]
-        total, count = magnitude.sum(2).unflatten(1, (self.heads, -1)).mean(2), real.sum(1)
-        if self.query_sum is None or self.query_count is None:
-            self.query_sum, self.query_count = total, count
+        total, count = magnitude.sum(2).unflatten(1, (self.heads, -1)).mean(2), real.sum(1, dtype=torch.int32)
+        if sums is None or counts is None:
+            # Each head counts for itself, as in a step without the host.
+            self.query_sum, self.query_count = total, count.expand(self.heads, -1).contiguous()
         else:
-            self.query_sum, self.query_count = self.query_sum + total, self.query_count + count
+            self.query_sum, self.query_count = sums + total, counts + count
 
     def _hold(self) -> int:
         return ROLLBACK if self.record_past else 0
@@ -445,7 +461,7 @@ class KVLayer(CacheLayerMixin):
     def _query_mean(self) -> Tensor | None:
         if self.query_sum is None or self.query_count is None:
             return None
-        count = self.query_count[:, None, None]
+        count = self.query_count[0, :, None, None]
         # A row that has shown no query since its last seal weighs its channels alike.
         return torch.where(count > 0, self.query_sum / count.clamp(min=1), 1.0).float()
 
@@ -466,9 +482,10 @@ class KVLayer(CacheLayerMixin):
 
     def _commit(self) -> None:
         store = self.store
-        if store is not None:
+        if store is not None and store.is_due(self._hold()):
             before = None if self.query_sum is None else sealed_count(store.counters, "keys")
-            if store.commit(self._hold(), self._query_mean(), self._tags()) and before is not None:
+            store.commit(self._hold(), self._query_mean(), self._tags())
+            if before is not None:
                 self._forget_queries(before)
         self.padding, self.uncommitted = None, False
 
@@ -486,13 +503,17 @@ class KVLayer(CacheLayerMixin):
         Returns:
             Whether any token has moved.
         """
+        tags = self._renewed_tags()
+        return tags is not None and demote(self._held(), tags)
+
+    def _renewed_tags(self) -> Tensor | None:
+        """Tags by which tokens may have to be given fewer bits now."""
         tokens = self.tokens
         if self.store is None or tokens is None or "turns" not in self.scheme.needs:
-            return False
+            return None
         if not self.seen or tokens.renewed != self.seen:
-            return False
-        tags = tokens.tags_on(self.store.device)
-        return tags is not None and demote(self.store, tags)
+            return None
+        return tokens.tags_on(self.store.device)
 
     def _forget_queries(self, before: Tensor) -> None:
         """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates."""
@@ -535,4 +556,7 @@ class KVLayer(CacheLayerMixin):
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:
             new.staged = (self.staged[0].clone(), self.staged[1].clone())
+        if self.query_sum is not None and self.query_count is not None:
+            # Steps add to them in place.
+            new.query_sum, new.query_count = self.query_sum.clone(), self.query_count.clone()
         return new

@@ -165,7 +165,7 @@ class StaticKVLayer(KVLayer):
             state.counts.zero_()
         else:
             state.sums.copy_(self.query_sum)
-            state.counts.copy_(self.query_count.expand_as(state.counts))
+            state.counts.copy_(self.query_count)
 
     # Steps that the host does not see.
 
@@ -175,7 +175,7 @@ class StaticKVLayer(KVLayer):
             settle(self.state)
             self.open = False
             if self.state.sums.numel():
-                self.query_sum, self.query_count = self.state.sums.clone(), self.state.counts[0].long()
+                self.query_sum, self.query_count = self.state.sums.clone(), self.state.counts.clone()
 
     def told(self) -> list[Tensor]:
         """What the host asks for: i32, flat."""
@@ -365,13 +365,15 @@ class StaticKVLayer(KVLayer):
         assert plan is not None
         keys, values = self.staged
         self.staged, self.new_columns, self.open = None, 0, True
+        after = [(row, self._after(row, keys.shape[2])) for row in store.states]
+        due = any([new.keys != old.keys or new.values != old.values for old, new in after])
         try:
-            out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap)
+            out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap, due)
         except BaseException:
             # The tokens may be stored or not; the device knows.
             self.clock.stale = True
             raise
-        store.states = frozenset(self._after(row, keys.shape[2]) for row in store.states)
+        store.states = frozenset([new for _, new in after])
         return out
 
     def _after(self, row: RowState, tokens: int) -> RowState:
@@ -414,14 +416,19 @@ class StaticKVLayer(KVLayer):
         return pages
 
     def _settle(self, commit: bool = True) -> None:
+        # Nothing is left of a step, and what it has sealed the next one counts.
+        if self.staged is None and not self.uncommitted:
+            return
         self.close()
-        staged = self.staged is not None or self.uncommitted
         super()._settle(commit)
-        if staged and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self.home()
             self._note_rows()
 
     def _demote(self) -> bool:
+        if self._renewed_tags() is None:
+            return False
+        self.close()
         moved = super()._demote()
         if moved:
             self.home()

@@ -200,24 +200,30 @@ class KVStore:
 
     # Tokens arrive and leave the tail.
 
-    def _tail_need(self, side: Side, tokens: int) -> int:
-        """Slots of the tail in use once ``tokens`` more have joined it."""
-        return max(max(state.length - self.layout.sink, 0) + tokens - state.sealed(side) for state in self.states)
+    def _tail_needs(self, tokens: int) -> tuple[int, int]:
+        """Slots of the tails of keys and values in use once ``tokens`` more have joined them."""
+        sink, keys, values = self.layout.sink, 0, 0
+        for state in self.states:
+            behind = max(state.length - sink, 0) + tokens
+            keys, values = max(keys, behind - state.keys), max(values, behind - state.values)
+        return keys, values
 
     def fits(self, tokens: int) -> bool:
         """Whether ``tokens`` more can join the tail before anything is sealed."""
-        return tokens <= MAX_STEP and all(self._tail_need(side, tokens) <= self.tail_limit[side] for side in SIDES)
+        keys, values = self._tail_needs(tokens)
+        return tokens <= MAX_STEP and keys <= self.tail_limit["keys"] and values <= self.tail_limit["values"]
 
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
         return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
 
     def _later(self, tokens: int, padding: Padding | None) -> frozenset[RowState]:
         """What the host's states become with new tokens."""
-        leads = frozenset({0}) if padding is None else padding.amounts
+        if padding is None:
+            return frozenset([state._replace(length=state.length + tokens) for state in self.states])
         return frozenset(
             state._replace(length=state.length + tokens - (0 if state.length else lead))
             for state in self.states
-            for lead in leads
+            for lead in padding.amounts
         )
 
     def _advance(self, tokens: int, padding: Padding | None) -> None:
@@ -237,8 +243,7 @@ class KVStore:
             values: (B, H, t, Dv).
             padding: padding among them, or None.
         """
-        for side in SIDES:
-            self._grow_tail(side, self._tail_need(side, keys.shape[2]))
+        self._grow_tails(keys.shape[2])
         if padding is None:
             # Counts on the device as well.
             kernels.append(keys, values, self.counters, self.windows, self.format)
@@ -310,8 +315,7 @@ class KVStore:
 
         try:
             self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags)
-            for side in SIDES:
-                self._grow_tail(side, self._tail_need(side, 1))
+            self._grow_tails(1)
         except BaseException:
             # Out of memory, most likely. What was written lies in pages that nobody reads yet.
             self.counters.copy_(counters)
@@ -332,13 +336,19 @@ class KVStore:
         """
         return self._seal((self.windows[2], None), (self.windows[3], None), hold, q_abs, tags)
 
+    def _once_sealed(self, state: RowState, hold: int) -> RowState:
+        """What a row's state becomes once what is due is sealed."""
+        keys, values = self.layout.keys, self.layout.values
+        rest = max(state.length - self.layout.sink, 0)
+        return RowState(state.length, _target(rest, state.keys, keys, hold), _target(rest, state.values, values, hold))
+
+    def is_due(self, hold: int = 0) -> bool:
+        """Whether some row has something to seal now."""
+        return any([self._once_sealed(state, hold) != state for state in self.states])
+
     def due(self, side: Side, hold: int = 0) -> int:
         """Most tokens that a row has to seal on a side now."""
-        layout = self.layout.keys if side == "keys" else self.layout.values
-        return max(
-            _target(max(state.length - self.layout.sink, 0), state.sealed(side), layout, hold) - state.sealed(side)
-            for state in self.states
-        )
+        return max(self._once_sealed(state, hold).sealed(side) - state.sealed(side) for state in self.states)
 
     def _seal(
         self,
@@ -348,23 +358,14 @@ class KVStore:
         q_abs: Tensor | None,
         tags: Tensor | None,
     ) -> bool:
+        if not self.is_due(hold):
+            return False
         sides: tuple[tuple[Side, SideLayout, Source], ...] = (
             ("keys", self.layout.keys, keys),
             ("values", self.layout.values, values),
         )
-        due = {side: self.due(side, hold) for side, _, _ in sides}
-        if not any(due.values()):
-            return False
-        states = frozenset(
-            RowState(
-                state.length,
-                *(
-                    _target(max(state.length - self.layout.sink, 0), state.sealed(side), layout, hold)
-                    for side, layout, _ in sides
-                ),
-            )
-            for state in self.states
-        )
+        due = {side: self.due(side, hold) for side in SIDES}
+        states = frozenset([self._once_sealed(state, hold) for state in self.states])
         if not self.format.ordered:
             self._seal_by_width(keys, values, due["keys"], hold, tags)
             self.states = states
@@ -372,7 +373,7 @@ class KVStore:
         page = self.format.runs[0][0].page_size
         room = max(-(-max(state.keys, state.values) // page) for state in states)
         self._grow(0, room)
-        new, slots = kernels.due(
+        found = kernels.due(
             self.counters,
             self.layout.sink,
             [tail.shape[2] for tail in self.windows[2:]],
@@ -380,14 +381,18 @@ class KVStore:
             [layout.unit for _, layout, _ in sides],
             [due[side] if columns is None else 0 for side, _, (_, columns) in sides],
         )
-        for at, (side, _, (source, columns)) in enumerate(sides):
-            if due[side]:
-                count, index = run_count(self.counters, 0, side), slots[at]
-                if columns is not None:
-                    behind = count[:, None] + torch.arange(due[side], dtype=torch.int32, device=self.device)
-                    index = columns(behind).clamp(0, source.shape[2] - 1).to(torch.int32)
-                self._seal_run(0, side, count, new[at], source, index, q_abs)
-        self.counters[RUNS : RUNS + 2] += new
+        try:
+            for at, (side, _, (source, columns)) in enumerate(sides):
+                if due[side]:
+                    count, index = found.count[at], found.index[at]
+                    if columns is not None:
+                        behind = count[:, None] + torch.arange(due[side], dtype=torch.int32, device=self.device)
+                        index = columns(behind).clamp(0, source.shape[2] - 1).to(torch.int32)
+                    self._seal_run(0, side, count, found.new[at], source, index, q_abs)
+        except BaseException:
+            # They are in the windows still.
+            self.counters[RUNS : RUNS + 2] -= torch.stack(found.new)
+            raise
         self.states = states
         return True
 
@@ -521,6 +526,11 @@ class KVStore:
             layout = self.layout.keys if side == "keys" else self.layout.values
             limit = max(layout.local, hold) + layout.unit - 1 + MAX_STEP
             self.tail_limit[side] = max(self.tail_limit[side], limit)
+
+    def _grow_tails(self, tokens: int) -> None:
+        """Makes room for ``tokens`` more."""
+        for side, need in zip(SIDES, self._tail_needs(tokens), strict=True):
+            self._grow_tail(side, need)
 
     def _grow_tail(self, side: Side, need: int) -> None:
         """Makes the tail at least ``need`` slots long, by doubling, up to its limit; tokens move to their new slots."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,36 +12,54 @@ from .decode import LENGTH, RUNS
 from .dispatch import call, define, triton_slot
 
 
-@define("due")
+class Due(NamedTuple):
+    """Tokens to seal, of keys and of values.
+
+    Attributes:
+        count: i32 (B,), tokens that were sealed before.
+        new: i32 (B,), tokens to seal.
+        index: i32 (B, m), slots of the tail that hold the oldest tokens which are not sealed.
+    """
+
+    count: tuple[Tensor, Tensor]
+    new: tuple[Tensor, Tensor]
+    index: tuple[Tensor, Tensor]
+
+
+@define("due", mutates=("counters", "found"))
 def _due(
     counters: Tensor,
+    found: Tensor,
     sink: int,
     tails: Sequence[int],
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     rest = (counters[LENGTH] - sink).clamp(min=0)
-    count = counters[RUNS : RUNS + 2]
-    new, index = torch.empty_like(count), []
+    before, taken, slots = [], [], []
     for at, (tail, own, step, span) in enumerate(zip(tails, local, unit, most, strict=True)):
-        new[at] = ((rest - own).clamp(min=0) // step * step - count[at]).clamp(min=0)
-        token = count[at, :, None] + torch.arange(span, dtype=torch.int32, device=count.device)
-        index.append(token % max(tail, 1))
-    return new, index[0], index[1]
+        count = counters[RUNS + at].clone()
+        new = ((rest - own).clamp(min=0) // step * step - count).clamp(min=0)
+        token = count[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
+        counters[RUNS + at] += new
+        before.append(count)
+        taken.append(new)
+        slots.append((token % max(tail, 1)).flatten())
+    found.copy_(torch.cat(before + taken + slots))
 
 
 @_due.register_fake
 def _(
     counters: Tensor,
+    found: Tensor,
     sink: int,
     tails: Sequence[int],
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = counters.shape[1]
-    return counters.new_empty((2, batch)), counters.new_empty((batch, most[0])), counters.new_empty((batch, most[1]))
+) -> None:
+    return None
 
 
 triton_slot("due", "due:due_triton")
@@ -53,11 +72,11 @@ def due(
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
-) -> tuple[Tensor, list[Tensor]]:
-    """Tokens that a store of one run is to seal, by side: ``max((rest - local)+ // unit * unit - sealed, 0)``.
+) -> Due:
+    """Counts as sealed what a store of one run is to seal: ``max((rest - local)+ // unit * unit - sealed, 0)`` a side.
 
     Args:
-        counters: i32 (4, B), see `decode_attention`; ``rest`` is ``(length - sink)+``.
+        counters: i32 (4, B), see `decode_attention`; ``rest`` is ``(length - sink)+``. Written in place.
         sink: tokens of the sink.
         tails: slots of the tails of keys and of values.
         local: newest tokens that stay as they are.
@@ -65,8 +84,12 @@ def due(
         most: the most that any row is to seal; 0 where the slots are not asked for.
 
     Returns:
-        i32 (2, B), tokens due of keys and of values, and i32 (B, most) for each side: slots of the tail that hold the
-        oldest tokens which are not sealed.
+        What is to be sealed now.
     """
-    new, *index = call(_due, counters, counters, sink, list(tails), list(local), list(unit), list(most))
-    return new, index
+    batch = counters.shape[1]
+    spans = [batch * span for span in most]
+    found = counters.new_empty(4 * batch + sum(spans))
+    call(_due, counters, counters, found, sink, list(tails), list(local), list(unit), list(most))
+    keys, values, new_keys, new_values, *index = found.split([batch] * 4 + spans)
+    slots = tuple([part.view(batch, span) for part, span in zip(index, most, strict=True)])
+    return Due((keys, values), (new_keys, new_values), slots)  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ import contextlib
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ _ALIGNMENT = 256
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """Static description of a layer's buffer, and of when its tokens are sealed.
 
@@ -75,7 +75,7 @@ class StepPlan:
     query_heads: int = 0
     balance: tuple[int, int] = (1, 1)
 
-    @property
+    @cached_property
     def spec(self) -> str:
         """Reversible name; the step takes it as its static argument."""
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -88,7 +88,7 @@ class StepPlan:
         fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in found.items()}
         return StepPlan(**fields)
 
-    @property
+    @cached_property
     def format(self) -> StoreFormat:
         """The store's format."""
         return StoreFormat.parse(self.store)
@@ -127,10 +127,36 @@ class StepState:
     counts: Tensor
     weight: Tensor
     query: Tensor
+    _slots: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def flat_runs(self) -> list[Tensor]:
         """All runs' tensors in the order ops take them."""
+        return self._flat
+
+    @cached_property
+    def _flat(self) -> list[Tensor]:
         return [tensor for run in self.runs for tensor in run.flat()]
+
+    @cached_property
+    def last_counts(self) -> tuple[Tensor, Tensor]:
+        """i32 (B,): tokens of keys and of values that the last run has sealed."""
+        keys, values = self.counters[-2:].unbind()
+        return keys, values
+
+    @cached_property
+    def due_now(self) -> tuple[Tensor, Tensor]:
+        """i32 (B,): tokens of keys and of values that the last step has sealed."""
+        keys, values = self.new.unbind()
+        return keys, values
+
+    def due_slots(self, plan: StepPlan, tokens: int) -> list[Tensor]:
+        """Room for the slots that are due after a step of ``tokens``: i32 (B, m) for keys and for values."""
+        found = self._slots.get(tokens)
+        if found is None:
+            most = [plan.due(at, tokens) for at in (0, 1)]
+            found = [x[: plan.rows * n].view(plan.rows, n) for x, n in zip(self.index, most, strict=True)]
+            self._slots[tokens] = found
+        return found
 
 
 def _shapes(plan: StepPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -329,7 +355,7 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
         plan: what they hold.
     """
     form, tokens = plan.format, keys.shape[2]
-    index = due_slots(state, plan, tokens)
+    index = state.due_slots(plan, tokens)
     scratch = [state.new, state.sealed, *index, state.flag]
     last = state.runs[-1]
     if last.pos is not None:
@@ -351,11 +377,6 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
     )
 
 
-def due_slots(state: StepState, plan: StepPlan, tokens: int) -> list[Tensor]:
-    """Room for the slots that are due after a step of ``tokens``: i32 (B, m) for keys and for values."""
-    return [state.index[at][: plan.rows * plan.due(at, tokens)].view(plan.rows, plan.due(at, tokens)) for at in (0, 1)]
-
-
 @define("observe", mutates=("sums", "counts", "weight"))
 def _observe(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
     heads = sums.shape[1]
@@ -374,24 +395,31 @@ def _(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -
 triton_slot("observe", "step:observe_triton")
 
 
-def observe(q: Tensor, state: StepState) -> None:
-    """Adds queries (B, Hq, t, D) to the sums of magnitudes, which begin anew where the step before has sealed."""
-    call(_observe, q, q, state.sealed, state.sums, state.counts, state.weight)
+def observe(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
+    """Adds magnitudes of queries to their sums, which begin anew where something was sealed.
+
+    Args:
+        q: (B, Hq, t, D), t <= 16.
+        sealed: i32 (B,), tokens of keys that the step before has sealed.
+        sums: f64 (B, H, D), written in place: means over the query heads of a KV head.
+        counts: i32 (H, B), queries in ``sums``, likewise.
+        weight: f32 (B, H, D), written: their mean.
+    """
+    call(_observe, q, q, sealed, sums, counts, weight)
 
 
 def seal_due(state: StepState, plan: StepPlan, tokens: int) -> None:
     """Seals, into the last run, what `advance` found due."""
-    run, formats, index = state.runs[-1], plan.format.runs[-1], due_slots(state, plan, tokens)
+    run, formats, index = state.runs[-1], plan.format.runs[-1], state.due_slots(plan, tokens)
     for at, (side, fmt) in enumerate(zip(SIDES, formats, strict=True)):
         parts, source = (run.keys, run.values)[at], state.windows[2 + at]
-        new = state.new[at]
+        new = state.due_now[at]
         norm = None
         if fmt.normed:
             norm = page_norms(source, index[at], fmt.axis, fmt.page_size, plan.balance[at], new)
         rule = plan.rule if fmt.raised and plan.rule else None
         weight = state.weight if rule and plan.query == "sum" else None
-        count = state.counters[state.counters.shape[0] - 2 + at]
-        seal(parts, run.table, count, new, source, index[at], None, fmt, side, rule, weight, norm)
+        seal(parts, run.table, state.last_counts[at], new, source, index[at], None, fmt, side, rule, weight, norm)
 
 
 @lru_cache(maxsize=64)
@@ -425,8 +453,9 @@ def run_step(
     plan: StepPlan,
     scaling: float,
     softcap: float,
+    due: bool = True,
 ) -> Tensor:
-    """A whole step of one layer; see `step`."""
+    """A whole step of one layer; see `step`. ``due`` is False where the host knows that nothing will be sealed."""
     whole, fold = q, plan.fold
     if fold > 1:
         q, k, v = (x.reshape(x.shape[0] * fold, x.shape[1] // fold, *x.shape[2:]) for x in (q, k, v))
@@ -441,10 +470,11 @@ def run_step(
         # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
         with beside:
             if plan.query == "sum":
-                observe(q, state)
+                observe(q, state.sealed, state.sums, state.counts, state.weight)
             elif plan.query == "keep":
                 state.query.copy_(whole[:, :, -1:])
-            seal_due(state, plan, k.shape[2])
+            if due:
+                seal_due(state, plan, k.shape[2])
         out = decode_attention(
             q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, early=True
         )

@@ -318,7 +318,7 @@ def test_window_begins_anew_with_each_seal():
     held, expected = stored(layer, 0), stored(alone, 0)
     for name in ("full", "full_index", "high", "high_index"):
         assert torch.equal(held[f"0 keys {name} 1"], expected[f"0 keys {name} 0"])
-    assert layer.query_count.tolist() == [0]
+    assert layer.query_count.tolist() == [[0]] * layer.heads
     assert not layer.query_sum.any()
 
 
@@ -340,7 +340,8 @@ def test_window_goes_on_in_rows_that_were_not_sealed():
         if layer.begin(mask, end - at):
             layer.attend(queries, mask, 1.0)
         layer.finish(queries)
-        counts.append(layer.query_count.tolist())
+        assert (layer.query_count == layer.query_count[0]).all()
+        counts.append(layer.query_count[0].tolist())
     # Row 0 is sealed at 16 columns, row 1 at 22; padding counts for nothing.
     assert counts == [[10, 4], *([i, i - 6] for i in range(11, 16)), *([i - 16, i - 6] for i in range(16, 22)), [6, 0]]
     for i, own in enumerate(rows):

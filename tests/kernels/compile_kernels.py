@@ -157,6 +157,7 @@ def pretend(front: FrontEnd) -> None:
     torch.Tensor.is_cuda = property(lambda x: True)
     torch.Tensor.device = property(lambda x: torch.device("cuda", 0))
     torch.cuda.device = lambda device: contextlib.nullcontext()
+    torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device: front
     torch.cuda.get_device_capability = lambda device: (front.major, front.minor)
 
@@ -165,6 +166,8 @@ def pretend(front: FrontEnd) -> None:
 
     for name in ("arange", "empty", "full", "ones", "zeros"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
+    # What kernels would write, the reference may read.
+    torch.Tensor.new_empty = torch.Tensor.new_zeros
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +261,8 @@ def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: i
     state = carve(torch.zeros(buffer_bytes(plan), dtype=torch.uint8), plan)
     advance(tensor(rows, heads, tokens, dim, dtype), tensor(rows, heads, tokens, dim, dtype), state, plan)
     if query == "sum":
-        observe(tensor(rows, 4 * heads, tokens, dim, dtype), state)
+        query_states = tensor(rows, 4 * heads, tokens, dim, dtype)
+        observe(query_states, state.sealed, state.sums, state.counts, state.weight)
     seal_due(state, plan, tokens)
 
 

@@ -411,7 +411,7 @@ def test_tiles_take_the_main_kernel(name):
     from hfkvq.kernels.triton.decode import is_served
 
     case = (CASES | FULL_PAGES)[name]
-    assert is_served(case.store, case.head_dim, case.value_dim, case.dtype)
+    assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)
 
 
 BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [

@@ -113,7 +113,7 @@ def by_hand(rows, sink, tails, local, unit, most):
 
 
 def assert_same(got, expected):
-    for a, b in zip((got[0], *got[1]), (expected[0], *expected[1]), strict=True):
+    for a, b in zip((*got.new, *got.index), (*expected[0], *expected[1]), strict=True):
         assert a.dtype == b.dtype == torch.int32
         assert a.shape == b.shape
         assert torch.equal(a.cpu(), b.cpu())
@@ -125,9 +125,12 @@ def test_units_are_counted_by_hand(backend, name):
     knobs = {key: value for key, value in CASES[name].items() if key != "rows"}
     before = counters.clone()
     got = due(counters, **knobs)
-    assert_same(got, by_hand(**CASES[name]))
+    expected = by_hand(**CASES[name])
+    assert_same(got, expected)
+    assert torch.equal(torch.stack(got.count), before[RUNS:])
+    before[RUNS:] += expected[0].to(backend)
     assert torch.equal(counters, before)
-    assert all(x.device == counters.device for x in (got[0], *got[1]))
+    assert all(x.device == counters.device for parts in got for x in parts)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -171,9 +174,13 @@ def test_kernel_equals_the_reference(triton_backend, seed):
     case = drawn(torch.Generator().manual_seed(seed))
     counters = counters_of(case["rows"])
     knobs = [case[name] for name in ("sink", "tails", "local", "unit", "most")]
-    new, *index = reference("due")(counters, *knobs)
-    assert_same(due(counters.to(triton_backend), *knobs), (new, index))
-    assert_same((new, index), by_hand(**case))
+    on_device = counters.clone().to(triton_backend)
+    found = torch.empty(len(case["rows"]) * (4 + sum(case["most"])), dtype=torch.int32)
+    reference("due")(counters, found, *knobs)
+    got, expected = due(on_device, *knobs), by_hand(**case)
+    assert_same(got, expected)
+    assert torch.equal(torch.cat([*got.count, *got.new, *(x.flatten() for x in got.index)]).cpu(), found)
+    assert torch.equal(on_device.cpu(), counters)
 
 
 def test_slots_hold_the_oldest_tokens(backend):
@@ -186,15 +193,16 @@ def test_slots_hold_the_oldest_tokens(backend):
         token = torch.full((1, 1, 1, 8), float(at), device=backend)
         append(token, token, counters, windows, store)
     counters[RUNS:, 0] = torch.tensor(sealed)
-    new, index = due(counters, sink, tails, (0, 2), (8, 1), (8, 17))
-    assert new.tolist() == [[8], [17]]
+    found = due(counters, sink, tails, (0, 2), (8, 1), (8, 17))
+    assert [x.tolist() for x in found.new] == [[8], [17]]
     for side in (0, 1):
-        held = windows[2 + side][0, 0, index[side][0].long(), 0]
-        assert held.tolist() == [float(sink + sealed[side] + i) for i in range(int(new[side]))]
+        held = windows[2 + side][0, 0, found.index[side][0].long(), 0]
+        assert held.tolist() == [float(sink + sealed[side] + i) for i in range(int(found.new[side]))]
 
 
 @pytest.mark.parametrize("name", ["by the page", "no slots of values", "prompts ask for no slots"])
 def test_opcheck(backend, name):
     counters = counters_of(CASES[name]["rows"]).to(backend)
     knobs = [list(x) if isinstance(x, tuple) else x for key, x in CASES[name].items() if key != "rows"]
-    torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, *knobs))
+    found = counters.new_empty(counters.shape[1] * (4 + sum(CASES[name]["most"])))
+    torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, found, *knobs))

@@ -215,7 +215,7 @@ def test_rows_at_the_bound_need_what_is_launched(name):
     from hfkvq.kernels.triton.decode import BLOCK, is_served
 
     case = AT_THE_BOUND[name]
-    assert is_served(case.store, case.head_dim, case.value_dim, case.dtype)
+    assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)
     row = torch.tensor(case.lengths), torch.tensor(case.keys)[:, 0], torch.tensor(case.values)[:, 0]
     most = int(behind(*row, case.store, case.queries).max())
     bound = most_behind(case.store, *case.tail, case.queries)

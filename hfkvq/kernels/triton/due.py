@@ -32,19 +32,25 @@ def store_index(index, i_b, i_total, W, M, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V", "MK", "MV", "B"])
 def due_kernel(
-    counters, new, index_k, index_v, S, WK, WV, LOCAL_K, LOCAL_V, UNIT_K, UNIT_V, MK, MV, B,
-    BMK: tl.constexpr, BMV: tl.constexpr,
-):  # fmt: skip
+    counters, found, S, WK, WV, LOCAL_K, LOCAL_V, UNIT_K, UNIT_V, MK, MV, B, BMK: tl.constexpr, BMV: tl.constexpr
+):
     """One row of B."""
     i_b = tl.program_id(0).to(tl.int64)
     p_count = counters + i_b
     i_rest = tl.maximum(tl.load(p_count + I_LENGTH * B) - S, 0)
     i_k = tl.load(p_count + I_RUNS * B)
     i_v = tl.load(p_count + (I_RUNS + 1) * B)
-    tl.store(new + i_b, due_of(i_rest, i_k, LOCAL_K, UNIT_K))
-    tl.store(new + B + i_b, due_of(i_rest, i_v, LOCAL_V, UNIT_V))
-    store_index(index_k, i_b, i_k, WK, MK, BMK)
-    store_index(index_v, i_b, i_v, WV, MV, BMV)
+    i_newk = due_of(i_rest, i_k, LOCAL_K, UNIT_K)
+    i_newv = due_of(i_rest, i_v, LOCAL_V, UNIT_V)
+    tl.store(found + i_b, i_k)
+    tl.store(found + B + i_b, i_v)
+    tl.store(found + 2 * B + i_b, i_newk)
+    tl.store(found + 3 * B + i_b, i_newv)
+    store_index(found + 4 * B, i_b, i_k, WK, MK, BMK)
+    store_index(found + 4 * B + B * MK, i_b, i_v, WV, MV, BMV)
+    # The program's one warp has read them.
+    tl.store(p_count + I_RUNS * B, i_k + i_newk)
+    tl.store(p_count + (I_RUNS + 1) * B, i_v + i_newv)
 
 
 @lru_cache(maxsize=1024)
@@ -64,12 +70,15 @@ def _launch(
 
 
 def due_triton(
-    counters: Tensor, sink: int, tails: Sequence[int], local: Sequence[int], unit: Sequence[int], most: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
+    counters: Tensor,
+    found: Tensor,
+    sink: int,
+    tails: Sequence[int],
+    local: Sequence[int],
+    unit: Sequence[int],
+    most: Sequence[int],
+) -> None:
     """Launcher of `hfkvq.kernels.due`."""
     assert counters.is_contiguous(), "rows of counters are read by their stride"
     batch = counters.shape[1]
-    new, *index = (counters.new_empty(shape) for shape in ((2, batch), (batch, most[0]), (batch, most[1])))
-    launch = _launch(batch, sink, tuple(tails), tuple(local), tuple(unit), tuple(most), counters.device)
-    launch(counters, new, *index)
-    return new, index[0], index[1]
+    _launch(batch, sink, tuple(tails), tuple(local), tuple(unit), tuple(most), counters.device)(counters, found)

@@ -582,15 +582,10 @@ def seal_triton(
     norm: Tensor | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
-    form = PageFormat.parse(fmt)
-    # In the model's dtype, if anything is: 16-bit codes or, behind everything else, 16-bit channels.
-    stored = parts[0] if form.bits == 16 else parts[-2] if form.raised_count(16) else source
+    form, at, odd = _facts(fmt)
+    stored = source if at is None else parts[at]
     # Triton's interpreter truncates where bf16 should be rounded.
-    if not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype:
-        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
-    odd = form.page_size != power(form.page_size) or form.group_size != power(form.group_size)
-    if form.raised_count(4) and odd:
-        # Tokens that share a word would lie in tiles of different shapes.
+    if odd or (not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype):
         return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
     assert all([part.is_contiguous() for part in parts]), "pages are contiguous: they are written in place"
     batch, heads, _, head_dim = source.shape
@@ -619,6 +614,16 @@ def seal_triton(
     )
     launch(*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given)
     return None
+
+
+@lru_cache(maxsize=512)
+def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
+    """A format, which of its tensors is in the model's dtype, and whether it has no kernel."""
+    form = PageFormat.parse(fmt)
+    at = 0 if form.bits == 16 else form.names.index("full") if form.raised_count(16) else None
+    odd = form.page_size != power(form.page_size) or form.group_size != power(form.group_size)
+    # Tokens that share a word would lie in tiles of different shapes.
+    return form, at, bool(form.raised_count(4)) and odd
 
 
 def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
