@@ -481,10 +481,12 @@ class KVLayer(CacheLayerMixin):
         self.uncommitted = self.uncommitted and not commit
 
     def _commit(self) -> None:
-        store = self.store
-        if store is not None and store.is_due(self._hold()):
+        store, hold = self.store, self._hold()
+        if store is not None and self.query_sum is None and "tags" not in self.scheme.needs:
+            store.commit(hold)
+        elif store is not None and store.is_due(hold):
             before = None if self.query_sum is None else sealed_count(store.counters, "keys")
-            store.commit(self._hold(), self._query_mean(), self._tags())
+            store.commit(hold, self._query_mean(), self._tags())
             if before is not None:
                 self._forget_queries(before)
         self.padding, self.uncommitted = None, False

@@ -358,37 +358,40 @@ class KVStore:
         q_abs: Tensor | None,
         tags: Tensor | None,
     ) -> bool:
-        if not self.is_due(hold):
+        due_keys = due_values = 0
+        after = []
+        for state in self.states:
+            new = self._once_sealed(state, hold)
+            due_keys, due_values = max(due_keys, new.keys - state.keys), max(due_values, new.values - state.values)
+            after.append(new)
+        if not due_keys and not due_values:
             return False
-        sides: tuple[tuple[Side, SideLayout, Source], ...] = (
-            ("keys", self.layout.keys, keys),
-            ("values", self.layout.values, values),
-        )
-        due = {side: self.due(side, hold) for side in SIDES}
-        states = frozenset([self._once_sealed(state, hold) for state in self.states])
+        states = frozenset(after)
         if not self.format.ordered:
-            self._seal_by_width(keys, values, due["keys"], hold, tags)
+            self._seal_by_width(keys, values, due_keys, hold, tags)
             self.states = states
             return True
         page = self.format.runs[0][0].page_size
-        room = max(-(-max(state.keys, state.values) // page) for state in states)
-        self._grow(0, room)
+        self._grow(0, max([-(-max(state.keys, state.values) // page) for state in after]))
+        layout = self.layout
         found = kernels.due(
             self.counters,
-            self.layout.sink,
-            [tail.shape[2] for tail in self.windows[2:]],
-            [max(layout.local, hold) for _, layout, _ in sides],
-            [layout.unit for _, layout, _ in sides],
-            [due[side] if columns is None else 0 for side, _, (_, columns) in sides],
+            layout.sink,
+            (self.windows[2].shape[2], self.windows[3].shape[2]),
+            (max(layout.keys.local, hold), max(layout.values.local, hold)),
+            (layout.keys.unit, layout.values.unit),
+            (due_keys if keys[1] is None else 0, due_values if values[1] is None else 0),
         )
         try:
-            for at, (side, _, (source, columns)) in enumerate(sides):
-                if due[side]:
+            for at, (side, due, (source, columns)) in enumerate(
+                (("keys", due_keys, keys), ("values", due_values, values))
+            ):
+                if due:
                     count, index = found.count[at], found.index[at]
                     if columns is not None:
-                        behind = count[:, None] + torch.arange(due[side], dtype=torch.int32, device=self.device)
+                        behind = count[:, None] + torch.arange(due, dtype=torch.int32, device=self.device)
                         index = columns(behind).clamp(0, source.shape[2] - 1).to(torch.int32)
-                    self._seal_run(0, side, count, found.new[at], source, index, q_abs)
+                    self._seal_run(0, side, count, found.new[at], source, index, q_abs)  # type: ignore[arg-type]
         except BaseException:
             # They are in the windows still.
             self.counters[RUNS : RUNS + 2] -= torch.stack(found.new)

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from hfkvq.kernels import PageFormat, RunView, StoreFormat, append, decode_attention, due, seal, use_interpreter
 from hfkvq.kernels.decode import LENGTH, RUNS
@@ -21,6 +23,7 @@ from hfkvq.kernels.triton import append as append_module
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton import decode as decode_module
 from hfkvq.kernels.triton import due as due_module
+from hfkvq.kernels.triton import launch as launch_module
 from hfkvq.kernels.triton import merge as merge_module
 from hfkvq.kernels.triton import seal as seal_module
 from hfkvq.kernels.triton import step as step_module
@@ -36,12 +39,13 @@ CPU = torch.device("cpu")
 
 
 class Kernel:
-    """Stands in for a `triton.jit` function: notes what goes through Triton, and what goes past it."""
+    """Stands in for a `triton.jit` function: notes what goes through Triton, and what goes past it to which stream."""
 
     def __init__(self, names: str, interpreted: bool = False) -> None:
         self.arg_names, self.interpreted = names.split(), interpreted
         self.through: list[tuple[Any, ...]] = []
         self.past: list[tuple[Any, ...]] = []
+        self.streams: list[str] = []
 
     def __getitem__(self, grid):
         def launch(*args, **constants):
@@ -54,11 +58,30 @@ class Kernel:
 class Compiled:
     """What a `Kernel` compiles to; variants are numbered in the order in which they went through Triton."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: Kernel, variant: int) -> None:
         self.kernel, self.variant = kernel, variant
 
+    def note(self, grid, args, stream):
+        self.kernel.past.append((self.variant, grid, args))
+        self.kernel.streams.append(stream)
+
     def __getitem__(self, grid):
-        return lambda *args: self.kernel.past.append((self.variant, grid, args))
+        """As it is called where somebody is to be told."""
+        return lambda *args: self.note(grid, args, "any")
+
+    def run(self, *args):
+        """As it is called by itself: grid, stream, function, what is known of it, nothing for hooks, arguments."""
+        assert args[4:9] == ("function", "metadata", None, None, None)
+        self.note(args[:3], args[9:], args[3])
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Names for the current streams of devices, of which there may be none."""
+    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
 
 
 MEMORY = torch.zeros(64)
@@ -70,7 +93,7 @@ def floats(first: int) -> Tensor:
     return MEMORY[first : first + 4]
 
 
-def test_the_first_launch_goes_through_triton_and_later_ones_past_it():
+def test_the_first_launch_goes_through_triton_and_later_ones_past_it(streams):
     kernel = Kernel("a b n factor SIZE WIDE")
     # Constants come in any order, and options of the launch among them.
     constants = {"num_warps": 4, "WIDE": True, "SIZE": 16, "maxnreg": 9}
@@ -90,7 +113,7 @@ def test_the_first_launch_goes_through_triton_and_later_ones_past_it():
     assert len(kernel.through) == 1
 
 
-def test_every_alignment_has_a_variant():
+def test_every_alignment_has_a_variant(streams):
     """As many as there are choices of the tensors that begin at a multiple of 16 bytes."""
     kernel = Kernel("a b c n SIZE")
     launch = Launch(kernel, (1,), (5,), {"SIZE": 2}, CPU)
@@ -108,7 +131,7 @@ def test_every_alignment_has_a_variant():
     assert len(kernel.through) == len(choices)
 
 
-def test_tensors_without_elements_are_aligned():
+def test_tensors_without_elements_are_aligned(streams):
     """Their address is 0, to Triton as well."""
     kernel = Kernel("a")
     launch = Launch(kernel, (1,), (), {}, CPU)
@@ -118,7 +141,7 @@ def test_tensors_without_elements_are_aligned():
     assert kernel.past == [(0, (1, 1, 1), (0,))] * 2
 
 
-def test_nests_are_made_of_tensors_and_of_addresses():
+def test_nests_are_made_of_tensors_and_of_addresses(streams):
     kernel = Kernel("pair none last n SIZE")
 
     def nest(given):
@@ -152,8 +175,27 @@ def test_the_interpreter_is_asked_every_time():
     assert not kernel.past
 
 
+@pytest.mark.parametrize("when", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told_of_every_launch(monkeypatch, streams, when):
+    """Triton's own way tells them, and takes its time for it where there are none."""
+    kernel, hooks = Kernel("a"), knobs.HookChain()
+    launch = Launch(kernel, (1,), (), {}, CPU)
+    launch(floats(0))
+    monkeypatch.setattr(knobs.runtime, when, hooks)
+    launch(floats(0))
+    hooks.add(print)
+    launch(floats(0))
+    hooks.remove(print)
+    launch(floats(0))
+    for hook in (print, None):
+        monkeypatch.setattr(knobs.runtime, when, hook)
+        launch(floats(0))
+    assert kernel.streams == ["stream of None", "any", "stream of None", "any", "stream of None"]
+    assert len({repr(past) for past in kernel.past}) == 1
+
+
 @pytest.mark.parametrize("grid", [(5,), (5, 2), (5, 2, 3)])
-def test_grids_have_three_axes(grid):
+def test_grids_have_three_axes(streams, grid):
     kernel = Kernel("a")
     launch = Launch(kernel, grid, (), {}, CPU)
     for _ in range(2):
@@ -162,7 +204,7 @@ def test_grids_have_three_axes(grid):
 
 
 @pytest.mark.parametrize(("index", "entered"), [(0, []), (1, [1, "left"]), (None, [])])
-def test_launches_are_on_the_device_of_the_tensors(monkeypatch, index, entered):
+def test_launches_are_on_the_device_of_the_tensors(monkeypatch, streams, index, entered):
     """Another device becomes the current one for a launch: for the first one and for those that are remembered."""
     seen = []
 
@@ -181,6 +223,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, index, entered):
         assert seen == entered
         seen.clear()
     assert (len(kernel.through), len(kernel.past)) == (1, 1)
+    assert kernel.streams == [f"stream of {index or 0}"]
 
 
 # Launchers and their plans: nothing runs, but all that would is noted.
@@ -263,6 +306,11 @@ class NotedVariant:
     def __init__(self, launch, kinds):
         self.launch, self.kinds = launch, kinds
 
+    function = packed_metadata = None
+
+    def run(self, *args):
+        self[args[:3]](*args[9:])
+
     def __getitem__(self, grid):
         def launch(*args):
             count, known = len(self.kinds), self.launch.constants
@@ -276,7 +324,7 @@ class NotedVariant:
 
 
 @pytest.fixture
-def noted(monkeypatch):
+def noted(monkeypatch, streams):
     """`Noted` launches; its lists are of this test alone, and so are the plans."""
     caches = [getattr(*plan) for plan in PLANS]
     for cache in caches:
