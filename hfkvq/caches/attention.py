@@ -60,6 +60,11 @@ def hfkvq_attention(
         mask = attention_mask if bias is None else _added(bias, attention_mask)
         out = layer.step_now(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks)
         return out.transpose(1, 2).contiguous(), None
+    if attention_mask is None and kwargs.get("position_bias") is None and _sinks(kwargs) is None:
+        out = layer.plain_step(query, scaling, kwargs.get("softcap") or 0.0)
+        if out is not None:
+            # One query: the same order in memory.
+            return out.view(out.shape[0], 1, out.shape[1], out.shape[3]), None
     pages = layer.begin(attention_mask, query.shape[2])
     mask = attention_mask
     if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):

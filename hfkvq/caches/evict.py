@@ -45,6 +45,7 @@ class EvictingLayer(KVLayer):
     """
 
     scheme: Any
+    steps_plainly = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -117,6 +117,8 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = True
+    steps_plainly = True
+    """Whether `attend` is all that layers of this class want to know of attention."""
     is_croppable = True  # type: ignore[assignment]
 
     def __init__(
@@ -402,6 +404,24 @@ class KVLayer(CacheLayerMixin):
         store.push(keys, values, self.padding)
         self.staged, self.uncommitted = None, True
         return True
+
+    def plain_step(self, query: Tensor, scaling: float, softcap: float) -> Tensor | None:
+        """`begin`, `attend` and `finish` of one new token a row, without mask and sinks.
+
+        Returns:
+            (B, Hq, 1, Dv) of a query (B, Hq, 1, D); None where it has to go step by step; nothing is done then.
+        """
+        store = self.store
+        if not self.steps_plainly or store is None or self.staged is None or query.shape[2] != 1:
+            return None
+        keys, values = self.staged
+        if keys.shape[2] != 1 or self.padding is not None or self._hold() or not store.longest or not store.fits(1):
+            return None
+        out = store.step(query, keys, values, scaling, softcap)
+        if out is not None:
+            self.staged, self.uncommitted = None, True
+            self.finish(query, None, scaling, softcap, None)
+        return out
 
     def attend(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None

@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -254,6 +255,28 @@ class KVStore:
         self._advance(keys.shape[2], padding)
         self._fill_windows(keys, values, old, padding)
 
+    def step(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float) -> Tensor | None:
+        """`push` without padding, then `attend` without a mask. ``fits`` must hold.
+
+        Args:
+            query: (B, Hq, t, D), t <= 16.
+            keys: (B, H, t, Dk), not rotated.
+            values: (B, H, t, Dv).
+            scaling: factor on the logits.
+            softcap: 0 for none.
+
+        Returns:
+            (B, Hq, t, Dv); None where it takes `push` and `attend` themselves: nothing is stored then.
+        """
+        tokens = keys.shape[2]
+        self._grow_tails(tokens)
+        out = kernels.append_attend(
+            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format
+        )
+        if out is not None:
+            self.states = self._later(tokens, None)
+        return out
+
     def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
         """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
         sink = self.layout.sink
@@ -373,31 +396,40 @@ class KVStore:
             return True
         page = self.format.runs[0][0].page_size
         self._grow(0, max([-(-max(state.keys, state.values) // page) for state in after]))
-        layout = self.layout
-        found = kernels.due(
-            self.counters,
-            layout.sink,
-            (self.windows[2].shape[2], self.windows[3].shape[2]),
-            (max(layout.keys.local, hold), max(layout.values.local, hold)),
-            (layout.keys.unit, layout.values.unit),
-            (due_keys if keys[1] is None else 0, due_values if values[1] is None else 0),
-        )
+        layout, most = self.layout, (due_keys, due_values)
+        local = (max(layout.keys.local, hold), max(layout.values.local, hold))
+        unit = (layout.keys.unit, layout.values.unit)
+        if keys[1] is None and values[1] is None and q_abs is None and self._seals_plainly:
+            rule = self.scheme.channel_rule
+            kernels.seal_tail(self.counters, self.windows, self.runs[0], local, unit, most, self.format, rule)
+            self.states = states
+            return True
+        # Slots of the tail, where it is tails that are sealed from.
+        asked = (0 if keys[1] else due_keys, 0 if values[1] else due_values)
+        tails = (self.windows[2].shape[2], self.windows[3].shape[2])
+        found = kernels.due(self.counters, layout.sink, tails, local, unit, asked)
         try:
-            for at, (side, due, (source, columns)) in enumerate(
-                (("keys", due_keys, keys), ("values", due_values, values))
-            ):
-                if due:
+            for at, (side, (source, columns)) in enumerate(zip(SIDES, (keys, values), strict=True)):
+                if most[at]:
                     count, index = found.count[at], found.index[at]
                     if columns is not None:
-                        behind = count[:, None] + torch.arange(due, dtype=torch.int32, device=self.device)
+                        behind = count[:, None] + torch.arange(most[at], dtype=torch.int32, device=self.device)
                         index = columns(behind).clamp(0, source.shape[2] - 1).to(torch.int32)
-                    self._seal_run(0, side, count, found.new[at], source, index, q_abs)  # type: ignore[arg-type]
+                    self._seal_run(0, side, count, found.new[at], source, index, q_abs)
         except BaseException:
-            # They are in the windows still.
-            self.counters[RUNS : RUNS + 2] -= torch.stack(found.new)
+            found.take_back(self.counters)
             raise
         self.states = states
         return True
+
+    @cached_property
+    def _seals_plainly(self) -> bool:
+        """Whether sealing takes nothing but the tokens and, perhaps, a rule."""
+        plain = all(
+            layout.clip >= 1.0 and not fmt.normed and (not fmt.raised or self.scheme.channel_rule)
+            for layout, fmt in zip((self.layout.keys, self.layout.values), self.format.runs[0], strict=True)
+        )
+        return plain and self.format.ordered
 
     def _seal_run(
         self,

@@ -6,6 +6,7 @@ from .dispatch import use_interpreter, use_reference
 from .due import due
 from .gather import gather_rows
 from .hadamard import hadamard
+from .line import append_attend, seal_tail
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .qk import qk_pages
@@ -18,6 +19,7 @@ __all__ = [
     "RunView",
     "StoreFormat",
     "append",
+    "append_attend",
     "channel_widths",
     "decode_attention",
     "dequantize_pages",
@@ -28,6 +30,7 @@ __all__ = [
     "qk_pages",
     "quantize_pages",
     "seal",
+    "seal_tail",
     "sv_pages",
     "use_interpreter",
     "use_reference",

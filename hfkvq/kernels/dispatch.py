@@ -74,13 +74,22 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
         first: a tensor of the arguments, whose device decides.
         *args: the op's arguments.
     """
-    plain = type(first) is Tensor and not first.is_meta and not (first.requires_grad and torch.is_grad_enabled())
-    if not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if not _is_unobserved(first):
         return op(*args)
     name = op._name
     if name in _LAUNCHERS and _KERNELS_ON.get(first.device.type, False):
         return _LAUNCHERS[name](*args)
     return _REFERENCES[name](*args)
+
+
+def _is_unobserved(first: Tensor) -> bool:
+    plain = type(first) is Tensor and not first.is_meta and not (first.requires_grad and torch.is_grad_enabled())
+    return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+
+
+def launches(first: Tensor) -> bool:
+    """Whether `call` would go straight to a kernel."""
+    return _KERNELS_ON.get(first.device.type, False) and _is_unobserved(first)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from .decode import LENGTH, RUNS
 from .dispatch import call, define, triton_slot
 
 
-class Due(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Due:
     """Tokens to seal, of keys and of values.
 
     Attributes:
@@ -24,6 +25,10 @@ class Due(NamedTuple):
     count: tuple[Tensor, Tensor]
     new: tuple[Tensor, Tensor]
     index: tuple[Tensor, Tensor]
+
+    def take_back(self, counters: Tensor) -> None:
+        """Counts them as not sealed again: sealing failed, and they are in the windows still."""
+        counters[RUNS : RUNS + 2] -= torch.stack(self.new)
 
 
 @define("due", mutates=("counters", "found"))

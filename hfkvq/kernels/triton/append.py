@@ -156,7 +156,8 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
 
 
 @lru_cache(maxsize=1024)
-def _launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launch:
+def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launch:
+    """Takes keys, values, four windows and counters."""
     constants = append_constants(new.keys, new.values, rotate_keys, rotate_values)
     batch, heads, tokens, _ = new.keys
     numbers = (
@@ -181,5 +182,5 @@ def append_triton(
     if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
         return reference("append")(keys, values, counters, windows, rotate_keys, rotate_values)
     assert all([x.is_contiguous() for x in (counters, *windows)]), "written in place"
-    _launch(new_tokens(keys, values, windows), rotate_keys, rotate_values)(keys, values, *windows, counters)
+    append_launch(new_tokens(keys, values, windows), rotate_keys, rotate_values)(keys, values, *windows, counters)
     return None

@@ -181,7 +181,7 @@ def _format_constants(
     return constants, buffers * size + SMALL
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What launches need besides addresses.
 
     Attributes:
@@ -217,7 +217,7 @@ def _plan(
     early: bool,
     together: int,
     edition: int,
-) -> _Plan:
+) -> Plan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape.
 
     Args:
@@ -333,11 +333,11 @@ def _plan(
     out_dtype = model_dtype if device.type == "cuda" else torch.float32
     part = (batch * heads, splits, rows, value_dim)
     merge = merge_launch(part, queries, sinks, form.rotate_values, dependent, device, out_dtype)
-    return _Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
+    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
 
 
 @lru_cache(maxsize=256)
-def _tables(store: str) -> tuple[int, ...]:
+def table_places(store: str) -> tuple[int, ...]:
     """Where the runs' tables stand among their tensors."""
     form, at, found = StoreFormat.parse(store), 0, []
     for keys, values in form.runs:
@@ -348,7 +348,7 @@ def _tables(store: str) -> tuple[int, ...]:
 
 def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
     """From queries, counters, four windows, all runs' tensors, the mask if there is one, sums, tops and weights."""
-    tables = _tables(form.spec)
+    tables = table_places(form.spec)
     order = [tuple(tables[i] + at for at in _order(*form.runs[i], ordered=form.ordered)) for i in own]
     end = tables[-1] + 1 + (not form.ordered) + sum(len(fmt.names) for fmt in form.runs[-1])
 
@@ -383,6 +383,46 @@ def _rotates(store: str, head_dim: int) -> int:
     return 0 if outside else form.rotate_keys
 
 
+@lru_cache(maxsize=1024)
+def decode_plan(
+    store: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    windows: tuple[int, int, int, int, torch.dtype],
+    blocks: tuple[int, ...],
+    scaling: float,
+    softcap: float,
+    device: torch.device,
+    edition: int,
+) -> Plan | None:
+    """Plan of plain causal attention: `_plan`; None where there is more to do than one launch and its merge."""
+    head_dim = shape[3]
+    served = is_served(store, head_dim, windows[1], dtype) and stride[3] == 1
+    rotate = _rotates(store, head_dim) if served else 0
+    if not served or rotate != StoreFormat.parse(store).rotate_keys:
+        return None
+    plan = _plan(
+        store,
+        shape,
+        stride,
+        dtype,
+        dtype,
+        device,
+        windows,
+        blocks,
+        None,
+        None,
+        scaling,
+        softcap,
+        rotate,
+        False,
+        0,
+        edition,
+    )
+    return plan if len(plan.launches) == 1 else None
+
+
 def decode_attention_triton(
     q: Tensor,
     counters: Tensor,
@@ -407,7 +447,7 @@ def decode_attention_triton(
         q, early = hadamard(q.float(), block), False
     elif q.stride(-1) != 1:
         q, early = q.contiguous(), False
-    tables = _tables(store)
+    tables = table_places(store)
     tensors = [q, counters, *windows, *runs]
     if not all([x.is_contiguous() for x in tensors[1:]]):
         tensors[1:] = [x.contiguous() for x in tensors[1:]]

@@ -54,7 +54,7 @@ def due_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _launch(
+def due_launch(
     batch: int,
     sink: int,
     tails: tuple[int, ...],
@@ -63,6 +63,7 @@ def _launch(
     most: tuple[int, ...],
     device: torch.device,
 ) -> Launch:
+    """Takes counters and what is found."""
     numbers = (sink, *(max(tail, 1) for tail in tails), *local, *unit, *most, batch)
     # At least a step's most tokens: one variant for all of them.
     constants = {"BMK": max(16, power(most[0])), "BMV": max(16, power(most[1])), "num_warps": 1}
@@ -81,4 +82,4 @@ def due_triton(
     """Launcher of `hfkvq.kernels.due`."""
     assert counters.is_contiguous(), "rows of counters are read by their stride"
     batch = counters.shape[1]
-    _launch(batch, sink, tuple(tails), tuple(local), tuple(unit), tuple(most), counters.device)(counters, found)
+    due_launch(batch, sink, tuple(tails), tuple(local), tuple(unit), tuple(most), counters.device)(counters, found)

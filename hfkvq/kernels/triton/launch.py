@@ -60,18 +60,24 @@ class Launch:
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         addresses = [x.data_ptr() for x in tensors]
-        aligned = tuple([not x & 15 for x in addresses])
-        ready = self._ready.get(aligned)
+        ready = self.ready(addresses)
         if ready is None:
-            self._prepare(tensors, aligned)
-            return
+            self._prepare(tensors, _alignment(addresses))
+        else:
+            self.run(ready, addresses, driver.active.get_current_stream(self._index))
+
+    def ready(self, addresses: Sequence[int]) -> Any | None:
+        """The variant for tensors at these addresses, or None if no launch has needed it yet."""
+        return self._ready.get(_alignment(addresses))
+
+    def run(self, ready: Any, addresses: Sequence[int], stream: int) -> None:
+        """Launches a variant on a stream of the current device."""
         own = addresses if self._nest is None else self._nest(addresses)
         if _is_watched():
             ready[self._grid](*own, *self._rest)
-            return
-        # What that does, without telling hooks that are not there.
-        stream = driver.active.get_current_stream(self._index)
-        ready.run(*self._grid, stream, ready.function, ready.packed_metadata, None, None, None, *own, *self._rest)
+        else:
+            # What that does, without telling hooks that are not there.
+            ready.run(*self._grid, stream, ready.function, ready.packed_metadata, None, None, None, *own, *self._rest)
 
     def _prepare(self, tensors: Sequence[Tensor], aligned: tuple[bool, ...]) -> None:
         """The first launch, through Triton; notes the variant that it took."""
@@ -82,6 +88,10 @@ class Launch:
             names = self._kernel.arg_names[len(own) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
             self._ready[aligned] = compiled
+
+
+def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
+    return tuple([not x & 15 for x in addresses])
 
 
 def _is_watched() -> bool:

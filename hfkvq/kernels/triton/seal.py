@@ -626,6 +626,27 @@ def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
     return form, at, bool(form.raised_count(4)) and odd
 
 
+def seal_launch(
+    fmt: PageFormat,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: int,
+    tokens: int,
+    rule: str,
+) -> Launch | None:
+    """A launch that seals without widths, weights and factors, from a source in the model's dtype, if there is one.
+
+    It takes a side's tensors, table, count, new, source and index.
+    """
+    form, _, odd = _facts(fmt.spec)
+    if odd or (rule and not _ranks_in_kernel(form, shape[3])):
+        return None
+    return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
+
+
 def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
     """Whether one program can hold a page, in the order of the rule's sums."""
     tile = form.page_size * fields_of(form.bits) * power(form.words(head_dim))

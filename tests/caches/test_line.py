@@ -1,0 +1,179 @@
+"""Steps of a growing cache in one call: what the operations do one by one, to the bit, wherever they can be taken."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hfkvq import get_scheme
+from hfkvq.caches.attention import hfkvq_attention
+from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.kernels import append, decode_attention, line
+from tests.caches.driver import cases
+
+MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
+HEADS, SHARE = 2, 4
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+PRESETS = ("kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "full", "triaxial", "kvarn", "kivi-4")
+
+
+def layer_of(scheme, plainly=True):
+    layer = KVLayer(scheme, PaddingReader())
+    layer.steps_plainly = plainly
+    return layer
+
+
+def states(rows, tokens, dim, dtype, device, generator, odd=False):
+    """Queries, keys and values; if odd, values that begin two bytes behind what a kernel would like."""
+    made = [torch.randn(rows, n, tokens, dim, generator=generator) for n in (SHARE * HEADS, HEADS, HEADS)]
+    queries, keys, values = (x.to(device, dtype) for x in made)
+    if odd:
+        wide = torch.empty(values.numel() + 1, device=device, dtype=dtype)[1:].view(values.shape)
+        values = wide.copy_(values)
+    return queries, keys, values
+
+
+def step(layer, given, mask=None):
+    queries, keys, values = given
+    return hfkvq_attention(MODULE, queries, *layer.update(keys, values), mask, scaling=0.1)[0]
+
+
+def assert_same(one, other):
+    assert one.store.states == other.store.states
+    assert (one.query_sum is None) == (other.query_sum is None)
+    for a, b in zip(one.store.tensors(), other.store.tensors(), strict=True):
+        assert a.shape == b.shape
+    assert torch.equal(one.store.counters, other.store.counters)
+    for side in ("keys", "values"):
+        assert torch.equal(one.dense(side), other.dense(side))
+    for name in ("query_sum", "query_count"):
+        if getattr(one, name) is not None:
+            assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often each line has been gone; on a CPU the operations stand for them."""
+    counts = {"append_attend": 0, "seal_tail": 0}
+    lines = line._lines() if torch.cuda.is_available() else None
+
+    def append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store):
+        if lines is not None:
+            out = lines.append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store)
+        else:
+            append(keys, values, counters, windows, store)
+            out = decode_attention(q, counters, windows, runs, None, None, scaling, softcap, store)
+        counts["append_attend"] += out is not None
+        return out
+
+    def seal_tail(*given):
+        done = lines is not None and lines.seal_tail(*given)
+        counts["seal_tail"] += done
+        return done
+
+    monkeypatch.setattr(line, "_lines", lambda: SimpleNamespace(append_attend=append_attend, seal_tail=seal_tail))
+    monkeypatch.setattr(line, "launches", lambda x: True)
+    return counts
+
+
+@pytest.mark.parametrize("name", cases())
+def test_layers_do_the_same_in_one_call(name, taken):
+    scheme, generator = cases()[name], torch.Generator().manual_seed(0)
+    if name.startswith("arkv"):
+        pytest.skip("ARKV's layers want to know more of attention")
+    one, other = layer_of(scheme), layer_of(scheme, plainly=False)
+    for tokens in (37, *[1] * 40, 5, *[1] * 9):
+        given = states(2, tokens, 32, torch.float32, "cpu", generator)
+        assert torch.equal(step(one, given), step(other, given))
+    # Prompts and steps of several tokens go step by step.
+    assert taken["append_attend"] == 49
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("what", ["mask", "rollback", "sinks", "bias", "empty"])
+def test_what_takes_more_goes_step_by_step(what, taken):
+    layer, generator = layer_of(get_scheme("saw-int4")), torch.Generator().manual_seed(0)
+    given = states(2, 1, 128, torch.float32, "cpu", generator)
+    if what != "empty":
+        step(layer, states(2, 20, 128, torch.float32, "cpu", generator))
+    if what == "rollback":
+        layer.activate_past_recording()
+    queries, keys, values = given
+    mask = torch.ones(2, 1, 1, 21, dtype=torch.bool) if what == "mask" else None
+    more = {
+        "sinks": {"s_aux": torch.zeros(SHARE * HEADS)},
+        "bias": {"position_bias": torch.zeros(1, SHARE * HEADS, 1, 21)},
+    }.get(what, {})
+    hfkvq_attention(MODULE, queries, *layer.update(keys, values), mask, scaling=0.1, **more)
+    assert taken["append_attend"] == 0
+
+
+def test_nothing_is_done_where_no_kernel_is(monkeypatch):
+    """On the CPU, and where a kernel has not been launched for such tensors, the answer is None, and nothing else."""
+    layer, generator = layer_of(get_scheme("kitty-pro")), torch.Generator().manual_seed(0)
+    step(layer, states(1, 50, 128, torch.float32, "cpu", generator))
+    before = [x.clone() for x in layer.store.tensors()]
+    queries, keys, values = states(1, 1, 128, torch.float32, "cpu", generator)
+    assert layer.store.step(queries, keys, values, 0.1, 0.0) is None
+    for a, b in zip(before, layer.store.tensors(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_a_failed_seal_leaves_tokens_in_the_windows(monkeypatch):
+    layer, generator = layer_of(get_scheme("saw-int4")), torch.Generator().manual_seed(0)
+    step(layer, states(1, 50, 128, torch.float32, "cpu", generator))
+    other = layer_of(get_scheme("saw-int4"))
+    generator.manual_seed(0)
+    step(other, states(1, 50, 128, torch.float32, "cpu", generator))
+    given = states(1, 1, 128, torch.float32, "cpu", generator)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(line, "seal", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("none left")))
+        step(layer, given)
+    step(other, given)
+    given = states(1, 1, 128, torch.float32, "cpu", generator)
+    step(layer, given), step(other, given)
+    assert_same(layer, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=GPU) for name in PRESETS])
+def test_launches_are_those_of_the_operations(name, dtype, taken):
+    """Over page borders, growing tables and tails, other strides and alignments: to the bit."""
+    scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
+    one, other = layer_of(scheme), layer_of(scheme, plainly=False)
+    for at, tokens in enumerate((300, *[1] * 200, 3, *[1] * 100)):
+        given = states(2, tokens, 128, dtype, "cuda", generator, odd=at % 17 == 0)
+        if at % 2:
+            # As models hand them over: (B, T, H, D) in memory.
+            given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+        got, counts = step(one, given), dict(taken)
+        assert torch.equal(got, step(other, given)), at
+        assert taken == counts
+        # From now on it seals one by one as well.
+        other.store.__dict__["_seals_plainly"] = False
+    assert taken["append_attend"] > 250
+    if name in ("saw-int4", "int4", "full", "kivi-2", "kivi-4"):
+        assert taken["seal_tail"] > 200
+    assert_same(one, other)
+
+
+@pytest.mark.parametrize("rows", [pytest.param([1, 0], marks=GPU), pytest.param([0, 0, 1], marks=GPU)])
+def test_rows_may_move_between_steps(rows, taken):
+    generator = torch.Generator().manual_seed(0)
+    one, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), plainly=False)
+    for layer in (one, other):
+        generator.manual_seed(1)
+        step(layer, states(2, 200, 128, torch.bfloat16, "cuda", generator))
+    for batch in (2, len(rows)):
+        for _ in range(20):
+            given = states(batch, 1, 128, torch.bfloat16, "cuda", generator)
+            assert torch.equal(step(one, given), step(other, given))
+        for layer in (one, other):
+            layer._settle()
+            if batch == 2:
+                layer.store.reorder(torch.tensor(rows, device="cuda"))
+                layer._rows(torch.tensor(rows, device="cuda"))
+    assert taken["append_attend"] > 30
+    assert_same(one, other)
