@@ -177,7 +177,8 @@ class KVLayer(CacheLayerMixin):
                 mode, an entry is not finite. Nothing is changed then.
         """
         self._check(key_states, value_states)
-        key_states, value_states = (x.detach() if x.requires_grad else x for x in (key_states, value_states))
+        if key_states.requires_grad or value_states.requires_grad:
+            key_states, value_states = key_states.detach(), value_states.detach()
         if self.store is None or (not self.seen and self._kind(key_states, value_states) != self._kind_held()):
             self.lazy_initialization(key_states, value_states)
         self._settle()
@@ -454,8 +455,7 @@ class KVLayer(CacheLayerMixin):
             query = query.flatten(1, 2)[:, :, None]
         sums, counts = self.query_sum, self.query_count
         if self.padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
-            sealed, weight = counts.new_zeros(counts.shape[1]), torch.empty_like(sums, dtype=torch.float32)
-            observe(query.detach(), sealed, sums, counts, weight)
+            observe(query.detach() if query.requires_grad else query, sums, counts)
             return
         # Sums of f32 would depend on where padding stands; these are of few bits each.
         magnitude = query.detach().abs().double()

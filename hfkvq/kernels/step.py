@@ -378,32 +378,35 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
 
 
 @define("observe", mutates=("sums", "counts", "weight"))
-def _observe(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
+def _observe(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
     heads = sums.shape[1]
     total = q.abs().double().sum(2).unflatten(1, (heads, -1)).mean(2)
-    again = sealed > 0
+    again = torch.zeros_like(counts[0]) > 0 if sealed is None else sealed > 0
     sums.copy_(sums.masked_fill(again[:, None, None], 0.0) + total)
     counts.copy_(counts.masked_fill(again, 0) + q.shape[2])
-    weight.copy_((sums / counts.T[:, :, None]).float())
+    if weight is not None:
+        weight.copy_((sums / counts.T[:, :, None]).float())
 
 
 @_observe.register_fake
-def _(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
+def _(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
     return None
 
 
 triton_slot("observe", "step:observe_triton")
 
 
-def observe(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
+def observe(
+    q: Tensor, sums: Tensor, counts: Tensor, sealed: Tensor | None = None, weight: Tensor | None = None
+) -> None:
     """Adds magnitudes of queries to their sums, which begin anew where something was sealed.
 
     Args:
         q: (B, Hq, t, D), t <= 16.
-        sealed: i32 (B,), tokens of keys that the step before has sealed.
         sums: f64 (B, H, D), written in place: means over the query heads of a KV head.
         counts: i32 (H, B), queries in ``sums``, likewise.
-        weight: f32 (B, H, D), written: their mean.
+        sealed: i32 (B,), tokens of keys that the step before has sealed; None for nothing.
+        weight: f32 (B, H, D), written: the mean of the queries in ``sums``; None if it is not asked for.
     """
     call(_observe, q, q, sealed, sums, counts, weight)
 
@@ -470,7 +473,7 @@ def run_step(
         # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
         with beside:
             if plan.query == "sum":
-                observe(q, state.sealed, state.sums, state.counts, state.weight)
+                observe(q, state.sums, state.counts, state.sealed, state.weight)
             elif plan.query == "keep":
                 state.query.copy_(whole[:, :, -1:])
             if due:

@@ -262,7 +262,8 @@ def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: i
     advance(tensor(rows, heads, tokens, dim, dtype), tensor(rows, heads, tokens, dim, dtype), state, plan)
     if query == "sum":
         query_states = tensor(rows, 4 * heads, tokens, dim, dtype)
-        observe(query_states, state.sealed, state.sums, state.counts, state.weight)
+        observe(query_states, state.sums, state.counts, state.sealed, state.weight)
+        observe(query_states, state.sums, state.counts)
     seal_due(state, plan, tokens)
 
 

@@ -273,6 +273,8 @@ def test_sinks(backend, name):
     layer = build(FEATURES[name])
     sinks = torch.randn(layer.q.shape[1]).mul(4).to(layer.case.dtype)
     got = decode(layer, backend, 0.2, None, sinks)
+    # A part of something larger is as good.
+    assert torch.equal(decode(layer, backend, 0.2, None, torch.stack([sinks, -sinks], 1).to(backend)[:, 0]), got)
     exact = attend(layer, torch.float64, 0.2, None, sinks)
     assert_as_good_as_torch(got, exact, attend(layer, layer.case.dtype, 0.2, None, sinks))
     assert (exact - attend(layer, torch.float64, 0.2)).abs().max() > 1e-4

@@ -394,10 +394,10 @@ def blank(*shape: int, dtype: torch.dtype = F32, order: str = "contiguous", shif
     return torch.empty(size + shift, dtype=plain).as_strided(shape, strides, shift).view(dtype)
 
 
-def call_append(batch, heads, tokens, dims, dtype, held, sink, tails, rotate, keys, values, shift=0):
+def call_append(batch, heads, tokens, dims, dtype, other, held, sink, tails, rotate, keys, values, shift=0):
     new = [
-        blank(batch, heads, tokens, dim, dtype=dtype, order=order, shift=shift)
-        for dim, order in zip(dims, (keys, values), strict=True)
+        blank(batch, heads, tokens, dim, dtype=own or dtype, order=order, shift=shift)
+        for dim, own, order in zip(dims, (None, other), (keys, values), strict=True)
     ]
     windows = [
         blank(batch, heads, size, dim, dtype=held, shift=shift)
@@ -434,8 +434,8 @@ def call_seal(batch, heads, spec, dim, dtype, held, columns, order, blocks, page
 
 
 def call_advance(
-    batch, heads, tokens, dims, dtype, held, runs, sink, rotate, blocks, tails, local, unit, capacity, keys, values,
-    shift=0,
+    batch, heads, tokens, dims, dtype, other, held, runs, sink, rotate, blocks, tails, local, unit, capacity, keys,
+    values, shift=0,
 ):  # fmt: skip
     pairs = tuple(tuple(map(PageFormat.parse, pair.split("/"))) for pair in runs.split("|"))
     store = StoreFormat(pairs, sink, *rotate).spec
@@ -443,19 +443,19 @@ def call_advance(
     # What a plan asks of its buffer is that all dtypes fit.
     state = carve(blank(buffer_bytes(plan) + 8, dtype=torch.uint8)[8 * shift :], plan)
     new = [
-        blank(batch, heads, tokens, dim, dtype=dtype, order=order, shift=shift)
-        for dim, order in zip(dims, (keys, values), strict=True)
+        blank(batch, heads, tokens, dim, dtype=own or dtype, order=order, shift=shift)
+        for dim, own, order in zip(dims, (None, other), (keys, values), strict=True)
     ]
     advance(*new, state, plan)
 
 
-def call_observe(batch, heads, share, tokens, dim, dtype, order, shift=0):
+def call_observe(batch, heads, share, tokens, dim, dtype, order, given, shift=0):
     observe(
         blank(batch, heads * share, tokens, dim, dtype=dtype, order=order, shift=shift),
-        blank(batch, dtype=torch.int32, shift=shift),
         blank(batch, heads, dim, dtype=torch.float64, shift=shift),
         blank(heads, batch, dtype=torch.int32, shift=shift),
-        blank(batch, heads, dim, shift=shift),
+        blank(batch, dtype=torch.int32, shift=shift) if "sealed" in given else None,
+        blank(batch, heads, dim, shift=shift) if "weight" in given else None,
     )
 
 
@@ -529,6 +529,8 @@ NEW: dict[str, tuple[Any, ...]] = {
     "tokens": (1, 3),
     "dims": ((32, 32), (32, 16), (16, 32)),
     "dtype": (F16, BF16, F32),
+    # Of values, if they differ.
+    "other": (None, F32, BF16),
     "held": (F16, BF16, F32),
     "sink": (4, 0, 5),
     "tails": ((40, 40), (40, 41), (41, 40)),
@@ -660,6 +662,7 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[Any, ...]]]] = {
             "dim": (32, 40),
             "dtype": (F16, BF16, F32),
             "order": (*ORDERS,),
+            "given": ("sealed and weight", "nothing", "sealed", "weight"),
         },
     ),
     "decode": (call_decode, DECODED),
@@ -949,8 +952,9 @@ def test_due_again(triton_backend, prepared):
         with by_torch():
             expected = due(counters, *knobs)
         assert torch.equal(given.cpu(), counters)
-        for a, b in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
-            assert torch.equal(a.cpu(), b)
+        for name in ("count", "new", "index"):
+            for a, b in zip(getattr(got, name), getattr(expected, name), strict=True):
+                assert torch.equal(a.cpu(), b)
 
 
 @pytest.mark.parametrize(
@@ -997,7 +1001,7 @@ def test_steps_again(triton_backend, prepared, name):
             q, k, v = (placed(x, device, shift) for x in (q, k, v))
             advance(k, v, state, plan)
             if plan.query:
-                observe(q, state.sealed, state.sums, state.counts, state.weight)
+                observe(q, state.sums, state.counts, state.sealed, state.weight)
             seal_due(state, plan, k.shape[2])
 
         for at, count in enumerate((16, 3, 3)):

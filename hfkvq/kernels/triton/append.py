@@ -118,7 +118,7 @@ class NewTokens(NamedTuple):
         key_stride: likewise.
         values: shape.
         value_stride: likewise.
-        dtype: of both.
+        dtypes: of keys and of values.
         held: dtype of the windows.
         sink: tokens of the sink.
         key_tail: slots of the tail of keys.
@@ -130,7 +130,7 @@ class NewTokens(NamedTuple):
     key_stride: tuple[int, ...]
     values: tuple[int, ...]
     value_stride: tuple[int, ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype]
     held: torch.dtype
     sink: int
     key_tail: int
@@ -146,7 +146,7 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
         keys.stride(),
         values.shape,
         values.stride(),
-        keys.dtype,
+        (keys.dtype, values.dtype),
         tail_k.dtype,
         sink_k.shape[2],
         tail_k.shape[2],

@@ -481,5 +481,5 @@ def decode_attention_triton(
     if sinks is None:
         plan.merge(part, top, total, out)
     else:
-        plan.merge(part, top, total, sinks, out)
+        plan.merge(part, top, total, sinks.contiguous(), out)
     return out if out.dtype == dtype else out.to(dtype)

@@ -407,5 +407,5 @@ def general_decode(
             **common,
         )
     merge = merge_launch(part.shape, queries, sinks_kind(sinks), form.rotate_values, False, q.device, out_dtype)
-    merge(part, part_top, part_sum, *([] if sinks is None else [sinks]), out)
+    merge(part, part_top, part_sum, *([] if sinks is None else [sinks.contiguous()]), out)
     return out.to(dtype)

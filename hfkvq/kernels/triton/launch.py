@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ class Launch:
             dtype. None takes them as they come.
     """
 
-    __slots__ = ("_constants", "_grid", "_index", "_kernel", "_nest", "_numbers", "_ready", "_rest")
+    __slots__ = ("_aligned", "_constants", "_grid", "_index", "_kernel", "_nest", "_numbers", "_ready", "_rest")
 
     def __init__(
         self,
@@ -48,6 +50,8 @@ class Launch:
         self._rest: tuple[Any, ...] = ()
         # By which tensors begin at a multiple of sixteen bytes: all that Triton asks of an address.
         self._ready: dict[tuple[bool, ...], Any] = {}
+        # The one where all do.
+        self._aligned: Any | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches, on the tensors' device and its current stream."""
@@ -64,16 +68,18 @@ class Launch:
         if ready is None:
             self._prepare(tensors, _alignment(addresses))
         else:
-            self.run(ready, addresses, driver.active.get_current_stream(self._index))
+            self.run(ready, addresses, driver.active.get_current_stream(self._index), is_watched())
 
     def ready(self, addresses: Sequence[int]) -> Any | None:
         """The variant for tensors at these addresses, or None if no launch has needed it yet."""
+        if not reduce(or_, addresses) & 15:
+            return self._aligned
         return self._ready.get(_alignment(addresses))
 
-    def run(self, ready: Any, addresses: Sequence[int], stream: int) -> None:
-        """Launches a variant on a stream of the current device."""
+    def run(self, ready: Any, addresses: Sequence[int], stream: int, watched: bool) -> None:
+        """Launches a variant on a stream of the current device; ``watched`` if hooks want to know (`is_watched`)."""
         own = addresses if self._nest is None else self._nest(addresses)
-        if _is_watched():
+        if watched:
             ready[self._grid](*own, *self._rest)
         else:
             # What that does, without telling hooks that are not there.
@@ -88,13 +94,15 @@ class Launch:
             names = self._kernel.arg_names[len(own) + len(self._numbers) :]
             self._rest = (*self._numbers, *(self._constants[name] for name in names))
             self._ready[aligned] = compiled
+            if all(aligned):
+                self._aligned = compiled
 
 
 def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
     return tuple([not x & 15 for x in addresses])
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether somebody, a profiler for example, wants to be told of launches."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook

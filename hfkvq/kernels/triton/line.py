@@ -18,7 +18,7 @@ from .append import append_launch, new_tokens
 from .configs import edition
 from .decode import Plan, decode_plan, table_places
 from .due import due_launch
-from .launch import Launch
+from .launch import Launch, is_watched
 from .seal import seal_launch
 
 
@@ -86,10 +86,10 @@ def append_attend(
     ready = add.ready(added), attend.ready(asked), merge.ready(merged)
     if None in ready:
         return None
-    stream = driver.active.get_current_stream(device.index)
-    add.run(ready[0], added, stream)
-    attend.run(ready[1], asked, stream)
-    merge.run(ready[2], merged, stream)
+    stream, watched = driver.active.get_current_stream(device.index), is_watched()
+    add.run(ready[0], added, stream, watched)
+    attend.run(ready[1], asked, stream, watched)
+    merge.run(ready[2], merged, stream, watched)
     return out
 
 
@@ -168,8 +168,8 @@ def seal_tail(
         index += 4 * batch * most[i]
     if None in ready:
         return False
-    stream = driver.active.get_current_stream(device.index)
-    count.run(ready[0], counted, stream)
+    stream, watched = driver.active.get_current_stream(device.index), is_watched()
+    count.run(ready[0], counted, stream, watched)
     for (side, own), variant in zip(given, ready[1:], strict=True):
-        side.run(variant, own, stream)
+        side.run(variant, own, stream, watched)
     return True

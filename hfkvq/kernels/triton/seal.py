@@ -602,7 +602,7 @@ def seal_triton(
     launch = _launch(
         fmt,
         side,
-        source.shape,
+        (batch, heads, head_dim),
         source.stride(),
         source.dtype,
         stored.dtype,
@@ -644,6 +644,7 @@ def seal_launch(
     form, _, odd = _facts(fmt.spec)
     if odd or (rule and not _ranks_in_kernel(form, shape[3])):
         return None
+    shape = (shape[0], shape[1], shape[3])
     return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
 
 
@@ -683,7 +684,7 @@ def _launch(
     Args:
         fmt: name of the page format.
         side: "keys" or "values".
-        shape: of the source.
+        shape: of the source, but for its tokens.
         stride: of the source.
         dtype: of the source.
         stored: of what pages hold unquantized.
@@ -693,7 +694,7 @@ def _launch(
         rule: by which the kernel chooses raised channels, or "".
         given: whether there are widths, whether there are weights, and the dtype of factors, None for none.
     """
-    form, head_dim, rows = PageFormat.parse(fmt), shape[3], shape[0] * shape[1]
+    form, head_dim, rows = PageFormat.parse(fmt), shape[2], shape[0] * shape[1]
     make = _plain if form.bits >= 8 else _token if form.axis == "token" else _channel
     kernel, grid, constants, names = make(form, side == "keys", tokens, head_dim, device, rule)
     grid = (grid[0], rows, *grid[1:])

@@ -89,7 +89,7 @@ def _advance_launch(
     runs: int,
     capacity: int,
     room: int,
-    positions: int,
+    positions: int | None,
     local: tuple[int, ...],
     unit: tuple[int, ...],
     most: tuple[int, int],
@@ -114,7 +114,7 @@ def _advance_launch(
         batch,
         capacity,
         room,
-        positions,
+        positions or 0,
     )
     constants |= {
         "R": runs,
@@ -129,7 +129,7 @@ def _advance_launch(
         "PDL": dependent,
         **({"launch_pdl": True} if dependent else {}),
     }
-    nest = None if positions else _without_positions
+    nest = _without_positions if positions is None else None
     return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
 
 
@@ -161,7 +161,7 @@ def advance_triton(
         (counters.shape[0] - RUNS) // 2,
         capacity,
         room,
-        scratch[5].shape[1] if len(scratch) > 5 else 0,
+        scratch[5].shape[1] if len(scratch) > 5 else None,
         tuple(local),
         tuple(unit),
         (scratch[2].shape[1], scratch[3].shape[1]),
@@ -181,8 +181,11 @@ def observe_kernel(
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
-    i_again = tl.load(sealed + i_b) > 0
-    i_count = tl.where(i_again, 0, tl.load(counts + i_h * tl.num_programs(1) + i_b)) + T
+    i_count = tl.load(counts + i_h * tl.num_programs(1) + i_b)
+    if sealed is not None:
+        i_again = tl.load(sealed + i_b) > 0
+        i_count = tl.where(i_again, 0, i_count)
+    i_count += T
     b_sum = tl.zeros([BD], tl.float64)
     for i_t in range(T):
         for i_g in tl.static_range(SHARE):
@@ -190,17 +193,27 @@ def observe_kernel(
             b_sum += tl.abs(tl.load(p_q, mask=m_d, other=0.0).to(tl.float64))
     p_sum = sums + (i_b * H + i_h) * D + o_d
     b_old = tl.load(p_sum, mask=m_d, other=0.0)
-    b_sum = tl.where(i_again, 0.0, b_old) + b_sum / SHARE
+    if sealed is not None:
+        b_old = tl.where(i_again, 0.0, b_old)
+    b_sum = b_old + b_sum / SHARE
     tl.store(p_sum, b_sum, mask=m_d)
-    tl.store(weight + (i_b * H + i_h) * D + o_d, (b_sum / i_count).to(tl.float32), mask=m_d)
+    if weight is not None:
+        tl.store(weight + (i_b * H + i_h) * D + o_d, (b_sum / i_count).to(tl.float32), mask=m_d)
     # Each head counts for itself: no other program reads what this one writes.
     tl.store(counts + i_h * tl.num_programs(1) + i_b, i_count)
 
 
 @lru_cache(maxsize=1024)
 def _observe_launch(
-    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, heads: int
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: int,
+    has_sealed: bool,
+    has_weight: bool,
 ) -> Launch:
+    """Takes queries, sums, counts, what was sealed and the weight, if there are any."""
     batch, query_heads, tokens, head_dim = shape
     constants = {
         "D": head_dim,
@@ -209,9 +222,16 @@ def _observe_launch(
         "num_warps": max(1, min(4, power(head_dim) // 32)),
         "enable_fp_fusion": False,
     }
-    return Launch(observe_kernel, (heads, batch), (*stride, heads, tokens), constants, device)
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        return given[0], given[3] if has_sealed else None, given[1], given[2], given[-1] if has_weight else None
+
+    return Launch(observe_kernel, (heads, batch), (*stride, heads, tokens), constants, device, nest)
 
 
-def observe_triton(q: Tensor, sealed: Tensor, sums: Tensor, counts: Tensor, weight: Tensor) -> None:
+def observe_triton(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    _observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1])(q, sealed, sums, counts, weight)
+    launch = _observe_launch(
+        q.shape, q.stride(), q.dtype, q.device, sums.shape[1], sealed is not None, weight is not None
+    )
+    launch(q, sums, counts, *[x for x in (sealed, weight) if x is not None])
