@@ -416,17 +416,6 @@ def test_tiles_take_the_main_kernel(name):
     assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "two-runs" in name or "three-runs" in name])
-@pytest.mark.parametrize("together", [1, 3, 1000])
-def test_work_is_shared_out_by_what_runs_hold_together(backend, name, together):
-    """A bound says how pages are shared out, and never which are attended to."""
-    layer = build(CASES[name], seed=2)
-    case, scaling = layer.case, layer.case.head_dim**-0.5
-    got = decode_attention(*layer.to(backend), None, None, scaling, 0.0, case.store, False, together)
-    exact, plain = attend(layer, torch.float64, scaling), attend(layer, case.dtype, scaling)
-    assert_as_good_as_torch(got, exact, plain)
-
-
 BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [
     (name, kind)
     for name in ("tiles-2c-raised-4", "tiles-4t", "tiles-2c-groups", "tiles-two-runs-q2", "tiles-q3-r7")

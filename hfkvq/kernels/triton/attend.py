@@ -288,21 +288,9 @@ def ask_ahead(p, BYTES: tl.constexpr):
 
 
 @triton.jit
-def pages_each(n_full, counters, i_b, SPLITS, SHARED, B, G: tl.constexpr, TOTAL: tl.constexpr):
-    """Pages of a split of a run with ``n_full``: as many of each run's as SHARED programs need for all of them."""
-    n_each = (n_full + SPLITS - 1) // SPLITS
-    if TOTAL > 1:
-        n_all = 0
-        for i in tl.static_range(TOTAL):
-            n_all += tl.load(counters + (2 + 2 * i) * B + i_b, cache_modifier=".cg") // G
-        n_each = tl.maximum(n_each, (n_all + SHARED - 1) // SHARED)
-    return n_each
-
-
-@triton.jit
 def ask_for_page(
-    run, counters, i_b, i_h, i_split, SPLITS, SHARED, B, n_table, FORMATS: tl.constexpr, I: tl.constexpr,
-    AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
+    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
 
@@ -310,7 +298,7 @@ def ask_for_page(
     """
     p_count = counters + (2 + 2 * (AT + I)) * B + i_b
     n_full = tl.load(p_count, cache_modifier=".cg") // G
-    i_page = i_split * pages_each(n_full, counters, i_b, SPLITS, SHARED, B, G, TOTAL)
+    i_page = i_split * ((n_full + SPLITS - 1) // SPLITS)
     if i_page < n_full:
         i_head = tl.load(run[0] + i_b * n_table + i_page, cache_modifier=".cg").to(tl.int64) * H + i_h
         K_META: tl.constexpr = G * D // FORMATS[I][2]
@@ -329,10 +317,10 @@ def ask_for_page(
 
 @triton.jit
 def attend_split(
-    run, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, SHARED, B,
-    n_table, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr,
-    AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
+    run, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table,
+    FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
+    H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Split ``i_split`` of SPLITS of a row's full pages: whole pages or, if FINE, steps."""
@@ -346,14 +334,12 @@ def attend_split(
     )  # fmt: skip
     if EARLY:
         if K_BITS < 8 and FORMATS[I][5] < 8:
-            ask_for_page(
-                run, counters, i_b, i_h, i_split, SPLITS, SHARED, B, n_table, FORMATS, I, AT, TOTAL, H, D, DV, G
-            )  # fmt: skip
+            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS, I, AT, H, D, DV, G)
         tl.extra.cuda.gdc_wait()
         i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
     n_full = full_pages(n_k, n_v, i_length, Q, S, G, ORDERED, MASK)
     n_steps = n_full * STEPS
-    n_share = pages_each(n_full, counters, i_b, SPLITS, SHARED, B, G, TOTAL) * STEPS
+    n_share = (n_full + SPLITS - 1) // SPLITS * STEPS
     if FINE:
         n_share = (n_steps + SPLITS - 1) // SPLITS
     i_first = i_split * n_share
@@ -556,12 +542,12 @@ def attend_loose(
 @triton.jit(
     do_not_specialize=[
         "B", "L", "WK", "WV", "SPLITS", "FIRST", "PAGES0", "PAGES1", "LOOSE", "REST0", "REST1", "TABLE0", "TABLE1",
-        "FINE", "TURN", "SHARED",
+        "FINE", "TURN",
     ]
 )  # fmt: skip
 def decode_kernel(
     q, counters, windows, runs, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN, SHARED,
+    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN,
     FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
@@ -571,8 +557,7 @@ def decode_kernel(
 
     The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: PAGES0 and PAGES1 splits of their full
     pages; LOOSE blocks of what is loose; where tokens have positions, REST0 and REST1 blocks of what the runs have in
-    pages that are not full. The first programs take what is TURN places further on. SHARED: programs of a row and head
-    that the GPU runs at a time, where a row's pages may be of any run. FORMATS: of the runs, then of
+    pages that are not full. The first programs take what is TURN places further on. FORMATS: of the runs, then of
     unquantized tokens. EARLY: queries are asked for before the launch before this one has ended.
     """
     if PDL:
@@ -601,16 +586,16 @@ def decode_kernel(
 
     if i_s < PAGES0:
         attend_split(
-            runs[0], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0,
-            SHARED, B, TABLE0, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, AT, TOTAL, H, Q, D, DV, S,
-            G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
+            runs[0], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B,
+            TABLE0, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, AT, H, Q, D, DV, S, G, BM, ORDERED,
+            MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
                 runs[1], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0,
-                PAGES1, SHARED, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, AT, TOTAL, H, Q,
-                D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
+                PAGES1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, AT, H, Q, D, DV, S, G,
+                BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(

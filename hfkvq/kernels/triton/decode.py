@@ -262,8 +262,6 @@ def _plan(
     rest = 0 if form.ordered else page // BLOCK
     rests = [rest] * len(blocks)
     paged = split_counts(blocks, rows_of_programs, resident, together)
-    # Without a bound there is one program for each share of what runs have room for, and they all have some.
-    shared = max(1, resident // rows_of_programs) if together and len(blocks) > 1 else 1 << 30
     # Where pages are few and many bytes, steps of one run side by side.
     steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(blocks, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
@@ -300,7 +298,6 @@ def _plan(
             # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
             # first: they have more to wait for.
             sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
-            shared,
         )
         constants = {
             "FORMATS": (*(formats[i][0] for i in own), plain),
