@@ -83,7 +83,6 @@ def _decode_attention(
     softcap: float,
     store: str,
     early: bool = False,
-    together: int = 0,
 ) -> Tensor:
     form = StoreFormat.parse(store)
     views = split_runs(form, runs)
@@ -175,7 +174,6 @@ def _(
     softcap: float,
     store: str,
     early: bool = False,
-    together: int = 0,
 ) -> Tensor:
     return q.new_empty((*q.shape[:3], windows[1].shape[-1]))
 
@@ -194,7 +192,6 @@ def decode_attention(
     softcap: float,
     store: StoreFormat,
     early: bool = False,
-    together: int = 0,
 ) -> Tensor:
     """Attention over `sink | runs | tail`: ``softmax(scaling * q K̂^T + mask) V̂``, K̂ and V̂ as stored.
 
@@ -219,24 +216,10 @@ def decode_attention(
         store: the layer's format.
         early: whether q was there before `step.advance` was launched, since which it has not been written: then it is
             read while the launch before this one still runs.
-        together: most pages that a row has in all runs together, where each run has room for all; 0 for what they have
-            room for. Work is shared out by it.
 
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
     return call(
-        _decode_attention,
-        q,
-        q,
-        counters,
-        list(windows),
-        list(runs),
-        mask,
-        sinks,
-        scaling,
-        softcap,
-        store.spec,
-        early,
-        together,
+        _decode_attention, q, q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early
     )

@@ -479,18 +479,7 @@ def run_step(
             if due:
                 seal_due(state, plan, k.shape[2])
         out = decode_attention(
-            q,
-            state.counters,
-            state.windows,
-            state.flat_runs(),
-            mask,
-            sinks,
-            scaling,
-            softcap,
-            plan.format,
-            early=True,
-            # Each run has room for all tokens; no more than one page of each other one is not full.
-            together=max(plan.blocks) + len(plan.blocks) - 1,
+            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, early=True
         )
     return out.reshape(*whole.shape[:3], out.shape[-1])
 

@@ -221,19 +221,3 @@ def test_rows_at_the_bound_need_what_is_launched(name):
     bound = most_behind(case.store, *case.tail, case.queries)
     assert most % BLOCK > 0
     assert -(-most // BLOCK) == -(-bound // BLOCK)
-
-
-def test_runs_share_programs_by_what_they_hold_together():
-    from hfkvq.kernels.triton.decode import split_counts
-
-    # Each of two runs has room for all 257 pages, and a GPU runs 132 programs a row and head at a time.
-    assert split_counts((257, 257), 8, 1056) == [65, 65]
-    assert split_counts((257, 257), 8, 1056, 258) == [129, 129]
-    # What they hold together is no more than they have room for.
-    for pages in ((9, 9), (257, 90), (3, 1000)):
-        assert split_counts(pages, 8, 1056, 10**6) == split_counts(pages, 8, 1056) == split_counts(pages, 8, 1056, 0)
-    for most in (1, 40, 258, 1025, 5000):
-        splits = split_counts((most, most), 8, 1056, most + 1)
-        share = -(-most // splits[0])
-        # Either no program has more than a page, or those with pages run at a time.
-        assert share == 1 or 8 * (most // share) <= 1056

@@ -39,7 +39,7 @@ PROGRAM_COST = 2.0
 
 
 @lru_cache(maxsize=4096)
-def split_counts(pages: tuple[int, ...], rows: int, resident: int, most: int = 0) -> list[int]:
+def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
     """Splits of each run's pages: programs that run side by side should end together.
 
     A program takes the time of its pages and of what it costs besides, and programs come in waves.
@@ -48,16 +48,14 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int, most: int = 0
         pages: most pages of a row in each run.
         rows: rows, KV heads and tiles of queries: what multiplies the splits.
         resident: programs that the GPU runs at a time.
-        most: most pages of a row in all runs together, 0 for the sum. Splits without pages end at once and count for
-            nothing.
     """
-    longest, most = max(pages), most or sum(pages)
+    longest = max(pages)
     # More than five waves gain nothing.
     least = max(1, -(-longest * rows // (5 * resident)))
 
     def cost(share: int) -> float:
-        busy = min(sum(-(-count // share) for count in pages), most // share + len(pages))
-        return -(-rows * busy // resident) * (share + PROGRAM_COST)
+        programs = rows * sum(-(-count // share) for count in pages)
+        return -(-programs // resident) * (share + PROGRAM_COST)
 
     share = min(range(least, longest + 1), key=cost, default=1)
     return [-(-count // share) for count in pages]
@@ -215,7 +213,6 @@ def _plan(
     softcap: float,
     rotate: int,
     early: bool,
-    together: int,
     edition: int,
 ) -> Plan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape.
@@ -235,7 +232,6 @@ def _plan(
         softcap: 0 for none.
         rotate: Hadamard block in which the kernel rotates queries, 0 where that is done.
         early: see `decode_attention`.
-        together: see `decode_attention`.
         edition: of the launch parameters.
     """
     form = StoreFormat.parse(store)
@@ -261,7 +257,7 @@ def _plan(
     loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, key_tail, value_tail, queries), BLOCK)
     rest = 0 if form.ordered else page // BLOCK
     rests = [rest] * len(blocks)
-    paged = split_counts(blocks, rows_of_programs, resident, together)
+    paged = split_counts(blocks, rows_of_programs, resident)
     # Where pages are few and many bytes, steps of one run side by side.
     steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(blocks, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
@@ -434,7 +430,6 @@ def decode_attention_triton(
     softcap: float,
     store: str,
     early: bool = False,
-    together: int = 0,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`."""
     head_dim, dtype = q.shape[-1], q.dtype
@@ -466,7 +461,6 @@ def decode_attention_triton(
         softcap,
         rotate,
         early,
-        together,
         edition(),
     )
     shape = plan.part
