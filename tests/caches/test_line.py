@@ -145,7 +145,8 @@ def test_launches_are_those_of_the_operations(name, dtype, taken):
     scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
     one, other = layer_of(scheme), layer_of(scheme, plainly=False)
     for at, tokens in enumerate((300, *[1] * 200, 3, *[1] * 100)):
-        given = states(2, tokens, 128, dtype, "cuda", generator, odd=at % 17 == 0)
+        # Not of prompts: other kernels attend to those.
+        given = states(2, tokens, 128, dtype, "cuda", generator, odd=tokens == 1 and at % 17 == 0)
         if at % 2:
             # As models hand them over: (B, T, H, D) in memory.
             given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]

@@ -233,6 +233,21 @@ def attend(
     store.attend(query, made[mask], 0.1, softcap, logits)
 
 
+def steps_in_calls(store: KVStore) -> None:
+    """Eager steps whose kernels, but for the first with a tail of its length, have been launched before."""
+    query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
+    taken = 0
+    for _ in range(8):
+        if store.step(query, new, new, 0.1, 0.0) is not None:
+            taken += 1
+        else:
+            store.push(new, new)
+            store.attend(query, None, 0.1)
+        store.commit()
+    if taken < 5:
+        raise RuntimeError(f"{taken} of 8 were taken in a call.")
+
+
 def gather(store: KVStore) -> None:
     """Dense keys and values."""
     for side in SIDES:
@@ -364,6 +379,9 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
             asked = (None, None, 0.1, 0.0, store.format, True)
             kernels.decode_attention(query, store.counters, store.windows, store.flat_runs(), *asked)
+    for name in ("saw-int4", "kitty-pro"):
+        with case(f"{name}, eager steps in calls"):
+            steps_in_calls(fill(scheme_of(name, 128)))
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)

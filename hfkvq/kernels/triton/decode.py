@@ -413,7 +413,6 @@ def decode_plan(
         softcap,
         rotate,
         False,
-        0,
         edition,
     )
     return plan if len(plan.launches) == 1 else None
