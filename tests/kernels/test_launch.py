@@ -477,7 +477,7 @@ def mask_of(name: str, batch: int, heads: int, queries: int, shift: int) -> Tens
 
 def call_decode(
     batch, heads, share, queries, form, sink, rotate, blocks, tails, dtype, held, order, mask, sinks, scaling, softcap,
-    early, together, shift=0, pool=5,
+    early, shift=0, pool=5,
 ):  # fmt: skip
     runs, *dims = form.split(", ")
     dims = [int(dim) for dim in dims]
@@ -508,7 +508,6 @@ def call_decode(
         softcap,
         store,
         early,
-        together,
     )
 
 
@@ -578,7 +577,6 @@ DECODED: dict[str, tuple[Any, ...]] = {
     "scaling": (0.125, 0.5),
     "softcap": (0.0, 5.0, 30.0),
     "early": (False, True),
-    "together": (0, 4),
 }  # fmt: skip
 RANGE = range_rule()
 
@@ -714,8 +712,8 @@ ALIKE = {
     ("decode rotated", "order"),
     # How many there are, where an index says which.
     *((name, "columns") for name in CALLS if name.startswith("seal")),
-    # Nothing to launch early on a CPU, and nothing to split there that has but a few pages.
-    *((name, option) for name in CALLS for option in ("early", "together") if name.startswith("decode")),
+    # Nothing to launch early on a CPU.
+    *((name, "early") for name in CALLS if name.startswith("decode")),
 }
 
 
@@ -748,7 +746,7 @@ def test_calls_that_are_hard_to_tell_apart_share_no_plan(noted, name, one, other
     not_shared(name, one, other)
 
 
-@pytest.mark.parametrize("option", ["early", "together"])
+@pytest.mark.parametrize("option", ["early"])
 def test_what_changes_nothing_on_a_cpu_has_a_plan(noted, option):
     call, asked = CALLS["decode"]
     call(**usual("decode"))
