@@ -369,10 +369,6 @@ class KVStore:
         """Whether some row has something to seal now."""
         return any([self._once_sealed(state, hold) != state for state in self.states])
 
-    def due(self, side: Side, hold: int = 0) -> int:
-        """Most tokens that a row has to seal on a side now."""
-        return max(self._once_sealed(state, hold).sealed(side) - state.sealed(side) for state in self.states)
-
     def _seal(
         self,
         keys: Source,

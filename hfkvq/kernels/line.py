@@ -14,10 +14,9 @@ from torch import Tensor
 
 from .dispatch import launches
 from .due import due
-from .pages import RunView, Side, StoreFormat
+from .pages import RunView, StoreFormat
 from .seal import seal
-
-SIDES: tuple[Side, Side] = ("keys", "values")
+from .step import SIDES
 
 
 @cache
