@@ -143,7 +143,8 @@ class StaticKVLayer(KVLayer):
             return
         fresh = plan != self.plan or self.buffer is None or self.buffer.device != store.device
         if fresh:
-            buffer = torch.empty(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
+            # Zeros: see `PageFormat.allocate`.
+            buffer = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(buffer)
             self.buffer, self.plan, self.spec = buffer, plan, plan.spec

@@ -198,11 +198,15 @@ class PageFormat:
     def allocate(
         self, side: Side, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
-        """Uninitialized tensors for ``pages`` pages, in the order of ``names``."""
-        return [
-            torch.empty((pages, *shape), dtype=own or dtype, device=device)
-            for shape, own in self.shapes(side, heads, head_dim).values()
-        ]
+        """Tensors for ``pages`` pages, in the order of ``names``: scales and zeros are 0, the others uninitialized.
+
+        Slots without a token may be read with those that have one, so they must not make anything infinite or NaN.
+        """
+        found = []
+        for name, (shape, own) in self.shapes(side, heads, head_dim).items():
+            make = torch.zeros if name in ("scale", "zero") else torch.empty
+            found.append(make((pages, *shape), dtype=own or dtype, device=device))
+        return found
 
     def code_bits(self, head_dim: int) -> float:
         """Payload bits an element: codes alone, no scale, index or window."""

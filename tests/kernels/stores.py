@@ -17,6 +17,13 @@ def poison(x: Tensor) -> Tensor:
     return x
 
 
+def spoil(name: str, x: Tensor, fmt: PageFormat) -> Tensor:
+    """Fills a page's tensor with what empty slots may hold: scales and zeros of single tokens are no NaN."""
+    if name in ("scale", "zero") and fmt.bits < 8 and not fmt.whole:
+        return x.fill_(6e4)
+    return poison(x)
+
+
 def sylvester(order: int) -> Tensor:
     """Hadamard matrix over sqrt(order), by its definition: the sign is the parity of the common bits."""
     signs = [[(-1.0) ** bin(i & j).count("1") for j in range(order)] for i in range(order)]
@@ -89,7 +96,7 @@ def _order(case: Case, row: int) -> list[Tensor]:
 
 
 def build(case: Case, seed: int = 0, change: Callable[[str, Tensor], Tensor] | None = None) -> Layer:
-    """Puts random tokens where the case says they are; everything else holds NaN.
+    """Puts random tokens where the case says they are; everything else holds NaN, or see `spoil`.
 
     ``change`` may replace what a side ("keys" or "values") is given, f32 (B, H, L, D).
     """
@@ -110,7 +117,12 @@ def build(case: Case, seed: int = 0, change: Callable[[str, Tensor], Tensor] | N
         for row in range(batch):
             pos[row, : len(orders[row][i])] = orders[row][i]
         parts = [
-            [poison(x) for x in fmt.allocate(side, pool, case.heads, dim, case.dtype, device)]
+            [
+                spoil(name, x, fmt)
+                for name, x in zip(
+                    fmt.names, fmt.allocate(side, pool, case.heads, dim, case.dtype, device), strict=True
+                )
+            ]
             for side, fmt, dim in (("keys", fmt_k, case.head_dim), ("values", fmt_v, case.value_dim))
         ]
         views.append(RunView(table, None if store.ordered else pos, *parts))

@@ -11,6 +11,7 @@ from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 from hfkvq.kernels.seal import channel_widths, parse_rule, range_rule
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
+from tests.kernels.stores import spoil
 
 HEADS, SHARE, DIM = 2, 2, 32
 
@@ -47,6 +48,10 @@ def make(plan, device, starts=(0, 5, 2)):
     for run, blocks in zip(state.runs, plan.blocks, strict=True):
         order = torch.randperm(plan.rows * blocks, generator=torch.Generator().manual_seed(3))
         run.table.copy_(order.int().view(plan.rows, blocks))
+    for run, formats in zip(state.runs, plan.format.runs, strict=True):
+        for parts, fmt in zip((run.keys, run.values), formats, strict=True):
+            for name, part in zip(fmt.names, parts, strict=True):
+                spoil(name, part, fmt)
     state.counters[START] = torch.tensor(starts, dtype=torch.int32)
     return buffer, state
 

@@ -1,7 +1,8 @@
 """Decode attention in one launch over everything a layer holds.
 
-Programs of one warp. Some take full pages, in a loop that never branches and whose loads run ahead; the others take a
-block each of what is *loose*: the sink, the tail, and pages that are not full or that only one side has sealed.
+Programs of one warp. Some take pages, in a loop that never branches and whose loads run ahead; the others take a block
+each of what is *loose*: the sink, the tail, and what only one side has sealed. Pages that are not full are loose too,
+where their formats do not let the loop take them.
 """
 
 from __future__ import annotations
@@ -66,16 +67,20 @@ def row_counters(counters, i_b, B, RUN: tl.constexpr):
 
 
 @triton.jit
-def full_pages(
-    n_k, n_v, i_length, Q: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr
-):
-    """Pages that the loop takes: both sides have filled them, and all queries may see them."""
+def loop_tokens(
+    n_k, n_v, i_length, Q: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr,
+    OPEN: tl.constexpr,
+):  # fmt: skip
+    """Tokens that the loop takes: both sides have sealed them, and all queries may see them; whole pages unless OPEN."""
     n_tokens = n_k
     if ORDERED:
         n_tokens = tl.minimum(n_k, n_v)
         if Q > 1 and MASK == 0:
             n_tokens = tl.minimum(n_tokens, tl.maximum(i_length - Q - S + 1, 0))
-    return n_tokens // G
+    if OPEN:
+        return n_tokens
+    else:
+        return n_tokens // G * G
 
 
 @triton.jit
@@ -89,12 +94,16 @@ def last_visible(i_length, o_m, m_m, Q: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def attend_pages(
-    run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start, o_last,
-    p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
+    run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start,
+    o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
     MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``i_first`` to ``i_end`` over the full pages of one row's run against the queries of a KV head."""
+    """Steps ``i_first`` to ``i_end`` over the pages of one row's run against the queries of a KV head.
+
+    Of pages that are not full (OPEN), slots behind ``n_tokens`` are hidden, whatever they hold, as long as scales and
+    minima are finite.
+    """
     table, pos = run[0], run[1]
     k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index = (
         run[2], run[3], run[4], run[5], run[6], run[7], run[8],
@@ -119,6 +128,7 @@ def attend_pages(
     # Where in ``run`` the factors of tokens and of channels are, 0 if nowhere.
     K_NORM: tl.constexpr = FORMATS[I][15]
     V_NORM: tl.constexpr = FORMATS[I][16]
+    OPEN: tl.constexpr = FORMATS[I][17]
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
@@ -131,8 +141,11 @@ def attend_pages(
     RANKS: tl.constexpr = (N4 + B4 - 1) // B4
     # Raised channels come before this field: a product comes last, since `as_operand` needs what one leaves.
     LATE: tl.constexpr = K_FIELDS - 1
-    # Logits stay raw where nothing but the exponent uses them.
-    RAW: tl.constexpr = K_CHANNEL and MASK == 0 and not SOFTCAP and not CAUSAL
+    # Whether logits have to be looked at one by one; they stay raw where nothing but the exponent uses them.
+    LOOKS: tl.constexpr = MASK > 0 or SOFTCAP or CAUSAL
+    RAW: tl.constexpr = K_CHANNEL and not LOOKS
+    # Whether a part of a step may see nothing.
+    BLIND: tl.constexpr = MASK > 0 or CAUSAL or (OPEN and PART < BT)
     o_sub = tl.arange(0, SUB)
     m_sub = o_sub < SUB
     log2_scaling = scaling * LOG2E
@@ -173,6 +186,10 @@ def attend_pages(
                 b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, TILES)
             for n in tl.static_range(TILES):
                 o_slot = i_slot + h * PART + n * SUB + o_sub
+                i_j = i_step * BT + h * PART + n * SUB
+                m_j = m_sub
+                if OPEN:
+                    m_j = i_j + o_sub < n_tokens
                 b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
                 if K_CHANNEL:
                     b_s = biased(b_biases[n], SUB, BM)
@@ -196,16 +213,15 @@ def attend_pages(
                         b_s = b_s * unit
                 else:
                     b_s = token_logits(
-                        b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_sub, log2_scaling, D, G, K_BITS,
-                        K_GROUP, EK, SUB, BM, False,
+                        b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_j, log2_scaling, D, G, K_BITS,
+                        K_GROUP, EK, SUB, BM, False, OPEN and not LOOKS,
                     )  # fmt: skip
-                if MASK > 0 or SOFTCAP or CAUSAL:
-                    i_j = i_step * BT + h * PART + n * SUB
+                if LOOKS:
                     o_x = i_j + o_sub + S
                     if not ORDERED:
-                        o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub)
+                        o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub, mask=m_j, other=0)
                     b_s = visible_logits(
-                        b_s, o_x, m_sub, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
+                        b_s, o_x, m_j, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
                     )
                 b_logits = b_logits + (b_s,)
 
@@ -218,7 +234,7 @@ def attend_pages(
                 b_most = b_most * unit
             b_new = tl.maximum(b_top, b_most)
             b_safe = b_new
-            if MASK > 0 or CAUSAL:
+            if BLIND:
                 # A step in which nothing is visible, before anything else was.
                 b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
             b_shrink = tl.exp2(b_top - b_safe)[None, :]
@@ -230,7 +246,7 @@ def attend_pages(
                     b_p = tl.exp2(b_logits[n] * unit - b_safe[None, :])
                 else:
                     b_p = tl.exp2(b_logits[n] - b_safe[None, :])
-                    if MASK > 0 or CAUSAL:
+                    if BLIND:
                         b_p = as_product(b_p, SUB, BM)
                 b_p = as_operand(b_p.to(DTYPE if V_BITS == 16 else tl.float16), SUB, BM)
                 b_ps = b_ps + (b_p,)
@@ -288,8 +304,15 @@ def ask_ahead(p, BYTES: tl.constexpr):
 
 
 @triton.jit
+def share_of(n_tokens, SPLITS, FINE, BT: tl.constexpr, G: tl.constexpr):
+    """Steps of BT tokens that each of SPLITS programs takes: those of whole pages or, if FINE, any number."""
+    n_units = tl.where(FINE != 0, (n_tokens + BT - 1) // BT, (n_tokens + G - 1) // G)
+    return (n_units + SPLITS - 1) // SPLITS * tl.where(FINE != 0, 1, G // BT)
+
+
+@triton.jit
 def ask_for_page(
-    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
+    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
     H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
@@ -297,9 +320,11 @@ def ask_for_page(
     Past the L1 cache, which must not keep what is written while this program waits.
     """
     p_count = counters + (2 + 2 * (AT + I)) * B + i_b
-    n_full = tl.load(p_count, cache_modifier=".cg") // G
-    i_page = i_split * ((n_full + SPLITS - 1) // SPLITS)
-    if i_page < n_full:
+    n_tokens = tl.load(p_count, cache_modifier=".cg")
+    if not FORMATS[I][17]:
+        n_tokens = n_tokens // G * G
+    i_page = i_split * share_of(n_tokens, SPLITS, FINE, FORMATS[I][7], G) * FORMATS[I][7] // G
+    if i_page * G < n_tokens:
         i_head = tl.load(run[0] + i_b * n_table + i_page, cache_modifier=".cg").to(tl.int64) * H + i_h
         K_META: tl.constexpr = G * D // FORMATS[I][2]
         V_META: tl.constexpr = G * DV // FORMATS[I][6]
@@ -323,8 +348,8 @@ def attend_split(
     BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Split ``i_split`` of SPLITS of a row's full pages: whole pages or, if FINE, steps."""
-    STEPS: tl.constexpr = G // FORMATS[I][7]
+    """Split ``i_split`` of SPLITS of a row's pages: whole pages or, if FINE, steps."""
+    BT: tl.constexpr = FORMATS[I][7]
     K_BITS: tl.constexpr = FORMATS[I][0]
     # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
     if not EARLY:
@@ -334,23 +359,20 @@ def attend_split(
     )  # fmt: skip
     if EARLY:
         if K_BITS < 8 and FORMATS[I][5] < 8:
-            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FORMATS, I, AT, H, D, DV, G)
+            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS, I, AT, H, D, DV, G)
         tl.extra.cuda.gdc_wait()
         i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
-    n_full = full_pages(n_k, n_v, i_length, Q, S, G, ORDERED, MASK)
-    n_steps = n_full * STEPS
-    n_share = (n_full + SPLITS - 1) // SPLITS * STEPS
-    if FINE:
-        n_share = (n_steps + SPLITS - 1) // SPLITS
+    n_tokens = loop_tokens(n_k, n_v, i_length, Q, S, G, ORDERED, MASK, FORMATS[I][17])
+    n_share = share_of(n_tokens, SPLITS, FINE, BT, G)
     i_first = i_split * n_share
-    i_end = tl.minimum(i_first + n_share, n_steps)
+    i_end = tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
     if i_first >= i_end:
         tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
     else:
         o_last = last_visible(i_length, o_m, m_m, Q, MASK)
         attend_pages(
-            run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_table, i_start,
-            o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK, ROWS,
+            run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table,
+            i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK, ROWS,
             SOFTCAP, CAUSAL, DTYPE,
         )  # fmt: skip
 
@@ -408,11 +430,11 @@ def attend_loose(
     else:
         if KIND == 2:
             n_v = n_k
-        i_from = full_pages(n_k, n_v, i_length, Q, S, G, KIND == 0, MASK) * G
+        i_from = loop_tokens(n_k, n_v, i_length, Q, S, G, KIND == 0, MASK, FORMATS[I][17])
     o_last = last_visible(i_length, o_m, m_m, Q, MASK)
 
     # Run tokens of the block, and where their keys and values stand.
-    i_j = i_from + (i_block - SINKS) * BR
+    i_j = (i_from if KIND == 1 else i_from // BR * BR) + (i_block - SINKS) * BR
     if KIND < 2:
         sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
         if i_block < SINKS:
@@ -426,7 +448,7 @@ def attend_loose(
         else:
             o_j = i_j + o_r
             o_x = o_j + S
-            m_t = o_x < i_length
+            m_t = (o_j >= i_from) & (o_x < i_length)
             o_ring_k = o_j % WK
             o_ring_v = o_j % WV
             p_ring_k = tail_k + i_bh * (WK * D)
@@ -557,7 +579,7 @@ def decode_kernel(
 
     The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: PAGES0 and PAGES1 splits of their full
     pages; LOOSE blocks of what is loose; where tokens have positions, REST0 and REST1 blocks of what the runs have in
-    pages that are not full. The first programs take what is TURN places further on. FORMATS: of the runs, then of
+    pages that are not full, unless there are none or the loop takes them. The first programs take what is TURN places further on. FORMATS: of the runs, then of
     unquantized tokens. EARLY: queries are asked for before the launch before this one has ended.
     """
     if PDL:
@@ -569,6 +591,9 @@ def decode_kernel(
     i_s = (i_s + TURN) % tl.num_programs(1)
     COUNT: tl.constexpr = len(runs)
     ORDERED: tl.constexpr = TOTAL == 1
+    # Whether blocks take what a run has in pages that are not full.
+    RESTS0: tl.constexpr = not ORDERED and FORMATS[0][18]
+    RESTS1: tl.constexpr = COUNT > 1 and FORMATS[COUNT - 1][18]
     CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < SHARE * Q
@@ -605,7 +630,7 @@ def decode_kernel(
             DTYPE, ROTATE, ROTATED, EARLY,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
-        if not ORDERED:
+        if RESTS0:
             attend_loose(
                 runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
                 m_m, i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
@@ -613,7 +638,7 @@ def decode_kernel(
                 EARLY,
             )  # fmt: skip
     else:
-        if COUNT > 1:
+        if RESTS1:
             attend_loose(
                 runs[1], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
                 m_m, i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, p_mask, o_mask, s_ml, L, WK, WV, scaling,

@@ -28,8 +28,8 @@ SMALL = 1088
 FACTORS = 12
 """Tensors of a run as `_order` has them, of which normed formats have more."""
 
-STEP = 7
-"""Where `_format_constants` has the tokens of a step."""
+STEP, RESTS = 7, 18
+"""Where `_format_constants` has the tokens of a step, and whether blocks take pages that are not full."""
 
 BLOCK = 32
 """Tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
@@ -61,18 +61,29 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
     return [-(-count // share) for count in pages]
 
 
+def takes_open(keys: PageFormat, values: PageFormat) -> bool:
+    """Whether the page loop takes pages of these formats that are not full.
+
+    Their empty slots have scales and minima of 0, or what a token that is gone has left there: nothing that is no
+    number, as there may be in codes of 8 and 16 bits.
+    """
+    return not keys.whole and not values.whole and max(keys.bits, values.bits) < 8
+
+
 def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:
-    """Most tokens that a row has behind the sink and its full pages.
+    """Most tokens that a row has behind the sink and what the page loop takes, from the first block on.
 
     What one side has sealed ahead of the other is still in the other's tail.
     """
     if not form.ordered:
         return max(key_tail, value_tail)
-    keys, _ = form.runs[0]
+    keys, values = form.runs[0]
+    if takes_open(keys, values):
+        return max(key_tail, value_tail) + queries - 1 + BLOCK - 1
     page = keys.page_size
     # A page that only some of the queries may see is not taken as a full one.
-    part = 0 if keys.whole and queries == 1 else page - 1
-    return max(key_tail + part, value_tail + page - 1) + queries - 1
+    key_part, value_part = (0 if fmt.whole and queries == 1 else page - 1 for fmt in (keys, values))
+    return max(key_tail + key_part, value_tail + value_part) + queries - 1
 
 
 def _low_bit(x: int) -> int:
@@ -175,6 +186,8 @@ def _format_constants(
         # Behind the tensors that all formats have.
         FACTORS if keys.normed else 0,
         FACTORS + keys.normed if values.normed else 0,
+        takes_open(keys, values),
+        not keys.whole and not takes_open(keys, values),
     )
     return constants, buffers * size + SMALL
 
@@ -255,8 +268,7 @@ def _plan(
     resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // size for _, size in formats)))
     rows_of_programs = batch * heads * tiles
     loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, key_tail, value_tail, queries), BLOCK)
-    rest = 0 if form.ordered else page // BLOCK
-    rests = [rest] * len(blocks)
+    rests = [0 if form.ordered or not constants[RESTS] else page // BLOCK for constants, _ in formats]
     paged = split_counts(blocks, rows_of_programs, resident)
     # Where pages are few and many bytes, steps of one run side by side.
     steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(blocks, formats, strict=True)]

@@ -92,16 +92,18 @@ def merge_launch(
     programs, splits, rows, value_dim = part
     # Where splits are many and rows few, channels share the work; a rotation needs all of them.
     width = power(value_dim) if rotate or splits <= 32 else min(32, power(value_dim))
+    # All splits at once: rounds wait for each other.
+    large = rotate > 0 and splits > 32
     constants = {
         "SINKS": sinks[0] if sinks else 1,
         "ROWS": rows,
         "Q": queries,
         "DV": value_dim,
-        "BS": max(16, min(power(splits), 8192 // width)),
+        "BS": max(16, min(power(splits), (32768 if large else 8192) // width)),
         "BD": width,
         "ROTATE": rotate,
         "PDL": dependent,
-        "num_warps": 4 if splits <= 32 else 8,
+        "num_warps": 16 if large else 4 if splits <= 32 else 8,
         **({"launch_pdl": True} if dependent else {}),
     }
     grid = (rows, programs, cdiv(value_dim, width))

@@ -325,9 +325,12 @@ def norm_logits(b_s, norm, i_head, o_slot, m_t, G: tl.constexpr, MASKED: tl.cons
 def token_logits(
     b_ks, b_qs, b_totals, scale, zero, i_head, o_slot, m_t, log2_scaling, D: tl.constexpr, G: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, HIDDEN: tl.constexpr = False,
 ):  # fmt: skip
-    """Logits [BT, BM] of keys with scales per token (or none, for 16 bits), in units of ln 2."""
+    """Logits [BT, BM] of keys with scales per token (or none, for 16 bits), in units of ln 2.
+
+    MASKED: nothing is loaded of tokens that are not in ``m_t``. HIDDEN (below 8 bits): their logits are -inf.
+    """
     if BITS >= 8:
         b_s = tl.zeros([BT, BM], tl.float32)
         for f in tl.static_range(len(b_qs)):
@@ -355,7 +358,11 @@ def token_logits(
                 b_scale = tl.load(scale + p_t)
                 b_zero = tl.load(zero + p_t)
             b_scale = b_scale.to(tl.float32) * (log2_scaling * key_unit(BITS))
-            b_own = b_own * b_scale[:, None] + b_zero.to(tl.float32)[:, None] * (b_totals[g] * log2_scaling)[None, :]
+            b_low = b_zero.to(tl.float32)[:, None] * (b_totals[g] * log2_scaling)[None, :]
+            if HIDDEN and g == 0:
+                # In a sum that is made anyway: a choice for every logit would cost an instruction each.
+                b_low += tl.where(m_t, 0.0, float("-inf"))[:, None]
+            b_own = b_own * b_scale[:, None] + b_low
             if g == 0:
                 b_s = b_own
             else:
