@@ -1,4 +1,4 @@
-"""Loose tokens: as many programs are launched as a row may have tokens behind its sink and its full pages."""
+"""Loose tokens: as many programs are launched as a row may have tokens behind its sink and what the page loop takes."""
 
 from __future__ import annotations
 
@@ -41,18 +41,20 @@ def most_behind(form, key_tail, value_tail, queries):
 
 
 def behind(length, keys, values, form, queries):
-    """Tokens of rows that no program for full pages takes, as `attend.full_pages` counts those without a mask.
+    """Tokens of rows that no program for pages takes, from the first block on: see `attend.loop_tokens`, without a mask.
 
-    Where tokens have positions, others take what is sealed in pages that are not full.
+    Where tokens have positions, others take what is sealed in pages that the loop does not take.
     """
+    from hfkvq.kernels.triton.decode import BLOCK, takes_open
+
     rest = (length - form.sink).clamp(min=0)
     if not form.ordered:
         return rest - keys
     both = torch.minimum(keys, values)
     if queries > 1:
         both = torch.minimum(both, (length - queries - form.sink + 1).clamp(min=0))
-    page = form.runs[0][0].page_size
-    return rest - both // page * page
+    unit = BLOCK if takes_open(*form.runs[0]) else form.runs[0][0].page_size
+    return rest - both // unit * unit
 
 
 class Life:
@@ -146,7 +148,7 @@ FORMS = {
     "per channel": ("2c16p16", "2t8p16", 0),
     "per channel, in groups": ("2c8p16", "2t8p16", 0),
     "channels of 16 bits": ("16c16p16", "4t16p16", 0),
-    "per channel, values by the page": ("4c16p16n", "2t16p16n", 15),
+    "per channel, values by the page": ("4c16p16n", "2t16p16n", 0),
     "per token": ("4t16p16", "4t16p16", 0),
     "fp8": ("8t16p16", "8t16p16", 0),
     "whole": ("16t1p16", "16t1p16", 0),
@@ -192,10 +194,10 @@ AT_THE_BOUND = {
         runs="4t32p32/2t32p32", sink=0, tail=(2, 2), lengths=[97, 64], keys=[[95], [63]], values=[[95], [62]]
     ),
     "three queries": at_the_bound(
-        runs="4t32p32/2t32p32", queries=3, tail=(1, 1), lengths=[37, 69], keys=[[33], [65]], values=[[32], [65]]
+        runs="4t32p32/2t32p32", queries=3, tail=(1, 1), lengths=[68, 37], keys=[[65], [33]], values=[[64], [32]]
     ),
     "sixteen queries": at_the_bound(
-        runs="4t32p32/4t32p32", queries=16, tail=(1, 1), lengths=[50, 82], keys=[[46], [78]], values=[[46], [77]]
+        runs="4t32p32/4t32p32", queries=16, tail=(1, 1), lengths=[49, 82], keys=[[45], [78]], values=[[45], [77]]
     ),
 }
 

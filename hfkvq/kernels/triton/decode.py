@@ -37,9 +37,12 @@ BLOCK = 32
 PROGRAM_COST = 2.0
 """What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
 
+SPILL_COST = 2.0
+"""What programs of loose tokens cost that do not run beside the last ones of the page loop, in pages."""
+
 
 @lru_cache(maxsize=4096)
-def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
+def split_counts(pages: tuple[int, ...], rows: int, resident: int, loose: int = 0) -> list[int]:
     """Splits of each run's pages: programs that run side by side should end together.
 
     A program takes the time of its pages and of what it costs besides, and programs come in waves.
@@ -48,6 +51,7 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
         pages: most pages of a row in each run.
         rows: rows, KV heads and tiles of queries: what multiplies the splits.
         resident: programs that the GPU runs at a time.
+        loose: further programs of a row.
     """
     longest = max(pages)
     # More than five waves gain nothing.
@@ -55,7 +59,9 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int) -> list[int]:
 
     def cost(share: int) -> float:
         programs = rows * sum(-(-count // share) for count in pages)
-        return -(-programs // resident) * (share + PROGRAM_COST)
+        waves = -(-programs // resident)
+        spills = programs + rows * loose > waves * resident
+        return waves * (share + PROGRAM_COST) + spills * SPILL_COST
 
     share = min(range(least, longest + 1), key=cost, default=1)
     return [-(-count // share) for count in pages]
@@ -269,7 +275,7 @@ def _plan(
     rows_of_programs = batch * heads * tiles
     loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, key_tail, value_tail, queries), BLOCK)
     rests = [0 if form.ordered or not constants[RESTS] else page // BLOCK for constants, _ in formats]
-    paged = split_counts(blocks, rows_of_programs, resident)
+    paged = split_counts(blocks, rows_of_programs, resident, loose + sum(rests))
     # Where pages are few and many bytes, steps of one run side by side.
     steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(blocks, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
