@@ -41,9 +41,10 @@ def most_behind(form, key_tail, value_tail, queries):
 
 
 def behind(length, keys, values, form, queries):
-    """Tokens of rows that no program for pages takes, from the first block on: see `attend.loop_tokens`, without a mask.
+    """Tokens of rows that no program for pages takes, from the first block on, without a mask.
 
-    Where tokens have positions, others take what is sealed in pages that the loop does not take.
+    As `attend.loop_tokens` counts them. Where tokens have positions, others take what is sealed in pages that the loop
+    does not take.
     """
     from hfkvq.kernels.triton.decode import BLOCK, takes_open
 
@@ -194,10 +195,16 @@ AT_THE_BOUND = {
         runs="4t32p32/2t32p32", sink=0, tail=(2, 2), lengths=[97, 64], keys=[[95], [63]], values=[[95], [62]]
     ),
     "three queries": at_the_bound(
-        runs="4t32p32/2t32p32", queries=3, tail=(1, 1), lengths=[68, 37], keys=[[65], [33]], values=[[64], [32]]
+        runs="4t32p32/2t32p32", queries=3, sink=3, tail=(1, 1), lengths=[68, 37], keys=[[65], [33]], values=[[64], [33]]
     ),
     "sixteen queries": at_the_bound(
-        runs="4t32p32/4t32p32", queries=16, tail=(1, 1), lengths=[49, 82], keys=[[45], [78]], values=[[45], [77]]
+        runs="4t32p32/4t32p32",
+        queries=16,
+        sink=3,
+        tail=(1, 1),
+        lengths=[49, 82],
+        keys=[[45], [78]],
+        values=[[45], [78]],
     ),
 }
 

@@ -71,7 +71,7 @@ def loop_tokens(
     n_k, n_v, i_length, Q: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr,
     OPEN: tl.constexpr,
 ):  # fmt: skip
-    """Tokens that the loop takes: both sides have sealed them, and all queries may see them; whole pages unless OPEN."""
+    """Tokens that the loop takes: sealed on both sides, and seen by all queries; those of whole pages unless OPEN."""
     n_tokens = n_k
     if ORDERED:
         n_tokens = tl.minimum(n_k, n_v)
@@ -312,8 +312,8 @@ def share_of(n_tokens, SPLITS, FINE, BT: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def ask_for_page(
-    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
-    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
+    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS: tl.constexpr, I: tl.constexpr,
+    AT: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
 
@@ -372,8 +372,8 @@ def attend_split(
         o_last = last_visible(i_length, o_m, m_m, Q, MASK)
         attend_pages(
             run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table,
-            i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK, ROWS,
-            SOFTCAP, CAUSAL, DTYPE,
+            i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK,
+            ROWS, SOFTCAP, CAUSAL, DTYPE,
         )  # fmt: skip
 
 
@@ -579,8 +579,9 @@ def decode_kernel(
 
     The runs here are AT and, perhaps, AT + 1 of TOTAL. In the order of programs: PAGES0 and PAGES1 splits of their full
     pages; LOOSE blocks of what is loose; where tokens have positions, REST0 and REST1 blocks of what the runs have in
-    pages that are not full, unless there are none or the loop takes them. The first programs take what is TURN places further on. FORMATS: of the runs, then of
-    unquantized tokens. EARLY: queries are asked for before the launch before this one has ended.
+    pages that are not full, unless there are none or the loop takes them. The first programs take what is TURN places
+    further on. FORMATS: of the runs, then of unquantized tokens. EARLY: queries are asked for before the launch before
+    this one has ended.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
