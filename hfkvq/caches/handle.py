@@ -43,18 +43,16 @@ class LazyKV(torch.Tensor):
     _layer: KVLayer
     _edition: int
     side: Side
-    repeats: int
-    form: str
+    # Of most handles; those of others are their own.
+    repeats: int = 1
+    form: str = "bhsd"
 
     @staticmethod
     def __new__(
         cls, layer: KVLayer, side: Side, repeats: int = 1, form: str = "bhsd", shape: tuple[int, ...] | None = None
     ) -> LazyKV:
-        handle = torch.Tensor._make_wrapper_subclass(
-            cls, layer.logical_shape(side) if shape is None else shape, dtype=layer.dtype, device=layer.device
-        )
-        handle._layer, handle._edition = layer, layer.edition
-        handle.side, handle.repeats, handle.form = side, repeats, form
+        handle = _handle(layer, side, layer.logical_shape(side) if shape is None else shape)
+        handle.repeats, handle.form = repeats, form
         return handle
 
     @property
@@ -122,6 +120,18 @@ class LazyKV(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reached from C++ (custom attention kernels): dequantize."""
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
+
+
+def _handle(layer: KVLayer, side: Side, shape: tuple[int, ...]) -> LazyKV:
+    handle = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=layer.dtype, device=layer.device)
+    handle._layer, handle._edition, handle.side = layer, layer.edition, side
+    return handle
+
+
+def handles(layer: KVLayer, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
+    """Both handles of a layer that has seen so many tokens: what its update returns, with little to do in a step."""
+    keys = _handle(layer, "keys", (batch, heads, seen, key_dim))
+    return keys, _handle(layer, "values", (batch, heads, seen, value_dim))
 
 
 def _dense(x: Any) -> Any:

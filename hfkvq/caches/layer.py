@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hfkvq.kernels.decode import sealed_count
+from hfkvq.kernels.line import Observing
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import MAX_STEP, observe
 
 from .demote import demote
-from .handle import LazyKV
+from .handle import LazyKV, handles
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
 from .tokens import TokenRecord
@@ -184,10 +185,11 @@ class KVLayer(CacheLayerMixin):
         self._settle()
         self._demote()
         self.staged, self.padding = (key_states, value_states), None
-        self.new_columns = key_states.shape[2]
-        self.seen += self.new_columns
+        batch, heads, tokens, key_dim = key_states.shape
+        self.new_columns = tokens
+        self.seen += tokens
         self.edition += 1
-        return LazyKV(self, "keys"), LazyKV(self, "values")
+        return handles(self, batch, heads, self.seen, key_dim, value_states.shape[3])
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
@@ -407,7 +409,7 @@ class KVLayer(CacheLayerMixin):
         return True
 
     def plain_step(self, query: Tensor, scaling: float, softcap: float) -> Tensor | None:
-        """`begin`, `attend` and `finish` of one new token a row, without mask and sinks.
+        """`begin`, `attend` and `finish` of one new token a row, without mask and sinks, in one call of the kernels.
 
         Returns:
             (B, Hq, 1, Dv) of a query (B, Hq, 1, D); None where it has to go step by step; nothing is done then.
@@ -416,12 +418,23 @@ class KVLayer(CacheLayerMixin):
         if not self.steps_plainly or store is None or self.staged is None or query.shape[2] != 1:
             return None
         keys, values = self.staged
-        if keys.shape[2] != 1 or self.padding is not None or self._hold() or not store.longest or not store.fits(1):
+        if keys.shape[2] != 1 or self.padding is not None or self.record_past:
             return None
-        out = store.step(query, keys, values, scaling, softcap)
-        if out is not None:
-            self.staged, self.uncommitted = None, True
-            self.finish(query, None, scaling, softcap, None)
+        sums, counts, observing = self.query_sum, self.query_count, None
+        if "query" in self.scheme.needs and self.new_columns:
+            if sums is None or counts is None:
+                return None
+            observing = Observing(sums, counts)
+        # What is observed, or a tag, may have a say in what is sealed.
+        seals = not self.defer and sums is None and "tags" not in self.scheme.needs
+        done = store.step(query, keys, values, scaling, softcap, seals, observing)
+        if done is None:
+            return None
+        self.staged, self.new_columns = None, 0
+        out, due = done
+        self.uncommitted = due or self.defer
+        if due and not self.defer:
+            self._settle()
         return out
 
     def attend(

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from hfkvq import kernels
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
+from hfkvq.kernels.line import Observing, Sealing
 from hfkvq.kernels.pages import RunView, Side
 
 from .scheme import UNTAGGED, Layout, Scheme, SideLayout
@@ -255,8 +256,17 @@ class KVStore:
         self._advance(keys.shape[2], padding)
         self._fill_windows(keys, values, old, padding)
 
-    def step(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float) -> Tensor | None:
-        """`push` without padding, then `attend` without a mask. ``fits`` must hold.
+    def step(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        softcap: float,
+        seals: bool = False,
+        observing: Observing | None = None,
+    ) -> tuple[Tensor, bool] | None:
+        """`push` without padding, then `attend` without a mask, and perhaps what comes then.
 
         Args:
             query: (B, Hq, t, D), t <= 16.
@@ -264,18 +274,47 @@ class KVStore:
             values: (B, H, t, Dv).
             scaling: factor on the logits.
             softcap: 0 for none.
+            seals: whether what is due may be sealed as well, as by `commit` without arguments.
+            observing: where the queries are added; None for nowhere.
 
         Returns:
-            (B, Hq, t, Dv); None where it takes `push` and `attend` themselves: nothing is stored then.
+            (B, Hq, t, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
+            tokens do not fit: nothing is done then.
         """
-        tokens = keys.shape[2]
-        self._grow_tails(tokens)
+        tokens, layout = keys.shape[2], self.layout
+        sink, own_keys, own_values = layout.sink, layout.keys, layout.values
+        longest = need_keys = need_values = due_keys = due_values = 0
+        later, sealed = [], []
+        for length, keys_sealed, values_sealed in self.states:
+            longest = max(longest, length)
+            behind = max(length - sink, 0) + tokens
+            need_keys, need_values = max(need_keys, behind - keys_sealed), max(need_values, behind - values_sealed)
+            later.append(RowState(length + tokens, keys_sealed, values_sealed))
+            rest = max(length + tokens - sink, 0)
+            then_keys = _target(rest, keys_sealed, own_keys, 0)
+            then_values = _target(rest, values_sealed, own_values, 0)
+            due_keys, due_values = max(due_keys, then_keys - keys_sealed), max(due_values, then_values - values_sealed)
+            sealed.append(RowState(length + tokens, then_keys, then_values))
+        limit, windows = self.tail_limit, self.windows
+        if not longest or tokens > MAX_STEP or need_keys > limit["keys"] or need_values > limit["values"]:
+            return None
+        if need_keys > windows[2].shape[2] or need_values > windows[3].shape[2]:
+            self._grow_tails(tokens)
+        sealing = None
+        if seals and (due_keys or due_values) and self._seals_plainly:
+            most = (due_keys, due_values)
+            # With more pages attention would share them out in another way, and `commit` makes them afterwards.
+            room = self.runs[0].table.shape[1] >= self._blocks(sealed)
+            if room and kernels.line.seals_with_steps(self.format, most):
+                sealing = Sealing((own_keys.local, own_values.local), (own_keys.unit, own_values.unit), most)
         out = kernels.append_attend(
-            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format
-        )
-        if out is not None:
-            self.states = self._later(tokens, None)
-        return out
+            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, sealing,
+            observing,
+        )  # fmt: skip
+        if out is None:
+            return None
+        self.states = frozenset(later if sealing is None else sealed)
+        return out, sealing is None and due_keys + due_values > 0
 
     def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
         """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
@@ -390,8 +429,7 @@ class KVStore:
             self._seal_by_width(keys, values, due_keys, hold, tags)
             self.states = states
             return True
-        page = self.format.runs[0][0].page_size
-        self._grow(0, max([-(-max(state.keys, state.values) // page) for state in after]))
+        self._grow(0, self._blocks(after))
         layout, most = self.layout, (due_keys, due_values)
         local = (max(layout.keys.local, hold), max(layout.values.local, hold))
         unit = (layout.keys.unit, layout.values.unit)
@@ -525,6 +563,11 @@ class KVStore:
         return torch.where(column < tags.shape[1], found, UNTAGGED)
 
     # Room.
+
+    def _blocks(self, states: list[RowState]) -> int:
+        """Pages of the only run that rows in these states may need."""
+        page = self.format.runs[0][0].page_size
+        return max([-(-max(state.keys, state.values) // page) for state in states])
 
     def _grow(self, run: int, blocks: int) -> None:
         """Reserves at least ``blocks`` pages a row; existing pages keep their numbers."""

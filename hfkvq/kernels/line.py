@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,6 +18,49 @@ from .due import due
 from .pages import RunView, StoreFormat
 from .seal import seal
 from .step import SIDES
+
+FEW = 16
+"""Most tokens of a side that a step seals itself."""
+
+
+class Sealing(NamedTuple):
+    """What a step seals once it has attended; see `seal_tail`.
+
+    Attributes:
+        local: newest tokens that stay as they are, of keys and of values.
+        unit: tokens that are sealed together.
+        most: the most that any row will have to seal; 0 for nothing.
+    """
+
+    local: tuple[int, int]
+    unit: tuple[int, int]
+    most: tuple[int, int]
+
+
+class Observing(NamedTuple):
+    """Where a step adds its queries; see `hfkvq.kernels.step.observe`.
+
+    Attributes:
+        sums: f64 (B, H, D), written in place.
+        counts: i32 (H, B), likewise.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+
+def seals_with_steps(store: StoreFormat, most: tuple[int, int]) -> bool:
+    """Whether a step can seal so many tokens of keys and values itself: few, and not by whole pages."""
+    return _seals_few(store.spec, most)
+
+
+# By name: to hash a format takes longer than all the rest.
+@lru_cache(maxsize=1024)
+def _seals_few(store: str, most: tuple[int, int]) -> bool:
+    form = StoreFormat.parse(store)
+    return form.ordered and all(
+        not count or (count <= FEW and not fmt.whole) for count, fmt in zip(most, form.runs[0], strict=True)
+    )
 
 
 @cache
@@ -35,8 +79,10 @@ def append_attend(
     scaling: float,
     softcap: float,
     store: StoreFormat,
+    sealing: Sealing | None = None,
+    observing: Observing | None = None,
 ) -> Tensor | None:
-    """`append`, then causal `decode_attention` of the new tokens' queries; see there.
+    """`append`, then causal `decode_attention` of the new tokens' queries, `observe` and `seal_tail`; see there.
 
     Args:
         q: (B, Hq, t, D), after RoPE, not scaled, not rotated.
@@ -48,14 +94,15 @@ def append_attend(
         scaling: factor on the logits.
         softcap: 0 for none.
         store: the layer's format.
+        sealing: what is sealed in the end, of which `seals_with_steps` is true; None for nothing.
+        observing: where the queries are added; None for nowhere.
 
     Returns:
-        (B, Hq, t, Dv) in the dtype of q; None where it takes the operations themselves: nothing is done then. So it is
-        with kernels that have not been launched for such tensors yet.
+        (B, Hq, t, Dv) in the dtype of q; None where it takes the operations themselves: nothing is done then.
     """
     if not launches(q):
         return None
-    return _lines().append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store)
+    return _lines().append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing)
 
 
 def seal_tail(

@@ -10,7 +10,9 @@ import torch
 from hfkvq import get_scheme
 from hfkvq.caches.attention import hfkvq_attention
 from hfkvq.caches.layer import KVLayer, PaddingReader
-from hfkvq.kernels import append, decode_attention, line
+from hfkvq.kernels import append, decode_attention, line, use_interpreter
+from hfkvq.kernels.pages import split_runs
+from hfkvq.kernels.step import observe
 from tests.caches.driver import cases
 
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
@@ -56,16 +58,24 @@ def assert_same(one, other):
 @pytest.fixture
 def taken(monkeypatch):
     """How often each line has been gone; on a CPU the operations stand for them."""
-    counts = {"append_attend": 0, "seal_tail": 0}
+    counts = {"append_attend": 0, "sealed": 0, "observed": 0, "seal_tail": 0}
     lines = line._lines() if torch.cuda.is_available() else None
 
-    def append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store):
+    def append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing):
         if lines is not None:
-            out = lines.append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store)
+            out = lines.append_attend(
+                q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing
+            )
         else:
             append(keys, values, counters, windows, store)
             out = decode_attention(q, counters, windows, runs, None, None, scaling, softcap, store)
+            if sealing is not None:
+                line.seal_tail(counters, windows, split_runs(store, runs)[0], *sealing, store)
+            if observing is not None:
+                observe(q, *observing)
         counts["append_attend"] += out is not None
+        counts["sealed"] += out is not None and sealing is not None
+        counts["observed"] += out is not None and observing is not None
         return out
 
     def seal_tail(*given):
@@ -138,6 +148,26 @@ def test_a_failed_seal_leaves_tokens_in_the_windows(monkeypatch):
     assert_same(layer, other)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process: see the next test")
+@pytest.mark.parametrize(("name", "prompt"), [("saw-int4", 20), ("full", 130), ("mixkvq", 20), ("kivi-2", 170)])
+def test_kernels_of_steps_are_those_of_the_operations(name, prompt, monkeypatch):
+    """Under the interpreter, with what layers ask of a step: to seal, to observe, or to seal one side."""
+    pytest.importorskip("triton")
+    generator, done = torch.Generator().manual_seed(0), []
+    one, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), plainly=False)
+    real = line._lines().append_attend
+    monkeypatch.setattr(line._lines(), "append_attend", lambda *given: (done.append(given[9:]), real(*given))[1])
+    for tokens in (prompt, 1, 1, 1):
+        given = states(1, tokens, 64, torch.float16, "cpu", generator)
+        with use_interpreter():
+            assert torch.equal(step(one, given), step(other, given))
+    assert_same(one, other)
+    assert len(done) == 3
+    for sealing, observing in done:
+        assert (observing is not None) == (name == "mixkvq")
+        assert (sealing is not None) == (name != "mixkvq")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=GPU) for name in PRESETS])
 def test_launches_are_those_of_the_operations(name, dtype, taken):
@@ -157,7 +187,9 @@ def test_launches_are_those_of_the_operations(name, dtype, taken):
         other.store.__dict__["_seals_plainly"] = False
     assert taken["append_attend"] > 250
     if name in ("saw-int4", "int4", "full", "kivi-2", "kivi-4"):
-        assert taken["seal_tail"] > 200
+        assert taken["sealed"] > 200
+    if name == "mixkvq":
+        assert taken["observed"] > 250
     assert_same(one, other)
 
 

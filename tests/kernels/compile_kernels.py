@@ -16,7 +16,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import run_count
+from hfkvq.kernels.line import Observing
 from hfkvq.kernels.pages import StoreFormat
 from hfkvq.kernels.seal import RULES, range_rule
 from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe, seal_due
@@ -196,6 +197,14 @@ class Pages(Scheme):
         return widths[position.long() % len(widths)]
 
 
+class Tokens(Pages):
+    """The same, by the token."""
+
+    def layout(self, key_dim: int, value_dim: int) -> Layout:
+        layout = super().layout(key_dim, value_dim)
+        return replace(layout, keys=replace(layout.keys, unit=1), values=replace(layout.values, unit=1))
+
+
 def tensor(rows: int, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
     """(B, H, T, D) as attention hands it over: (B, T, H, D) in memory."""
     return torch.zeros(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
@@ -233,19 +242,16 @@ def attend(
     store.attend(query, made[mask], 0.1, softcap, logits)
 
 
-def steps_in_calls(store: KVStore) -> None:
-    """Eager steps whose kernels, but for the first with a tail of its length, have been launched before."""
+def steps_in_calls(store: KVStore, observes: bool = False) -> None:
+    """Eager steps, of which all but those that add pages are taken in a call."""
     query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
-    taken = 0
-    for _ in range(8):
-        if store.step(query, new, new, 0.1, 0.0) is not None:
-            taken += 1
-        else:
-            store.push(new, new)
-            store.attend(query, None, 0.1)
+    sums = torch.zeros(store.batch, store.heads, 128, dtype=torch.float64)
+    counts = torch.zeros(store.heads, store.batch, dtype=torch.int32)
+    observing = Observing(sums, counts) if observes else None
+    for _ in range(3):
+        if store.step(query, new, new, 0.1, 0.0, True, observing) is None:
+            raise RuntimeError("It was not taken in a call.")
         store.commit()
-    if taken < 5:
-        raise RuntimeError(f"{taken} of 8 were taken in a call.")
 
 
 def gather(store: KVStore) -> None:
@@ -379,9 +385,12 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
             asked = (None, None, 0.1, 0.0, store.format, True)
             kernels.decode_attention(query, store.counters, store.windows, store.flat_runs(), *asked)
-    for name in ("saw-int4", "kitty-pro"):
+    for name in ("saw-int4", "kitty-pro", "kivi-2", "int4", "full"):
         with case(f"{name}, eager steps in calls"):
-            steps_in_calls(fill(scheme_of(name, 128)))
+            steps_in_calls(fill(scheme_of(name, 128)), name == "kitty-pro")
+    # Units of a page: here a few tokens of fp8 at a time.
+    with case("fp8, eager steps in calls"):
+        steps_in_calls(fill(Tokens(store="s4;k0;v0;8t128p128/8t128p128")))
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)

@@ -46,6 +46,7 @@ class Kernel:
     def __init__(self, names: str, interpreted: bool = False) -> None:
         self.arg_names, self.interpreted = names.split(), interpreted
         self.through: list[tuple[Any, ...]] = []
+        self.warm: list[tuple[Any, ...]] = []
         self.past: list[tuple[Any, ...]] = []
         self.streams: list[str] = []
 
@@ -55,6 +56,10 @@ class Kernel:
             return None if self.interpreted else Compiled(self, len(self.through) - 1)
 
         return launch
+
+    def warmup(self, *args, grid, **constants):
+        self.warm.append((grid, args, constants))
+        return None if self.interpreted else Compiled(self, -len(self.warm))
 
 
 class Compiled:
@@ -163,6 +168,35 @@ def test_nests_are_made_of_tensors_and_of_addresses(streams):
     a, b, c = (x.data_ptr() for x in other)
     # Three names are the nest's, one is the number's: the constant's is the last.
     assert kernel.past == [(0, (1, 1, 1), ((c, a), None, b, 7, 2))]
+
+
+def test_what_is_prepared_is_compiled_and_not_launched(streams):
+    kernel = Kernel("a b n SIZE WIDE")
+    launch = Launch(kernel, (3, 2), (7,), {"WIDE": True, "num_warps": 4, "SIZE": 16}, CPU, lambda given: given[::-1])
+    assert launch.aligned is None
+    own, odd = (floats(0), floats(4)), (floats(0), floats(5))
+    for given in (own, own, odd, (floats(8), floats(12))):
+        launch.prepare(given)
+    assert not kernel.through
+    assert not kernel.past
+    for given, (grid, args, constants) in zip((own, odd), kernel.warm, strict=True):
+        assert grid == (3, 2, 1)
+        assert (args[0] is given[1], args[1] is given[0], args[2:]) == (True, True, (7,))
+        assert constants == {"WIDE": True, "num_warps": 4, "SIZE": 16}
+    for variant, given in ((-1, own), (-2, odd)):
+        launch(*given)
+        assert kernel.past.pop() == (variant, (3, 2, 1), (given[1].data_ptr(), given[0].data_ptr(), 7, 16, True))
+    assert launch.aligned.variant == -1
+    assert not kernel.through
+
+
+def test_the_interpreter_has_nothing_to_prepare():
+    kernel = Kernel("a n SIZE", interpreted=True)
+    launch = Launch(kernel, (2,), (3,), {"SIZE": 4}, CPU)
+    launch.prepare([floats(0)])
+    assert launch.aligned is None
+    launch(floats(0))
+    assert len(kernel.through) == 1
 
 
 def test_the_interpreter_is_asked_every_time():
@@ -281,7 +315,7 @@ class Noted(Launch):
 
     def __init__(self, kernel, grid, numbers, constants, device, nest=None):
         self.real, self.arg_names, self.given = kernel, kernel.arg_names, ()
-        self.constants = {name: repr(value) for name, value in constants.items()}
+        self.written = {name: repr(value) for name, value in constants.items()}
         super().__init__(self, grid, numbers, constants, device, nest)
 
     def __call__(self, *tensors):
@@ -292,10 +326,10 @@ class Noted(Launch):
         """As the kernel."""
 
         def launch(*args, **constants):
-            assert {name: repr(value) for name, value in constants.items()} == self.constants
+            assert {name: repr(value) for name, value in constants.items()} == self.written
             count = len(self.arg_names) - len(set(self.arg_names) & set(constants))
             assert len(args) == count
-            own, numbers = args[: count - len(self._numbers)], args[count - len(self._numbers) :]
+            own, numbers = args[: count - len(self.numbers)], args[count - len(self.numbers) :]
             kinds = each(own, lambda x: (x.dtype, x.data_ptr() % 16 == 0))
             self.ran.append(self._ran(grid, kinds, each(own, Tensor.data_ptr), numbers))
             return NotedVariant(self, kinds)
@@ -305,7 +339,7 @@ class Noted(Launch):
     def _ran(self, grid, kinds, addresses, numbers):
         # The first of several that begin at one place.
         place = {x.data_ptr(): at for at, x in reversed(list(enumerate(self.given)))}
-        return Ran(self.real.__name__, grid, kinds, each(addresses, place.get), repr(numbers), self.constants)
+        return Ran(self.real.__name__, grid, kinds, each(addresses, place.get), repr(numbers), self.written)
 
 
 class NotedVariant:
@@ -321,8 +355,8 @@ class NotedVariant:
 
     def __getitem__(self, grid):
         def launch(*args):
-            count, known = len(self.kinds), self.launch.constants
-            end = count + len(self.launch._numbers)
+            count, known = len(self.kinds), self.launch.written
+            end = count + len(self.launch.numbers)
             assert [*map(repr, args[end:])] == [known[name] for name in self.launch.arg_names[end:]]
             ran = self.launch._ran(grid, self.kinds, args[:count], args[count:end])
             self.launch.ran.append(ran)

@@ -32,7 +32,7 @@ class Launch:
             dtype. None takes them as they come.
     """
 
-    __slots__ = ("_aligned", "_constants", "_grid", "_index", "_kernel", "_nest", "_numbers", "_ready", "_rest")
+    __slots__ = ("_index", "_kernel", "_nest", "_ready", "_rest", "aligned", "constants", "grid", "numbers")
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Launch:
         nest: Nest | None = None,
     ) -> None:
         self._kernel, self._nest = kernel, nest
-        self._grid = (*grid, 1, 1)[:3]
-        self._numbers, self._constants = tuple(numbers), dict(constants)
+        self.grid = (*grid, 1, 1)[:3]
+        self.numbers, self.constants = tuple(numbers), dict(constants)
         self._index = (0 if device.index is None else device.index) if device.type == "cuda" else None
         self._rest: tuple[Any, ...] = ()
         # By which tensors begin at a multiple of sixteen bytes: all that Triton asks of an address.
         self._ready: dict[tuple[bool, ...], Any] = {}
-        # The one where all do.
-        self._aligned: Any | None = None
+        # The one where all do; None before a launch has needed it.
+        self.aligned: Any | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches, on the tensors' device and its current stream."""
@@ -62,40 +62,50 @@ class Launch:
             with torch.cuda.device(self._index):
                 self._launch(tensors)
 
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Compiles, for the current device, the variant for tensors like these, and launches nothing."""
+        addresses = [x.data_ptr() for x in tensors]
+        if self.ready(addresses) is None:
+            own = tuple(tensors) if self._nest is None else self._nest(tensors)
+            self._note(self._kernel.warmup(*own, *self.numbers, grid=self.grid, **self.constants), own, addresses)
+
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         addresses = [x.data_ptr() for x in tensors]
         ready = self.ready(addresses)
         if ready is None:
-            self._prepare(tensors, _alignment(addresses))
+            self._prepare(tensors, addresses)
         else:
             self.run(ready, addresses, driver.active.get_current_stream(self._index), is_watched())
 
     def ready(self, addresses: Sequence[int]) -> Any | None:
         """The variant for tensors at these addresses, or None if no launch has needed it yet."""
         if not reduce(or_, addresses) & 15:
-            return self._aligned
+            return self.aligned
         return self._ready.get(_alignment(addresses))
 
     def run(self, ready: Any, addresses: Sequence[int], stream: int, watched: bool) -> None:
         """Launches a variant on a stream of the current device; ``watched`` if hooks want to know (`is_watched`)."""
         own = addresses if self._nest is None else self._nest(addresses)
         if watched:
-            ready[self._grid](*own, *self._rest)
+            ready[self.grid](*own, *self._rest)
         else:
             # What that does, without telling hooks that are not there.
-            ready.run(*self._grid, stream, ready.function, ready.packed_metadata, None, None, None, *own, *self._rest)
+            ready.run(*self.grid, stream, ready.function, ready.packed_metadata, None, None, None, *own, *self._rest)
 
-    def _prepare(self, tensors: Sequence[Tensor], aligned: tuple[bool, ...]) -> None:
+    def _prepare(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """The first launch, through Triton; notes the variant that it took."""
         own = tuple(tensors) if self._nest is None else self._nest(tensors)
-        compiled = self._kernel[self._grid](*own, *self._numbers, **self._constants)
+        self._note(self._kernel[self.grid](*own, *self.numbers, **self.constants), own, addresses)
+
+    def _note(self, compiled: Any | None, own: Sequence[Any], addresses: Sequence[int]) -> None:
         # The interpreter compiles nothing.
         if compiled is not None:
-            names = self._kernel.arg_names[len(own) + len(self._numbers) :]
-            self._rest = (*self._numbers, *(self._constants[name] for name in names))
+            names = self._kernel.arg_names[len(own) + len(self.numbers) :]
+            self._rest = (*self.numbers, *(self.constants[name] for name in names))
+            aligned = _alignment(addresses)
             self._ready[aligned] = compiled
             if all(aligned):
-                self._aligned = compiled
+                self.aligned = compiled
 
 
 def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
@@ -107,4 +117,6 @@ def is_watched() -> bool:
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     # Chains of hooks, or single ones.
-    return any([hook is not None and getattr(hook, "calls", True) for hook in (enter, leave)])
+    return bool(
+        (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True))
+    )

@@ -1,25 +1,132 @@
 """Launches of `hfkvq.kernels.line`, one after the other, with one look at their tensors.
 
+A plain step takes three: its beginning, which appends, counts what will be due and observes; attention; and its end,
+which merges and seals. What one of them counts only a later one changes, so that no program waits for another.
+
 Nothing is remembered but launches of known shape: where tensors lie is asked anew each time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from ..pages import RunView, StoreFormat
-from .append import append_launch, new_tokens
+from ..line import Observing, Sealing
+from ..pages import RunView, Side, StoreFormat
+from ._lib import power
+from .append import NewTokens, append_constants, append_launch, append_numbers, append_row, is_misrounded
 from .configs import edition
 from .decode import Plan, decode_plan, table_places
-from .due import due_launch
+from .due import I_LENGTH, I_RUNS, due_launch, due_of
 from .launch import Launch, is_watched
-from .seal import seal_launch
+from .merge import merge_kernel
+from .seal import few_tokens, seal_launch, seal_plain, seal_tokens
+from .step import observe_kernel
+
+
+@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V"])
+def begin_kernel(
+    keys, values, sink_k, sink_v, tail_k, tail_v, counters, found, q, sums, counts,
+    s_qb, s_qh, s_ql, s_qd, LOCAL_K, LOCAL_V, UNIT_K, UNIT_V,
+    s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
+    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
+    SHARE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One KV head of a row observes its queries, if that is asked for; the first appends the row's tokens.
+
+    ``found``: sealed keys, sealed values, and what will be due of either, a row each.
+    """
+    i_b = tl.program_id(1).to(tl.int64)
+    B = tl.num_programs(1)
+    if tl.program_id(0) == 0:
+        p_count = counters + i_b
+        i_length = append_row(
+            keys, values, sink_k, sink_v, tail_k, tail_v, p_count + I_LENGTH * B, i_b, s_kb, s_kh, s_kl, s_kd, s_vb,
+            s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
+            DK, DV, BLOCK_K, BLOCK_V, ROTATE_K, ROTATE_V, BK, BV, LOOPS_K, LOOPS_V,
+        )  # fmt: skip
+        if found is not None:
+            i_rest = tl.maximum(i_length + T - S, 0)
+            i_k = tl.load(p_count + I_RUNS * B)
+            i_v = tl.load(p_count + (I_RUNS + 1) * B)
+            tl.store(found + i_b, i_k)
+            tl.store(found + B + i_b, i_v)
+            tl.store(found + 2 * B + i_b, due_of(i_rest, i_k, LOCAL_K, UNIT_K))
+            tl.store(found + 3 * B + i_b, due_of(i_rest, i_v, LOCAL_V, UNIT_V))
+    if q is not None:
+        observe_kernel(q, None, sums, counts, None, s_qb, s_qh, s_ql, s_qd, H, T, DK, SHARE, BD)
+
+
+@triton.jit
+def seal_few(
+    codes, scale, zero, table, tail, found, i_t, i_bh, AT: tl.constexpr, B, H, N, M, SLOTS,
+    D: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Those of a few slots of a side's pages that are due, from a tail; FORM is what `few_tokens` says."""
+    i_b, i_h = i_bh // H, i_bh % H
+    BT: tl.constexpr = FORM[2]
+    i_count = tl.load(found + AT * B + i_b)
+    i_new = tl.minimum(tl.load(found + (AT + 2) * B + i_b), M)
+    i_first = (i_count // BT + i_t) * BT
+    if (i_first < i_count + i_new) & (i_new > 0):
+        s_h = SLOTS * D
+        if FORM[0] >= 8:
+            seal_plain(
+                codes, scale, table, tail, None, i_b, i_h, i_first, i_count, i_new, H * s_h, s_h, D, 1, H, N, M, SLOTS,
+                D, G, FORM[1], FORM[3], FORM[4], BT, FORM[5],
+            )  # fmt: skip
+        else:
+            seal_tokens(
+                codes, scale, zero, None, table, tail, None, None, i_b, i_h, i_bh, i_first, i_count, i_new, H * s_h,
+                s_h, D, 1, H, N, M, SLOTS, D, G, FORM[0], FORM[1], AT == 0, BT, FORM[3],
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["SPLITS", "B", "N", "MK", "MV", "WK", "WV"])
+def end_kernel(
+    part, part_top, part_sum, out, counters, found, table, tail_k, tail_v,
+    codes_k, scale_k, zero_k, codes_v, scale_v, zero_v, SPLITS, norm, B, H, N, MK, MV, WK, WV,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    ROTATE: tl.constexpr, PDL: tl.constexpr, DK: tl.constexpr, G: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """ROWS programs merge, as in `merge_kernel`; those behind them seal TILES tiles of keys, then values.
+
+    A row's counters are written by one program and read by none.
+    """
+    i_m = tl.program_id(0)
+    if i_m < ROWS:
+        merge_kernel(part, part_top, part_sum, None, out, SPLITS, norm, SINKS, ROWS, Q, DV, BS, BD, ROTATE, PDL)
+    else:
+        if PDL:
+            # Attention reads counters and tails.
+            tl.extra.cuda.gdc_wait()
+        if tl.program_id(2) == 0:
+            i_t, i_bh = i_m - ROWS, tl.program_id(1).to(tl.int64)
+            if (i_t == 0) & (i_bh % H == 0):
+                p_found = found + i_bh // H
+                p_sealed = counters + I_RUNS * B + i_bh // H
+                tl.store(p_sealed, tl.load(p_found) + tl.load(p_found + 2 * B))
+                tl.store(p_sealed + B, tl.load(p_found + B) + tl.load(p_found + 3 * B))
+            if i_t < TILES:
+                if codes_k is not None:
+                    seal_few(
+                        codes_k, scale_k, zero_k, table, tail_k, found, i_t, i_bh, 0, B, H, N, MK, WK, DK, G, KEYS
+                    )  # fmt: skip
+            elif codes_v is not None:
+                seal_few(
+                    codes_v, scale_v, zero_v, table, tail_v, found, i_t - TILES, i_bh, 1, B, H, N, MV, WV, DV, G, VALUES
+                )  # fmt: skip
 
 
 def _is_current(device: torch.device) -> bool:
@@ -27,18 +134,147 @@ def _is_current(device: torch.device) -> bool:
 
 
 class _Sums(NamedTuple):
-    """Where the sums of splits lie in one tensor: elements in all, and bytes before the tops and the weights."""
+    """Where the sums of splits lie in one tensor: f32 in all, and which are tops, weights, and what is due."""
 
     elements: int
     tops: int
     totals: int
+    found: int
+
+    def split(self, buffer: Tensor, part: tuple[int, ...]) -> list[Tensor]:
+        """Sums, tops and weights as tensors, and what is due, i32."""
+        places = ((0, part), (self.tops, part[:3]), (self.totals, part[:3]))
+        sums = [buffer[at : at + math.prod(shape)].view(shape) for at, shape in places]
+        return [*sums, buffer[self.found :].view(torch.int32)]
+
+
+def _sums(part: tuple[int, ...], rows: int) -> _Sums:
+    # Each begins at a multiple of sixteen bytes.
+    count = -(-part[0] * part[1] * part[2] // 4) * 4
+    found = count * part[3] + 2 * count
+    return _Sums(found + 4 * rows, count * part[3], count * (part[3] + 1), found)
 
 
 @lru_cache(maxsize=1024)
-def _sums(part: tuple[int, ...]) -> _Sums:
-    # Each begins at a multiple of sixteen bytes.
-    count = -(-part[0] * part[1] * part[2] // 4) * 4
-    return _Sums(count * part[3] + 2 * count, 4 * count * part[3], 4 * count * (part[3] + 1))
+def _begin_launch(
+    new: NewTokens,
+    form: StoreFormat,
+    sealing: Sealing | None,
+    query: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> Launch:
+    """Takes keys, values, four windows, counters, what is due if it is counted, and queries, sums and counts if any.
+
+    ``query``: shape and stride of queries that are observed.
+    """
+    constants = append_constants(new.keys, new.values, form.rotate_keys, form.rotate_values)
+    batch, heads, _, head_dim = new.keys
+    counts, observes = sealing is not None, query is not None
+    shape, stride = query or ((batch, heads), (0, 0, 0, 0))
+    local, unit, _ = sealing or ((0, 0), (1, 1), (0, 0))
+    constants |= {"SHARE": shape[1] // heads, "BD": power(head_dim)}
+    numbers = (*stride, *local, *unit, *append_numbers(new, constants))
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        return *given[:7], given[7] if counts else None, *(given[-3:] if observes else (None, None, None))
+
+    return Launch(begin_kernel, (heads if observes else 1, batch), numbers, constants, new.device, nest)
+
+
+@lru_cache(maxsize=1024)
+def _end_launch(merge: Launch, new: NewTokens, form: StoreFormat, blocks: int, most: tuple[int, int]) -> Launch:
+    """Takes sums, tops, weights, the result, counters, what is due, both tails, table, and pages of keys and values.
+
+    Multiply-adds are fused as in a merge by itself; what seals asks for no sum of a product.
+    """
+    batch, heads = new.keys[:2]
+    dims = (new.keys[3], new.values[3])
+    sides: tuple[Side, Side] = ("keys", "values")
+    shapes, tiles, places, at = [], [], [], 9
+    for fmt, side, dim, tokens in zip(form.runs[0], sides, dims, most, strict=True):
+        shape, count = few_tokens(fmt, side, tokens, dim, new.device) if tokens else ((), 0)
+        shapes.append(shape)
+        tiles.append(count)
+        names = {name: at + i for i, name in enumerate(fmt.names)}
+        places += [names.get(name) if tokens else None for name in ("codes", "scale", "zero")]
+        at += len(names)
+    order = [0, 1, 2, 3, 4, 5, 8, 6, 7, *places]
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        if isinstance(given[0], Tensor):
+            # Not every GPU that Triton knows has an fp8 type.
+            given = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in given]
+        return tuple([None if i is None else given[i] for i in order])
+
+    rows, *rest = merge.grid
+    numbers = (*merge.numbers, batch, heads, blocks, *most, new.key_tail, new.value_tail)
+    constants = {
+        **merge.constants,
+        "DK": dims[0],
+        "DV": dims[1],
+        "G": form.runs[0][0].page_size,
+        "KEYS": shapes[0],
+        "VALUES": shapes[1],
+        "TILES": tiles[0],
+    }
+    return Launch(end_kernel, (rows + sum(tiles), *rest), numbers, constants, new.device, nest)
+
+
+class _Step(NamedTuple):
+    """A step's launches, and what they write beside the store.
+
+    Attributes:
+        begin: see `_begin_launch` and `append_launch`.
+        attend: see `decode_plan`.
+        end: see `_end_launch` and `merge_launch`.
+        sums: where the sums of splits and what is due lie.
+        part: shape of the sums.
+        out: shape of the result.
+        dtype: of the result.
+    """
+
+    begin: Launch
+    attend: Launch
+    end: Launch
+    sums: _Sums
+    part: tuple[int, ...]
+    out: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1024)
+def _step(
+    store: str,
+    query: tuple[int, ...],
+    query_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    keys: tuple[int, ...],
+    key_stride: tuple[int, ...],
+    values: tuple[int, ...],
+    value_stride: tuple[int, ...],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    windows: tuple[int, int, int],
+    blocks: tuple[int, ...],
+    scaling: float,
+    softcap: float,
+    device: torch.device,
+    sealing: Sealing | None,
+    observes: bool,
+    edition: int,
+) -> _Step | None:
+    form = StoreFormat.parse(store)
+    new = NewTokens(keys, key_stride, values, value_stride, dtypes[:2], dtypes[2], *windows, device)
+    held = (keys[1], values[3], new.key_tail, new.value_tail, new.held)
+    plan: Plan | None = decode_plan(
+        store, query, query_stride, dtype, held, blocks, scaling, softcap, device, edition
+    )  # fmt: skip
+    if plan is None:
+        return None
+    if sealing is None and not observes:
+        begin = append_launch(new, form.rotate_keys, form.rotate_values)
+    else:
+        begin = _begin_launch(new, form, sealing, (query, query_stride) if observes else None)
+    end = plan.merge if sealing is None else _end_launch(plan.merge, new, form, blocks[0], sealing.most)
+    return _Step(begin, plan.launches[0], end, _sums(plan.part, keys[0]), plan.part, plan.out, plan.dtype)
 
 
 def append_attend(
@@ -51,46 +287,81 @@ def append_attend(
     scaling: float,
     softcap: float,
     store: StoreFormat,
+    sealing: Sealing | None = None,
+    observing: Observing | None = None,
 ) -> Tensor | None:
     """See `hfkvq.kernels.line.append_attend`; None where the operations have to go one by one, and nothing is done."""
-    device = q.device
+    device, spec = q.device, store.spec
     if not _is_current(device):
         return None
-    new = new_tokens(keys, values, windows)
-    blocks = tuple([runs[at].shape[1] for at in table_places(store.spec)])
-    plan: Plan | None = decode_plan(
-        store.spec,
+    sink_k, _, tail_k, tail_v = windows
+    if device.type != "cuda" and is_misrounded(keys, tail_k, store.rotate_keys or store.rotate_values):
+        return None
+    step = _step(
+        spec,
         q.shape,
         q.stride(),
         q.dtype,
-        (windows[0].shape[1], windows[1].shape[3], new.key_tail, new.value_tail, new.held),
-        blocks,
+        keys.shape,
+        keys.stride(),
+        values.shape,
+        values.stride(),
+        (keys.dtype, values.dtype, tail_k.dtype),
+        (sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]),
+        tuple([runs[at].shape[1] for at in table_places(spec)]),
         scaling,
         softcap,
         device,
+        sealing,
+        observing is not None,
         edition(),
     )
-    if plan is None:
+    if step is None:
         return None
-    held = [x.data_ptr() for x in (counters, *windows, *runs)]
-    add = append_launch(new, store.rotate_keys, store.rotate_values)
-    added = [keys.data_ptr(), values.data_ptr(), *held[1:5], held[0]]
-    sums = _sums(plan.part)
-    part = torch.empty(sums.elements, dtype=torch.float32, device=device)
-    out = torch.empty(plan.out, dtype=plan.dtype, device=device)
-    at = part.data_ptr()
-    parts = [at, at + sums.tops, at + sums.totals]
-    asked = [q.data_ptr(), *held, *parts]
-    merged = [*parts, out.data_ptr()]
-    attend, merge = plan.launches[0], plan.merge
-    ready = add.ready(added), attend.ready(asked), merge.ready(merged)
+    begin, attend, end, sums, part, shape, dtype = step
+    buffer = torch.empty(sums.elements, dtype=torch.float32, device=device)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    held = [counters, *windows, *runs]
+    lie = [x.data_ptr() for x in held]
+    at = buffer.data_ptr()
+    parts = [at, at + 4 * sums.tops, at + 4 * sums.totals]
+    asked = [q.data_ptr(), *lie, *parts]
+    begun = [keys.data_ptr(), values.data_ptr(), *lie[1:5], lie[0]]
+    ended = [*parts, out.data_ptr()]
+    if sealing is not None:
+        found = at + 4 * sums.found
+        begun.append(found)
+        ended += [lie[0], found, *lie[3:]]
+    if observing is not None:
+        begun += [asked[0], observing.sums.data_ptr(), observing.counts.data_ptr()]
+    if not reduce(or_, [*begun, *asked, ended[3]]) & 15:
+        # As nearly always. What is in none of these begins where one of them does, at a multiple of sixteen.
+        ready = begin.aligned, attend.aligned, end.aligned
+    else:
+        ready = begin.ready(begun), attend.ready(asked), end.ready(ended)
     if None in ready:
-        return None
+        tensors = sums.split(buffer, part)
+        begins = [keys, values, *windows, counters, *([] if sealing is None else tensors[3:]), *_seen(q, observing)]
+        ends = [*tensors[:3], out] + ([] if sealing is None else [counters, tensors[3], *held[3:]])
+        _first((begin, begins), (attend, [q, *held, *tensors[:3]]), (end, ends))
+        return out if out.dtype == q.dtype else out.to(q.dtype)
     stream, watched = driver.active.get_current_stream(device.index), is_watched()
-    add.run(ready[0], added, stream, watched)
+    begin.run(ready[0], begun, stream, watched)
     attend.run(ready[1], asked, stream, watched)
-    merge.run(ready[2], merged, stream, watched)
+    end.run(ready[2], ended, stream, watched)
     return out
+
+
+def _seen(q: Tensor, observing: Observing | None) -> tuple[Tensor, ...]:
+    return () if observing is None else (q, *observing)
+
+
+def _first(*given: tuple[Launch, list[Tensor]]) -> None:
+    """Launches of which some have not been needed yet. What a compiler refuses comes before anything is done."""
+    for launch, tensors in given:
+        launch.prepare(tensors)
+    for launch, tensors in given:
+        launch(*tensors)
 
 
 @lru_cache(maxsize=1024)

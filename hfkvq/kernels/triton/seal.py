@@ -89,13 +89,19 @@ def load_tokens(
 
 
 @triton.jit
+def rounded_product(b_x, b_y):
+    """``x * y`` (0 for -0), rounded before anything is added, also where products and sums may be fused."""
+    return tl.fma(b_x, b_y, 0.0)
+
+
+@triton.jit
 def divide_levels(b_x, m_high):
     """``x / 3``, or ``x / 15`` where ``m_high``, rounded as IEEE division rounds, without its slow path.
 
     The remainder ``x - levels * q`` is exact (each step is a difference of near neighbours), and a multiple of a
     third or a fifteenth of an ulp is never near enough to a tie for the last product's rounding to matter.
     """
-    b_q = b_x * tl.where(m_high, 1.0 / 15.0, 1.0 / 3.0)
+    b_q = rounded_product(b_x, tl.where(m_high, 1.0 / 15.0, 1.0 / 3.0))
     b_rest = (b_x - tl.where(m_high, 16.0, 2.0) * b_q) + tl.where(m_high, b_q, -b_q)
     return b_q + b_rest * tl.where(m_high, 1.0 / 15.0, 1.0 / 3.0)
 
@@ -122,7 +128,7 @@ def inverse_of(b_scale):
 @triton.jit
 def affine_codes(b_x, b_inverse, b_zero, levels):
     """``floor((x - zero) / scale + 1/2)`` as i32, clamped to [0, levels]; 0 for NaN."""
-    b_code = (b_x - b_zero) * b_inverse + 0.5
+    b_code = rounded_product(b_x - b_zero, b_inverse) + 0.5
     if INTERPRETED:
         # GPUs drop NaN in a maximum; not every interpreter does.
         b_code = tl.where(b_code == b_code, b_code, 0.0)
@@ -398,20 +404,27 @@ def seal_channel_kernel(
             tl.store(full_index + i_head * N16 + o_r, tl.zeros_like(o_r).to(full_index.dtype.element_ty), mask=m_r)
 
 
-@triton.jit(do_not_specialize=["N", "M"])
-def seal_token_kernel(
-    codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
+@triton.jit
+def columns_of(index, o_index, o_token, m_t, SLOTS):
+    """Columns of the source that hold tokens: what an index says, or where they stand in a tail."""
+    if index is None:
+        b_column = tl.where(m_t, o_token % SLOTS, 0)
+    else:
+        b_column = tl.load(index + o_index, mask=m_t, other=0)
+    return b_column
+
+
+@triton.jit
+def seal_tokens(
+    codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l, s_d,
+    H, N, M, SLOTS,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Those of BT slots of a page that are due. The fields of a word lie in one thread."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_new = tl.minimum(tl.load(new + i_b), M)
-    i_count = tl.load(count + i_b)
-    i_first = (i_count // BT + i_t) * BT
-    if i_first >= i_count + i_new or i_new <= 0:
-        return
+    """Of BT slots of a page, which begin with token ``i_first``, those of the ``i_new`` from ``i_count`` on.
+
+    The fields of a word lie in one thread.
+    """
     FIELDS: tl.constexpr = 16 // BITS
     LEVELS: tl.constexpr = (1 << BITS) - 1
     E: tl.constexpr = (D + FIELDS - 1) // FIELDS
@@ -425,8 +438,7 @@ def seal_token_kernel(
     o_slot = i_slot + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
     p_source = source + i_b * s_b + i_h * s_h
-    p_column = index + i_b * M + o_j
-    b_column = tl.load(p_column, mask=m_t, other=0)
+    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
     # [FIELDS, BT, BE]
     b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
     # [FIELDS, 1, BE]
@@ -459,7 +471,7 @@ def seal_token_kernel(
         b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every tile.
-            b_column = tl.load(p_column, mask=m_t, other=0)
+            b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
             b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
             if norm is not None:
                 b_again = b_again * b_share
@@ -505,6 +517,26 @@ def seal_token_kernel(
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
 
+@triton.jit(do_not_specialize=["N", "M"])
+def seal_token_kernel(
+    codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Those of BT slots of a page that are due."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_new = tl.minimum(tl.load(new + i_b), M)
+    i_count = tl.load(count + i_b)
+    i_first = (i_count // BT + i_t) * BT
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
+    seal_tokens(
+        codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l,
+        s_d, H, N, M, 1, D, G, BITS, GROUP, TOKEN_MAJOR, BT, BE,
+    )  # fmt: skip
+
+
 @triton.jit
 def to_fp8(b_x, NATIVE: tl.constexpr):
     """Bits (u8) of f32 as e4m3: rounded to nearest even, saturating; no NaN."""
@@ -522,25 +554,18 @@ def to_fp8(b_x, NATIVE: tl.constexpr):
     return b_code
 
 
-@triton.jit(do_not_specialize=["N", "M"])
-def seal_plain_kernel(
-    codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
+@triton.jit
+def seal_plain(
+    codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, SLOTS,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Those of BT slots of a page that are due, in natural order: fp8 pages, and copies for 16 bits (no scale)."""
-    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_b, i_h = i_bh // H, i_bh % H
-    i_new = tl.minimum(tl.load(new + i_b), M)
-    i_count = tl.load(count + i_b)
-    i_first = (i_count // BT + i_t) * BT
-    if i_first >= i_count + i_new or i_new <= 0:
-        return
+    """As `seal_tokens`, in natural order: fp8 pages, and copies for 16 bits (no scale)."""
     i_head = tl.load(table + i_b * N + i_first // G).to(tl.int64) * H + i_h
     o_j = i_first - i_count + tl.arange(0, BT)
     m_t = (o_j >= 0) & (o_j < i_new)
     o_slot = i_first % G + tl.arange(0, BT)
-    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0).to(tl.int64)
+    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS).to(tl.int64)
     o_n = tl.arange(0, BN)
     # [BT, BN * BC]
     o_i = tl.arange(0, BN * BC)
@@ -565,6 +590,26 @@ def seal_plain_kernel(
         b_x = to_fp8(tl.reshape(b_x, (BT, BN * BC)), NATIVE)
     p_code = codes + (i_head * G + o_slot)[:, None] * D + o_c[None, :]
     tl.store(p_code, b_x, mask=m_x)
+
+
+@triton.jit(do_not_specialize=["N", "M"])
+def seal_plain_kernel(
+    codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
+    D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Those of BT slots of a page that are due, of 8 or 16 bits."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_new = tl.minimum(tl.load(new + i_b), M)
+    i_count = tl.load(count + i_b)
+    i_first = (i_count // BT + i_t) * BT
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
+    seal_plain(
+        codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, 1,
+        D, G, GROUP, BN, BC, BT, NATIVE,
+    )  # fmt: skip
 
 
 def seal_triton(
@@ -646,6 +691,23 @@ def seal_launch(
         return None
     shape = (shape[0], shape[1], shape[3])
     return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
+
+
+def few_tokens(
+    fmt: PageFormat, side: str, tokens: int, head_dim: int, device: torch.device
+) -> tuple[tuple[int, ...], int]:
+    """What a kernel that calls `seal_tokens` or `seal_plain` for a few tokens of a format has to know of them.
+
+    Returns:
+        Bits, group and slots of a tile, then BE, or BN, BC and NATIVE; and how many tiles there are.
+    """
+    if fmt.bits >= 8:
+        _, grid, constants, _ = _plain(fmt, side == "keys", tokens, head_dim, device, "")
+        names = ("GROUP", "BT", "BN", "BC", "NATIVE")
+    else:
+        _, grid, constants, _ = _token(fmt, side == "keys", tokens, head_dim, device, "")
+        names = ("GROUP", "BT", "BE")
+    return (fmt.bits, *(constants[name] for name in names)), grid[0]
 
 
 def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
