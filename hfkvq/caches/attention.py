@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from hfkvq.kernels.masks import has_room, step_mask
+
 from .handle import LazyKV
 from .static import StaticKVLayer
 from .store import MAX_STEP
@@ -60,8 +62,10 @@ def hfkvq_attention(
         mask = attention_mask if bias is None else _added(bias, attention_mask)
         out = layer.step_now(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks)
         return out.transpose(1, 2).contiguous(), None
-    if attention_mask is None and kwargs.get("position_bias") is None and _sinks(kwargs) is None:
-        out = layer.plain_step(query, scaling, kwargs.get("softcap") or 0.0)
+    # Other masks differ from step to step.
+    plain = attention_mask is None or has_room(attention_mask)
+    if plain and kwargs.get("position_bias") is None and _sinks(kwargs) is None:
+        out = layer.plain_step(query, scaling, kwargs.get("softcap") or 0.0, attention_mask)
         if out is not None:
             # One query: the same order in memory.
             return out.view(out.shape[0], 1, out.shape[1], out.shape[3]), None
@@ -169,10 +173,9 @@ def hfkvq_mask(
 ) -> Tensor | None:
     """The mask of sdpa, with three changes.
 
-    A plain causal decode step gets a view of the 2D padding mask: stock code asks the device whether it is all ones, a
-    synchronization in every step. And None is never returned for several queries on a longer cache, so that None
-    always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets
-    None.
+    A plain causal decode step gets the 2D padding mask, copied once for all layers: stock code asks the device whether
+    it is all ones, a synchronization in every step. And None is never returned for several queries on a longer cache,
+    so that None always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets None.
     """
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         # Ours, of fixed capacity. Leading padding is not stored, so plain steps, which must look alike, need no mask.
@@ -186,7 +189,7 @@ def hfkvq_mask(
             return None
         columns = attention_mask[:, kv_offset : kv_offset + kv_length]
         if columns.shape[1] == kv_length:
-            return columns[:, None, None, :]
+            return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
     if q_length > 1 and kv_length != q_length:
         allow_is_causal_skip = False
     return sdpa_mask(

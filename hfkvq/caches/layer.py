@@ -408,8 +408,14 @@ class KVLayer(CacheLayerMixin):
         self.staged, self.uncommitted = None, True
         return True
 
-    def plain_step(self, query: Tensor, scaling: float, softcap: float) -> Tensor | None:
-        """`begin`, `attend` and `finish` of one new token a row, without mask and sinks, in one call of the kernels.
+    def plain_step(self, query: Tensor, scaling: float, softcap: float, mask: Tensor | None = None) -> Tensor | None:
+        """`begin`, `attend` and `finish` of one new token a row, without sinks, in one call of the kernels.
+
+        Args:
+            query: (B, Hq, 1, D).
+            scaling: factor on the logits.
+            softcap: 0 for none.
+            mask: see `attend`.
 
         Returns:
             (B, Hq, 1, Dv) of a query (B, Hq, 1, D); None where it has to go step by step; nothing is done then.
@@ -427,7 +433,7 @@ class KVLayer(CacheLayerMixin):
             observing = Observing(sums, counts)
         # What is observed, or a tag, may have a say in what is sealed.
         seals = not self.defer and sums is None and "tags" not in self.scheme.needs
-        done = store.step(query, keys, values, scaling, softcap, seals, observing)
+        done = store.step(query, keys, values, scaling, softcap, mask, seals, observing)
         if done is None:
             return None
         self.staged, self.new_columns = None, 0

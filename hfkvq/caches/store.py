@@ -263,10 +263,11 @@ class KVStore:
         values: Tensor,
         scaling: float,
         softcap: float,
+        mask: Tensor | None = None,
         seals: bool = False,
         observing: Observing | None = None,
     ) -> tuple[Tensor, bool] | None:
-        """`push` without padding, then `attend` without a mask, and perhaps what comes then.
+        """`push` without padding, then `attend`, and perhaps what comes then.
 
         Args:
             query: (B, Hq, t, D), t <= 16.
@@ -274,6 +275,7 @@ class KVStore:
             values: (B, H, t, Dv).
             scaling: factor on the logits.
             softcap: 0 for none.
+            mask: see `decode_attention`; None is causal.
             seals: whether what is due may be sealed as well, as by `commit` without arguments.
             observing: where the queries are added; None for nowhere.
 
@@ -284,9 +286,11 @@ class KVStore:
         tokens, layout = keys.shape[2], self.layout
         sink, own_keys, own_values = layout.sink, layout.keys, layout.values
         longest = need_keys = need_values = due_keys = due_values = 0
+        # What a row begins with may be padding, if there is a mask.
+        begun = True
         later, sealed = [], []
         for length, keys_sealed, values_sealed in self.states:
-            longest = max(longest, length)
+            longest, begun = max(longest, length), begun and length > 0
             behind = max(length - sink, 0) + tokens
             need_keys, need_values = max(need_keys, behind - keys_sealed), max(need_values, behind - values_sealed)
             later.append(RowState(length + tokens, keys_sealed, values_sealed))
@@ -296,7 +300,12 @@ class KVStore:
             due_keys, due_values = max(due_keys, then_keys - keys_sealed), max(due_values, then_values - values_sealed)
             sealed.append(RowState(length + tokens, then_keys, then_values))
         limit, windows = self.tail_limit, self.windows
-        if not longest or tokens > MAX_STEP or need_keys > limit["keys"] or need_values > limit["values"]:
+        if (
+            not (longest if mask is None else begun)
+            or tokens > MAX_STEP
+            or need_keys > limit["keys"]
+            or need_values > limit["values"]
+        ):
             return None
         if need_keys > windows[2].shape[2] or need_values > windows[3].shape[2]:
             self._grow_tails(tokens)
@@ -308,8 +317,8 @@ class KVStore:
             if room and kernels.line.seals_with_steps(self.format, most):
                 sealing = Sealing((own_keys.local, own_values.local), (own_keys.unit, own_values.unit), most)
         out = kernels.append_attend(
-            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, sealing,
-            observing,
+            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, mask,
+            sealing, observing,
         )  # fmt: skip
         if out is None:
             return None

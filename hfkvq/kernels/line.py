@@ -79,10 +79,11 @@ def append_attend(
     scaling: float,
     softcap: float,
     store: StoreFormat,
+    mask: Tensor | None = None,
     sealing: Sealing | None = None,
     observing: Observing | None = None,
 ) -> Tensor | None:
-    """`append`, then causal `decode_attention` of the new tokens' queries, `observe` and `seal_tail`; see there.
+    """`append`, then `decode_attention` of the new tokens' queries, `observe` and `seal_tail`; see there.
 
     Args:
         q: (B, Hq, t, D), after RoPE, not scaled, not rotated.
@@ -94,6 +95,7 @@ def append_attend(
         scaling: factor on the logits.
         softcap: 0 for none.
         store: the layer's format.
+        mask: see `decode_attention`; None is causal.
         sealing: what is sealed in the end, of which `seals_with_steps` is true; None for nothing.
         observing: where the queries are added; None for nowhere.
 
@@ -102,7 +104,9 @@ def append_attend(
     """
     if not launches(q):
         return None
-    return _lines().append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing)
+    return _lines().append_attend(
+        q, keys, values, counters, windows, runs, scaling, softcap, store, mask, sealing, observing
+    )
 
 
 def seal_tail(

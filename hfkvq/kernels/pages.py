@@ -198,13 +198,14 @@ class PageFormat:
     def allocate(
         self, side: Side, pages: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> list[Tensor]:
-        """Tensors for ``pages`` pages, in the order of ``names``: scales and zeros are 0, the others uninitialized.
+        """Tensors for ``pages`` pages, in the order of ``names``: uninitialized, but scales and zeros of single tokens.
 
-        Slots without a token may be read with those that have one, so they must not make anything infinite or NaN.
+        Those are 0: slots without a token may be read with those that have one, and must make nothing infinite or NaN.
         """
+        open_slots = self.bits < 8 and not self.whole
         found = []
         for name, (shape, own) in self.shapes(side, heads, head_dim).items():
-            make = torch.zeros if name in ("scale", "zero") else torch.empty
+            make = torch.zeros if open_slots and name in ("scale", "zero") else torch.empty
             found.append(make((pages, *shape), dtype=own or dtype, device=device))
         return found
 

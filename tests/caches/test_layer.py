@@ -177,12 +177,16 @@ def test_mask_and_attention_are_registered():
     assert not any(word in NAME for word in ("flash", "sdpa", "flex_attention", "/", "paged|"))
 
 
-def test_plain_step_gets_a_view_of_the_padding_mask():
-    """No function of the mask is computed, so none is waited for."""
-    mask = torch.ones(2, 31, dtype=torch.int64)
+def test_plain_step_gets_the_padding_mask():
+    """Masks of the next steps look as this one does to what is launched."""
+    mask = torch.randint(0, 2, (2, 31)) * 256
     got = hfkvq_mask(2, 1, 31, q_offset=30, attention_mask=mask)
     assert got.shape == (2, 1, 1, 31)
-    assert got.data_ptr() == mask.data_ptr()
+    assert torch.equal(got[:, 0, 0], (mask != 0).to(torch.uint8))
+    later = hfkvq_mask(2, 1, 700, q_offset=699, attention_mask=torch.ones(2, 900))
+    assert (later.stride(), later.hfkvq_room) == (got.stride(), got.hfkvq_room)
+    assert later.hfkvq_room * 2 == later.untyped_storage().nbytes()
+    assert not hasattr(hfkvq_mask(2, 3, 31, q_offset=28, attention_mask=mask), "hfkvq_room")
     assert hfkvq_mask(2, 1, 31, q_offset=30) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hfkvq import get_scheme
-from hfkvq.caches.attention import hfkvq_attention
+from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layer import KVLayer, PaddingReader
 from hfkvq.kernels import append, decode_attention, line, use_interpreter
 from hfkvq.kernels.pages import split_runs
@@ -37,6 +37,21 @@ def states(rows, tokens, dim, dtype, device, generator, odd=False):
     return queries, keys, values
 
 
+def padded(pads, columns, device):
+    """The mask of a step, as models are given it: rows begin with padding."""
+    visible = torch.arange(columns, device=device) >= torch.tensor(pads, device=device)[:, None]
+    return hfkvq_mask(len(pads), 1, columns, q_offset=columns - 1, attention_mask=visible.long())
+
+
+def padded_prompt(layer, given, pads):
+    """A prompt of rows that begin with padding."""
+    queries, keys, values = given
+    tokens = keys.shape[2]
+    visible = torch.arange(tokens, device=keys.device) >= torch.tensor(pads, device=keys.device)[:, None]
+    mask = visible[:, None, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device).tril()
+    hfkvq_attention(MODULE, queries, *layer.update(keys, values), mask, scaling=0.1)
+
+
 def step(layer, given, mask=None):
     queries, keys, values = given
     return hfkvq_attention(MODULE, queries, *layer.update(keys, values), mask, scaling=0.1)[0]
@@ -58,17 +73,17 @@ def assert_same(one, other):
 @pytest.fixture
 def taken(monkeypatch):
     """How often each line has been gone; on a CPU the operations stand for them."""
-    counts = {"append_attend": 0, "sealed": 0, "observed": 0, "seal_tail": 0}
+    counts = {"append_attend": 0, "sealed": 0, "observed": 0, "seal_tail": 0, "masked": 0}
     lines = line._lines() if torch.cuda.is_available() else None
 
-    def append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing):
+    def append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store, mask, sealing, observing):
         if lines is not None:
             out = lines.append_attend(
-                q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing
+                q, keys, values, counters, windows, runs, scaling, softcap, store, mask, sealing, observing
             )
         else:
             append(keys, values, counters, windows, store)
-            out = decode_attention(q, counters, windows, runs, None, None, scaling, softcap, store)
+            out = decode_attention(q, counters, windows, runs, mask, None, scaling, softcap, store)
             if sealing is not None:
                 line.seal_tail(counters, windows, split_runs(store, runs)[0], *sealing, store)
             if observing is not None:
@@ -76,6 +91,7 @@ def taken(monkeypatch):
         counts["append_attend"] += out is not None
         counts["sealed"] += out is not None and sealing is not None
         counts["observed"] += out is not None and observing is not None
+        counts["masked"] += out is not None and mask is not None
         return out
 
     def seal_tail(*given):
@@ -100,6 +116,40 @@ def test_layers_do_the_same_in_one_call(name, taken):
     # Prompts and steps of several tokens go step by step.
     assert taken["append_attend"] == 49
     assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kitty", "mixkvq", "full", "triaxial", "kivi-2"])
+def test_masks_of_steps_are_no_hindrance(name, taken):
+    """``generate`` hands steps a padding mask, which shows nothing of rows that begin with padding."""
+    scheme, generator = cases()[name], torch.Generator().manual_seed(0)
+    one, other, bare = layer_of(scheme), layer_of(scheme, plainly=False), layer_of(scheme)
+    given = states(2, 37, 32, torch.float32, "cpu", generator)
+    for layer in (one, other, bare):
+        padded_prompt(layer, given, [0, 9])
+    for columns in range(38, 70):
+        given, mask = states(2, 1, 32, torch.float32, "cpu", generator), padded([0, 9], columns, "cpu")
+        got = step(one, given, mask)
+        assert torch.equal(got, step(other, given, mask))
+        torch.testing.assert_close(got, step(bare, given))
+    assert taken["masked"] == 32
+    assert_same(one, other)
+
+
+def test_a_mask_that_hides_is_heeded(taken):
+    """Also what its user hides of what is stored."""
+    scheme, generator = get_scheme("saw-int4"), torch.Generator().manual_seed(0)
+    one, other = layer_of(scheme), layer_of(scheme, plainly=False)
+    given = states(2, 40, 64, torch.float32, "cpu", generator)
+    step(one, given), step(other, given)
+    visible = torch.ones(2, 41, dtype=torch.long)
+    visible[0, 3:17] = 0
+    # No bit of the lowest byte is set.
+    visible[1] = 256
+    mask = hfkvq_mask(2, 1, 41, q_offset=40, attention_mask=visible)
+    given = states(2, 1, 64, torch.float32, "cpu", generator)
+    got = step(one, given, mask)
+    assert torch.equal(got, step(other, given, (visible != 0)[:, None, None, :]))
+    assert taken["masked"] == 1
 
 
 @pytest.mark.parametrize("what", ["mask", "rollback", "sinks", "bias", "empty"])
@@ -156,7 +206,7 @@ def test_kernels_of_steps_are_those_of_the_operations(name, prompt, monkeypatch)
     generator, done = torch.Generator().manual_seed(0), []
     one, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), plainly=False)
     real = line._lines().append_attend
-    monkeypatch.setattr(line._lines(), "append_attend", lambda *given: (done.append(given[9:]), real(*given))[1])
+    monkeypatch.setattr(line._lines(), "append_attend", lambda *given: (done.append(given[10:]), real(*given))[1])
     for tokens in (prompt, 1, 1, 1):
         given = states(1, tokens, 64, torch.float16, "cpu", generator)
         with use_interpreter():
@@ -168,24 +218,33 @@ def test_kernels_of_steps_are_those_of_the_operations(name, prompt, monkeypatch)
         assert (sealing is not None) == (name != "mixkvq")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "pads"), [(torch.bfloat16, None), (torch.bfloat16, [0, 21]), (torch.float16, None)], ids=str
+)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=GPU) for name in PRESETS])
-def test_launches_are_those_of_the_operations(name, dtype, taken):
-    """Over page borders, growing tables and tails, other strides and alignments: to the bit."""
+def test_launches_are_those_of_the_operations(name, dtype, pads, taken):
+    """Over page borders, growing tables and tails, other strides and alignments, with masks or not: to the bit."""
     scheme, generator = get_scheme(name), torch.Generator().manual_seed(0)
-    one, other = layer_of(scheme), layer_of(scheme, plainly=False)
+    one, other, columns = layer_of(scheme), layer_of(scheme, plainly=False), 0
     for at, tokens in enumerate((300, *[1] * 200, 3, *[1] * 100)):
         # Not of prompts: other kernels attend to those.
         given = states(2, tokens, 128, dtype, "cuda", generator, odd=tokens == 1 and at % 17 == 0)
         if at % 2:
             # As models hand them over: (B, T, H, D) in memory.
             given = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
-        got, counts = step(one, given), dict(taken)
-        assert torch.equal(got, step(other, given)), at
+        columns, mask = columns + tokens, None
+        if pads and not at:
+            padded_prompt(one, given, pads), padded_prompt(other, given, pads)
+            continue
+        if pads and tokens == 1:
+            mask = padded(pads, columns, "cuda")
+        got, counts = step(one, given, mask), dict(taken)
+        assert torch.equal(got, step(other, given, mask)), at
         assert taken == counts
         # From now on it seals one by one as well.
         other.store.__dict__["_seals_plainly"] = False
     assert taken["append_attend"] > 250
+    assert (taken["masked"] > 250) == bool(pads)
     if name in ("saw-int4", "int4", "full", "kivi-2", "kivi-4"):
         assert taken["sealed"] > 200
     if name == "mixkvq":

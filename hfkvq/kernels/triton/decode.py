@@ -407,12 +407,13 @@ def decode_plan(
     dtype: torch.dtype,
     windows: tuple[int, int, int, int, torch.dtype],
     blocks: tuple[int, ...],
+    mask: MaskKind | None,
     scaling: float,
     softcap: float,
     device: torch.device,
     edition: int,
 ) -> Plan | None:
-    """Plan of plain causal attention: `_plan`; None where there is more to do than one launch and its merge."""
+    """Plan of attention without sinks: `_plan`; None where there is more to do than one launch and its merge."""
     head_dim = shape[3]
     served = is_served(store, head_dim, windows[1], dtype) and stride[3] == 1
     rotate = _rotates(store, head_dim) if served else 0
@@ -427,7 +428,7 @@ def decode_plan(
         device,
         windows,
         blocks,
-        None,
+        mask,
         None,
         scaling,
         softcap,

@@ -28,7 +28,7 @@ from .configs import edition
 from .decode import Plan, decode_plan, table_places
 from .due import I_LENGTH, I_RUNS, due_launch, due_of
 from .launch import Launch, is_watched
-from .merge import merge_kernel
+from .merge import MaskKind, mask_kind, mask_words, merge_kernel
 from .seal import few_tokens, seal_launch, seal_plain, seal_tokens
 from .step import observe_kernel
 
@@ -254,6 +254,7 @@ def _step(
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     windows: tuple[int, int, int],
     blocks: tuple[int, ...],
+    mask: MaskKind | None,
     scaling: float,
     softcap: float,
     device: torch.device,
@@ -265,7 +266,7 @@ def _step(
     new = NewTokens(keys, key_stride, values, value_stride, dtypes[:2], dtypes[2], *windows, device)
     held = (keys[1], values[3], new.key_tail, new.value_tail, new.held)
     plan: Plan | None = decode_plan(
-        store, query, query_stride, dtype, held, blocks, scaling, softcap, device, edition
+        store, query, query_stride, dtype, held, blocks, mask, scaling, softcap, device, edition
     )  # fmt: skip
     if plan is None:
         return None
@@ -287,6 +288,7 @@ def append_attend(
     scaling: float,
     softcap: float,
     store: StoreFormat,
+    mask: Tensor | None = None,
     sealing: Sealing | None = None,
     observing: Observing | None = None,
 ) -> Tensor | None:
@@ -309,6 +311,7 @@ def append_attend(
         (keys.dtype, values.dtype, tail_k.dtype),
         (sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]),
         tuple([runs[at].shape[1] for at in table_places(spec)]),
+        None if mask is None else mask_kind(mask),
         scaling,
         softcap,
         device,
@@ -325,7 +328,8 @@ def append_attend(
     lie = [x.data_ptr() for x in held]
     at = buffer.data_ptr()
     parts = [at, at + 4 * sums.tops, at + 4 * sums.totals]
-    asked = [q.data_ptr(), *lie, *parts]
+    masks = [] if mask is None else [mask_words(mask)]
+    asked = [q.data_ptr(), *lie, *[x.data_ptr() for x in masks], *parts]
     begun = [keys.data_ptr(), values.data_ptr(), *lie[1:5], lie[0]]
     ended = [*parts, out.data_ptr()]
     if sealing is not None:
@@ -343,7 +347,7 @@ def append_attend(
         tensors = sums.split(buffer, part)
         begins = [keys, values, *windows, counters, *([] if sealing is None else tensors[3:]), *_seen(q, observing)]
         ends = [*tensors[:3], out] + ([] if sealing is None else [counters, tensors[3], *held[3:]])
-        _first((begin, begins), (attend, [q, *held, *tensors[:3]]), (end, ends))
+        _first((begin, begins), (attend, [q, *held, *masks, *tensors[:3]]), (end, ends))
         return out if out.dtype == q.dtype else out.to(q.dtype)
     stream, watched = driver.active.get_current_stream(device.index), is_watched()
     begin.run(ready[0], begun, stream, watched)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..masks import ROOM
 from ._lib import cdiv, power
 from .fields import LOG2E
 from .hadamard import butterflies
@@ -137,9 +138,9 @@ class MaskKind(NamedTuple):
 
 
 def mask_kind(mask: Tensor) -> MaskKind:
-    """What kernels have to know of a mask."""
+    """What kernels have to know of a mask. Of one with `ROOM` it is the same while that lasts."""
     strides = tuple([stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)])
-    return MaskKind(2 if mask.is_floating_point() else 1, mask.dtype, mask.shape[-1], strides)
+    return MaskKind(2 if mask.is_floating_point() else 1, mask.dtype, getattr(mask, ROOM, mask.shape[-1]), strides)
 
 
 def mask_words(mask: Tensor) -> Tensor:
