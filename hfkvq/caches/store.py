@@ -317,8 +317,8 @@ class KVStore:
             if room and kernels.line.seals_with_steps(self.format, most):
                 sealing = Sealing((own_keys.local, own_values.local), (own_keys.unit, own_values.unit), most)
         out = kernels.append_attend(
-            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, mask,
-            sealing, observing,
+            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, sealing,
+            observing, mask,
         )  # fmt: skip
         if out is None:
             return None

@@ -79,9 +79,9 @@ def append_attend(
     scaling: float,
     softcap: float,
     store: StoreFormat,
-    mask: Tensor | None = None,
     sealing: Sealing | None = None,
     observing: Observing | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor | None:
     """`append`, then `decode_attention` of the new tokens' queries, `observe` and `seal_tail`; see there.
 
@@ -95,9 +95,9 @@ def append_attend(
         scaling: factor on the logits.
         softcap: 0 for none.
         store: the layer's format.
-        mask: see `decode_attention`; None is causal.
         sealing: what is sealed in the end, of which `seals_with_steps` is true; None for nothing.
         observing: where the queries are added; None for nowhere.
+        mask: see `decode_attention`; None is causal.
 
     Returns:
         (B, Hq, t, Dv) in the dtype of q; None where it takes the operations themselves: nothing is done then.
@@ -105,7 +105,7 @@ def append_attend(
     if not launches(q):
         return None
     return _lines().append_attend(
-        q, keys, values, counters, windows, runs, scaling, softcap, store, mask, sealing, observing
+        q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing, mask
     )
 
 

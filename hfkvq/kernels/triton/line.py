@@ -288,9 +288,9 @@ def append_attend(
     scaling: float,
     softcap: float,
     store: StoreFormat,
-    mask: Tensor | None = None,
     sealing: Sealing | None = None,
     observing: Observing | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor | None:
     """See `hfkvq.kernels.line.append_attend`; None where the operations have to go one by one, and nothing is done."""
     device, spec = q.device, store.spec
