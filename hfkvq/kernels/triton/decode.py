@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -365,7 +366,7 @@ def table_places(store: str) -> tuple[int, ...]:
 def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
     """From queries, counters, four windows, all runs' tensors, the mask if there is one, sums, tops and weights."""
     tables = table_places(form.spec)
-    order = [tuple(tables[i] + at for at in _order(*form.runs[i], ordered=form.ordered)) for i in own]
+    pick = [itemgetter(*[tables[i] + at for at in _order(*form.runs[i], ordered=form.ordered)]) for i in own]
     end = tables[-1] + 1 + (not form.ordered) + sum(len(fmt.names) for fmt in form.runs[-1])
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
@@ -373,7 +374,7 @@ def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
         if isinstance(given[0], Tensor):
             # Not every GPU that Triton knows has an fp8 type.
             parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
-        runs = tuple([tuple([parts[i] for i in each]) for each in order])
+        runs = tuple([each(parts) for each in pick])
         mask = given[6 + end] if masked else given[0]
         return given[0], given[1], tuple(given[2:6]), runs, mask, *given[-3:]
 
