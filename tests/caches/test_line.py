@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfkvq import get_scheme
+from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layer import KVLayer, PaddingReader
 from hfkvq.kernels import append, decode_attention, line, use_interpreter
 from hfkvq.kernels.pages import split_runs
 from hfkvq.kernels.step import observe
-from tests.caches.driver import cases
+from tests.caches.driver import cases, small
+from tests.caches.models import build
 
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
 HEADS, SHARE = 2, 4
@@ -133,6 +134,27 @@ def test_masks_of_steps_are_no_hindrance(name, taken):
         torch.testing.assert_close(got, step(bare, given))
     assert taken["masked"] == 32
     assert_same(one, other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="models of tests are in f32, which kernels of steps are not for")
+@pytest.mark.parametrize("name", ["kitty", "saw-int4", "mixkvq"])
+def test_generate_goes_in_one_call_a_step(name, taken, monkeypatch):
+    """Of two rows, one of them padded: what its steps are given keeps none of them from it."""
+    model = build("llama")
+    ids = torch.arange(60).view(2, 30)
+    padding = torch.ones_like(ids)
+    padding[1, :7] = 0
+
+    def tokens():
+        cache = MixedKVCache(model.config, small(name))
+        kwargs = {"attention_mask": padding, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        return model.generate(ids, past_key_values=cache, **kwargs)
+
+    got, layers = tokens(), model.config.num_hidden_layers
+    assert taken["masked"] == 39 * layers
+    monkeypatch.setattr(KVLayer, "steps_plainly", False)
+    assert torch.equal(got, tokens())
+    assert taken["masked"] == 39 * layers
 
 
 def test_a_mask_that_hides_is_heeded(taken):
