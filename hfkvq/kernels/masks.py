@@ -19,14 +19,13 @@ def step_mask(columns: Tensor) -> Tensor:
         columns: (B, L), nonzero where a token is visible.
 
     Returns:
-        u8 (B, 1, 1, L), 1 where visible, with `ROOM`.
+        bool (B, 1, 1, L), as models expect of masks that are not added, with `ROOM`.
     """
     rows, length = columns.shape
     room = -(-length // COLUMNS) * COLUMNS
-    # Bytes of truth, not of numbers: of 256 the last byte is 0.
-    whole = torch.empty(rows, room, dtype=torch.bool, device=columns.device)
-    whole[:, :length].copy_(columns)
-    mask = whole.view(torch.uint8)[:, None, None, :length]
+    whole = torch.zeros(rows, room, dtype=torch.bool, device=columns.device)
+    mask = whole[:, None, None, :length]
+    mask.copy_(columns[:, None, None, :])
     setattr(mask, ROOM, room)
     return mask
 

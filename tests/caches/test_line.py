@@ -240,6 +240,40 @@ def test_kernels_of_steps_are_those_of_the_operations(name, prompt, monkeypatch)
         assert (sealing is not None) == (name != "mixkvq")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_a_step_whose_launch_fails_can_be_taken_again(which, monkeypatch):
+    """Its token is counted once, whichever launch it was."""
+    pytest.importorskip("triton")
+    generator, launches = torch.Generator().manual_seed(0), []
+    one, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), plainly=False)
+    Launch = line._lines().Launch
+    real = Launch.__call__
+
+    def fails(launch, *tensors):
+        launches.append(launch)
+        if len(launches) == which:
+            raise RuntimeError("out of resources")
+        real(launch, *tensors)
+
+    with use_interpreter():
+        for tokens in (20, 1, 1, 1):
+            given = states(1, tokens, 64, torch.float16, "cpu", generator)
+            expected = step(other, given)
+            if tokens == 1 and not launches:
+                monkeypatch.setattr(Launch, "__call__", fails)
+                with pytest.raises(RuntimeError, match="out of resources"):
+                    step(one, given)
+                monkeypatch.setattr(Launch, "__call__", real)
+                assert one.store.counters[1].item() == one.store.longest == 20
+                # The update has staged it, and the next one stores it.
+                continue
+            got = step(one, given)
+            assert torch.equal(got, expected)
+    assert len(launches) == which
+    assert_same(one, other)
+
+
 @pytest.mark.parametrize(
     ("dtype", "pads"), [(torch.bfloat16, None), (torch.bfloat16, [0, 21]), (torch.float16, None)], ids=str
 )

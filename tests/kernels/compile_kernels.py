@@ -249,7 +249,7 @@ def steps_in_calls(store: KVStore, observes: bool = False) -> None:
     counts = torch.zeros(store.heads, store.batch, dtype=torch.int32)
     observing = Observing(sums, counts) if observes else None
     for _ in range(3):
-        if store.step(query, new, new, 0.1, 0.0, True, observing) is None:
+        if store.step(query, new, new, 0.1, 0.0, seals=True, observing=observing) is None:
             raise RuntimeError("It was not taken in a call.")
         store.commit()
 

@@ -57,7 +57,7 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int, loose: int = 
     """
     longest = max(pages)
     # More than five waves gain nothing.
-    least = max(1, -(-longest * rows // (5 * resident)))
+    least = min(max(1, -(-longest * rows // (5 * resident))), max(1, longest))
 
     def cost(share: int) -> float:
         programs = rows * sum(-(-count // share) for count in pages)

@@ -100,6 +100,8 @@ class Launch:
     def _note(self, compiled: Any | None, own: Sequence[Any], addresses: Sequence[int]) -> None:
         # The interpreter compiles nothing.
         if compiled is not None:
+            # Loads it, where only the compiler has been asked: what a GPU has no room for is known before any launch.
+            compiled.run  # noqa: B018
             names = self._kernel.arg_names[len(own) + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
             aligned = _alignment(addresses)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from ..decode import LENGTH
 from ..line import Observing, Sealing
 from ..pages import RunView, Side, StoreFormat
 from ._lib import power
@@ -347,12 +348,16 @@ def append_attend(
         tensors = sums.split(buffer, part)
         begins = [keys, values, *windows, counters, *([] if sealing is None else tensors[3:]), *_seen(q, observing)]
         ends = [*tensors[:3], out] + ([] if sealing is None else [counters, tensors[3], *held[3:]])
-        _first((begin, begins), (attend, [q, *held, *masks, *tensors[:3]]), (end, ends))
+        _first((begin, begins), (attend, [q, *held, *masks, *tensors[:3]]), (end, ends), counters, keys)
         return out if out.dtype == q.dtype else out.to(q.dtype)
     stream, watched = driver.active.get_current_stream(device.index), is_watched()
     begin.run(ready[0], begun, stream, watched)
-    attend.run(ready[1], asked, stream, watched)
-    end.run(ready[2], ended, stream, watched)
+    try:
+        attend.run(ready[1], asked, stream, watched)
+        end.run(ready[2], ended, stream, watched)
+    except BaseException:
+        _take_back(counters, keys)
+        raise
     return out
 
 
@@ -360,12 +365,28 @@ def _seen(q: Tensor, observing: Observing | None) -> tuple[Tensor, ...]:
     return () if observing is None else (q, *observing)
 
 
-def _first(*given: tuple[Launch, list[Tensor]]) -> None:
-    """Launches of which some have not been needed yet. What a compiler refuses comes before anything is done."""
-    for launch, tensors in given:
+def _first(
+    begin: tuple[Launch, list[Tensor]],
+    attend: tuple[Launch, list[Tensor]],
+    end: tuple[Launch, list[Tensor]],
+    counters: Tensor,
+    keys: Tensor,
+) -> None:
+    """Launches of which some have not been needed yet. What cannot be compiled or loaded fails before all of them."""
+    for launch, tensors in (begin, attend, end):
         launch.prepare(tensors)
-    for launch, tensors in given:
-        launch(*tensors)
+    begin[0](*begin[1])
+    try:
+        attend[0](*attend[1])
+        end[0](*end[1])
+    except BaseException:
+        _take_back(counters, keys)
+        raise
+
+
+def _take_back(counters: Tensor, keys: Tensor) -> None:
+    """Counts new tokens as not stored: the step failed, and they will come again."""
+    counters[LENGTH] -= keys.shape[2]
 
 
 @lru_cache(maxsize=1024)
