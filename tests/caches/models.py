@@ -59,6 +59,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "phi3": ("Phi3", {"sliding_window": None, "original_max_position_embeddings": 512, "head_dim": None}),
     "glm4": ("Glm4", {"head_dim": 16}),
+    # Makes masks of its own from what it is given, by its dtype.
+    "doge": ("Doge", {"head_dim": None}),
     "deepseek-v3": (
         "DeepseekV3",
         {
