@@ -23,7 +23,7 @@ from .evict import EvictingLayer
 from .layer import KVLayer
 from .observe import Observation
 from .scheme import Scheme
-from .store import SIDES, KVStore, RowState, _target
+from .store import SIDES, KVStore, RowState
 from .traced import LAYERS, StepKV
 
 
@@ -367,7 +367,8 @@ class StaticKVLayer(KVLayer):
         assert plan is not None
         keys, values = self.staged
         self.staged, self.new_columns, self.open = None, 0, True
-        after = [(row, self._after(row, keys.shape[2])) for row in store.states]
+        joined = [row._replace(length=row.length + keys.shape[2]) for row in store.states]
+        after = [(row, store._once_sealed(row, 0)) for row in joined]
         due = any([new.keys != old.keys or new.values != old.values for old, new in after])
         try:
             out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap, due)
@@ -377,12 +378,6 @@ class StaticKVLayer(KVLayer):
             raise
         store.states = frozenset([new for _, new in after])
         return out
-
-    def _after(self, row: RowState, tokens: int) -> RowState:
-        layout, length = self._held().layout, row.length + tokens
-        rest = max(length - layout.sink, 0)
-        keys, values = _target(rest, row.keys, layout.keys, 0), _target(rest, row.values, layout.values, 0)
-        return RowState(length, keys, values)
 
     def attend_prompt(
         self,

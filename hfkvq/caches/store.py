@@ -212,8 +212,11 @@ class KVStore:
 
     def fits(self, tokens: int) -> bool:
         """Whether ``tokens`` more can join the tail before anything is sealed."""
-        keys, values = self._tail_needs(tokens)
-        return tokens <= MAX_STEP and keys <= self.tail_limit["keys"] and values <= self.tail_limit["values"]
+        return self._is_room(tokens, self._tail_needs(tokens))
+
+    def _is_room(self, tokens: int, needs: tuple[int, int]) -> bool:
+        limit = self.tail_limit
+        return tokens <= MAX_STEP and needs[0] <= limit["keys"] and needs[1] <= limit["values"]
 
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
         return kernels.hadamard(x, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
@@ -283,31 +286,23 @@ class KVStore:
             (B, Hq, t, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
             tokens do not fit: nothing is done then.
         """
-        tokens, layout = keys.shape[2], self.layout
-        sink, own_keys, own_values = layout.sink, layout.keys, layout.values
-        longest = need_keys = need_values = due_keys = due_values = 0
+        tokens, windows, needs = keys.shape[2], self.windows, self._tail_needs(keys.shape[2])
+        if not self._is_room(tokens, needs):
+            return None
+        due_keys = due_values = longest = 0
         # What a row begins with may be padding, if there is a mask.
         begun = True
         later, sealed = [], []
-        for length, keys_sealed, values_sealed in self.states:
-            longest, begun = max(longest, length), begun and length > 0
-            behind = max(length - sink, 0) + tokens
-            need_keys, need_values = max(need_keys, behind - keys_sealed), max(need_values, behind - values_sealed)
-            later.append(RowState(length + tokens, keys_sealed, values_sealed))
-            rest = max(length + tokens - sink, 0)
-            then_keys = _target(rest, keys_sealed, own_keys, 0)
-            then_values = _target(rest, values_sealed, own_values, 0)
-            due_keys, due_values = max(due_keys, then_keys - keys_sealed), max(due_values, then_values - values_sealed)
-            sealed.append(RowState(length + tokens, then_keys, then_values))
-        limit, windows = self.tail_limit, self.windows
-        if (
-            not (longest if mask is None else begun)
-            or tokens > MAX_STEP
-            or need_keys > limit["keys"]
-            or need_values > limit["values"]
-        ):
+        for state in self.states:
+            longest, begun = max(longest, state.length), begun and state.length > 0
+            joined = RowState(state.length + tokens, state.keys, state.values)
+            then = self._once_sealed(joined, 0)
+            due_keys, due_values = max(due_keys, then.keys - state.keys), max(due_values, then.values - state.values)
+            later.append(joined)
+            sealed.append(then)
+        if not (longest if mask is None else begun):
             return None
-        if need_keys > windows[2].shape[2] or need_values > windows[3].shape[2]:
+        if needs[0] > windows[2].shape[2] or needs[1] > windows[3].shape[2]:
             self._grow_tails(tokens)
         sealing = None
         if seals and (due_keys or due_values) and self._seals_plainly:
@@ -315,7 +310,8 @@ class KVStore:
             # With more pages attention would share them out in another way, and `commit` makes them afterwards.
             room = self.runs[0].table.shape[1] >= self._blocks(sealed)
             if room and kernels.line.seals_with_steps(self.format, most):
-                sealing = Sealing((own_keys.local, own_values.local), (own_keys.unit, own_values.unit), most)
+                own = self.layout.keys, self.layout.values
+                sealing = Sealing((own[0].local, own[1].local), (own[0].unit, own[1].unit), most)
         out = kernels.append_attend(
             query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, sealing,
             observing, mask,

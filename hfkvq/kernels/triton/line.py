@@ -30,7 +30,7 @@ from .decode import Plan, decode_plan, table_places
 from .due import I_LENGTH, I_RUNS, due_launch, due_of
 from .launch import Launch, is_watched
 from .merge import MaskKind, mask_kind, mask_words, merge_kernel
-from .seal import few_tokens, seal_launch, seal_plain, seal_tokens
+from .seal import due_tile, few_tokens, seal_launch, seal_plain, seal_tokens
 from .step import observe_kernel
 
 
@@ -76,9 +76,7 @@ def seal_few(
     """Those of a few slots of a side's pages that are due, from a tail; FORM is what `few_tokens` says."""
     i_b, i_h = i_bh // H, i_bh % H
     BT: tl.constexpr = FORM[2]
-    i_count = tl.load(found + AT * B + i_b)
-    i_new = tl.minimum(tl.load(found + (AT + 2) * B + i_b), M)
-    i_first = (i_count // BT + i_t) * BT
+    i_first, i_count, i_new = due_tile(found + AT * B + i_b, found + (AT + 2) * B + i_b, i_t, M, BT)
     if (i_first < i_count + i_new) & (i_new > 0):
         s_h = SLOTS * D
         if FORM[0] >= 8:

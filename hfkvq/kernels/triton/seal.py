@@ -405,6 +405,14 @@ def seal_channel_kernel(
 
 
 @triton.jit
+def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
+    """Of a row: the first slot of its i_t-th tile of BT that new tokens touch, tokens that are sealed, and new ones."""
+    i_new = tl.minimum(tl.load(p_new), M)
+    i_count = tl.load(p_count)
+    return (i_count // BT + i_t) * BT, i_count, i_new
+
+
+@triton.jit
 def columns_of(index, o_index, o_token, m_t, SLOTS):
     """Columns of the source that hold tokens: what an index says, or where they stand in a tail."""
     if index is None:
@@ -526,9 +534,7 @@ def seal_token_kernel(
     """Those of BT slots of a page that are due."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    i_new = tl.minimum(tl.load(new + i_b), M)
-    i_count = tl.load(count + i_b)
-    i_first = (i_count // BT + i_t) * BT
+    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
     if i_first >= i_count + i_new or i_new <= 0:
         return
     seal_tokens(
@@ -601,9 +607,7 @@ def seal_plain_kernel(
     """Those of BT slots of a page that are due, of 8 or 16 bits."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b, i_h = i_bh // H, i_bh % H
-    i_new = tl.minimum(tl.load(new + i_b), M)
-    i_count = tl.load(count + i_b)
-    i_first = (i_count // BT + i_t) * BT
+    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
     if i_first >= i_count + i_new or i_new <= 0:
         return
     seal_plain(
