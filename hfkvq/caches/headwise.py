@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.line import Observing
+from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
 
 from .scheme import Layout, Scheme
@@ -75,6 +77,23 @@ class HeadwiseStore(KVStore):
     def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
         """See `KVStore.push`."""
         super().push(self.folded(keys), self.folded(values), self.folded_padding(padding))
+
+    def step(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        softcap: float,
+        mask: Tensor | None = None,
+        seals: bool = False,
+        observing: Observing | None = None,
+    ) -> tuple[Tensor, bool] | None:
+        """See `KVStore.step`; a mask is a `hfkvq.kernels.masks.step_mask`, and nothing is observed."""
+        mask = None if mask is None else fold_mask(mask, self.fold)
+        q, k, v = self.folded(query), self.folded(keys), self.folded(values)
+        done = super().step(q, k, v, scaling, softcap, mask, seals)
+        return None if done is None else (self.unfolded(done[0]), done[1])
 
     def extend(
         self,

@@ -12,7 +12,8 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.quantize import dequantize_pages
 
-from .store import SIDES, KVStore, RowState, clipped
+from .states import RowState
+from .store import SIDES, KVStore, clipped
 
 EVICT, STAY = -1, -2
 """Targets of `retier` beside the number of a run."""

@@ -23,7 +23,8 @@ from .evict import EvictingLayer
 from .layer import KVLayer
 from .observe import Observation
 from .scheme import Scheme
-from .store import SIDES, KVStore, RowState
+from .states import RowState
+from .store import SIDES, KVStore
 from .traced import LAYERS, StepKV
 
 
@@ -367,16 +368,14 @@ class StaticKVLayer(KVLayer):
         assert plan is not None
         keys, values = self.staged
         self.staged, self.new_columns, self.open = None, 0, True
-        joined = [row._replace(length=row.length + keys.shape[2]) for row in store.states]
-        after = [(row, store._once_sealed(row, 0)) for row in joined]
-        due = any([new.keys != old.keys or new.values != old.values for old, new in after])
+        then = store.ahead(keys.shape[2])
         try:
-            out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap, due)
+            out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap, any(then.due))
         except BaseException:
             # The tokens may be stored or not; the device knows.
             self.clock.stale = True
             raise
-        store.states = frozenset([new for _, new in after])
+        store.states = then.sealed
         return out
 
     def attend_prompt(

@@ -23,7 +23,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from hfkvq.kernels.line import Observing, Sealing
 from hfkvq.kernels.pages import RunView, Side
 
 from .scheme import UNTAGGED, Layout, Scheme, SideLayout
+from .states import Ahead, RowState, WindowSizes, ahead
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -42,18 +43,6 @@ MAX_STEP = 16
 
 GROWTH = 1.25
 """Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
-
-
-class RowState(NamedTuple):
-    """One possible state of a row, as the host knows it."""
-
-    length: int
-    keys: int
-    values: int
-
-    def sealed(self, side: Side) -> int:
-        """Tokens sealed on a side."""
-        return self.keys if side == "keys" else self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +94,6 @@ class StoreBytes:
         )
 
 
-def _target(rest: int, sealed: int, side: SideLayout, hold: int) -> int:
-    """Tokens behind the sink that should be sealed when ``rest`` are there."""
-    return max(sealed, max(rest - max(side.local, hold), 0) // side.unit * side.unit)
-
-
 def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
     """Vectors ``index`` of a source, each clipped at the entry of rank ``floor(share * D)`` among its magnitudes.
 
@@ -147,6 +131,7 @@ class KVStore:
     ) -> None:
         layout.check(keys.shape[-1], values.shape[-1])
         self.layout, self.format, self.scheme = layout, layout.store, scheme
+        self._sizes = WindowSizes.of(layout)
         self.batch, self.heads = keys.shape[:2]
         self.dims = {"keys": keys.shape[-1], "values": values.shape[-1]}
         self.dtype, self.device, self.capacity = keys.dtype, keys.device, capacity
@@ -202,17 +187,13 @@ class KVStore:
 
     # Tokens arrive and leave the tail.
 
-    def _tail_needs(self, tokens: int) -> tuple[int, int]:
-        """Slots of the tails of keys and values in use once ``tokens`` more have joined them."""
-        sink, keys, values = self.layout.sink, 0, 0
-        for state in self.states:
-            behind = max(state.length - sink, 0) + tokens
-            keys, values = max(keys, behind - state.keys), max(values, behind - state.values)
-        return keys, values
+    def ahead(self, tokens: int = 0, hold: int = 0) -> Ahead:
+        """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.states.ahead`."""
+        return ahead(self.states, self._sizes, tokens, hold)
 
     def fits(self, tokens: int) -> bool:
         """Whether ``tokens`` more can join the tail before anything is sealed."""
-        return self._is_room(tokens, self._tail_needs(tokens))
+        return self._is_room(tokens, self.ahead(tokens).needs)
 
     def _is_room(self, tokens: int, needs: tuple[int, int]) -> bool:
         limit = self.tail_limit
@@ -224,7 +205,7 @@ class KVStore:
     def _later(self, tokens: int, padding: Padding | None) -> frozenset[RowState]:
         """What the host's states become with new tokens."""
         if padding is None:
-            return frozenset([state._replace(length=state.length + tokens) for state in self.states])
+            return self.ahead(tokens).joined
         return frozenset(
             state._replace(length=state.length + tokens - (0 if state.length else lead))
             for state in self.states
@@ -286,40 +267,27 @@ class KVStore:
             (B, Hq, t, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
             tokens do not fit: nothing is done then.
         """
-        tokens, windows, needs = keys.shape[2], self.windows, self._tail_needs(keys.shape[2])
-        if not self._is_room(tokens, needs):
-            return None
-        due_keys = due_values = longest = 0
+        tokens, windows = keys.shape[2], self.windows
+        then = self.ahead(tokens)
         # What a row begins with may be padding, if there is a mask.
-        begun = True
-        later, sealed = [], []
-        for state in self.states:
-            longest, begun = max(longest, state.length), begun and state.length > 0
-            joined = RowState(state.length + tokens, state.keys, state.values)
-            then = self._once_sealed(joined, 0)
-            due_keys, due_values = max(due_keys, then.keys - state.keys), max(due_values, then.values - state.values)
-            later.append(joined)
-            sealed.append(then)
-        if not (longest if mask is None else begun):
+        if not self._is_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):
             return None
-        if needs[0] > windows[2].shape[2] or needs[1] > windows[3].shape[2]:
+        if then.needs[0] > windows[2].shape[2] or then.needs[1] > windows[3].shape[2]:
             self._grow_tails(tokens)
-        sealing = None
-        if seals and (due_keys or due_values) and self._seals_plainly:
-            most = (due_keys, due_values)
+        due, sealing = any(then.due), None
+        if seals and due and self._seals_plainly:
             # With more pages attention would share them out in another way, and `commit` makes them afterwards.
-            room = self.runs[0].table.shape[1] >= self._blocks(sealed)
-            if room and kernels.line.seals_with_steps(self.format, most):
-                own = self.layout.keys, self.layout.values
-                sealing = Sealing((own[0].local, own[1].local), (own[0].unit, own[1].unit), most)
+            room = self.runs[0].table.shape[1] >= self._blocks(then.most)
+            if room and kernels.line.seals_with_steps(self.format, then.due):
+                sealing = Sealing(self._sizes.local, self._sizes.unit, then.due)
         out = kernels.append_attend(
             query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, sealing,
             observing, mask,
         )  # fmt: skip
         if out is None:
             return None
-        self.states = frozenset(later if sealing is None else sealed)
-        return out, sealing is None and due_keys + due_values > 0
+        self.states = then.joined if sealing is None else then.sealed
+        return out, due and sealing is None
 
     def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
         """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
@@ -403,15 +371,9 @@ class KVStore:
         """
         return self._seal((self.windows[2], None), (self.windows[3], None), hold, q_abs, tags)
 
-    def _once_sealed(self, state: RowState, hold: int) -> RowState:
-        """What a row's state becomes once what is due is sealed."""
-        keys, values = self.layout.keys, self.layout.values
-        rest = max(state.length - self.layout.sink, 0)
-        return RowState(state.length, _target(rest, state.keys, keys, hold), _target(rest, state.values, values, hold))
-
     def is_due(self, hold: int = 0) -> bool:
         """Whether some row has something to seal now."""
-        return any([self._once_sealed(state, hold) != state for state in self.states])
+        return any(self.ahead(hold=hold).due)
 
     def _seal(
         self,
@@ -421,32 +383,26 @@ class KVStore:
         q_abs: Tensor | None,
         tags: Tensor | None,
     ) -> bool:
-        due_keys = due_values = 0
-        after = []
-        for state in self.states:
-            new = self._once_sealed(state, hold)
-            due_keys, due_values = max(due_keys, new.keys - state.keys), max(due_values, new.values - state.values)
-            after.append(new)
-        if not due_keys and not due_values:
+        then = self.ahead(hold=hold)
+        most = then.due
+        if not any(most):
             return False
-        states = frozenset(after)
         if not self.format.ordered:
-            self._seal_by_width(keys, values, due_keys, hold, tags)
-            self.states = states
+            self._seal_by_width(keys, values, most[0], hold, tags)
+            self.states = then.sealed
             return True
-        self._grow(0, self._blocks(after))
-        layout, most = self.layout, (due_keys, due_values)
-        local = (max(layout.keys.local, hold), max(layout.values.local, hold))
-        unit = (layout.keys.unit, layout.values.unit)
+        self._grow(0, self._blocks(then.most))
+        sink, (keys_local, values_local), unit = self._sizes
+        local = max(keys_local, hold), max(values_local, hold)
         if keys[1] is None and values[1] is None and q_abs is None and self._seals_plainly:
             rule = self.scheme.channel_rule
             kernels.seal_tail(self.counters, self.windows, self.runs[0], local, unit, most, self.format, rule)
-            self.states = states
+            self.states = then.sealed
             return True
         # Slots of the tail, where it is tails that are sealed from.
-        asked = (0 if keys[1] else due_keys, 0 if values[1] else due_values)
+        asked = (0 if keys[1] else most[0], 0 if values[1] else most[1])
         tails = (self.windows[2].shape[2], self.windows[3].shape[2])
-        found = kernels.due(self.counters, layout.sink, tails, local, unit, asked)
+        found = kernels.due(self.counters, sink, tails, local, unit, asked)
         try:
             for at, (side, (source, columns)) in enumerate(zip(SIDES, (keys, values), strict=True)):
                 if most[at]:
@@ -458,7 +414,7 @@ class KVStore:
         except BaseException:
             found.take_back(self.counters)
             raise
-        self.states = states
+        self.states = then.sealed
         return True
 
     @cached_property
@@ -569,10 +525,9 @@ class KVStore:
 
     # Room.
 
-    def _blocks(self, states: list[RowState]) -> int:
-        """Pages of the only run that rows in these states may need."""
-        page = self.format.runs[0][0].page_size
-        return max([-(-max(state.keys, state.values) // page) for state in states])
+    def _blocks(self, tokens: int) -> int:
+        """Pages of the only run that a row takes that has sealed so many tokens of a side."""
+        return -(-tokens // self.format.runs[0][0].page_size)
 
     def _grow(self, run: int, blocks: int) -> None:
         """Reserves at least ``blocks`` pages a row; existing pages keep their numbers."""
@@ -608,7 +563,7 @@ class KVStore:
 
     def _grow_tails(self, tokens: int) -> None:
         """Makes room for ``tokens`` more."""
-        for side, need in zip(SIDES, self._tail_needs(tokens), strict=True):
+        for side, need in zip(SIDES, self.ahead(tokens).needs, strict=True):
             self._grow_tail(side, need)
 
     def _grow_tail(self, side: Side, need: int) -> None:

@@ -8,6 +8,9 @@ from torch import Tensor
 ROOM = "hfkvq_room"
 """Attribute of a mask whose rows go on in memory behind its columns: how many columns they have there."""
 
+FOLDED = "hfkvq_folded"
+"""Attribute of such a mask: what `fold_mask` has made of it."""
+
 COLUMNS = 1024
 """Rows of `step_mask` have a multiple of so many columns in memory."""
 
@@ -33,3 +36,14 @@ def step_mask(columns: Tensor) -> Tensor:
 def has_room(mask: Tensor) -> bool:
     """Whether this is a `step_mask`."""
     return hasattr(mask, ROOM)
+
+
+def fold_mask(mask: Tensor, heads: int) -> Tensor:
+    """A `step_mask` for rows that are KV heads of its rows: bool (B*heads, 1, 1, L), made once for all layers."""
+    if mask.shape[0] == 1:
+        return mask
+    made: dict[int, Tensor] = getattr(mask, FOLDED, {})
+    if heads not in made:
+        made[heads] = step_mask(mask[:, 0, 0].repeat_interleave(heads, 0))
+        setattr(mask, FOLDED, made)
+    return made[heads]

@@ -9,6 +9,7 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
+from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
 from hfkvq.kernels import append, decode_attention, line, use_interpreter
 from hfkvq.kernels.pages import split_runs
@@ -19,11 +20,11 @@ from tests.caches.models import build
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=4)
 HEADS, SHARE = 2, 4
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-PRESETS = ("kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "full", "triaxial", "kvarn", "kivi-4")
+PRESETS = ("kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "full", "triaxial", "kvarn", "kivi-4", "arkv")
 
 
 def layer_of(scheme, plainly=True):
-    layer = KVLayer(scheme, PaddingReader())
+    layer = layer_class(scheme)(scheme, PaddingReader())
     layer.steps_plainly = plainly
     return layer
 
@@ -108,8 +109,6 @@ def taken(monkeypatch):
 @pytest.mark.parametrize("name", cases())
 def test_layers_do_the_same_in_one_call(name, taken):
     scheme, generator = cases()[name], torch.Generator().manual_seed(0)
-    if name.startswith("arkv"):
-        pytest.skip("ARKV's layers want to know more of attention")
     one, other = layer_of(scheme), layer_of(scheme, plainly=False)
     for tokens in (37, *[1] * 40, 5, *[1] * 9):
         given = states(2, tokens, 32, torch.float32, "cpu", generator)
@@ -119,7 +118,38 @@ def test_layers_do_the_same_in_one_call(name, taken):
     assert_same(one, other)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "kitty", "mixkvq", "full", "triaxial", "kivi-2"])
+@pytest.mark.parametrize("pads", [None, [0, 9]])
+@pytest.mark.parametrize("low_bits", [8, 4])
+def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
+    """Of ARKV: every step in which no trim may be due, and after trims, tokens that each head has to itself."""
+    scheme, generator = small("arkv", budget_tokens=40, low_bits=low_bits), torch.Generator().manual_seed(0)
+    one, other = layer_of(scheme), layer_of(scheme, plainly=False)
+    given = states(2, 37, 32, torch.float32, "cpu", generator)
+    for layer in (one, other):
+        padded_prompt(layer, given, pads or [0, 0])
+    trims = set()
+    for columns in range(38, 120):
+        given, mask = states(2, 1, 32, torch.float32, "cpu", generator), pads and padded(pads, columns, "cpu")
+        assert torch.equal(step(one, given, mask), step(other, given, mask))
+        trims.add(one.trim_at)
+    assert one.evicted
+    assert len(trims) > 4
+    # A trim looks at every step that may need one.
+    assert 82 > taken["append_attend"] > 50
+    assert taken["masked"] == (taken["append_attend"] if pads else 0)
+    assert_same(one, other)
+
+
+def test_steps_whose_scores_accumulate_go_one_by_one(taken):
+    layer = layer_of(small("arkv", beta=0.5))
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (37, 1, 1):
+        step(layer, states(2, tokens, 32, torch.float32, "cpu", generator))
+    assert taken["append_attend"] == 0
+    assert layer.scores is not None
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kitty", "mixkvq", "full", "triaxial", "kivi-2", "arkv"])
 def test_masks_of_steps_are_no_hindrance(name, taken):
     """``generate`` hands steps a padding mask, which shows nothing of rows that begin with padding."""
     scheme, generator = cases()[name], torch.Generator().manual_seed(0)
@@ -137,7 +167,7 @@ def test_masks_of_steps_are_no_hindrance(name, taken):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="models of tests are in f32, which kernels of steps are not for")
-@pytest.mark.parametrize("name", ["kitty", "saw-int4", "mixkvq"])
+@pytest.mark.parametrize("name", ["kitty", "saw-int4", "mixkvq", "arkv"])
 def test_generate_goes_in_one_call_a_step(name, taken, monkeypatch):
     """Of two rows, one of them padded: what its steps are given keeps none of them from it."""
     model = build("llama")

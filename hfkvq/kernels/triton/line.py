@@ -128,8 +128,8 @@ def end_kernel(
                 )  # fmt: skip
 
 
-def _is_current(device: torch.device) -> bool:
-    return device.type != "cuda" or device.index == torch.cuda.current_device()
+def _is_current(x: Tensor) -> bool:
+    return not x.is_cuda or x.get_device() == torch.cuda.current_device()
 
 
 class _Sums(NamedTuple):
@@ -293,10 +293,10 @@ def append_attend(
 ) -> Tensor | None:
     """See `hfkvq.kernels.line.append_attend`; None where the operations have to go one by one, and nothing is done."""
     device, spec = q.device, store.spec
-    if not _is_current(device):
+    if not _is_current(q):
         return None
     sink_k, _, tail_k, tail_v = windows
-    if device.type != "cuda" and is_misrounded(keys, tail_k, store.rotate_keys or store.rotate_values):
+    if not q.is_cuda and is_misrounded(keys, tail_k, store.rotate_keys or store.rotate_values):
         return None
     step = _step(
         spec,
@@ -428,7 +428,7 @@ def seal_tail(
 ) -> bool:
     """See `hfkvq.kernels.line.seal_tail`; False where the operations have to go one by one, and nothing is done."""
     device, tails = counters.device, windows[2:]
-    if not _is_current(device):
+    if not _is_current(counters):
         return False
     made = _seals(
         store.spec,
