@@ -38,11 +38,13 @@ class HeadwiseStore(KVStore):
 
     def folded(self, x: Tensor) -> Tensor:
         """(B, H*n, ...) as (B*H, n, ...)."""
-        return x.reshape(x.shape[0] * self.fold, x.shape[1] // self.fold, *x.shape[2:])
+        rows, heads, *rest = x.shape
+        return x.reshape(rows * self.fold, heads // self.fold, *rest)
 
     def unfolded(self, x: Tensor) -> Tensor:
         """(B*H, n, ...) as (B, H*n, ...)."""
-        return x.reshape(x.shape[0] // self.fold, x.shape[1] * self.fold, *x.shape[2:])
+        rows, heads, *rest = x.shape
+        return x.reshape(rows // self.fold, heads * self.fold, *rest)
 
     def folded_mask(self, mask: Tensor | None, query_heads: int) -> Tensor | None:
         """A mask (B or 1, Hq or 1, Q or 1, L) for folded rows: (B*H or 1, r or 1, Q or 1, L)."""

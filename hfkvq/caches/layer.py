@@ -525,7 +525,8 @@ class KVLayer(CacheLayerMixin):
             store.commit(hold)
         elif store is not None and store.is_due(hold):
             before = None if self.query_sum is None else sealed_count(store.counters, "keys")
-            store.commit(hold, self._query_mean(), self._tags())
+            tags = self._tags() if self._is_tagged() else None
+            store.commit(hold, self._query_mean(), tags)
             if before is not None:
                 self._forget_queries(before)
         self.padding, self.uncommitted = None, False
@@ -537,6 +538,11 @@ class KVLayer(CacheLayerMixin):
             _warn_without_tags(self.scheme.name)
             return None
         return self.tokens.tags_on(self._held().device)
+
+    def _is_tagged(self) -> bool:
+        """Whether any token in the tail may have a tag."""
+        tokens = self.tokens
+        return tokens is None or self.seen - max(self._held().ahead().needs) < tokens.tagged
 
     def _demote(self) -> bool:
         """Gives tokens fewer bits if the prompt that is about to come has made them older, and the scheme wants it.

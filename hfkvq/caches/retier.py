@@ -130,7 +130,7 @@ def retier(store: KVStore, target: Tensor) -> None:
     sealed = torch.stack(counts).sum(0, dtype=torch.int32)
     told = torch.stack([length, sealed, *counts]).tolist()
 
-    runs, counters = [], store.counters.clone()
+    runs, counters, most = [], store.counters.clone(), 0
     counters[START] += evicted
     counters[LENGTH] = length
     for i, ((stays, comes), view, pair) in enumerate(zip(plans, store.runs, formats, strict=True)):
@@ -177,3 +177,5 @@ def retier(store: KVStore, target: Tensor) -> None:
     store.counters, store.windows, store.runs = counters, windows, runs
     store.dropped = store.dropped + evicted
     store.states = frozenset(RowState(a, b, b) for a, b in zip(told[0], told[1], strict=True))
+    # Of the last run.
+    store.wide_bound = most

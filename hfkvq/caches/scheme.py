@@ -206,6 +206,14 @@ class Scheme:
         """
         return None
 
+    @property
+    def untagged_is_wide(self) -> bool:
+        """Whether `token_bits` gives tokens without a tag the most bits, whatever they hold.
+
+        Then nothing is asked while generated tokens are sealed. True of schemes that leave `token_bits` as it is.
+        """
+        return type(self).token_bits is Scheme.token_bits
+
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
         """What the tuner searches unless told otherwise: ranges and choices by knob, as the knobs name them."""
         ranges = {field.name: field.metadata.get("search") for field in dataclasses.fields(self)}

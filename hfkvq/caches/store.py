@@ -155,6 +155,8 @@ class KVStore:
             for key_format, value_format in runs
         ]
         self.states = frozenset({RowState(0, 0, 0)})
+        # No row's last run holds more tokens, where there are several.
+        self.wide_bound = 0
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
         self.tail_limit: dict[Side, int] = {"keys": 0, "values": 0}
         self.reserve_tail(0)
@@ -387,14 +389,21 @@ class KVStore:
         most = then.due
         if not any(most):
             return False
+        sink, (keys_local, values_local), unit = self._sizes
+        local = max(keys_local, hold), max(values_local, hold)
+        from_tail = keys[1] is None and values[1] is None
         if not self.format.ordered:
-            self._seal_by_width(keys, values, most[0], hold, tags)
+            if from_tail and tags is None and self._seals_widely:
+                bound = self.wide_bound + max(most)
+                self._grow(len(self.runs) - 1, self._blocks(bound))
+                kernels.seal_tail(self.counters, self.windows, self.runs[-1], local, unit, most, self.format)
+                self.wide_bound = bound
+            else:
+                self._seal_by_width(keys, values, most[0], hold, tags)
             self.states = then.sealed
             return True
         self._grow(0, self._blocks(then.most))
-        sink, (keys_local, values_local), unit = self._sizes
-        local = max(keys_local, hold), max(values_local, hold)
-        if keys[1] is None and values[1] is None and q_abs is None and self._seals_plainly:
+        if from_tail and q_abs is None and self._seals_plainly:
             rule = self.scheme.channel_rule
             kernels.seal_tail(self.counters, self.windows, self.runs[0], local, unit, most, self.format, rule)
             self.states = then.sealed
@@ -425,6 +434,16 @@ class KVStore:
             for layout, fmt in zip((self.layout.keys, self.layout.values), self.format.runs[0], strict=True)
         )
         return plain and self.format.ordered
+
+    @cached_property
+    def _seals_widely(self) -> bool:
+        """Whether tokens without a tag go to the last run, one by one, and nothing else has to be known of them."""
+        plain = all(
+            layout.clip >= 1.0 and not fmt.normed and not fmt.raised and not fmt.whole
+            for layout, fmt in zip((self.layout.keys, self.layout.values), self.format.runs[-1], strict=True)
+        )
+        # At a fixed capacity, steps that the host does not see seal as well.
+        return plain and self.scheme.untagged_is_wide and self.capacity is None
 
     def _seal_run(
         self,
@@ -497,6 +516,8 @@ class KVStore:
             count = run_count(self.counters, i, "keys").clone()
             # Widths come from data, so the room they need does too: the one place where the host asks the device.
             most, need = torch.stack([taken.max(), (count + taken).max()]).tolist()
+            if i == len(self.runs) - 1:
+                self.wide_bound = need
             if not most:
                 continue
             self._grow(i, -(-need // fmt.page_size))
@@ -526,8 +547,8 @@ class KVStore:
     # Room.
 
     def _blocks(self, tokens: int) -> int:
-        """Pages of the only run that a row takes that has sealed so many tokens of a side."""
-        return -(-tokens // self.format.runs[0][0].page_size)
+        """Pages that so many tokens of a row take in the last run, which often is the only one."""
+        return -(-tokens // self.format.runs[-1][0].page_size)
 
     def _grow(self, run: int, blocks: int) -> None:
         """Reserves at least ``blocks`` pages a row; existing pages keep their numbers."""
@@ -757,6 +778,7 @@ class KVStore:
         self.counters.zero_()
         self.dropped.zero_()
         self.states = frozenset({RowState(0, 0, 0)})
+        self.wide_bound = 0
         self._part()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:

@@ -40,6 +40,8 @@ class TokenRecord:
     def clear(self) -> None:
         """Forgets all tokens."""
         self.length = 0
+        # No column from here on has a tag.
+        self.tagged = 0
         # Columns before this one were shown by the user and must not turn out to be others.
         self.promised = 0
         # Columns whose tags the newest prompt has renewed; 0 once something else has come behind them.
@@ -164,6 +166,7 @@ class TokenRecord:
             self.tags[:, start:end] = UNTAGGED
         else:
             self.tags[:, start:end] = tags.to(self.tags.device)
+            self.tagged = max(self.tagged, end)
         self.length = end
 
     def crop(self, seen: int) -> None:

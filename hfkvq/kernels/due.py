@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .decode import LENGTH, RUNS
+from .decode import LENGTH, sealed_count
 from .dispatch import call, define, triton_slot
+from .pages import Side
+
+SIDES: tuple[Side, Side] = ("keys", "values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class Due:
     """Tokens to seal, of keys and of values.
 
     Attributes:
-        count: i32 (B,), tokens that were sealed before.
+        count: i32 (B,), tokens that the last run had sealed before.
         new: i32 (B,), tokens to seal.
         index: i32 (B, m), slots of the tail that hold the oldest tokens which are not sealed.
     """
@@ -28,10 +31,10 @@ class Due:
 
     def take_back(self, counters: Tensor) -> None:
         """Counts them as not sealed again: sealing failed, and they are in the windows still."""
-        counters[RUNS : RUNS + 2] -= torch.stack(self.new)
+        counters[-2:] -= torch.stack(self.new)
 
 
-@define("due", mutates=("counters", "found"))
+@define("due", mutates=("counters", "found", "pos"))
 def _due(
     counters: Tensor,
     found: Tensor,
@@ -40,14 +43,20 @@ def _due(
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
+    pos: Tensor | None = None,
 ) -> None:
     rest = (counters[LENGTH] - sink).clamp(min=0)
     before, taken, slots = [], [], []
     for at, (tail, own, step, span) in enumerate(zip(tails, local, unit, most, strict=True)):
-        count = counters[RUNS + at].clone()
-        new = ((rest - own).clamp(min=0) // step * step - count).clamp(min=0)
-        token = count[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
-        counters[RUNS + at] += new
+        total, count = sealed_count(counters, SIDES[at]), counters[-2 + at].clone()
+        new = ((rest - own).clamp(min=0) // step * step - total).clamp(min=0)
+        token = total[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
+        counters[-2 + at] += new
+        if pos is not None and at == 0:
+            slot = (count - total)[:, None] + token
+            inside = token < (total + new)[:, None]
+            rows = torch.arange(total.shape[0], device=count.device)[:, None].expand_as(slot)[inside]
+            pos[rows, slot[inside].long()] = sink + token[inside]
         before.append(count)
         taken.append(new)
         slots.append((token % max(tail, 1)).flatten())
@@ -63,6 +72,7 @@ def _(
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
+    pos: Tensor | None = None,
 ) -> None:
     return None
 
@@ -77,16 +87,19 @@ def due(
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
+    pos: Tensor | None = None,
 ) -> Due:
-    """Counts as sealed what a store of one run is to seal: ``max((rest - local)+ // unit * unit - sealed, 0)`` a side.
+    """Counts as sealed, in the last run, what is to be sealed: ``max((rest - local)+ // unit * unit - sealed, 0)``.
 
     Args:
-        counters: i32 (4, B), see `decode_attention`; ``rest`` is ``(length - sink)+``. Written in place.
+        counters: i32 (2 + 2*runs, B), see `decode_attention`; ``rest`` is ``(length - sink)+``. Written in place.
         sink: tokens of the sink.
         tails: slots of the tails of keys and of values.
         local: newest tokens that stay as they are.
         unit: tokens that are sealed together.
         most: the most that any row is to seal; 0 where the slots are not asked for.
+        pos: i32 (B, N), row positions of the last run's tokens, which has room: those of the new ones are written. None
+            where runs have none.
 
     Returns:
         What is to be sealed now.
@@ -94,7 +107,7 @@ def due(
     batch = counters.shape[1]
     spans = [batch * span for span in most]
     found = counters.new_empty(4 * batch + sum(spans))
-    call(_due, counters, counters, found, sink, list(tails), list(local), list(unit), list(most))
+    call(_due, counters, counters, found, sink, list(tails), list(local), list(unit), list(most), pos)
     keys, values, new_keys, new_values, *index = found.split([batch] * 4 + spans)
     slots = tuple([part.view(batch, span) for part, span in zip(index, most, strict=True)])
     return Due((keys, values), (new_keys, new_values), slots)  # type: ignore[arg-type]

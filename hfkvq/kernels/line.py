@@ -119,25 +119,25 @@ def seal_tail(
     store: StoreFormat,
     rule: str | None = None,
 ) -> None:
-    """Seals what has left the windows of a store of one run: `due`, then `seal` of both sides.
+    """Seals what has left the windows into a store's last run: `due`, then `seal` of both sides.
 
     Args:
-        counters: i32 (4, B), written in place.
+        counters: i32 (2 + 2*runs, B), written in place.
         windows: sink keys, sink values, tail keys, tail values.
-        run: the run, whose pages are written in place and have room.
+        run: the last run, whose pages are written in place and have room.
         local: newest tokens that stay as they are, of keys and of values.
         unit: tokens that are sealed together.
         most: the most that any row has to seal; 0 for nothing.
-        store: the layer's format, not normed.
+        store: the layer's format; its last run is not normed.
         rule: by which raised channels are chosen; None if there are none.
     """
     if launches(counters) and _lines().seal_tail(counters, windows, run, local, unit, most, store, rule):
         return
-    found = due(counters, store.sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, most)
+    found = due(counters, store.sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, most, run.pos)
     try:
         for at, side in enumerate(SIDES):
             if most[at]:
-                parts, fmt = (run.keys, run.values)[at], store.runs[0][at]
+                parts, fmt = (run.keys, run.values)[at], store.runs[-1][at]
                 own = rule if fmt.raised else None
                 seal(
                     parts,

@@ -7,11 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hfkvq import MixedKVCache, get_scheme
+from hfkvq import MixedKVCache, Scheme, get_scheme
+from hfkvq.bench.generate.engines import SpreadTags
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.caches.schemes import TriAxial
+from hfkvq.caches.store import KVStore
+from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels import append, decode_attention, line, use_interpreter
+from hfkvq.kernels.decode import run_count
 from hfkvq.kernels.pages import split_runs
 from hfkvq.kernels.step import observe
 from tests.caches.driver import cases, small
@@ -138,6 +143,59 @@ def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     assert 82 > taken["append_attend"] > 50
     assert taken["masked"] == (taken["append_attend"] if pads else 0)
     assert_same(one, other)
+
+
+@pytest.mark.parametrize("name", ["triaxial", "arkv"])
+def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
+    """They go to the widest run, which has room: the host knows. What a prompt left in the tail is looked at."""
+    knobs = {"budget_tokens": 64} if name.startswith("arkv") else {"page_size": 8, "seal_unit": 32}
+    scheme, generator = small(name, **knobs), torch.Generator().manual_seed(0)
+    one, other, asked = layer_of(scheme), layer_of(scheme), {}
+
+    def by_width(store, *given):
+        asked[id(store)] = asked.get(id(store), 0) + 1
+        real(store, *given)
+
+    real = KVStore._seal_by_width
+    monkeypatch.setattr(KVStore, "_seal_by_width", by_width)
+    if name == "triaxial":
+        one.tokens, other.tokens = TokenRecord(SpreadTags()), TokenRecord(SpreadTags())
+    ids = torch.randint(100, (2, 300), generator=generator)
+    for at, tokens in enumerate((60, *[1] * 100, 50, *[1] * 60)):
+        given, seen = states(2, tokens, 32, torch.float32, "cpu", generator), one.seen
+        for layer in (one, other):
+            own = ids[:, seen : seen + tokens]
+            if layer.tokens is not None and tokens > 1:
+                layer.tokens.prompt(own, None, seen)
+            elif layer.tokens is not None:
+                layer.tokens.step(own, seen)
+        assert torch.equal(step(one, given), step(other, given)), at
+        other.store.__dict__["_seals_widely"] = False
+    assert_same(one, other)
+    for a, b in zip(one.store.tensors(), other.store.tensors(), strict=True):
+        assert a.shape == b.shape
+    # Both prompts, and of TriAxialKV what their last tokens are sealed with: one page, and two.
+    assert asked[id(one.store)] == (5 if name == "triaxial" else 2)
+    assert asked[id(other.store)] > 6
+    narrow, wide = (int(run_count(one.store.counters, run, "keys").max()) for run in (0, 1))
+    assert one.store.wide_bound == wide > 0
+    assert narrow > 0 or name == "arkv"
+
+
+def test_a_scheme_that_looks_at_tokens_is_asked(monkeypatch):
+    """Also of a scheme of somebody else's."""
+
+    class Sizes(TriAxial):
+        name = ""
+        untagged_is_wide = Scheme.untagged_is_wide
+
+        def token_bits(self, keys, values, position, tags=None):
+            return torch.where(keys.float().norm(dim=-1).mean(1) > 5.6, 2, 4).to(torch.uint8)
+
+    layer, generator = layer_of(Sizes(page_size=8, group_size=8)), torch.Generator().manual_seed(0)
+    for tokens in (60, *[1] * 100):
+        step(layer, states(2, tokens, 32, torch.float32, "cpu", generator))
+    assert int(run_count(layer.store.counters, 0, "keys").min()) > 40
 
 
 def test_steps_whose_scores_accumulate_go_one_by_one(taken):

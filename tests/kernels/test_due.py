@@ -88,9 +88,32 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+# The same, and the positions that its last run has room for: it takes what is due, whatever the others hold.
+SEVERAL: dict[str, dict[str, Any]] = {
+    "two runs": {
+        "rows": [(60, 16, 16, 8, 8), (60, 0, 0, 24, 24), (60, 24, 24, 0, 0), (9, 0, 0, 0, 0), (36, 16, 16, 8, 8)],
+        "sink": 2,
+        "tails": (39, 39),
+        "local": (10, 10),
+        "unit": (8, 8),
+        "most": (24, 24),
+        "room": 48,
+    },
+    "three runs": {
+        "rows": [(70, 8, 8, 16, 16, 20, 20), (70, 0, 0, 0, 0, 44, 44)],
+        "sink": 0,
+        "tails": (30, 30),
+        "local": (4, 4),
+        "unit": (1, 1),
+        "most": (22, 22),
+        "room": 66,
+    },
+}
+
+
 def counters_of(rows, junk=9):
-    """Counters of one run; padding changes nothing."""
-    found = torch.full((RUNS + 2, len(rows)), junk, dtype=torch.int32)
+    """Counters of the runs; padding changes nothing."""
+    found = torch.full((RUNS + len(rows[0]) - 1, len(rows)), junk, dtype=torch.int32)
     found[LENGTH] = torch.tensor([row[0] for row in rows])
     found[RUNS:] = torch.tensor([row[1:] for row in rows]).T
     return found
@@ -102,7 +125,7 @@ def by_hand(rows, sink, tails, local, unit, most):
     slots: list[list[list[int]]] = [[], []]
     for side in (0, 1):
         for length, *counts in rows:
-            sealed = counts[side]
+            sealed = sum(counts[side::2])
             left = length - sink - local[side]
             target = next((n for n in range(length, 0, -1) if n <= left and n % unit[side] == 0), 0)
             new[side].append(max(target - sealed, 0))
@@ -131,6 +154,29 @@ def test_units_are_counted_by_hand(backend, name):
     before[RUNS:] += expected[0].to(backend)
     assert torch.equal(counters, before)
     assert all(x.device == counters.device for x in (*got.count, *got.new, *got.index))
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_last_run_takes_it(backend, name):
+    """And notes the tokens' positions, behind those it has, and nothing beside them."""
+    case = SEVERAL[name]
+    knobs = {key: value for key, value in case.items() if key not in ("rows", "room")}
+    counters = counters_of(case["rows"]).to(backend)
+    pos = torch.full((len(case["rows"]), case["room"]), -7, dtype=torch.int32, device=backend)
+    before, expected = counters.clone(), by_hand(case["rows"], **knobs)
+    assert expected[0].max() > 0
+    got = due(counters, **knobs, pos=pos)
+    assert_same(got, expected)
+    assert torch.equal(torch.stack(got.count), before[-2:])
+    before[-2:] += expected[0].to(backend)
+    assert torch.equal(counters, before)
+    for b, (_, *counts) in enumerate(case["rows"]):
+        new, sealed, own = int(expected[0][0, b]), sum(counts[::2]), counts[-2]
+        held = [-7] * case["room"]
+        held[own : own + new] = [case["sink"] + sealed + i for i in range(new)]
+        assert pos[b].tolist() == held
+    got.take_back(counters)
+    assert torch.equal(counters.cpu(), counters_of(case["rows"]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,3 +252,12 @@ def test_opcheck(backend, name):
     knobs = [list(x) if isinstance(x, tuple) else x for key, x in CASES[name].items() if key != "rows"]
     found = counters.new_empty(counters.shape[1] * (4 + sum(CASES[name]["most"])))
     torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, found, *knobs))
+
+
+def test_opcheck_with_positions(backend):
+    case = SEVERAL["two runs"]
+    counters = counters_of(case["rows"]).to(backend)
+    knobs = [list(x) if isinstance(x, tuple) else x for key, x in case.items() if key not in ("rows", "room")]
+    pos = counters.new_zeros(counters.shape[1], case["room"])
+    found = counters.new_empty(counters.shape[1] * (4 + sum(case["most"])))
+    torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, found, *knobs, pos))

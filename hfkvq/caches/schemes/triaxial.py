@@ -100,6 +100,11 @@ class TriAxial(Scheme):
         """Section 3.2.3: ``b*(s(t))``, 4 bits where the table says nothing."""
         return None if tags is None else self.tag_bits(tags)
 
+    @property
+    def untagged_is_wide(self) -> bool:
+        """By tags alone."""
+        return True
+
     def tag_bits(self, tags: Tensor) -> Tensor:
         """Bits of tag codes: u8 to u8, of any shape."""
         bits = [4] * 256

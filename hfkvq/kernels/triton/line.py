@@ -325,20 +325,23 @@ def append_attend(
     out = torch.empty(shape, dtype=dtype, device=device)
     held = [counters, *windows, *runs]
     lie = [x.data_ptr() for x in held]
-    at = buffer.data_ptr()
+    at, q_at, k_at, v_at, out_at = [x.data_ptr() for x in (buffer, q, keys, values, out)]
+    bits = reduce(or_, lie, at | q_at | k_at | v_at | out_at)
     parts = [at, at + 4 * sums.tops, at + 4 * sums.totals]
     masks = [] if mask is None else [mask_words(mask)]
-    asked = [q.data_ptr(), *lie, *[x.data_ptr() for x in masks], *parts]
-    begun = [keys.data_ptr(), values.data_ptr(), *lie[1:5], lie[0]]
-    ended = [*parts, out.data_ptr()]
+    seen = [x.data_ptr() for x in masks]
+    asked = [q_at, *lie, *seen, *parts]
+    begun = [k_at, v_at, *lie[1:5], lie[0]]
+    ended = [*parts, out_at]
     if sealing is not None:
         found = at + 4 * sums.found
         begun.append(found)
         ended += [lie[0], found, *lie[3:]]
     if observing is not None:
-        begun += [asked[0], observing.sums.data_ptr(), observing.counts.data_ptr()]
-    if not reduce(or_, [*begun, *asked, ended[3]]) & 15:
-        # As nearly always. What is in none of these begins where one of them does, at a multiple of sixteen.
+        seen += [observing.sums.data_ptr(), observing.counts.data_ptr()]
+        begun += [q_at, *seen[-2:]]
+    if not (reduce(or_, seen, bits) if seen else bits) & 15:
+        # As nearly always. What lies within the buffer begins at multiples of sixteen from where it does.
         ready = begin.aligned, attend.aligned, end.aligned
     else:
         ready = begin.ready(begun), attend.ready(asked), end.ready(ended)
@@ -399,13 +402,14 @@ def _seals(
     local: tuple[int, int],
     unit: tuple[int, int],
     most: tuple[int, int],
+    positions: int | None,
 ) -> tuple[Launch, tuple[Launch | None, ...]] | None:
     """The launch that counts, and those that seal keys and values; None where a side has no kernel."""
     form, tails = StoreFormat.parse(store), (shapes[0][2], shapes[1][2])
-    count = due_launch(shapes[0][0], form.sink, tails, local, unit, most, device)
+    count = due_launch(shapes[0][0], form.sink, tails, local, unit, most, device, len(form.runs), positions)
     sides: list[Launch | None] = []
     for at, side in enumerate(("keys", "values")):
-        fmt = form.runs[0][at]
+        fmt = form.runs[-1][at]
         made = None
         if most[at]:
             own = rule if fmt.raised and rule else ""
@@ -441,6 +445,7 @@ def seal_tail(
         local,
         unit,
         most,
+        None if run.pos is None else run.pos.shape[1],
     )
     if made is None:
         return False
@@ -449,7 +454,7 @@ def seal_tail(
     found = torch.empty(4 * batch + batch * sum(most), dtype=torch.int32, device=device)
     at = found.data_ptr()
     table = run.table.data_ptr()
-    counted = [counters.data_ptr(), at]
+    counted = [counters.data_ptr(), at] if run.pos is None else [counters.data_ptr(), at, run.pos.data_ptr()]
     ready = [count.ready(counted)]
     given = []
     index = at + 16 * batch
