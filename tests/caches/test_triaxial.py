@@ -11,7 +11,7 @@ import pickle
 import pytest
 import torch
 
-from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme
+from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme, kernels
 from hfkvq.caches import BitTable
 from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.schemes import TriAxial
@@ -164,18 +164,20 @@ def test_generated_tokens_get_int4(model):
 
 
 def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
-    """Between units a step neither seals nor looks at widths, so the host has nothing to ask the device."""
-    calls = []
-    original = KVStore._seal_by_width
-    monkeypatch.setattr(KVStore, "_seal_by_width", lambda self, *args: (calls.append(1), original(self, *args))[1])
+    """Between units a step seals nothing. Widths are looked at, and the device asked, for tokens of a prompt only."""
+    widths, tails = [], []
+    by_width, seal_tail = KVStore._seal_by_width, kernels.seal_tail
+    monkeypatch.setattr(KVStore, "_seal_by_width", lambda *args: (widths.append(1), by_width(*args))[1])
+    monkeypatch.setattr(kernels, "seal_tail", lambda *args: (tails.append(1), seal_tail(*args))[1])
     cache = make(model)
-    ids = prompt(1, 40)
-    forward(model, cache, ids[:, :32])
-    done = len(calls)
-    for i in range(8):
-        assert len(calls) == done
-        forward(model, cache, ids[:, 32 + i : 33 + i])
-    assert len(calls) == done + len(cache.layers)
+    ids, layers = prompt(1, 60), len(cache.layers)
+    forward(model, cache, ids[:, :36])
+    done = len(widths)
+    for seen in range(36, 60):
+        # Units of 8; the tail has 4 tokens of the prompt.
+        assert len(widths) == done + layers * (seen >= 40)
+        assert len(tails) == layers * (max(seen - 40, 0) // 8)
+        forward(model, cache, ids[:, seen : seen + 1])
 
 
 def test_a_padded_row_is_the_row_alone(model):

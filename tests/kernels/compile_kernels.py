@@ -157,6 +157,7 @@ def pretend(front: FrontEnd) -> None:
     triton.compiler.compile = front.compile
     torch.Tensor.is_cuda = property(lambda x: True)
     torch.Tensor.device = property(lambda x: torch.device("cuda", 0))
+    torch.Tensor.get_device = lambda x: 0
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device: front
@@ -205,6 +206,12 @@ class Tokens(Pages):
         return replace(layout, keys=replace(layout.keys, unit=1), values=replace(layout.values, unit=1))
 
 
+class WideTokens(Tokens):
+    """The same, all of them in the last run."""
+
+    token_bits = Scheme.token_bits
+
+
 def tensor(rows: int, heads: int, tokens: int, dim: int, dtype: torch.dtype) -> Tensor:
     """(B, H, T, D) as attention hands it over: (B, T, H, D) in memory."""
     return torch.zeros(rows, tokens, heads, dim, dtype=dtype).transpose(1, 2)
@@ -251,6 +258,16 @@ def steps_in_calls(store: KVStore, observes: bool = False) -> None:
     for _ in range(3):
         if store.step(query, new, new, 0.1, 0.0, seals=True, observing=observing) is None:
             raise RuntimeError("It was not taken in a call.")
+        store.commit()
+
+
+def steps_of_the_widest(store: KVStore) -> None:
+    """Eager steps whose tokens are sealed into the last of several runs."""
+    store.commit()
+    query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
+    for _ in range(2):
+        if store.step(query, new, new, 0.1, 0.0, seals=True) is None or not store.is_due():
+            raise RuntimeError("It was not taken in a call, or nothing is due.")
         store.commit()
 
 
@@ -391,6 +408,9 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
     # Units of a page: here a few tokens of fp8 at a time.
     with case("fp8, eager steps in calls"):
         steps_in_calls(fill(Tokens(store="s4;k0;v0;8t128p128/8t128p128")))
+    for spec in ("s4;k0;v0;8t128p128/8t128p128|16t1p128/16t1p128", "s0;k0;v0;4t128p32/4t128p32|8t128p32/8t128p32"):
+        with case(f"{spec}, tokens of the widest run"):
+            steps_of_the_widest(fill(WideTokens(store=spec)))
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)
