@@ -227,6 +227,10 @@ class MixedKVCache(Cache):
             _REPLACED[id(text)] = text._attn_implementation_internal
             text._attn_implementation_internal = NAME
 
+    def attach(self) -> None:
+        """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise."""
+        self._attach(self.config)
+
     def detach(self) -> None:
         """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""
         if self.config._attn_implementation_internal == NAME and id(self.config) in _REPLACED:

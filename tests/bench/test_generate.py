@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from hfkvq.bench.generate.engines import parse_engines
 from hfkvq.bench.generate.fill import chunk_tokens, fill, length
 from hfkvq.bench.generate.models import Heads, build
 from hfkvq.bench.generate.run import Bench
+from hfkvq.bench.generate.turns import Turn
 from hfkvq.kernels.decode import run_count
 
 CPU = torch.device("cpu")
@@ -154,9 +156,49 @@ def test_a_decode_row(model, name):
         assert row["compile_s"] > 0
 
 
+def test_eager_caches_take_turns(model, monkeypatch):
+    """Each with its own attention, another one first in each round; what cannot run keeps no other from it."""
+    names = ["dynamic", "dynamic-nocudnn", "kitty:grow", "saw-int4:eager"]
+    bench, order = Bench(model, dataclasses.replace(SETTINGS, repeats=3)), []
+    take, logits = Turn.take, Decoder.logits
+    attention: dict[str, set[str]] = {}
+
+    def noted(self):
+        own = attention.setdefault(type(self.cache).__name__, set())
+        own.add(model.config._attn_implementation)
+        return logits(self)
+
+    monkeypatch.setattr(Turn, "take", lambda self: (order.append(self.engine.name), take(self))[1])
+    monkeypatch.setattr(Decoder, "logits", noted)
+    fails = dataclasses.replace(
+        engine("dynamic"), name="fails", make=lambda *_: (_ for _ in ()).throw(ImportError("no"))
+    )
+    rows = bench.turns([*map(engine, names), fails], CASE)
+    assert [row["engine"] for row in rows] == [*names, "fails"]
+    assert rows.pop()["skipped"]
+    assert order == [*names, *names[1:], *names[:1], *names[2:], *names[:2]]
+    assert attention == {"DynamicCache": {"sdpa"}, "MixedKVCache": {"hfkvq"}}
+    assert model.config._attn_implementation == "sdpa"
+    best = min(rows[:2], key=lambda row: row["ms"]["p50"])["engine"]
+    for row in rows:
+        assert (row["kind"], row["batch"], row["context"], row["steps"], row["repeats"]) == ("turns", 2, 300, 2, 3)
+        assert row["tokens_per_s"] == pytest.approx(2000 / row["ms"]["p50"])
+        assert row["than"] == best
+        share = row["times_as_long"]
+        assert 0 < share["p20"] <= share["p50"] <= share["p80"]
+        assert (share == {"p20": 1, "p50": 1, "p80": 1}) == (row["engine"] == best)
+
+
+def test_turns_that_lose_tokens_are_found_out(model, monkeypatch):
+    monkeypatch.setattr("hfkvq.bench.generate.turns.length", lambda cache: 7)
+    (row,) = Bench(model, SETTINGS).turns([engine("kitty:grow")], CASE)
+    assert "the cache holds 7 tokens" in row["error"]
+
+
 def test_a_cache_that_cannot_be_compiled_is_a_row_that_says_so(model):
     row = Bench(model, SETTINGS).decode(engine("arkv:beta=0.5"), CASE)
     assert "cannot be compiled" in row["error"]
+    assert model.config._attn_implementation == "sdpa"
     assert "measure arkv:beta=0.5:eager" in row["error"]
     assert model.config._attn_implementation == "sdpa"
 

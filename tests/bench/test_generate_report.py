@@ -268,6 +268,7 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
         (["--batch", "1", "--context", ","], "context: got ',', allowed tokens"),
         (["--batch", "auto", "--no-decode", "--prefill"], "leave --no-decode out"),
         (["--no-decode"], "nothing is left to measure"),
+        (["--turns", "--engines", "static-compiled", "--schemes", "kitty"], "turns: every cache asked for is compiled"),
         (["--engines", "none", "--schemes", "none"], "engines, schemes: got none"),
         (["--engines", "static-compild"], "did you mean 'static-compiled'"),
         (["--schemes", "kity"], "did you mean 'kitty'"),
@@ -300,7 +301,7 @@ def test_a_run_is_saved_shown_and_taken_up_again(pretended_gpu, tiny, tmp_path, 
     monkeypatch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
     files = [part for option in ("--json", "--plot", "--markdown") for part in (option, str(tmp_path))]
     options = [*tiny, "--cases", "1x64,2x64", "--engines", "dynamic,quanto-2", "--commit", "abc", *files]
-    done = run(*options, "--schemes", "kitty:eager", "--prefill", "--whole", "--new-tokens", "3")
+    done = run(*options, "--schemes", "kitty:eager", "--turns", "--prefill", "--whole", "--new-tokens", "3")
     # A missing package is no failure.
     assert done.exit_code == 0, done.output
     path = tmp_path / "generate-tiny-synthetic-9000.json"
@@ -312,10 +313,13 @@ def test_a_run_is_saved_shown_and_taken_up_again(pretended_gpu, tiny, tmp_path, 
     assert record["settings"]["compile"] == {"fullgraph": True, "mode": "reduce-overhead"}
     assert record["schemes"]["kitty:eager"]["scheme"] == "kitty"
     kinds = [(each["kind"], each["batch"]) for each in record["rows"] if each["engine"] == "kitty:eager"]
-    assert kinds == [("prefill", 1), ("decode", 1), ("whole", 1), ("decode", 2), ("whole", 2)]
+    assert kinds == [("prefill", 1), *((kind, rows) for rows in (1, 2) for kind in ("decode", "turns", "whole"))]
     assert all(each["speedup_eager"] > 0 for each in record["rows"] if each["engine"] == "kitty:eager")
     assert all(each["skipped"] for each in record["rows"] if each["engine"] == "quanto-2")
     assert "decode, 2 x 64 tokens" in done.output
+    assert "eager decode, in turns, 2 x 64 tokens" in done.output
+    turn = next(each for each in record["rows"] if each["kind"] == "turns" and each["engine"] == "kitty:eager")
+    assert f"{turn['times_as_long']['p50']:.2f} times dynamic" in done.output
 
     measured = []
     decode = Bench.decode
@@ -328,7 +332,7 @@ def test_a_run_is_saved_shown_and_taken_up_again(pretended_gpu, tiny, tmp_path, 
     assert again.exit_code == 0, again.output
     # What was skipped is tried again.
     assert measured == [("quanto-2", 1), ("full:eager", 1), ("quanto-2", 2), ("full:eager", 2)]
-    assert len(records.load(path)["rows"]) == len(record["rows"]) - 3 + 2
+    assert len(records.load(path)["rows"]) == len(record["rows"]) - 5 + 2
     assert "kitty:eager" in again.output
 
     other = run(*options[:2], "--layers", "2", *options[4:], "--schemes", "none", "--resume")

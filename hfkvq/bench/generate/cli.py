@@ -126,6 +126,14 @@ def generate_command(
         ),
     ] = None,
     decode: Annotated[bool, typer.Option(help="Time decode steps.")] = True,
+    turns: Annotated[
+        bool,
+        typer.Option(
+            "--turns",
+            help="Time steps of all eager caches in turns as well, because a host's speed changes. All are held at a "
+            "time.",
+        ),
+    ] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Time prefills as well, at every context.")] = False,
     prefill_batch: Annotated[int, typer.Option(min=1, help="Rows of a prefill.")] = 1,
     prefill_chunk: Annotated[
@@ -218,6 +226,7 @@ def generate_command(
         plan: Plan = Plan(
             **_sizes(cases, batch, context),
             decode=decode,
+            turns=turns,
             prefill=prefill,
             prefill_batch=prefill_batch,
             prefill_chunk=prefill_chunk,
@@ -227,6 +236,8 @@ def generate_command(
         )
         meeting = None if meet is None else Meeting(meet, of)
         config, chosen = _prepare(model, layers, engines, schemes)
+        if turns and all(engine.compiled for engine in chosen):
+            raise ValueError("turns: every cache asked for is compiled; add dynamic, or caches with :grow or :eager.")
     except ValueError as error:
         fail(error)
 

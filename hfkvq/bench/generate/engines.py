@@ -75,20 +75,33 @@ class Engine:
             ValueError: the cache is to be compiled and cannot be.
             ImportError: the package behind it is not installed.
         """
-        before = torch.backends.cuda.cudnn_sdp_enabled()
         cache = self.make(model, room)
-        try:
-            if self.compiled and not cache.is_compileable:
-                raise ValueError(
-                    f"{self.name}: this cache cannot be compiled (is_compileable is False); measure {self.name}:eager."
-                )
-            torch.backends.cuda.enable_cudnn_sdp(before if self.cudnn is None else self.cudnn)
+        if self.compiled and not cache.is_compileable:
+            _detach(cache)
+            raise ValueError(
+                f"{self.name}: this cache cannot be compiled (is_compileable is False); measure {self.name}:eager."
+            )
+        with self.running(cache):
             yield cache
+
+    @contextlib.contextmanager
+    def running(self, cache: Cache) -> Iterator[None]:
+        """The settings that a cache of this engine is to be measured with, and after it those that were before."""
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(before if self.cudnn is None else self.cudnn)
+        if isinstance(cache, MixedKVCache):
+            cache.attach()
+        try:
+            yield
         finally:
             torch.backends.cuda.enable_cudnn_sdp(before)
-            if isinstance(cache, MixedKVCache):
-                # The next cache may be a stock one, with stock attention.
-                cache.detach()
+            _detach(cache)
+
+
+def _detach(cache: Cache) -> None:
+    # The next cache may be a stock one, with stock attention.
+    if isinstance(cache, MixedKVCache):
+        cache.detach()
 
 
 def _config(model: Any) -> Any:

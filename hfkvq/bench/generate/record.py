@@ -23,10 +23,11 @@ METHOD = (
     "keys and values through its own update, without a prefill; after a warm-up, greedy steps (forward of one token a "
     "row, argmax, fed back) are timed by the clock, the device being waited for before and after a repeat and never in "
     "between; quantiles are over repeats. Compiled models go through torch.compile with the arguments recorded; caches "
-    "of fixed capacity have room for the context and the most steps that may be taken. prefill: the forward of a "
-    "random prompt into a fresh cache, last logits alone, never compiled. whole: `generate` from end to end. Bytes are "
-    "those of PyTorch's allocator: cache_bytes what filling added, peak_bytes the most at any time, weights, filling "
-    "and compiling included, steady_bytes the most while steps were timed."
+    "of fixed capacity have room for the context and the most steps that may be taken. turns: the same of eager "
+    "caches, all held at a time; a repeat has some steps of each, and times_as_long is over repeats. prefill: the "
+    "forward of a random prompt into a fresh cache, last logits alone, never compiled. whole: `generate` from end to "
+    "end. Bytes are those of PyTorch's allocator: cache_bytes what filling added, peak_bytes the most at any time, "
+    "weights, filling and compiling included, steady_bytes the most while steps were timed."
 )
 
 

@@ -15,6 +15,7 @@ from .search import Row
 
 _TITLES = {
     "decode": "decode",
+    "turns": "eager decode, in turns",
     "prefill": "prefill",
     "whole": "generate, prefill included",
     "largest": "rows that fit",
@@ -36,6 +37,9 @@ def remark_of(row: Row) -> str:
         said.append(f"{row['graphs']} graphs")
     if row.get("cudagraph_skips"):
         said.append(f"CUDA graph skipped {row['cudagraph_skips']} times")
+    if row.get("than", row["engine"]) != row["engine"]:
+        share = row["times_as_long"]
+        said.append(f"{share['p50']:.2f} times {row['than']} ({share['p20']:.2f} to {share['p80']:.2f})")
     if "ms_step" in row:
         said.append(f"prefill {row['ms_prefill']['p50']:,.0f} ms, then {row['ms_step']:,.2f} ms a step")
     return ", ".join(said)
@@ -91,7 +95,7 @@ def markdown(record: Record) -> str:
     """Tables to paste: a line for each cache, a column for each size, ``ms (tokens/s)``."""
     rows = record["rows"]
     parts = [f"{record['model']['name']}, random weights, {record['gpu']}: milliseconds (tokens/s)."]
-    for kind in ("decode", "prefill", "whole"):
+    for kind in ("decode", "turns", "prefill", "whole"):
         own = [row for row in rows if row["kind"] == kind]
         if not own:
             continue

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from .cases import Case, Settings
 from .decode import Figures, Memory, measure_decode
@@ -18,6 +19,7 @@ from .meeting import Meeting
 from .models import Heads
 from .prompts import measure_prefill, measure_whole
 from .search import Row
+from .turns import Turn, take_turns
 
 
 def reason(error: BaseException) -> str:
@@ -88,24 +90,49 @@ class Bench:
         before = memory.held()
         # Not the model: its hooks do not run in a compiled step, and ids of random tokens say nothing.
         with engine.cache(self.model.config, case.context + settings.new_tokens) as cache, self._decoding():
-            with torch.no_grad():
-                fill(
-                    cache,
-                    self.heads,
-                    case,
-                    self.model.get_input_embeddings().num_embeddings,
-                    self.device,
-                    self.dtype,
-                    settings.fill_bytes,
-                    settings.seed,
-                )
-            gc.collect()
+            self._fill(cache, case)
             filled = memory.held()
             figures: Figures = {
                 "cache_bytes": None if filled is None or before is None else filled - before,
                 "fill_peak_bytes": memory.peak(),
             }
             return figures | measure_decode(self.model, cache, case, engine.compiled, settings, self.meeting)
+
+    @torch.no_grad()
+    def _fill(self, cache: Cache, case: Case) -> None:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        fill(
+            cache,
+            self.heads,
+            case,
+            vocabulary,
+            self.device,
+            self.dtype,
+            self.settings.fill_bytes,
+            self.settings.seed,
+        )
+        gc.collect()
+
+    def turns(self, engines: Sequence[Engine], case: Case) -> list[Row]:
+        """Rows of eager steps that were timed in turns: see `take_turns`. All caches are held at a time."""
+        sweep(self.device)
+        rows: list[Row] = []
+        ready: list[Turn] = []
+        with self._decoding():
+            for engine in engines:
+                row: Row = {"kind": "turns", "engine": engine.name, "batch": case.batch, "context": case.context}
+                made = _attempt(lambda engine=engine: {"turn": self._turn(engine, case)})
+                if "turn" in made:
+                    ready.append(made.pop("turn"))
+                rows.append(row | made)
+            found = _attempt(lambda: dict(take_turns(ready, self.settings.repeats))) if ready else {}
+        return [row if "error" in row else row | found.get(row["engine"], found) for row in rows]
+
+    @torch.no_grad()
+    def _turn(self, engine: Engine, case: Case) -> Turn:
+        with engine.cache(self.model.config, case.context + self.settings.new_tokens) as cache:
+            self._fill(cache, case)
+        return Turn(engine, self.model, cache, case, self.settings)
 
     def _decoding(self) -> Any:
         # As `generate` does: experts are switched to what is fast for few tokens. Older releases have no such thing.

@@ -22,6 +22,7 @@ class Plan:
         cases: sizes to decode at.
         contexts: contexts at which the largest batch is looked for.
         decode: whether to time decode steps.
+        turns: whether to time steps of all eager caches in turns, at every case.
         prefill: whether to time prefills, at every context.
         prefill_batch: rows of these.
         prefill_chunk: tokens of a forward of these; None takes prompts whole.
@@ -33,6 +34,7 @@ class Plan:
     cases: tuple[Case, ...] = ()
     contexts: tuple[int, ...] = ()
     decode: bool = True
+    turns: bool = False
     prefill: bool = False
     prefill_batch: int = 1
     prefill_chunk: int | None = None
@@ -42,8 +44,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Checks that there is something to do."""
-        if not (self.decode or self.prefill or self.new_tokens):
-            raise ValueError("decode: nothing is left to measure; add --prefill or --whole.")
+        if not (self.decode or self.turns or self.prefill or self.new_tokens):
+            raise ValueError("decode: nothing is left to measure; add --turns, --prefill or --whole.")
         if self.contexts and not self.decode:
             raise ValueError("batch: got auto, which is looked for by decoding; leave --no-decode out.")
 
@@ -83,6 +85,8 @@ class Session:
         for case in plan.cases:
             if plan.decode:
                 yield self._group("decode", case, bench.decode)
+            if plan.turns:
+                yield self._turns(case)
             if plan.new_tokens is not None:
                 yield self._group("whole", case, functools.partial(bench.whole, tokens=plan.new_tokens))
         for context in plan.contexts:
@@ -103,6 +107,19 @@ class Session:
         self.record["rows"].append(row)
         self.keep()
         return row
+
+    def _turns(self, case: Case) -> list[Row]:
+        engines = [engine for engine in self.engines if not engine.compiled]
+        keys = {("turns", engine.name, case.batch, case.context) for engine in engines}
+        rows = [row for row in self.record["rows"] if key_of(row) in keys]
+        if len(rows) < len(keys):
+            # A round has all of them, or they could not be compared.
+            self.progress(f"turns, {case.title}")
+            rows = self.bench.turns(engines, case)
+            self.record["rows"][:] = [*(row for row in self.record["rows"] if key_of(row) not in keys), *rows]
+            self.keep()
+        add_speedups(self.record["rows"])
+        return rows
 
     def _search(self, context: int) -> Iterator[list[Row]]:
         found = []
