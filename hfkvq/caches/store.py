@@ -23,7 +23,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,8 +111,28 @@ def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
     return torch.minimum(torch.maximum(x, -limit), limit)
 
 
-Source = tuple[Tensor, Callable[[Tensor], Tensor] | None]
-"""A tensor that tokens are sealed from, and where in it tokens behind the sink stand; None: it is the tail, a ring."""
+class Source(NamedTuple):
+    """What tokens are sealed from.
+
+    Attributes:
+        tensor: (B, H, L, D).
+        columns: where in it tokens behind the sink stand; None: it is the tail, a ring.
+        first: where the oldest one stands that is not sealed, and its successors behind it, if that is so in every row.
+    """
+
+    tensor: Tensor
+    columns: Callable[[Tensor], Tensor] | None = None
+    first: int | None = None
+
+    def oldest(self, count: Tensor, span: int) -> Tensor:
+        """i32 (B, span): where the oldest tokens stand of which none is sealed, ``count`` (i32 (B,)) of them are."""
+        rows, length = count.shape[0], self.tensor.shape[2]
+        if self.first is not None:
+            index = torch.arange(self.first, self.first + span, dtype=torch.int32, device=count.device)
+            return index.clamp(max=length - 1).expand(rows, -1).contiguous()
+        assert self.columns is not None, "a tail's slots are counted by `kernels.due`"
+        behind = count[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
+        return self.columns(behind).clamp(0, length - 1).to(torch.int32)
 
 
 class KVStore:
@@ -155,7 +175,7 @@ class KVStore:
             for key_format, value_format in runs
         ]
         self.states = frozenset({RowState(0, 0, 0)})
-        # No row's last run holds more tokens, where there are several.
+        # No row's last run holds more tokens; not kept at a fixed capacity.
         self.wide_bound = 0
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
         self.tail_limit: dict[Side, int] = {"keys": 0, "values": 0}
@@ -294,6 +314,9 @@ class KVStore:
     def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
         """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
         sink = self.layout.sink
+        if padding is None and len(self.states) == 1:
+            self._copy_to_windows(keys, values)
+            return
         # Column of row token x among the new ones.
         shift = (0 if padding is None else padding.lead) - old
         rest = (self.counters[LENGTH] - sink)[:, None]
@@ -310,6 +333,22 @@ class KVStore:
                 index = column.clamp(0, x.shape[2] - 1).long()[:, None, :, None]
                 picked = x.gather(2, index.expand(-1, self.heads, -1, x.shape[3]))
                 window.copy_(torch.where(new[:, None, :, None], picked, window))
+
+    def _copy_to_windows(self, keys: Tensor, values: Tensor) -> None:
+        """The same where all rows are alike, so that the host knows the slots: a few copies of what lies together."""
+        (state,) = self.states
+        sink, tokens = self.layout.sink, keys.shape[2]
+        old, rest = state.length - tokens, state.length - sink
+        for x, held, tail in ((keys, self.windows[0], self.windows[2]), (values, self.windows[1], self.windows[3])):
+            if old < sink:
+                held[:, :, old : state.length].copy_(x[:, :, : sink - old])
+            ring = tail.shape[2]
+            behind = max(rest - ring, old - sink, 0)
+            while behind < rest:
+                slot, column = behind % ring, behind + sink - old
+                count = min(ring - slot, rest - behind)
+                tail[:, :, slot : slot + count].copy_(x[:, :, column : column + count])
+                behind += count
 
     def extend(
         self,
@@ -341,18 +380,20 @@ class KVStore:
         # Column of row token x in `source`: new tokens stand behind the tail, if there is one.
         shift = (0 if padding is None else padding.lead) - old
 
-        def source_of(x: Tensor, tail: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        alike = fresh and padding is None and len(states) == 1
+
+        def source_of(x: Tensor, tail: Tensor) -> Source:
             width = 0 if fresh else tail.shape[2]
 
             def columns(behind: Tensor) -> Tensor:
                 new = behind + self.layout.sink + shift[:, None]
                 return new if fresh else torch.where(new >= 0, new + width, behind % width)
 
-            return (x if fresh else torch.cat([tail, x], 2)), columns
+            return Source(x if fresh else torch.cat([tail, x], 2), columns, self.layout.sink if alike else None)
 
         try:
             self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags)
-            self._grow_tails(1)
+            self._grow_tails(1, fresh)
         except BaseException:
             # Out of memory, most likely. What was written lies in pages that nobody reads yet.
             self.counters.copy_(counters)
@@ -371,7 +412,7 @@ class KVStore:
         Returns:
             Whether a seal was due in some row.
         """
-        return self._seal((self.windows[2], None), (self.windows[3], None), hold, q_abs, tags)
+        return self._seal(Source(self.windows[2]), Source(self.windows[3]), hold, q_abs, tags)
 
     def is_due(self, hold: int = 0) -> bool:
         """Whether some row has something to seal now."""
@@ -389,41 +430,40 @@ class KVStore:
         most = then.due
         if not any(most):
             return False
+        from_tail, fresh = keys.columns is None and values.columns is None, keys.first is not None
+        # At a fixed capacity, steps that the host does not see seal as well.
+        wide = fresh or (from_tail and self.capacity is None)
+        if not self.format.ordered and not (wide and tags is None and self._seals_widely):
+            self._seal_by_width(keys, values, most[0], hold, tags)
+            self.states = then.sealed
+            return True
+        run, sealed = len(self.runs) - 1, then.most
+        if not self.format.ordered:
+            sealed = (0 if fresh else self.wide_bound) + max(most)
+        self._grow(run, self._blocks(sealed))
+        view = self.runs[run]
         sink, (keys_local, values_local), unit = self._sizes
         local = max(keys_local, hold), max(values_local, hold)
-        from_tail = keys[1] is None and values[1] is None
-        if not self.format.ordered:
-            if from_tail and tags is None and self._seals_widely:
-                bound = self.wide_bound + max(most)
-                self._grow(len(self.runs) - 1, self._blocks(bound))
-                kernels.seal_tail(self.counters, self.windows, self.runs[-1], local, unit, most, self.format)
-                self.wide_bound = bound
-            else:
-                self._seal_by_width(keys, values, most[0], hold, tags)
-            self.states = then.sealed
-            return True
-        self._grow(0, self._blocks(then.most))
-        if from_tail and q_abs is None and self._seals_plainly:
+        if from_tail and (not self.format.ordered or (q_abs is None and self._seals_plainly)):
             rule = self.scheme.channel_rule
-            kernels.seal_tail(self.counters, self.windows, self.runs[0], local, unit, most, self.format, rule)
-            self.states = then.sealed
-            return True
-        # Slots of the tail, where it is tails that are sealed from.
-        asked = (0 if keys[1] else most[0], 0 if values[1] else most[1])
-        tails = (self.windows[2].shape[2], self.windows[3].shape[2])
-        found = kernels.due(self.counters, sink, tails, local, unit, asked)
-        try:
-            for at, (side, (source, columns)) in enumerate(zip(SIDES, (keys, values), strict=True)):
-                if most[at]:
-                    count, index = found.count[at], found.index[at]
-                    if columns is not None:
-                        behind = count[:, None] + torch.arange(most[at], dtype=torch.int32, device=self.device)
-                        index = columns(behind).clamp(0, source.shape[2] - 1).to(torch.int32)
-                    self._seal_run(0, side, count, found.new[at], source, index, q_abs)
-        except BaseException:
-            found.take_back(self.counters)
-            raise
-        self.states = then.sealed
+            kernels.seal_tail(self.counters, self.windows, view, local, unit, most, self.format, rule)
+        else:
+            # Slots of the tail, where it is tails that are sealed from.
+            asked = (0 if keys.columns else most[0], 0 if values.columns else most[1])
+            tails = (self.windows[2].shape[2], self.windows[3].shape[2])
+            found = kernels.due(self.counters, sink, tails, local, unit, asked)
+            try:
+                for at, (side, source) in enumerate(zip(SIDES, (keys, values), strict=True)):
+                    if most[at]:
+                        count = found.count[at]
+                        index = found.index[at] if source.columns is None else source.oldest(count, most[at])
+                        self._seal_run(run, side, count, found.new[at], source.tensor, index, q_abs)
+                if view.pos is not None:
+                    view.pos[:, : most[0]] = torch.arange(sink, sink + most[0], device=self.device)
+            except BaseException:
+                found.take_back(self.counters)
+                raise
+        self.states, self.wide_bound = then.sealed, sealed
         return True
 
     @cached_property
@@ -437,13 +477,12 @@ class KVStore:
 
     @cached_property
     def _seals_widely(self) -> bool:
-        """Whether tokens without a tag go to the last run, one by one, and nothing else has to be known of them."""
+        """Whether tokens without a tag go to the last of several runs, and nothing else has to be known of them."""
         plain = all(
             layout.clip >= 1.0 and not fmt.normed and not fmt.raised and not fmt.whole
             for layout, fmt in zip((self.layout.keys, self.layout.values), self.format.runs[-1], strict=True)
         )
-        # At a fixed capacity, steps that the host does not see seal as well.
-        return plain and self.scheme.untagged_is_wide and self.capacity is None
+        return plain and self.scheme.untagged_is_wide
 
     def _seal_run(
         self,
@@ -492,11 +531,11 @@ class KVStore:
         position = behind + self.layout.sink
         indices = [
             behind % source.shape[2] if columns is None else columns(behind).clamp(0, source.shape[2] - 1)
-            for source, columns in (keys, values)
+            for source, columns, _ in (keys, values)
         ]
         gathered = [
             source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
-            for (source, _), index in zip((keys, values), indices, strict=True)
+            for (source, *_), index in zip((keys, values), indices, strict=True)
         ]
         bits = self.scheme.token_bits(gathered[0], gathered[1], position, self._tags_at(position, tags))
         run_of = torch.full_like(position, len(self.runs) - 1)
@@ -531,7 +570,7 @@ class KVStore:
             inside = torch.arange(span, device=self.device) < taken[:, None]
             rows = torch.arange(self.batch, device=self.device)[:, None].expand_as(at)[inside]
             view.pos[rows, at[inside]] = position.gather(1, order)[inside]
-            for side, (source, _), index in zip(("keys", "values"), (keys, values), indices, strict=True):
+            for side, (source, *_), index in zip(("keys", "values"), (keys, values), indices, strict=True):
                 index = index.gather(1, order).to(torch.int32)
                 self._seal_run(i, side, count, taken, source, index)  # type: ignore[arg-type]
             self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] += taken
@@ -582,12 +621,12 @@ class KVStore:
             limit = max(layout.local, hold) + layout.unit - 1 + MAX_STEP
             self.tail_limit[side] = max(self.tail_limit[side], limit)
 
-    def _grow_tails(self, tokens: int) -> None:
-        """Makes room for ``tokens`` more."""
+    def _grow_tails(self, tokens: int, empty: bool = False) -> None:
+        """Makes room for ``tokens`` more; ``empty`` if nothing that the tails hold is wanted."""
         for side, need in zip(SIDES, self.ahead(tokens).needs, strict=True):
-            self._grow_tail(side, need)
+            self._grow_tail(side, need, empty)
 
-    def _grow_tail(self, side: Side, need: int) -> None:
+    def _grow_tail(self, side: Side, need: int, empty: bool = False) -> None:
         """Makes the tail at least ``need`` slots long, by doubling, up to its limit; tokens move to their new slots."""
         at = 2 if side == "keys" else 3
         tail = self.windows[at]
@@ -596,6 +635,9 @@ class KVStore:
             return
         # A crop may leave more in the tail than the layout would, hence the outer max.
         need = max(need, min(2 * have, self.tail_limit[side]))
+        if empty:
+            self.windows[at] = self._window(need, side)
+            return
         where = column_positions(self.format, self.counters, self.runs, have, side)[:, -have:]
         # Slots that hold nothing share one target outside the window and are cut off with it.
         slot = torch.where(where > ABSENT, (where - self.layout.sink) % need, need).long()

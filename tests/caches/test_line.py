@@ -34,6 +34,11 @@ def layer_of(scheme, plainly=True):
     return layer
 
 
+def seal_one_by_one(layer):
+    """From now on."""
+    layer.store.__dict__ |= {"_seals_plainly": False, "_seals_widely": False}
+
+
 def states(rows, tokens, dim, dtype, device, generator, odd=False):
     """Queries, keys and values; if odd, values that begin two bytes behind what a kernel would like."""
     made = [torch.randn(rows, n, tokens, dim, generator=generator) for n in (SHARE * HEADS, HEADS, HEADS)]
@@ -170,7 +175,7 @@ def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
             elif layer.tokens is not None:
                 layer.tokens.step(own, seen)
         assert torch.equal(step(one, given), step(other, given)), at
-        other.store.__dict__["_seals_widely"] = False
+        seal_one_by_one(other)
     assert_same(one, other)
     for a, b in zip(one.store.tensors(), other.store.tensors(), strict=True):
         assert a.shape == b.shape
@@ -379,15 +384,14 @@ def test_launches_are_those_of_the_operations(name, dtype, pads, taken):
         columns, mask = columns + tokens, None
         if pads and not at:
             padded_prompt(one, given, pads), padded_prompt(other, given, pads)
-            other.store.__dict__["_seals_plainly"] = False
+            seal_one_by_one(other)
             continue
         if pads and tokens == 1:
             mask = padded(pads, columns, "cuda")
         got, counts = step(one, given, mask), dict(taken)
         assert torch.equal(got, step(other, given, mask)), at
         assert taken == counts
-        # From now on it seals one by one as well.
-        other.store.__dict__["_seals_plainly"] = False
+        seal_one_by_one(other)
     assert taken["append_attend"] > 250
     assert (taken["masked"] > 250) == bool(pads)
     if name in ("saw-int4", "int4", "full", "kivi-2", "kivi-4"):

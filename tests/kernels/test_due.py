@@ -251,7 +251,7 @@ def test_opcheck(backend, name):
     counters = counters_of(CASES[name]["rows"]).to(backend)
     knobs = [list(x) if isinstance(x, tuple) else x for key, x in CASES[name].items() if key != "rows"]
     found = counters.new_empty(counters.shape[1] * (4 + sum(CASES[name]["most"])))
-    torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, found, *knobs))
+    torch.library.opcheck(torch.ops.hfkvq.due.default, (counters, found, *knobs, None))
 
 
 def test_opcheck_with_positions(backend):
