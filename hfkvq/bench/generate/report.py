@@ -162,8 +162,10 @@ def _draw(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value: 
     if rows:
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
-        # Powers of ten alone would leave a panel with one number.
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        # Powers of ten alone, and within a decade a few more, would leave a panel with one number.
+        values = [value(row) for row in rows]
+        few = max(values) > 10 * min(values)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else range(1, 9)))
         panel.yaxis.set_major_formatter("{x:,g}")
     panel.minorticks_off()
     panel.grid(alpha=0.3)
