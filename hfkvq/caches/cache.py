@@ -151,7 +151,8 @@ class MixedKVCache(Cache):
                 each.layout(head_dim, head_dim).check(head_dim, head_dim)
         stock = DynamicCache(config=text).layers
         known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
-        attach = attach and known and _looks_attention_up(text)
+        self._attachable = known and _looks_attention_up(text)
+        attach = attach and self._attachable
         own = self.preset.by_layer(len(stock))
         sharing = getattr(text, "kv_sharing_modes", None)
         shares = bool(getattr(text, "num_kv_shared_layers", 0))
@@ -228,8 +229,12 @@ class MixedKVCache(Cache):
             text._attn_implementation_internal = NAME
 
     def attach(self) -> None:
-        """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise."""
-        self._attach(self.config)
+        """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise.
+
+        Does nothing for models that cannot do with another than their own (Falcon, for example).
+        """
+        if self._attachable:
+            self._attach(self.config)
 
     def detach(self) -> None:
         """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""

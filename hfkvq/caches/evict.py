@@ -230,7 +230,9 @@ class EvictingLayer(KVLayer):
     def assign(self) -> None:
         """Assigns tiers to what a prompt left, now that every layer's share is final."""
         if self.cut is not None and self.scores is not None:
-            self._trim(self.scores, self.cut, self.cut)
+            # Where sealing waits for the next update, this layer may have tokens by now that nobody has judged.
+            since = max(self._held().longest - self.scores.shape[1], 0)
+            self._trim(torch.nn.functional.pad(self.scores, (0, since), value=torch.inf), self.cut, self.cut)
         self.cut = None
         if not self.scheme.beta:
             self.scores = None

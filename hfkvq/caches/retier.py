@@ -178,4 +178,4 @@ def retier(store: KVStore, target: Tensor) -> None:
     store.dropped = store.dropped + evicted
     store.states = frozenset(RowState(a, b, b) for a, b in zip(told[0], told[1], strict=True))
     # Of the last run.
-    store.wide_bound = most
+    store._know_wide(most)

@@ -175,8 +175,9 @@ class KVStore:
             for key_format, value_format in runs
         ]
         self.states = frozenset({RowState(0, 0, 0)})
-        # No row's last run holds more tokens; not kept at a fixed capacity.
-        self.wide_bound = 0
+        # Of several runs: no row had more tokens in its last run and its tail when the longest row had so many. What
+        # came since may be there as well.
+        self.wide_bound = (0, 0)
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
         self.tail_limit: dict[Side, int] = {"keys": 0, "values": 0}
         self.reserve_tail(0)
@@ -430,20 +431,21 @@ class KVStore:
         most = then.due
         if not any(most):
             return False
-        from_tail, fresh = keys.columns is None and values.columns is None, keys.first is not None
-        # At a fixed capacity, steps that the host does not see seal as well.
-        wide = fresh or (from_tail and self.capacity is None)
-        if not self.format.ordered and not (wide and tags is None and self._seals_widely):
-            self._seal_by_width(keys, values, most[0], hold, tags)
+        from_tail = keys.columns is None and values.columns is None
+        plain = tags is None and self._seals_widely and (from_tail or keys.first is not None)
+        if not self.format.ordered and not plain:
+            held = self._seal_by_width(keys, values, most[0], hold, tags)
             self.states = then.sealed
+            self._know_wide(held)
             return True
-        run, sealed = len(self.runs) - 1, then.most
-        if not self.format.ordered:
-            sealed = (0 if fresh else self.wide_bound) + max(most)
-        self._grow(run, self._blocks(sealed))
-        view = self.runs[run]
         sink, (keys_local, values_local), unit = self._sizes
         local = max(keys_local, hold), max(values_local, hold)
+        run, sealed = len(self.runs) - 1, then.most
+        if not self.format.ordered:
+            # A row that seals keeps its newest tokens in the tail; others have room for what they hold.
+            sealed = min(max(self._wide_most - local[0], 0), sealed)
+        self._grow(run, self._blocks(sealed))
+        view = self.runs[run]
         if from_tail and (not self.format.ordered or (q_abs is None and self._seals_plainly)):
             rule = self.scheme.channel_rule
             kernels.seal_tail(self.counters, self.windows, view, local, unit, most, self.format, rule)
@@ -463,8 +465,18 @@ class KVStore:
             except BaseException:
                 found.take_back(self.counters)
                 raise
-        self.states, self.wide_bound = then.sealed, sealed
+        self.states = then.sealed
         return True
+
+    @property
+    def _wide_most(self) -> int:
+        """The most tokens that any row has in its last run and its tail."""
+        held, longest = self.wide_bound
+        return held + self.longest - longest
+
+    def _know_wide(self, held: int) -> None:
+        """Notes that no row's last run holds more tokens than ``held`` now."""
+        self.wide_bound = held + max(self.ahead().needs), self.longest
 
     @cached_property
     def _seals_plainly(self) -> bool:
@@ -516,10 +528,13 @@ class KVStore:
         bound: int,
         hold: int,
         tags: Tensor | None,
-    ) -> None:
+    ) -> int:
         """Routes the tokens that leave the tail to the run of their width.
 
         Tokens that do not fill a page of a format per channel go to the next wider run.
+
+        Returns:
+            The most tokens that any row has in its last run then.
         """
         layout = self.layout.keys
         sealed = sealed_count(self.counters, "keys")
@@ -543,6 +558,7 @@ class KVStore:
             for i in range(len(self.runs) - 1):
                 run_of = torch.where(bits == self.format.runs[i][0].bits, i, run_of)
         run_of = torch.where(step < new[:, None], run_of, len(self.runs))
+        wide = 0
         for i, (fmt, _) in enumerate(self.format.runs):
             mine = run_of == i
             taken = mine.sum(1, dtype=torch.int32)
@@ -555,8 +571,7 @@ class KVStore:
             count = run_count(self.counters, i, "keys").clone()
             # Widths come from data, so the room they need does too: the one place where the host asks the device.
             most, need = torch.stack([taken.max(), (count + taken).max()]).tolist()
-            if i == len(self.runs) - 1:
-                self.wide_bound = need
+            wide = need
             if not most:
                 continue
             self._grow(i, -(-need // fmt.page_size))
@@ -574,6 +589,7 @@ class KVStore:
                 index = index.gather(1, order).to(torch.int32)
                 self._seal_run(i, side, count, taken, source, index)  # type: ignore[arg-type]
             self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] += taken
+        return wide
 
     def _tags_at(self, position: Tensor, tags: Tensor | None) -> Tensor | None:
         """Tags of row positions (B, m): logical columns count the padding that a row began with."""
@@ -599,20 +615,19 @@ class KVStore:
             blocks = max(blocks, int(have * GROWTH) + 1)
         first, extra = view.keys[0].shape[0], self.batch * (blocks - have)
         ids = torch.arange(first, first + extra, dtype=torch.int32, device=self.device).view(self.batch, -1)
-        view.table = torch.cat([view.table, ids], 1)
-        page = self.format.runs[run][0].page_size
-        if view.pos is not None:
-            view.pos = torch.nn.functional.pad(view.pos, (0, (blocks - have) * page))
+        table, pos = torch.cat([view.table, ids], 1), view.pos
+        if pos is not None:
+            pos = torch.nn.functional.pad(pos, (0, (blocks - have) * self.format.runs[run][0].page_size))
         self._enlarge(run, extra)
+        # Last: if there was no memory, nobody counts on the room.
+        view.table, view.pos = table, pos
 
     def _enlarge(self, run: int, pages: int) -> None:
-        view = self.runs[run]
-        for side in ("keys", "values"):
-            fmt, parts = self.format.runs[run][side == "values"], view.keys if side == "keys" else view.values
+        view, grown = self.runs[run], []
+        for side, fmt, parts in zip(SIDES, self.format.runs[run], (view.keys, view.values), strict=True):
             extra = fmt.allocate(side, pages, self.heads, self.dims[side], self.dtype, self.device)
-            parts[:] = [
-                torch.cat([part, more]) if part.shape[0] else more for part, more in zip(parts, extra, strict=True)
-            ]
+            grown.append([torch.cat([x, more]) if x.shape[0] else more for x, more in zip(parts, extra, strict=True)])
+        view.keys[:], view.values[:] = grown
 
     def reserve_tail(self, hold: int) -> None:
         """Lets the tail grow to hold ``hold`` tokens that stay unsealed."""
@@ -678,19 +693,16 @@ class KVStore:
         for state in self.states:
             left = max(state.length - tokens, 0)
             behind = max(left - sink, 0)
+            # Of several runs, no page is taken apart, so that what a row has sealed need not be whole units.
             keys, values = (
-                min(state.sealed(side), behind // layout.unit * layout.unit)
+                min(state.sealed(side), behind // layout.unit * layout.unit if self.format.ordered else behind)
                 for side, layout in zip(SIDES, (self.layout.keys, self.layout.values), strict=True)
             )
             states.add(RowState(left, keys, values))
         reopens = any(max(state.length - tokens - sink, 0) < max(state[1:]) for state in self.states)
+        wide = self._wide_most
         if reopens and not self.format.ordered:
             self._drop_sealed(length)
-            states = {
-                RowState(left, *(min(sealed, max(left - sink, 0)) for sealed in state[1:]))
-                for state in self.states
-                for left in (max(state.length - tokens, 0),)
-            }
         elif reopens:
             for at, side, layout in ((2, "keys", self.layout.keys), (3, "values", self.layout.values)):
                 self._reopen(at, side, layout, rest)  # type: ignore[arg-type]
@@ -698,6 +710,8 @@ class KVStore:
         self.counters[START] = self.counters[START].clamp(max=seen - tokens)
         self.states = frozenset(states)
         if reopens:
+            # Those that are gone may have been in another run.
+            self.wide_bound = wide, self.longest
             # A page that was full, and so may be shared, takes new tokens again.
             self._part()
 
@@ -820,7 +834,7 @@ class KVStore:
         self.counters.zero_()
         self.dropped.zero_()
         self.states = frozenset({RowState(0, 0, 0)})
-        self.wide_bound = 0
+        self.wide_bound = (0, 0)
         self._part()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:

@@ -226,6 +226,22 @@ def peered(count, scheme):
     return layers
 
 
+def test_layers_that_wait_with_sealing_take_a_token_before_their_tiers_are_final():
+    """As those that share keys and values do: the next update seals, layer by layer."""
+    layers = peered(2, arkv())
+    for layer in layers:
+        layer.defer = True
+    for tokens in (90, 1, 1, 1):
+        queries, keys, values = (torch.randn(1, heads, tokens, DIM) for heads in (HEADS * SHARE, HEADS, HEADS))
+        for layer in layers:
+            forward(layer, queries, keys, values)
+    for layer in layers:
+        layer._settle()
+        assert layer.evicted
+        assert layer.cut is None
+        assert all(92 in held[16] for held in held_positions(layer))
+
+
 def test_layers_share_is_relative_to_the_strongest_even_if_it_comes_last():
     """Tiers are final when the last layer is done; each layer's are round(ρ b)."""
     rows = [row(1, 90), row(2, 90), row(3, 90)]

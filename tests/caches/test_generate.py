@@ -316,10 +316,21 @@ def test_detach_restores_the_name(attention):
     assert model.config._attn_implementation == "eager"
     MixedKVCache(model).detach()
     assert model.config._attn_implementation == "eager"
+    third.attach()
+    assert model.config._attn_implementation == "hfkvq"
+    third.detach()
+    assert model.config._attn_implementation == "eager"
     # A cache outlives its detachment.
     model.set_attn_implementation(attention)
     out = _generate(model, MixedKVCache(model, FULL, attach=False))
     assert torch.equal(out, reference("llama", attention, lambda m, make: _generate(m, make())))
+
+
+def test_attach_spares_models_that_know_few_names():
+    model = build("falcon")
+    before = model.config._attn_implementation
+    MixedKVCache(model).attach()
+    assert model.config._attn_implementation == before != "hfkvq"
 
 
 def test_detach_with_tokens_inside():

@@ -102,8 +102,9 @@ class TriAxial(Scheme):
 
     @property
     def untagged_is_wide(self) -> bool:
-        """By tags alone."""
-        return True
+        """By tags alone, unless a subclass has other ideas."""
+        own = type(self)
+        return own.token_bits is TriAxial.token_bits and own.tag_bits is TriAxial.tag_bits
 
     def tag_bits(self, tags: Tensor) -> Tensor:
         """Bits of tag codes: u8 to u8, of any shape."""
