@@ -317,6 +317,27 @@ class EvictingLayer(KVLayer):
         if self.scores is not None and self.store is not None:
             self._remember(self.scores)
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See `KVLayer.reorder_cache`."""
+        self._settle_all()
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """See `KVLayer.batch_repeat_interleave`."""
+        self._settle_all()
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """See `KVLayer.batch_select_indices`."""
+        self._settle_all()
+        super().batch_select_indices(indices)
+
+    def _settle_all(self) -> None:
+        """Layers that wait with sealing compare their strengths before the rows of any of them move."""
+        if self.defer:
+            for layer in self.peers.layers:
+                layer._settle()
+
     def _rows(self, rows: Tensor) -> None:
         super()._rows(rows)
         if self.strength is not None:

@@ -242,6 +242,23 @@ def test_layers_that_wait_with_sealing_take_a_token_before_their_tiers_are_final
         assert all(92 in held[16] for held in held_positions(layer))
 
 
+@pytest.mark.parametrize("what", ["reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
+def test_rows_of_layers_that_wait_with_sealing_move(what):
+    """Right after a prompt, one layer after the other."""
+    layers = peered(2, arkv())
+    for layer in layers:
+        layer.defer = True
+        forward(layer, *(torch.randn(2, heads, 90, DIM) for heads in (HEADS * SHARE, HEADS, HEADS)))
+    for layer in layers:
+        getattr(layer, what)(2 if what == "batch_repeat_interleave" else torch.tensor([1]))
+    rows = 4 if what == "batch_repeat_interleave" else 1
+    for layer in layers:
+        assert layer.evicted
+        assert layer.cut is None
+        assert layer.strength.shape == (rows,)
+        forward(layer, *(torch.randn(rows, heads, 1, DIM) for heads in (HEADS * SHARE, HEADS, HEADS)))
+
+
 def test_layers_share_is_relative_to_the_strongest_even_if_it_comes_last():
     """Tiers are final when the last layer is done; each layer's are round(ρ b)."""
     rows = [row(1, 90), row(2, 90), row(3, 90)]
