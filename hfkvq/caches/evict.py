@@ -16,7 +16,7 @@ from .layer import KVLayer
 from .observe import Observation, probabilities, token_order
 from .peers import Peers
 from .ranking import tier_widths
-from .retier import EVICT, STAY, retier, run_columns
+from .retier import EVICT, STAY, positions, retier, run_columns
 from .scheme import Scheme
 from .store import MAX_STEP
 
@@ -187,16 +187,17 @@ class EvictingLayer(KVLayer):
 
     def _judge(self, seen: Observation) -> None:
         store, due = self._held(), self.seen >= self._trim_at()
-        order = token_order(store)
+        where = positions(store)
+        order = token_order(store, where)
         rank = torch.arange(order.shape[1], device=order.device)
         past = rank < (store.counters[LENGTH] - self.scheme.window)[:, None]
         scores, statistics = torch.zeros(order.shape, device=order.device), []
         # Steps that rank by age ask nobody.
         asked = seen.prompt is not None or self.scheme.score != "recency"
-        for rows, probs, real in probabilities(store, seen, order) if asked else ():
-            scores[rows] = self.scheme.token_scores(probs, real)
+        for rows, paid in probabilities(store, seen, where, order) if asked else ():
+            scores[rows] = self.scheme.token_scores(paid)
             if seen.prompt is not None:
-                statistics.append(self.scheme.layer_statistics(probs, real, past[rows]))
+                statistics.append(self.scheme.layer_statistics(paid, past[rows]))
         if self.scheme.beta > 0:
             scores = self._accumulated(scores)
         if self.scheme.score == "recency":
@@ -207,7 +208,7 @@ class EvictingLayer(KVLayer):
             self.prompts += 1
         if due:
             prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
-            self._trim(scores, prompt.repeat_interleave(store.fold))
+            self._trim(scores, prompt.repeat_interleave(store.fold), None, where, order)
         elif self.scheme.beta > 0:
             self._remember(scores)
         if seen.prompt is not None:
@@ -232,15 +233,18 @@ class EvictingLayer(KVLayer):
         if self.cut is not None and self.scores is not None:
             # Where sealing waits for the next update, this layer may have tokens by now that nobody has judged.
             since = max(self._held().longest - self.scores.shape[1], 0)
-            self._trim(torch.nn.functional.pad(self.scores, (0, since), value=torch.inf), self.cut, self.cut)
+            where = positions(self._held())
+            scores = torch.nn.functional.pad(self.scores, (0, since), value=torch.inf)
+            self._trim(scores, self.cut, self.cut, where, token_order(self._held(), where))
         self.cut = None
         if not self.scheme.beta:
             self.scores = None
 
-    def _trim(self, scores: Tensor, prompt: Tensor, rows: Tensor | None = None) -> None:
+    def _trim(self, scores: Tensor, prompt: Tensor, rows: Tensor | None, where: Tensor, order: Tensor) -> None:
         """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,)).
 
-        ``prompt`` (likewise) are those that have had a prompt just now.
+        ``prompt`` (likewise) are those that have had a prompt just now. ``where`` and ``order`` are what `positions`
+        and `token_order` say.
         """
         store, scheme = self._held(), self.scheme
         length = store.counters[LENGTH].long()
@@ -252,7 +256,6 @@ class EvictingLayer(KVLayer):
                 self._remember(scores)
             return
         share = self._share().repeat_interleave(store.fold)
-        order = token_order(store)
         rank = torch.arange(order.shape[1], device=order.device)
         past = (length - max(scheme.window, self._hold())).clamp(min=0)
         # Until all layers are done, as many tokens as the budget could hold in few bits.
@@ -275,7 +278,7 @@ class EvictingLayer(KVLayer):
             (order.shape[0], tail + store.windows[2].shape[2]), STAY, dtype=torch.int8, device=runs.device
         )
         target.scatter_(1, order, runs)
-        retier(store, target)
+        retier(store, target, where)
         self.evicted = store.forgetful = True
         self.edition += 1
         # What is left of the scores, oldest first again.

@@ -12,7 +12,7 @@ from hfkvq import kernels
 from hfkvq.kernels.decode import ABSENT, LENGTH, START, run_count
 
 from .headwise import HeadwiseStore
-from .retier import positions
+from .ranking import Attention
 
 ELEMENTS = 1 << 24
 """Probabilities computed at a time: 64 MiB of f32."""
@@ -41,30 +41,34 @@ class Observation:
     prompt: Tensor | None
 
 
-def token_order(store: HeadwiseStore) -> Tensor:
-    """Columns of each row's tokens, oldest first: i64 (B*H, n), n the longest row; anything behind a row's end."""
-    where = positions(store)
+def token_order(store: HeadwiseStore, where: Tensor) -> Tensor:
+    """Columns of each row's tokens, oldest first: i64 (B*H, n), n the longest row; anything behind a row's end.
+
+    ``where`` is what `positions` says.
+    """
     last = torch.iinfo(torch.int32).max
     return torch.where(where > ABSENT, where, last).argsort(1)[:, : store.longest]
 
 
-def probabilities(store: HeadwiseStore, seen: Observation, order: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+def probabilities(
+    store: HeadwiseStore, seen: Observation, where: Tensor, order: Tensor
+) -> Iterator[tuple[slice, Attention]]:
     """Attention of the queries over the tokens of their rows, a few folded rows at a time.
 
     Args:
         store: what the layer holds, the queries' own tokens included.
         seen: the queries.
+        where: see `positions`.
         order: see `token_order`.
 
     Yields:
-        The rows; f32 (N, r, Q, n), 0 at what a query does not see; bool (N, Q), queries that are no padding.
+        The rows; their attention, 0 at what a query does not see.
     """
     query = store.folded(seen.query)
     mask = store.folded_mask(seen.mask, seen.query.shape[1])
     real = seen.real.repeat_interleave(store.fold, 0)
     rows, share, queries, _ = query.shape
     sinks = None if seen.sinks is None else seen.sinks.float().view(store.fold, share).repeat(rows // store.fold, 1)
-    where = positions(store)
     at_once = max(1, ELEMENTS // (share * queries * where.shape[1]))
     for first in range(0, rows, at_once):
         own = slice(first, first + at_once)
@@ -97,4 +101,4 @@ def probabilities(store: HeadwiseStore, seen: Observation, order: Tensor) -> Ite
             x = torch.cat([x, sinks[own, :, None, None].expand(-1, -1, queries, 1)], -1)
         # Queries that see nothing: NaN.
         probs = torch.softmax(x, -1).nan_to_num(0.0)
-        yield own, probs[..., : order.shape[1]], real[own]
+        yield own, Attention(probs[..., : order.shape[1]], real[own])

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 WHOLE = 16
 """Width of a token in the model's own dtype; 0 is a token to evict."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention that queries pay, and its moments, which scores and statistics share.
+
+    Attributes:
+        probs: f32 (N, r, Q, n), of a KV head's r query heads over a row's tokens in order.
+        real: bool (N, Q), queries that are no padding.
+    """
+
+    probs: Tensor
+    real: Tensor
+
+    @cached_property
+    def moments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `moments`."""
+        return moments(self.probs, self.real)
 
 
 def moments(probs: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -28,47 +49,46 @@ def moments(probs: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return mean, total / count.clamp(min=1), fourth, total / (count - 1).clamp(min=1)
 
 
-def token_scores(probs: Tensor, real: Tensor, gamma: float) -> Tensor:
+def token_scores(seen: Attention, gamma: float) -> Tensor:
     """ARKV eq. (9): ``S_k = mean_{h,q} A + γ var_q A``, averaged over five neighbours and over the query heads.
 
-    Beyond a row's ends scores count as 0. Arguments as in `moments`.
+    Beyond a row's ends scores count as 0.
 
     Returns:
         f32 (N, n).
     """
-    mean, _, _, variance = moments(probs, real)
+    mean, _, _, variance = seen.moments
     score = (mean + gamma * variance).mean(1, keepdim=True)
     return torch.nn.functional.avg_pool1d(score, 5, stride=1, padding=2)[:, 0]
 
 
-def code_statistics(probs: Tensor, real: Tensor) -> Tensor:
+def code_statistics(seen: Attention) -> Tensor:
     """Of ARKV's released code: ``-Σ A log(A + 1e-10)``, ``Σ var_q A`` and ``Σ m4 / max(m2, 1e-8)²``.
 
-    Sums over a KV head's query heads, queries and keys, to be summed over KV heads. Arguments as in `moments`.
+    Sums over a KV head's query heads, queries and keys, to be summed over KV heads.
 
     Returns:
         f32 (N, 3): entropy, variance, kurtosis.
     """
-    _, second, fourth, variance = moments(probs, real)
-    entropy = -(probs * (probs + 1e-10).log() * real[:, None, :, None]).sum((1, 2, 3))
+    _, second, fourth, variance = seen.moments
+    entropy = -(seen.probs * (seen.probs + 1e-10).log() * seen.real[:, None, :, None]).sum((1, 2, 3))
     kurtosis = fourth / second.clamp(min=1e-8).square()
     return torch.stack([entropy, variance.sum((1, 2)), kurtosis.sum((1, 2))], 1)
 
 
-def paper_statistics(probs: Tensor, real: Tensor, past: Tensor) -> Tensor:
+def paper_statistics(seen: Attention, past: Tensor) -> Tensor:
     """ARKV eqs. (3) to (5): entropy, variance and kurtosis of ``p_k = Σ_{h,q} A / Z`` over the past keys.
 
     To be averaged over KV heads.
 
     Args:
-        probs: see `moments`.
-        real: likewise.
+        seen: the attention.
         past: bool (N, n), tokens older than the window.
 
     Returns:
         f32 (N, 3).
     """
-    p = (probs * real[:, None, :, None]).sum((1, 2)) * past
+    p = (seen.probs * seen.real[:, None, :, None]).sum((1, 2)) * past
     p = p / p.sum(1, keepdim=True).clamp(min=1e-30)
     keys = past.sum(1, keepdim=True).clamp(min=1)
     centred = (p - p.sum(1, keepdim=True) / keys) * past

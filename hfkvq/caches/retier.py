@@ -96,7 +96,7 @@ def _gather(store: KVStore, side: Side, columns: Tensor) -> Tensor:
     return out
 
 
-def retier(store: KVStore, target: Tensor) -> None:
+def retier(store: KVStore, target: Tensor, where: Tensor | None = None) -> None:
     """Moves every token to the run that it is to be in; the pages that it leaves are given back.
 
     A token that stays in its run keeps its bits. One that comes from elsewhere is dequantized and quantized again, from
@@ -108,6 +108,7 @@ def retier(store: KVStore, target: Tensor) -> None:
         store: a store with several runs, all per token.
         target: i8 (B, N) over the columns of `positions`: number of a run, `EVICT`, or `STAY`. Columns without a token
             count for nothing. Sink tokens stay; of the tail, those that do not stay must be older than those that do.
+        where: `positions`, if they are known already.
 
     Raises:
         NotImplementedError: a store of one run, or formats per channel, whose pages cannot be taken apart.
@@ -115,7 +116,7 @@ def retier(store: KVStore, target: Tensor) -> None:
     formats = store.format.runs
     if store.format.ordered or any(fmt.whole for pair in formats for fmt in pair):
         raise NotImplementedError("retier: only runs that have positions and scales per token can be taken apart.")
-    where, spans = positions(store), run_columns(store)
+    where, spans = positions(store) if where is None else where, run_columns(store)
     held, batch, device = where > ABSENT, store.batch, store.device
     evicted = (held & (target == EVICT)).sum(1, dtype=torch.int32)
     plans, counts = [], []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import PageFormat, Side
 
-from ..ranking import WHOLE, code_statistics, paper_statistics, token_scores
+from ..ranking import WHOLE, Attention, code_statistics, paper_statistics, token_scores
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 SEAL_UNIT = 16
@@ -178,13 +178,13 @@ class Arkv(Scheme):
 
     # What attention says.
 
-    def token_scores(self, probs: Tensor, real: Tensor) -> Tensor:
+    def token_scores(self, seen: Attention) -> Tensor:
         """Eq. (9), see `ranking.token_scores`: f32 (N, n)."""
-        return token_scores(probs, real, self.gamma)
+        return token_scores(seen, self.gamma)
 
-    def layer_statistics(self, probs: Tensor, real: Tensor, past: Tensor) -> Tensor:
+    def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
         """Entropy, variance and kurtosis of each KV head by ``stats``, see `ranking.paper_statistics`: f32 (N, 3)."""
-        return code_statistics(probs, real) if self.stats == "code" else paper_statistics(probs, real, past)
+        return code_statistics(seen) if self.stats == "code" else paper_statistics(seen, past)
 
     def strength(self, statistics: Tensor) -> Tensor:
         """Eq. (6): ``o = E^(1/τ1) V^(1/τ2) κ^(1/τ3)`` of each row: f32 (B,) from (B, H, 3)."""
