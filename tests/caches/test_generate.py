@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, StaticCache
 
 from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
 from hfkvq.caches.layer import KVLayer
@@ -327,10 +327,13 @@ def test_detach_restores_the_name(attention):
 
 
 def test_attach_spares_models_that_know_few_names():
-    model = build("falcon")
-    before = model.config._attn_implementation
-    MixedKVCache(model).attach()
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    model = AutoModelForCausalLM.from_config(FalconConfig(alibi=False, **sizes)).eval()
+    before, ids = model.config._attn_implementation, torch.arange(1, 9)[None]
+    cache = MixedKVCache(model)
+    cache.attach()
     assert model.config._attn_implementation == before != "hfkvq"
+    assert model(ids, past_key_values=cache).logits.isfinite().all()
 
 
 def test_detach_with_tokens_inside():
