@@ -79,7 +79,7 @@ def demote(store: KVStore, tags: Tensor) -> bool:
     store.runs = [grown, RunView(table, pos, *rebuilt)]
     store.counters[RUNS : RUNS + 2] += gone
     store.counters[RUNS + 2 : RUNS + 4] -= gone
-    store._know_wide(most_left)
+    store.know_wide(most_left)
     return True
 
 

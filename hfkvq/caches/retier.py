@@ -179,4 +179,4 @@ def retier(store: KVStore, target: Tensor, where: Tensor | None = None) -> None:
     store.dropped = store.dropped + evicted
     store.states = frozenset(RowState(a, b, b) for a, b in zip(told[0], told[1], strict=True))
     # Of the last run.
-    store._know_wide(most)
+    store.know_wide(most)

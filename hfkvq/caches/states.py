@@ -69,7 +69,7 @@ def _target(rest: int, sealed: int, local: int, unit: int) -> int:
     return max(sealed, max(rest - local, 0) // unit * unit)
 
 
-# The layers of a model ask the same, one after the other, and it is most of what a step takes the host.
+# The layers of a model ask the same, one after the other: it was a fifth of what a layer's step takes the host.
 @lru_cache(maxsize=32)
 def ahead(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, hold: int = 0) -> Ahead:
     """What ``tokens`` more lead to.

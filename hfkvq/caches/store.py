@@ -436,7 +436,7 @@ class KVStore:
         if not self.format.ordered and not plain:
             held = self._seal_by_width(keys, values, most[0], hold, tags)
             self.states = then.sealed
-            self._know_wide(held)
+            self.know_wide(held)
             return True
         sink, (keys_local, values_local), unit = self._sizes
         local = max(keys_local, hold), max(values_local, hold)
@@ -474,7 +474,7 @@ class KVStore:
         held, longest = self.wide_bound
         return held + self.longest - longest
 
-    def _know_wide(self, held: int) -> None:
+    def know_wide(self, held: int) -> None:
         """Notes that no row's last run holds more tokens than ``held`` now."""
         self.wide_bound = held + max(self.ahead().needs), self.longest
 
