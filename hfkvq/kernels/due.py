@@ -43,7 +43,8 @@ def _due(
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
-    pos: Tensor | None = None,
+    # Without a default: PyTorch 2.11 leaves out arguments that have theirs, and then misses one that is written.
+    pos: Tensor | None,
 ) -> None:
     rest = (counters[LENGTH] - sink).clamp(min=0)
     before, taken, slots = [], [], []
@@ -72,7 +73,7 @@ def _(
     local: Sequence[int],
     unit: Sequence[int],
     most: Sequence[int],
-    pos: Tensor | None = None,
+    pos: Tensor | None,
 ) -> None:
     return None
 
