@@ -11,14 +11,15 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, run_count
 
+from .cut import Cut, Tiers, store_best, store_tiers, takes
 from .headwise import HeadwiseStore
 from .layer import KVLayer
-from .observe import Observation, probabilities, token_order
+from .observe import Observation, prompt_attention, stored_attention, token_order
 from .peers import Peers
 from .ranking import tier_widths
 from .retier import EVICT, STAY, positions, retier, run_columns
 from .scheme import Scheme
-from .store import MAX_STEP
+from .store import MAX_STEP, SIDES
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,9 @@ class EvictingLayer(KVLayer):
     """Cache layer that holds a budget of tokens, each KV head its own.
 
     A prompt beyond the budget is cut to its best tokens in each layer as it passes, so only one layer at a time holds
-    it whole: twice for a moment, as it came and in pages. A layer's share of whole tokens is relative to the strongest
-    layer's, which is known when the last layer is done: until then the strongest so far stands for it, which can only
-    leave too many tokens whole. In this time a layer holds less than twice a budget in bytes.
+    it whole. A layer's share of whole tokens is relative to the strongest layer's, which is known when the last layer
+    is done: until then the strongest so far stands for it, or, of a first prompt, all stay whole (see
+    `hfkvq.caches.cut`). In this time a layer holds less than twice a budget in bytes.
 
     Later input of up to 16 tokens is a step: a trim is due when a row has outgrown its budget, and asks the newest
     queries. Attention functions that know no handles never show their queries; then nothing is evicted.
@@ -61,6 +62,8 @@ class EvictingLayer(KVLayer):
         # f32 (B*H, n), oldest token first: until tiers are assigned, or for good where scores accumulate.
         self.scores: Tensor | None = None
         self.cut: Tensor | None = None
+        # Of a first prompt, until tiers are assigned.
+        self.first: Cut | None = None
         self.trim_at = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -171,6 +174,11 @@ class EvictingLayer(KVLayer):
         super().finish(query)
 
     def _settle(self, commit: bool = True) -> None:
+        if commit and self.pending is not None and self.staged is not None:
+            best = self._older_that_stay(self.pending)
+            if best:
+                self._cut(self.pending, best)
+                return
         super()._settle(commit)
         if commit and self.pending is not None:
             seen, self.pending = self.pending, None
@@ -185,6 +193,50 @@ class EvictingLayer(KVLayer):
         budget = self.scheme.budget_bytes
         return 1 + (self.scheme.tokens if budget is None else budget // self.costs[1])
 
+    def _older_that_stay(self, seen: Observation) -> int:
+        """Tokens that a first prompt is cut to, beside the newest; 0 where it is none, or has to go the general way."""
+        store, scheme = self._held(), self.scheme
+        first = store.longest == 0 and self.padding is None and seen.prompt is not None
+        past = self.seen - max(scheme.window, self._hold())
+        shown = seen.mask is None or seen.mask.shape[-1] >= self.seen
+        plain = first and shown and scheme.beta == 0 and takes(store.layout)
+        if not plain or past <= 0 or self.staged_length != self.seen or self.seen < self._trim_at():
+            return 0
+        # As many as the budget could hold in few bits.
+        best = int(scheme.kept(torch.tensor([past]), torch.zeros(1), self.costs, torch.ones(1, dtype=torch.bool)))
+        budget, held = scheme.budget_bytes, (best + self.seen - past) * self.costs[1]
+        # All whole, they would be many bytes where a whole token takes more than two in few bits.
+        return 0 if budget is not None and held >= 2 * budget else best
+
+    def _cut(self, seen: Observation, best: int) -> None:
+        """Does of a first prompt what `KVStore.extend` and `_judge` would, without asking the device anything."""
+        assert self.staged is not None
+        assert seen.prompt is not None
+        store, scheme = self._held(), self.scheme
+        keys, values = (store._rotated(store.folded(x), side) for x, side in zip(self.staged, SIDES, strict=True))
+        rows, tail = keys.shape[0], max(scheme.window, self._hold())
+        rank = torch.arange(self.seen, device=self.device)
+        past = (rank < self.seen - scheme.window).expand(rows, -1)
+        scores, statistics = torch.empty(rows, self.seen, device=self.device), []
+        for own, paid in prompt_attention(keys, store, seen):
+            scores[own] = scheme.token_scores(paid)
+            statistics.append(scheme.layer_statistics(paid, past[own]))
+        if scheme.score == "recency":
+            scores = rank.float().expand(rows, -1)
+        strength = scheme.strength(torch.cat(statistics).unflatten(0, (self.batch_size, -1)))
+        order = scores[:, : self.seen - tail].argsort(dim=1, descending=True, stable=True)
+        chosen = order[:, :best].sort(dim=1).values
+        self.first = store_best(store, keys, values, chosen, tail)
+        # Not earlier: if there was no memory, the tokens are still staged.
+        self.staged = self.pending = None
+        self.uncommitted, self.strength = False, strength
+        self.scores = torch.cat([scores.gather(1, chosen), scores[:, -tail:]], 1)
+        self.cut = torch.ones(rows, dtype=torch.bool, device=self.device)
+        self.evicted = store.forgetful = True
+        self.edition += 1
+        self.prompts += 1
+        self.peers.report(self.prompts)
+
     def _judge(self, seen: Observation) -> None:
         store, due = self._held(), self.seen >= self._trim_at()
         where = positions(store)
@@ -194,7 +246,7 @@ class EvictingLayer(KVLayer):
         scores, statistics = torch.zeros(order.shape, device=order.device), []
         # Steps that rank by age ask nobody.
         asked = seen.prompt is not None or self.scheme.score != "recency"
-        for rows, paid in probabilities(store, seen, where, order) if asked else ():
+        for rows, paid in stored_attention(store, seen, where, order) if asked else ():
             scores[rows] = self.scheme.token_scores(paid)
             if seen.prompt is not None:
                 statistics.append(self.scheme.layer_statistics(paid, past[rows]))
@@ -228,15 +280,19 @@ class EvictingLayer(KVLayer):
         rank = torch.arange(scores.shape[1], device=scores.device)
         self.scores = scores.masked_fill(rank >= self._held().counters[LENGTH, :, None], torch.nan)
 
-    def assign(self) -> None:
-        """Assigns tiers to what a prompt left, now that every layer's share is final."""
-        if self.cut is not None and self.scores is not None:
+    def assign(self, tiers: Tiers | None = None) -> None:
+        """Assigns tiers to what a prompt left, now that every layer's share is final; ``tiers`` if they are known."""
+        if tiers is not None and self.first is not None:
+            store_tiers(self._held(), self.first, tiers)
+            self.edition += 1
+            self.trim_at = self.seen + 1 + max(self._least_room(tiers, self.first.tail), 0)
+        elif self.cut is not None and self.scores is not None:
             # Where sealing waits for the next update, this layer may have tokens by now that nobody has judged.
             since = max(self._held().longest - self.scores.shape[1], 0)
             where = positions(self._held())
             scores = torch.nn.functional.pad(self.scores, (0, since), value=torch.inf)
             self._trim(scores, self.cut, self.cut, where, token_order(self._held(), where))
-        self.cut = None
+        self.cut = self.first = None
         if not self.scheme.beta:
             self.scores = None
 
@@ -307,6 +363,14 @@ class EvictingLayer(KVLayer):
         low, whole = self.costs
         held = length * whole - run_count(store.counters, 0, "keys").long() * (whole - low)
         return (self.scheme.budget_bytes - held).div(whole, rounding_mode="floor")
+
+    def _least_room(self, tiers: Tiers, tail: int) -> int:
+        """The least of `_room` once tokens have these tiers, which the host knows."""
+        longest, budget, (low, whole) = tiers.lengths(tail), self.scheme.budget_bytes, self.costs
+        if budget is None:
+            return self.scheme.tokens - max(longest)
+        held = [n * whole - few * (whole - low) for n, few in zip(longest, tiers.told[0], strict=True)]
+        return (budget - max(held)) // whole
 
     # Rows and lengths change.
 

@@ -1,4 +1,4 @@
-"""Attention probabilities over what a store holds, for schemes that rank tokens by them."""
+"""Attention over what a store holds or is about to hold, for schemes that rank tokens by it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def token_order(store: HeadwiseStore, where: Tensor) -> Tensor:
     return torch.where(where > ABSENT, where, last).argsort(1)[:, : store.longest]
 
 
-def probabilities(
+def stored_attention(
     store: HeadwiseStore, seen: Observation, where: Tensor, order: Tensor
 ) -> Iterator[tuple[slice, Attention]]:
-    """Attention of the queries over the tokens of their rows, a few folded rows at a time.
+    """What the queries pay the tokens of their rows, a few folded rows at a time.
 
     Args:
         store: what the layer holds, the queries' own tokens included.
@@ -62,13 +62,13 @@ def probabilities(
         order: see `token_order`.
 
     Yields:
-        The rows; their attention, 0 at what a query does not see.
+        The rows; what is paid them, 0 by a query that does not see a token.
     """
     query = store.folded(seen.query)
     mask = store.folded_mask(seen.mask, seen.query.shape[1])
     real = seen.real.repeat_interleave(store.fold, 0)
     rows, share, queries, _ = query.shape
-    sinks = None if seen.sinks is None else seen.sinks.float().view(store.fold, share).repeat(rows // store.fold, 1)
+    sinks = _folded_sinks(store, seen)
     at_once = max(1, ELEMENTS // (share * queries * where.shape[1]))
     for first in range(0, rows, at_once):
         own = slice(first, first + at_once)
@@ -97,8 +97,42 @@ def probabilities(
             else:
                 visible = visible & shown.bool()
         x = x.masked_fill(~visible, -torch.inf)
-        if sinks is not None:
-            x = torch.cat([x, sinks[own, :, None, None].expand(-1, -1, queries, 1)], -1)
-        # Queries that see nothing: NaN.
-        probs = torch.softmax(x, -1).nan_to_num(0.0)
-        yield own, Attention(probs[..., : order.shape[1]], real[own])
+        yield own, Attention.of(x, None if sinks is None else sinks[own], real[own])
+
+
+def prompt_attention(keys: Tensor, store: HeadwiseStore, seen: Observation) -> Iterator[tuple[slice, Attention]]:
+    """The same of a first prompt without padding, before anything of it is stored.
+
+    Args:
+        keys: (B*H, 1, T, D) in the basis of the store; all that the queries see.
+        store: whose rows these are.
+        seen: the newest queries.
+
+    Yields:
+        See `probabilities`.
+    """
+    query, mask = store.folded(seen.query), store.folded_mask(seen.mask, seen.query.shape[1])
+    real, sinks = seen.real.repeat_interleave(store.fold, 0), _folded_sinks(store, seen)
+    rows, share, queries, _ = query.shape
+    tokens = keys.shape[2]
+    query = kernels.hadamard(query.float(), store.format.rotate_keys).flatten(1, 2)
+    later = torch.ones(queries, queries, dtype=torch.bool, device=keys.device).triu(1)
+    at_once = max(1, ELEMENTS // (share * queries * tokens))
+    for first in range(0, rows, at_once):
+        own = slice(first, first + at_once)
+        x = torch.bmm(query[own], keys[own, 0].float().mT).mul_(seen.scaling).unflatten(1, (share, queries))
+        if seen.softcap:
+            x = torch.tanh(x / seen.softcap) * seen.softcap
+        if mask is None:
+            x[..., tokens - queries :].masked_fill_(later, -torch.inf)
+        else:
+            shown = (mask if mask.shape[0] == 1 else mask[own])[..., :tokens]
+            x = x + shown if mask.is_floating_point() else x.masked_fill(~shown.bool(), -torch.inf)
+        yield own, Attention.of(x, None if sinks is None else sinks[own], real[own])
+
+
+def _folded_sinks(store: HeadwiseStore, seen: Observation) -> Tensor | None:
+    """Sinks f32 (B*H, r) of folded rows."""
+    if seen.sinks is None:
+        return None
+    return seen.sinks.float().view(store.fold, -1).repeat(store.batch // store.fold, 1)

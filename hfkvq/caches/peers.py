@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .cut import first_tiers
+
 if TYPE_CHECKING:
     from .evict import EvictingLayer
 
@@ -39,5 +41,5 @@ class Peers:
     def report(self, prompts: int) -> None:
         """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
         if all(layer.prompts == prompts for layer in self.layers):
-            for layer in self.layers:
-                layer.assign()
+            for layer, tiers in zip(self.layers, first_tiers(self.layers), strict=True):
+                layer.assign(tiers)

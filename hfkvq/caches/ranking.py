@@ -8,45 +8,42 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hfkvq import kernels
+
 WHOLE = 16
 """Width of a token in the model's own dtype; 0 is a token to evict."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention that queries pay, and its moments, which scores and statistics share.
+    """What queries pay the tokens of their rows: all that scores and statistics ask of it.
+
+    N rows are of one KV head each, which has r query heads; n tokens are in order.
 
     Attributes:
-        probs: f32 (N, r, Q, n), of a KV head's r query heads over a row's tokens in order.
-        real: bool (N, Q), queries that are no padding.
+        mean: f32 (N, r, n), over the real queries.
+        squares: f32 (N, r, n), sum over them of ``(A - mean)^2``.
+        fourths: f32 (N, r, n), of ``(A - mean)^4``.
+        entropy: f32 (N,), ``-Σ A log(A + 1e-10)`` over heads, queries and tokens.
+        count: f32 (N,), real queries.
     """
 
-    probs: Tensor
-    real: Tensor
+    mean: Tensor
+    squares: Tensor
+    fourths: Tensor
+    entropy: Tensor
+    count: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, sinks: Tensor | None, real: Tensor) -> Attention:
+        """Of logits (N, r, Q, n); see `hfkvq.kernels.attention_moments`."""
+        (mean, squares, fourths), entropy = kernels.attention_moments(logits, sinks, real)
+        return cls(mean, squares, fourths, entropy, real.sum(1).float())
 
     @cached_property
-    def moments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `moments`."""
-        return moments(self.probs, self.real)
-
-
-def moments(probs: Tensor, real: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, second and fourth central moment, and unbiased variance over the real queries.
-
-    Args:
-        probs: f32 (N, r, Q, n), attention of a KV head's r query heads, a row's tokens in order.
-        real: bool (N, Q), queries that are no padding.
-
-    Returns:
-        Each f32 (N, r, n); the variance of a single query is 0.
-    """
-    weight = real[:, None, :, None].to(probs.dtype)
-    count = weight.sum(2)
-    mean = (probs * weight).sum(2) / count.clamp(min=1)
-    square = ((probs - mean[:, :, None]) * weight).square_()
-    total = square.sum(2)
-    fourth = square.square_().sum(2) / count.clamp(min=1)
-    return mean, total / count.clamp(min=1), fourth, total / (count - 1).clamp(min=1)
+    def variance(self) -> Tensor:
+        """f32 (N, r, n), unbiased; that of a single query is 0."""
+        return self.squares / (self.count - 1).clamp(min=1)[:, None, None]
 
 
 def token_scores(seen: Attention, gamma: float) -> Tensor:
@@ -57,8 +54,7 @@ def token_scores(seen: Attention, gamma: float) -> Tensor:
     Returns:
         f32 (N, n).
     """
-    mean, _, _, variance = seen.moments
-    score = (mean + gamma * variance).mean(1, keepdim=True)
+    score = (seen.mean + gamma * seen.variance).mean(1, keepdim=True)
     return torch.nn.functional.avg_pool1d(score, 5, stride=1, padding=2)[:, 0]
 
 
@@ -70,10 +66,9 @@ def code_statistics(seen: Attention) -> Tensor:
     Returns:
         f32 (N, 3): entropy, variance, kurtosis.
     """
-    _, second, fourth, variance = seen.moments
-    entropy = -(seen.probs * (seen.probs + 1e-10).log() * seen.real[:, None, :, None]).sum((1, 2, 3))
-    kurtosis = fourth / second.clamp(min=1e-8).square()
-    return torch.stack([entropy, variance.sum((1, 2)), kurtosis.sum((1, 2))], 1)
+    count = seen.count.clamp(min=1)[:, None, None]
+    kurtosis = (seen.fourths / count) / (seen.squares / count).clamp(min=1e-8).square()
+    return torch.stack([seen.entropy, seen.variance.sum((1, 2)), kurtosis.sum((1, 2))], 1)
 
 
 def paper_statistics(seen: Attention, past: Tensor) -> Tensor:
@@ -88,7 +83,8 @@ def paper_statistics(seen: Attention, past: Tensor) -> Tensor:
     Returns:
         f32 (N, 3).
     """
-    p = (seen.probs * seen.real[:, None, :, None]).sum((1, 2)) * past
+    # Sums over queries; Z takes their number out again.
+    p = seen.mean.sum(1) * seen.count[:, None] * past
     p = p / p.sum(1, keepdim=True).clamp(min=1e-30)
     keys = past.sum(1, keepdim=True).clamp(min=1)
     centred = (p - p.sum(1, keepdim=True) / keys) * past

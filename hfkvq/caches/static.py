@@ -18,6 +18,7 @@ from hfkvq.kernels.pages import RunView
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
 
 from .clock import Clock
+from .cut import Tiers
 from .dense import dense_attention
 from .evict import EvictingLayer
 from .layer import KVLayer
@@ -515,9 +516,9 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         """Never: a trim may be due, and the host is here."""
         return False
 
-    def assign(self) -> None:
+    def assign(self, tiers: Tiers | None = None) -> None:
         """See `EvictingLayer.assign`."""
-        super().assign()
+        super().assign(tiers)
         self.home()
 
     def wants_host(self, bound: int) -> bool:

@@ -7,6 +7,7 @@ from .due import due
 from .gather import gather_rows
 from .hadamard import hadamard
 from .line import append_attend, seal_tail
+from .moments import attention_moments
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .qk import qk_pages
@@ -20,6 +21,7 @@ __all__ = [
     "StoreFormat",
     "append",
     "append_attend",
+    "attention_moments",
     "channel_widths",
     "decode_attention",
     "dequantize_pages",

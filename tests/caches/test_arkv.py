@@ -46,6 +46,11 @@ def arkv(**knobs):
 # Equations.
 
 
+def paid(probs, real):
+    """What is paid with probabilities (N, r, Q, n)."""
+    return Attention.of(probs.log(), None, real)
+
+
 class TestEquations:
     """Numbers small enough to check by hand."""
 
@@ -53,14 +58,14 @@ class TestEquations:
         """Eq. (9): two queries, mean .25 .5 .25 and unbiased variance .125 0 .125; then five neighbours over 5."""
         probs = torch.zeros(1, 1, 2, 6)
         probs[0, 0, 0, :2] = probs[0, 0, 1, 1:3] = 0.5
-        scores = arkv(gamma=2.0).token_scores(Attention(probs, torch.ones(1, 2, dtype=torch.bool)))
+        scores = arkv(gamma=2.0).token_scores(paid(probs, torch.ones(1, 2, dtype=torch.bool)))
         # S = .5 .5 .5 0 0 0
         assert_close(scores, torch.tensor([[0.3, 0.3, 0.3, 0.2, 0.1, 0.0]]))
 
     def test_token_scores_average_query_heads(self):
         probs = torch.zeros(1, 2, 1, 5)
         probs[0, 0, 0, 0] = probs[0, 1, 0, 4] = 1.0
-        scores = arkv().token_scores(Attention(probs, torch.ones(1, 1, dtype=torch.bool)))
+        scores = arkv().token_scores(paid(probs, torch.ones(1, 1, dtype=torch.bool)))
         # One query: no variance. S = .5 0 0 0 .5
         assert_close(scores, torch.tensor([[0.1, 0.1, 0.2, 0.1, 0.1]]))
 
@@ -74,31 +79,29 @@ class TestEquations:
         alone = probs[:1, :, 1:]
         for stats in ("code", "paper"):
             scheme = arkv(stats=stats)
-            statistics = scheme.layer_statistics(Attention(probs, real), past)
+            statistics = scheme.layer_statistics(paid(probs, real), past)
             assert_close(statistics[1], statistics[0])
-            assert_close(statistics[:1], scheme.layer_statistics(Attention(alone, real[:1, 1:]), past[:1]))
-        assert_close(
-            scheme.token_scores(Attention(probs, real))[1], scheme.token_scores(Attention(alone, real[:1, 1:]))[0]
-        )
+            assert_close(statistics[:1], scheme.layer_statistics(paid(alone, real[:1, 1:]), past[:1]))
+        assert_close(scheme.token_scores(paid(probs, real))[1], scheme.token_scores(paid(alone, real[:1, 1:]))[0])
 
     def test_statistics_of_the_code(self):
         """E = 2 ln 2; V = .125 twice; κ: two points are one deviation from their mean, so 1 wherever they differ."""
         probs = torch.zeros(1, 1, 2, 4)
         probs[0, 0, 0, :2] = probs[0, 0, 1, 1:3] = 0.5
         real, past = torch.ones(1, 2, dtype=torch.bool), torch.ones(1, 4, dtype=torch.bool)
-        got = arkv().layer_statistics(Attention(probs, real), past)
+        got = arkv().layer_statistics(paid(probs, real), past)
         assert_close(got, torch.tensor([[2 * math.log(2), 0.25, 2.0]]))
 
     def test_statistics_of_the_paper(self):
         """Eqs. (3) to (5) of p = 1/2, 1/4, 1/4: deviations 1/6, -1/12, -1/12; the window's keys are left out."""
         probs = torch.tensor([0.4, 0.2, 0.2, 0.2]).view(1, 1, 1, 4)
         past = torch.tensor([[True, True, True, False]])
-        got = arkv(stats="paper").layer_statistics(Attention(probs, torch.ones(1, 1, dtype=torch.bool)), past)
+        got = arkv(stats="paper").layer_statistics(paid(probs, torch.ones(1, 1, dtype=torch.bool)), past)
         assert_close(got, torch.tensor([[1.5 * math.log(2), 1 / 72, 1.5]]))
 
     def test_flat_attention_has_no_kurtosis(self):
         probs, past = torch.full((1, 1, 1, 4), 0.25), torch.ones(1, 4, dtype=torch.bool)
-        got = arkv(stats="paper").layer_statistics(Attention(probs, torch.ones(1, 1, dtype=torch.bool)), past)
+        got = arkv(stats="paper").layer_statistics(paid(probs, torch.ones(1, 1, dtype=torch.bool)), past)
         assert_close(got, torch.tensor([[math.log(4), 0.0, 0.0]]))
 
     def test_strength(self):

@@ -1,0 +1,50 @@
+"""What a few queries pay each key: moments over the queries, for schemes that rank tokens by attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .dispatch import call, define, triton_slot
+
+LEAST = 1e-10
+"""What ARKV's released code adds to a probability before it takes the logarithm."""
+
+
+@define("attention_moments")
+def _attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+    columns, x = logits.shape[3], logits
+    if sinks is not None:
+        x = torch.cat([x, sinks[:, :, None, None].expand(-1, -1, x.shape[2], 1)], -1)
+    # Queries that see nothing: NaN.
+    probs = torch.softmax(x, -1).nan_to_num(0.0)[..., :columns]
+    weight = real[:, None, :, None].to(probs.dtype)
+    mean = (probs * weight).sum(2) / weight.sum(2).clamp(min=1)
+    square = ((probs - mean[:, :, None]) * weight).square_()
+    total = square.sum(2)
+    entropy = -(probs * (probs + LEAST).log() * weight).sum((1, 2, 3))
+    return torch.stack([mean, total, square.square_().sum(2)]), entropy
+
+
+@_attention_moments.register_fake
+def _(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+    rows, share, _, columns = logits.shape
+    return logits.new_empty(3, rows, share, columns), logits.new_empty(rows)
+
+
+triton_slot("attention_moments", "moments:attention_moments_triton")
+
+
+def attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Moments over the real queries of ``A = softmax(logits)``, and the queries' entropy.
+
+    Args:
+        logits: f32 (N, r, Q, n), -inf where a query does not see a key; one that sees none pays nothing.
+        sinks: f32 (N, r), logits that join the denominator only, or None.
+        real: bool (N, Q), queries that count.
+
+    Returns:
+        f32 (3, N, r, n): the mean of A over queries, and the sums of squares and of fourth powers of ``A - mean``. And
+        f32 (N,): ``-Σ A log(A + 1e-10)`` over query heads, queries and keys.
+    """
+    return call(_attention_moments, logits, logits, sinks, real)

@@ -1,0 +1,242 @@
+"""First prompts beyond a budget: cut without asking the device, and then what the general way would have left."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfkvq import ARKVCache
+from hfkvq.caches.evict import EvictingLayer
+from hfkvq.caches.peers import Peers
+from hfkvq.caches.schemes import Arkv
+from hfkvq.kernels.decode import LENGTH
+from tests.caches.driver import DIM, HEADS, SHARE, assert_close, make
+from tests.caches.models import build, prompt
+
+TIGHT = {"budget_tokens": 40, "window": 8, "page_size": 8}
+WHOLE = 2 * DIM * 2 + 4
+KNOBS = {
+    "mixed": {},
+    "origin": {"tiers": "origin"},
+    "quant": {"tiers": "quant"},
+    "four bits": {"low_bits": 4},
+    "recency": {"tiers": "origin", "score": "recency"},
+    "the paper's statistics": {"stats": "paper"},
+    "bytes": {"budget_tokens": None, "budget_bytes": 40 * WHOLE},
+    "bytes, few": {"budget_tokens": None, "budget_bytes": 40 * WHOLE, "tiers": "quant"},
+    "pages of other size": {"page_size": 32, "window": 5},
+}
+
+
+class Questions(TorchDispatchMode):
+    """Counts operations, and those by which the host asks the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.count = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        name = func.name()
+        if any(part in name for part in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")):
+            self.asked.append(name)
+        # What `tolist` and numbers need: copies to the host.
+        if name == "aten::_to_copy" and (kwargs or {}).get("device") == torch.device("cpu"):
+            self.asked.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def layers_of(knobs, count=3, **more):
+    layers = [make(Arkv(**TIGHT | knobs), **more) for _ in range(count)]
+    Peers(layers)
+    return layers
+
+
+def tensors(layer, rows, tokens, seed, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(rows, heads, tokens, DIM, generator=generator) for heads in (HEADS * SHARE, HEADS, HEADS)]
+    # Layers differ in how concentrated their attention is.
+    made[0] = made[0] * (0.3 + layer)
+    return [x.to(dtype) for x in made]
+
+
+def forward(layer, queries, keys, values, mask=None, softcap=0.0, sinks=None):
+    """What the "hfkvq" attention does; a prompt's own result is of no interest."""
+    layer.update(keys, values)
+    out = queries
+    if layer.begin(mask, queries.shape[2]):
+        out = layer.attend(queries, mask, DIM**-0.5, softcap, sinks)
+    layer.finish(queries, mask, DIM**-0.5, softcap, sinks)
+    return out
+
+
+def run(layers, rows, chunks, mask=None, dtype=torch.bfloat16, **more):
+    outs = []
+    for i, tokens in enumerate(chunks):
+        for at, layer in enumerate(layers):
+            queries, keys, values = tensors(at, rows, tokens, 10 * i + at, dtype)
+            outs.append(forward(layer, queries, keys, values, mask if i == 0 else None, **more))
+    return outs
+
+
+def general(monkeypatch):
+    monkeypatch.setattr(EvictingLayer, "_older_that_stay", lambda self, seen: 0)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", list(KNOBS))
+def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
+    """The same tokens in the same tiers, and the same from then on, trims and another prompt included."""
+    chunks = [90, 1, 1, *[1] * 20, 30, 1]
+    first, second = layers_of(KNOBS[name]), layers_of(KNOBS[name])
+    assert all(layer.first is None for layer in first)
+    got = run(first, rows, chunks)
+    with monkeypatch.context() as patch:
+        general(patch)
+        expected = run(second, rows, chunks)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.store.counters, b.store.counters)
+        assert torch.equal(a.store.dropped, b.store.dropped)
+        assert a.store.states == b.store.states
+        assert a._trim_at() == b._trim_at()
+        for side in ("keys", "values"):
+            assert torch.equal(a.dense(side), b.dense(side))
+
+
+@pytest.mark.parametrize("name", ["mixed", "bytes", "bytes, few", "origin"])
+def test_right_after_the_prompt(name, monkeypatch):
+    """Before any step: what is held, how long rows may be, when the next trim is, and how many bytes there are."""
+    first, second = layers_of(KNOBS[name]), layers_of(KNOBS[name])
+    run(first, 2, [90])
+    with monkeypatch.context() as patch:
+        general(patch)
+        run(second, 2, [90])
+    for a, b in zip(first, second, strict=True):
+        assert a.scores is None
+        assert a.first is None
+        assert a.cut is None
+        assert a.evicted
+        assert a.store.forgetful
+        assert a.strength is not None
+        assert_close(a.strength, b.strength)
+        assert torch.equal(a.store.counters, b.store.counters)
+        assert a.trim_at == b.trim_at
+        for side in ("keys", "values"):
+            assert torch.equal(a.dense(side), b.dense(side))
+        assert a.store.nbytes().total <= b.store.nbytes().total
+
+
+@pytest.mark.parametrize("name", ["mixed", "bytes, few"])
+def test_nothing_is_asked_but_once_for_all_layers(name):
+    layers = layers_of(KNOBS[name], 4)
+    for at, layer in enumerate(layers):
+        queries, keys, values = tensors(at, 2, 90, at)
+        with Questions() as watch:
+            forward(layer, queries, keys, values)
+        # Numbers of tokens that stay go to the host, of all layers in one tensor.
+        assert len(watch.asked) <= (2 if at == 3 else 1), (at, watch.asked)
+        if at < 3:
+            assert layer.first is not None
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks(kind, monkeypatch):
+    """Of the user's own, in full: some columns are hidden."""
+    mask = torch.ones(90, 90, dtype=torch.bool).tril()[None, None].clone()
+    mask[..., 20:30] = False
+    mask |= torch.eye(90, dtype=torch.bool)
+    if kind == "float":
+        mask = torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, torch.finfo(torch.bfloat16).min)
+    first, second = layers_of({}), layers_of({})
+    run(first, 2, [90, 1], mask)
+    with monkeypatch.context() as patch:
+        general(patch)
+        run(second, 2, [90, 1], mask)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.dense("keys"), b.dense("keys"))
+        # Scores are averaged over five neighbours.
+        assert (a.dense("keys")[:, :, 22:28] == 0).all()
+
+
+def test_softcap_and_sinks(monkeypatch):
+    more = {"softcap": 5.0, "sinks": torch.tensor([3.0, -1.0, 0.5, 2.0])}
+    first, second = layers_of({}), layers_of({})
+    run(first, 2, [90], dtype=torch.float32, **more)
+    plain = layers_of({})
+    run(plain, 2, [90], dtype=torch.float32)
+    general(monkeypatch)
+    run(second, 2, [90], dtype=torch.float32, **more)
+    for a, b, other in zip(first, second, plain, strict=True):
+        assert_close(a.strength, b.strength)
+        assert torch.equal(a.dense("keys"), b.dense("keys"))
+        assert not torch.allclose(a.strength, other.strength)
+
+
+def test_what_moves_before_tiers_are_final():
+    """A layer that has not seen the prompt yet: the others' rows move, a copy is made, a step comes."""
+    for change in ("reorder", "copy", "step", "pickle"):
+        layers = layers_of({}, 2)
+        first, last = layers
+        forward(first, *tensors(0, 2, 90, 1))
+        assert first.first is not None
+        if change == "reorder":
+            first.reorder_cache(torch.tensor([1, 0]))
+        elif change == "copy":
+            first = copy.deepcopy(first)
+            last = first.peers.layers[1]
+        elif change == "pickle":
+            first = pickle.loads(pickle.dumps(first))
+            last = first.peers.layers[1]
+        else:
+            forward(first, *tensors(0, 2, 1, 2))
+        forward(last, *tensors(1, 2, 90, 3))
+        for layer in (first, last):
+            assert layer.cut is None
+            assert layer.first is None
+            assert int(layer.store.counters[LENGTH].max()) <= 41
+        held = first.dense("keys")
+        keys = tensors(0, 2, 90, 1)[1]
+        keys = keys[[1, 0]] if change == "reorder" else keys
+        newest = keys[:, :, -8:]
+        assert torch.equal(held[:, :, 82:90].to(newest.dtype), newest)
+
+
+def test_no_memory_leaves_the_prompt_staged(monkeypatch):
+    from hfkvq.caches import cut
+
+    layers = layers_of({}, 1)
+    real = cut._gathered
+
+    def fails(*args):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(cut, "_gathered", fails)
+    queries, keys, values = tensors(0, 1, 90, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        forward(layers[0], queries, keys, values)
+    assert layers[0].staged_length == 90
+    assert layers[0].store.longest == 0
+    monkeypatch.setattr(cut, "_gathered", real)
+    forward(layers[0], *tensors(0, 1, 1, 2))
+    assert torch.equal(layers[0].dense("keys")[:, :, 83:90], keys[:, :, 83:])
+
+
+@pytest.mark.parametrize("capacity", [None, 160])
+def test_models(capacity, monkeypatch):
+    """Whole models, of which layers have strengths of their own; also at a fixed capacity."""
+    model = build("llama")
+    ids = prompt(2, 90)
+    outs = []
+    for way in ("cut", "general"):
+        with monkeypatch.context() as patch:
+            if way == "general":
+                general(patch)
+            cache = ARKVCache(model.config, **TIGHT, max_cache_len=capacity)
+            outs.append(model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False))
+    assert torch.equal(outs[0], outs[1])
