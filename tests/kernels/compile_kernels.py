@@ -411,6 +411,10 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
     for spec in ("s4;k0;v0;8t128p128/8t128p128|16t1p128/16t1p128", "s0;k0;v0;4t128p32/4t128p32|8t128p32/8t128p32"):
         with case(f"{spec}, tokens of the widest run"):
             steps_of_the_widest(fill(WideTokens(store=spec)))
+    for queries, sinks in ((32, None), (1, torch.zeros(2, 4))):
+        with case(f"moments over {queries} queries, {'no ' if sinks is None else ''}sinks"):
+            real = torch.ones(2, queries, dtype=torch.bool)
+            kernels.attention_moments(tensor(2, 4, 1000, queries, F32).mT, sinks, real)
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)
