@@ -411,10 +411,11 @@ def observe(
     call(_observe, q, q, sealed, sums, counts, weight)
 
 
-def seal_due(state: StepState, plan: StepPlan, tokens: int) -> None:
-    """Seals, into the last run, what `advance` found due."""
+def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:
+    """Seals, into the last run, what `advance` found due: keys (0), values (1) or both."""
     run, formats, index = state.runs[-1], plan.format.runs[-1], state.due_slots(plan, tokens)
-    for at, (side, fmt) in enumerate(zip(SIDES, formats, strict=True)):
+    for at in sides:
+        side, fmt = SIDES[at], formats[at]
         parts, source = (run.keys, run.values)[at], state.windows[2 + at]
         new = state.due_now[at]
         norm = None
@@ -426,24 +427,27 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
-def _beside(x: Tensor) -> Iterator[contextlib.AbstractContextManager[object]]:
-    """A context whose kernels become a branch of their own in the CUDA graph that is being recorded, if one is.
+def _beside(x: Tensor, branches: int) -> Iterator[list[contextlib.AbstractContextManager[object]]]:
+    """Contexts whose kernels become branches of their own in the CUDA graph that is being recorded, if one is.
 
-    The branch begins with what has been launched before and ends with this context. Where nothing is recorded its
-    kernels go to the same stream: to change streams costs more than they take.
+    Branches begin with what has been launched before and end with this context. Where nothing is recorded their kernels
+    go to the same stream: to change streams costs more than they take.
     """
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
-        yield contextlib.nullcontext()
+        yield [contextlib.nullcontext()] * branches
         return
-    main, side = torch.cuda.current_stream(x.device), _side_stream(x.device)
-    side.wait_stream(main)
-    yield torch.cuda.stream(side)
-    main.wait_stream(side)
+    main = torch.cuda.current_stream(x.device)
+    sides = [_side_stream(x.device, number) for number in range(branches)]
+    for side in sides:
+        side.wait_stream(main)
+    yield [torch.cuda.stream(side) for side in sides]
+    for side in sides:
+        main.wait_stream(side)
 
 
 def run_step(
@@ -469,15 +473,21 @@ def run_step(
             else:
                 mask = mask.repeat_interleave(fold, 0)
     advance(k, v, state, plan)
-    with _beside(q) as beside:
+    # Attention is as long as two kernels that find nothing to do. More than two in a row would be waited for.
+    long = due and (plan.query == "sum" or any(fmt.normed for fmt in plan.format.runs[-1]))
+    with _beside(q, 2 if long else 1) as beside:
         # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
-        with beside:
+        with beside[0]:
             if plan.query == "sum":
                 observe(q, state.sums, state.counts, state.sealed, state.weight)
             elif plan.query == "keep":
                 state.query.copy_(whole[:, :, -1:])
             if due:
-                seal_due(state, plan, k.shape[2])
+                seal_due(state, plan, k.shape[2], (0,))
+        # Values ask for no queries.
+        with beside[-1]:
+            if due:
+                seal_due(state, plan, k.shape[2], (1,))
         out = decode_attention(
             q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, early=True
         )
