@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from hfkvq.kernels.masks import has_room, step_mask
 
-from .handle import LazyKV
+from .handle import layer_of
 from .static import StaticKVLayer
 from .store import MAX_STEP
 from .traced import StepKV, traced_attention
@@ -49,26 +49,21 @@ def hfkvq_attention(
     scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
     if isinstance(key, StepKV):
         return _traced(module, query, key, attention_mask, scaling, kwargs), None
-    layer = key.hfkvq_layer if isinstance(key, LazyKV) and isinstance(value, LazyKV) else None
-    if (
-        layer is None
-        or value.hfkvq_layer is not layer  # type: ignore[union-attr]
-        or key.form != "bhsd"  # type: ignore[union-attr]
-        or value.form != "bhsd"  # type: ignore[union-attr]
-    ):
+    layer = layer_of(key, value)
+    if layer is None:
         return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if isinstance(layer, StaticKVLayer) and layer.takes_step(query.shape[2], attention_mask):
+    if layer.steps_plainly:
+        # Other masks differ from step to step.
+        plain = attention_mask is None or has_room(attention_mask)
+        if plain and kwargs.get("position_bias") is None and _sinks(kwargs) is None:
+            out = layer.plain_step(query, scaling, kwargs.get("softcap") or 0.0, attention_mask)
+            if out is not None:
+                return out, None
+    elif isinstance(layer, StaticKVLayer) and layer.takes_step(query.shape[2], attention_mask):
         bias, sinks = kwargs.get("position_bias"), _sinks(kwargs)
         mask = attention_mask if bias is None else _added(bias, attention_mask)
         out = layer.step_now(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks)
         return out.transpose(1, 2).contiguous(), None
-    # Other masks differ from step to step.
-    plain = attention_mask is None or has_room(attention_mask)
-    if plain and kwargs.get("position_bias") is None and _sinks(kwargs) is None:
-        out = layer.plain_step(query, scaling, kwargs.get("softcap") or 0.0, attention_mask)
-        if out is not None:
-            # One query: the same order in memory.
-            return out.view(out.shape[0], 1, out.shape[1], out.shape[3]), None
     pages = layer.begin(attention_mask, query.shape[2])
     mask = attention_mask
     if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):

@@ -119,7 +119,7 @@ def store_best(store: HeadwiseStore, keys: Tensor, values: Tensor, best: Tensor,
         # Out of memory, most likely.
         store.states, store.windows = before
         raise
-    store.runs[-1] = run
+    store.runs = [*store.runs[:-1], run]
     store.counters[START].fill_(evicted)
     store.counters[LENGTH].fill_(kept + tail)
     store.counters[-2:].fill_(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -75,7 +76,7 @@ def demote(store: KVStore, tags: Tensor) -> bool:
     table = torch.arange(store.batch * blocks, dtype=torch.int32, device=device).view(store.batch, blocks)
     room = blocks * formats[1][0].page_size - most_left
     pos = torch.nn.functional.pad(wide.pos.gather(1, staying), (0, room))
-    _place(grown, wide.pos.gather(1, leaving), have, gone, page)
+    grown = _placed(grown, wide.pos.gather(1, leaving), have, gone, page)
     store.runs = [grown, RunView(table, pos, *rebuilt)]
     store.counters[RUNS : RUNS + 2] += gone
     store.counters[RUNS + 2 : RUNS + 4] -= gone
@@ -99,8 +100,8 @@ def _grown(store: KVStore, view: RunView, blocks: int) -> RunView:
     return RunView(torch.cat([view.table, ids], 1), pos, *sides)
 
 
-def _place(view: RunView, moved: Tensor, have: Tensor, new: Tensor, page: int) -> None:
-    """Notes the positions ``moved`` (B, m) behind the ``have`` tokens of each row, and sorts the row's pages."""
+def _placed(view: RunView, moved: Tensor, have: Tensor, new: Tensor, page: int) -> RunView:
+    """With the positions ``moved`` (B, m) behind the ``have`` tokens of each row, and sorts the row's pages."""
     assert view.pos is not None
     slot = torch.arange(view.pos.shape[1], device=moved.device) - have[:, None]
     inside = (slot >= 0) & (slot < new[:, None])
@@ -110,5 +111,5 @@ def _place(view: RunView, moved: Tensor, have: Tensor, new: Tensor, page: int) -
     # Free blocks stay behind.
     newest = torch.where(full, paged.amax(2), torch.iinfo(torch.int32).max)
     order = newest.argsort(dim=1, stable=True)
-    view.table = view.table.gather(1, order)
-    view.pos = paged.gather(1, order[:, :, None].expand_as(paged)).flatten(1)
+    table = view.table.gather(1, order)
+    return replace(view, table=table, pos=paged.gather(1, order[:, :, None].expand_as(paged)).flatten(1))

@@ -10,6 +10,7 @@ from hfkvq.kernels.line import Observing
 from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
 
+from .routing import ColumnTags
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
 
@@ -95,7 +96,13 @@ class HeadwiseStore(KVStore):
         mask = None if mask is None else fold_mask(mask, self.fold)
         q, k, v = self.folded(query), self.folded(keys), self.folded(values)
         done = super().step(q, k, v, scaling, softcap, mask, seals)
-        return None if done is None else (self.unfolded(done[0]), done[1])
+        if done is None:
+            return None
+        out, due = done
+        if out.shape[1] == 1:
+            # In one go, as it lies.
+            return out.view(out.shape[0] // self.fold, 1, -1, out.shape[3]), due
+        return self.unfolded(out.transpose(1, 2)).transpose(1, 2), due
 
     def extend(
         self,
@@ -104,7 +111,7 @@ class HeadwiseStore(KVStore):
         padding: Padding | None = None,
         hold: int = 0,
         q_abs: Tensor | None = None,
-        tags: Tensor | None = None,
+        tags: ColumnTags | None = None,
     ) -> None:
         """See `KVStore.extend`; statistics of queries and tags are the layer's, and are not for folded rows."""
         super().extend(self.folded(keys), self.folded(values), self.folded_padding(padding), hold)

@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import MAX_STEP, observe
 
 from .demote import demote
-from .handle import LazyKV, handles
+from .handle import LazyKV, Spare, handles
+from .routing import ColumnTags
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
 from .tokens import TokenRecord
@@ -38,6 +40,10 @@ def _warn_without_tags(scheme: str) -> None:
     )
 
 
+def _nothing() -> None:
+    return None
+
+
 class PaddingReader:
     """Finds the padding in attention masks, once per mask: all layers of a forward are given the same one."""
 
@@ -45,6 +51,8 @@ class PaddingReader:
         self._mask: weakref.ref[Tensor] | None = None
         self._key: tuple[int, int, int] | None = None
         self.found: Padding | None = None
+        # Handles that the layers of a cache share, while there is a cache.
+        self.spare: Callable[[], Spare | None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
         """A fresh reader: it holds nothing worth copying."""
@@ -418,7 +426,7 @@ class KVLayer(CacheLayerMixin):
             mask: see `attend`.
 
         Returns:
-            (B, Hq, 1, Dv) of a query (B, Hq, 1, D); None where it has to go step by step; nothing is done then.
+            (B, 1, Hq, Dv), as models take it; None where it has to go step by step: nothing is done then.
         """
         store = self.store
         if not self.steps_plainly or store is None or self.staged is None or query.shape[2] != 1:
@@ -510,11 +518,12 @@ class KVLayer(CacheLayerMixin):
         if store is None:
             return
         if self.staged is not None:
-            before = sealed_count(store.counters, "keys")
+            before = None if self.query_sum is None else sealed_count(store.counters, "keys")
             store.extend(*self.staged, self.padding, self._hold(), self._query_mean(), self._tags())
             # Not earlier: if there was no memory, the tokens are still staged.
             self.staged = self.padding = None
-            self._forget_queries(before)
+            if before is not None:
+                self._forget_queries(before)
         elif self.uncommitted and commit:
             self._commit()
         self.uncommitted = self.uncommitted and not commit
@@ -531,13 +540,13 @@ class KVLayer(CacheLayerMixin):
                 self._forget_queries(before)
         self.padding, self.uncommitted = None, False
 
-    def _tags(self) -> Tensor | None:
+    def _tags(self) -> ColumnTags | None:
         if "tags" not in self.scheme.needs:
             return None
         if self.tokens is None:
             _warn_without_tags(self.scheme.name)
             return None
-        return self.tokens.tags_on(self._held().device)
+        return self.tokens.shared_tags(self._held().device)
 
     def _is_tagged(self) -> bool:
         """Whether any token in the tail may have a tag."""

@@ -214,6 +214,15 @@ class Scheme:
         """
         return type(self).token_bits is Scheme.token_bits
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether `token_bits` looks at keys or values.
+
+        If not, it may be given anything of their shape, and is asked once for all layers that hold their tokens alike.
+        Not true of schemes that leave `token_bits` as it is.
+        """
+        return type(self).token_bits is not Scheme.token_bits
+
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
         """What the tuner searches unless told otherwise: ranges and choices by knob, as the knobs name them."""
         ranges = {field.name: field.metadata.get("search") for field in dataclasses.fields(self)}

@@ -64,7 +64,7 @@ class Ahead(NamedTuple):
     shortest: int
 
 
-def _target(rest: int, sealed: int, local: int, unit: int) -> int:
+def target(rest: int, sealed: int, local: int, unit: int) -> int:
     """Tokens behind the sink that should be sealed when ``rest`` are there."""
     return max(sealed, max(rest - local, 0) // unit * unit)
 
@@ -87,8 +87,8 @@ def ahead(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, ho
         behind = max(length - windows.sink, 0) + tokens
         need_keys, need_values = max(need_keys, behind - keys), max(need_values, behind - values)
         rest = max(length + tokens - windows.sink, 0)
-        new_keys = _target(rest, keys, local[0], windows.unit[0])
-        new_values = _target(rest, values, local[1], windows.unit[1])
+        new_keys = target(rest, keys, local[0], windows.unit[0])
+        new_values = target(rest, values, local[1], windows.unit[1])
         due_keys, due_values = max(due_keys, new_keys - keys), max(due_values, new_values - values)
         most = max(most, new_keys, new_values)
         lengths.append(length)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, RUNS, START
-from hfkvq.kernels.pages import RunView
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
 
 from .clock import Clock
@@ -544,7 +543,7 @@ def _adopt(store: KVStore, state: StepState, plan: StepPlan) -> None:
     for at, (own, new) in enumerate(zip(store.windows, state.windows, strict=True)):
         if own is not new:
             new.copy_(own)
-            store.windows[at] = new
+            store.windows = [*store.windows[:at], new, *store.windows[at + 1 :]]
     for i, (own, new) in enumerate(zip(store.runs, state.runs, strict=True)):
         blocks, have = plan.blocks[i], own.table.shape[1]
         pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
@@ -560,4 +559,4 @@ def _adopt(store: KVStore, state: StepState, plan: StepPlan) -> None:
                 raw[target] = held[source]
         if own.pos is not None and new.pos is not None and own.pos is not new.pos:
             new.pos[:, : own.pos.shape[1]].copy_(own.pos)
-        store.runs[i] = RunView(new.table, new.pos, list(new.keys), list(new.values))
+        store.runs = [*store.runs[:i], new, *store.runs[i + 1 :]]

@@ -20,20 +20,21 @@ amount of padding in the batch), which says whether a seal is due and how much r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count, sealed_count
-from hfkvq.kernels.line import Observing, Sealing
+from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count
+from hfkvq.kernels.line import Held, Observing, Sealing
 from hfkvq.kernels.pages import RunView, Side
 
-from .scheme import UNTAGGED, Layout, Scheme, SideLayout
+from .routing import ColumnTags, Counters, Ground, Route, Source, Tally, sealed_widely, work_out
+from .scheme import Layout, Scheme, SideLayout
 from .states import Ahead, RowState, WindowSizes, ahead
 
 SIDES: tuple[Side, Side] = ("keys", "values")
@@ -111,30 +112,6 @@ def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
     return torch.minimum(torch.maximum(x, -limit), limit)
 
 
-class Source(NamedTuple):
-    """What tokens are sealed from.
-
-    Attributes:
-        tensor: (B, H, L, D).
-        columns: where in it tokens behind the sink stand; None: it is the tail, a ring.
-        first: where the oldest one stands that is not sealed, and its successors behind it, if that is so in every row.
-    """
-
-    tensor: Tensor
-    columns: Callable[[Tensor], Tensor] | None = None
-    first: int | None = None
-
-    def oldest(self, count: Tensor, span: int) -> Tensor:
-        """i32 (B, span): where the oldest tokens stand of which none is sealed, ``count`` (i32 (B,)) of them are."""
-        rows, length = count.shape[0], self.tensor.shape[2]
-        if self.first is not None:
-            index = torch.arange(self.first, self.first + span, dtype=torch.int32, device=count.device)
-            return index.clamp(max=length - 1).expand(rows, -1).contiguous()
-        assert self.columns is not None, "a tail's slots are counted by `kernels.due`"
-        behind = count[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
-        return self.columns(behind).clamp(0, length - 1).to(torch.int32)
-
-
 class KVStore:
     """Storage of one layer.
 
@@ -175,6 +152,7 @@ class KVStore:
             for key_format, value_format in runs
         ]
         self.states = frozenset({RowState(0, 0, 0)})
+        self.tally = self._empty_tally()
         # Of several runs: no row had more tokens in its last run and its tail when the longest row had so many. What
         # came since may be there as well.
         self.wide_bound = (0, 0)
@@ -190,9 +168,53 @@ class KVStore:
     def _window(self, length: int, side: Side) -> Tensor:
         return torch.zeros(self.batch, self.heads, length, self.dims[side], dtype=self.dtype, device=self.device)
 
+    # Whoever gives a store another tensor does it here, since what is known of tensors is forgotten here.
+
+    @property
+    def counters(self) -> Tensor:
+        """i32 (2 + 2*runs, B)."""
+        return self._counters
+
+    @counters.setter
+    def counters(self, counters: Tensor) -> None:
+        self._counters, self._held = counters, None
+
+    @property
+    def windows(self) -> tuple[Tensor, ...]:
+        """Sink keys, sink values, tail keys, tail values."""
+        return self._windows
+
+    @windows.setter
+    def windows(self, windows: Sequence[Tensor]) -> None:
+        self._windows, self._held = tuple(windows), None
+
+    @property
+    def runs(self) -> tuple[RunView, ...]:
+        """Pages of each run."""
+        return self._runs
+
+    @runs.setter
+    def runs(self, runs: Sequence[RunView]) -> None:
+        self._runs, self._held = tuple(runs), None
+
+    def _set_window(self, at: int, window: Tensor) -> None:
+        self.windows = [*self.windows[:at], window, *self.windows[at + 1 :]]
+
+    def _set_run(self, run: int, **parts: Any) -> None:
+        self.runs = [*self.runs[:run], replace(self.runs[run], **parts), *self.runs[run + 1 :]]
+
+    @property
+    def held(self) -> Held:
+        """Counters, windows and runs, with what steps remember of them."""
+        held = self._held
+        if held is None:
+            runs = [tensor for run in self.runs for tensor in run.flat()]
+            held = self._held = Held(self.counters, self.windows, runs, self.format)
+        return held
+
     def flat_runs(self) -> list[Tensor]:
         """All runs' tensors in the order ops take them."""
-        return [tensor for run in self.runs for tensor in run.flat()]
+        return [*self.held.runs]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the store holds."""
@@ -235,14 +257,24 @@ class KVStore:
             for lead in padding.amounts
         )
 
+    def _empty_tally(self) -> Tally | None:
+        """Of counters that are all 0, where somebody may ask: only tags lead layers alike."""
+        return Tally.empty(self.counters, self.states) if "tags" in self.scheme.needs else None
+
+    def _counted(self) -> Counters | None:
+        """The counters, if the host knows them."""
+        return None if self.tally is None else self.tally.now(self.states, self._sizes)
+
     def _advance(self, tokens: int, padding: Padding | None) -> None:
         """Counts new tokens, on the device and among the host's states."""
         self.states = self._later(tokens, padding)
         if padding is None:
-            self.counters[LENGTH] += tokens
+            self.counters[LENGTH].add_(tokens)
         else:
-            self.counters[START] += padding.lead
-            self.counters[LENGTH] += tokens - padding.lead
+            # Which row has how much of it, the host does not know.
+            self.tally = None
+            self.counters[START].add_(padding.lead)
+            self.counters[LENGTH].add_(tokens - padding.lead)
 
     def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
         """Appends a few tokens to sink and tail; seals nothing. ``fits`` must hold.
@@ -287,26 +319,24 @@ class KVStore:
             observing: where the queries are added; None for nowhere.
 
         Returns:
-            (B, Hq, t, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
+            (B, t, Hq, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
             tokens do not fit: nothing is done then.
         """
-        tokens, windows = keys.shape[2], self.windows
-        then = self.ahead(tokens)
+        tokens, held = keys.shape[2], self._held or self.held
+        then = ahead(self.states, self._sizes, tokens)
         # What a row begins with may be padding, if there is a mask.
         if not self._is_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):
             return None
-        if then.needs[0] > windows[2].shape[2] or then.needs[1] > windows[3].shape[2]:
+        if then.needs[0] > held.tails[0] or then.needs[1] > held.tails[1]:
             self._grow_tails(tokens)
-        due, sealing = any(then.due), None
+            held = self.held
+        due, sealing = then.due != (0, 0), None
         if seals and due and self._seals_plainly:
             # With more pages attention would share them out in another way, and `commit` makes them afterwards.
-            room = self.runs[0].table.shape[1] >= self._blocks(then.most)
+            room = held.blocks >= self._blocks(then.most)
             if room and kernels.line.seals_with_steps(self.format, then.due):
                 sealing = Sealing(self._sizes.local, self._sizes.unit, then.due)
-        out = kernels.append_attend(
-            query, keys, values, self.counters, self.windows, self.flat_runs(), scaling, softcap, self.format, sealing,
-            observing, mask,
-        )  # fmt: skip
+        out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
         if out is None:
             return None
         self.states = then.joined if sealing is None else then.sealed
@@ -321,19 +351,24 @@ class KVStore:
         # Column of row token x among the new ones.
         shift = (0 if padding is None else padding.lead) - old
         rest = (self.counters[LENGTH] - sink)[:, None]
+        found: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
         for at, x in enumerate((keys, values, keys, values)):
             window = self.windows[at]
-            slot = torch.arange(window.shape[2], dtype=torch.int32, device=self.device)[None]
-            token = slot
-            if at >= 2:
-                behind = rest - 1 - (rest - 1 - slot) % window.shape[2]
-                token = torch.where(behind >= 0, behind + sink, -1)
-            column = token + shift[:, None]
-            new = (token >= old[:, None]) & (column >= 0) & (column < x.shape[2])
-            if x.shape[2] and window.shape[2]:
-                index = column.clamp(0, x.shape[2] - 1).long()[:, None, :, None]
-                picked = x.gather(2, index.expand(-1, self.heads, -1, x.shape[3]))
-                window.copy_(torch.where(new[:, None, :, None], picked, window))
+            # The same for keys and values, where their tails are of one length.
+            kind = at >= 2, window.shape[2]
+            if not window.shape[2] or not x.shape[2]:
+                continue
+            if kind not in found:
+                token = slot = torch.arange(window.shape[2], dtype=torch.int32, device=self.device)[None]
+                if at >= 2:
+                    behind = rest - 1 - (rest - 1 - slot) % window.shape[2]
+                    token = torch.where(behind >= 0, behind + sink, -1)
+                column = token + shift[:, None]
+                new = (token >= old[:, None]) & (column >= 0) & (column < x.shape[2])
+                found[kind] = column.clamp(0, x.shape[2] - 1).long()[:, None, :, None], new[:, None, :, None]
+            index, new = found[kind]
+            picked = x.gather(2, index.expand(-1, self.heads, -1, x.shape[3]))
+            window.copy_(torch.where(new, picked, window))
 
     def _copy_to_windows(self, keys: Tensor, values: Tensor) -> None:
         """The same where all rows are alike, so that the host knows the slots: a few copies of what lies together."""
@@ -358,7 +393,7 @@ class KVStore:
         padding: Padding | None = None,
         hold: int = 0,
         q_abs: Tensor | None = None,
-        tags: Tensor | None = None,
+        tags: ColumnTags | None = None,
     ) -> None:
         """Takes a prompt: seals what may be sealed straight from it and keeps the rest in the windows.
 
@@ -368,52 +403,45 @@ class KVStore:
             padding: padding among them, or None.
             hold: newest tokens that must stay unsealed, beyond what the layout says (see `reserve_tail`).
             q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
-            tags: u8 (B, n), tag of each of the first n logical columns; see `Scheme.token_bits`.
+            tags: of the first logical columns; see `Scheme.token_bits`.
         """
         if padding is not None and padding.source is not None:
             source = padding.source[:, None, :, None]
             keys = keys.gather(2, source.expand_as(keys))
             values = values.gather(2, source.expand_as(values))
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
-        counters, states, fresh = self.counters.clone(), self.states, self.longest == 0
-        old = counters[LENGTH]
+        counters, states, tally, fresh = self.counters.clone(), self.states, self.tally, self.longest == 0
+        ground = None if tags is None else Ground(counters, self._counted(), padding)
         self._advance(keys.shape[2], padding)
-        # Column of row token x in `source`: new tokens stand behind the tail, if there is one.
-        shift = (0 if padding is None else padding.lead) - old
-
         alike = fresh and padding is None and len(states) == 1
 
         def source_of(x: Tensor, tail: Tensor) -> Source:
-            width = 0 if fresh else tail.shape[2]
-
-            def columns(behind: Tensor) -> Tensor:
-                new = behind + self.layout.sink + shift[:, None]
-                return new if fresh else torch.where(new >= 0, new + width, behind % width)
-
-            return Source(x if fresh else torch.cat([tail, x], 2), columns, self.layout.sink if alike else None)
+            first = self.layout.sink if alike else None
+            return Source(x if fresh else torch.cat([tail, x], 2), 0 if fresh else tail.shape[2], x.shape[2], first)
 
         try:
-            self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags)
+            self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, ground)
             self._grow_tails(1, fresh)
         except BaseException:
             # Out of memory, most likely. What was written lies in pages that nobody reads yet.
             self.counters.copy_(counters)
-            self.states = states
+            self.states, self.tally = states, tally
             raise
-        self._fill_windows(keys, values, old, padding)
+        self._fill_windows(keys, values, counters[LENGTH], padding)
 
-    def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: Tensor | None = None) -> bool:
+    def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: ColumnTags | None = None) -> bool:
         """Seals what has left the windows; does nothing, and asks the device nothing, when nothing is due.
 
         Args:
             hold: newest tokens that must stay unsealed, beyond what the layout says.
             q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
-            tags: u8 (B, n), tag of each of the first n logical columns; see `Scheme.token_bits`.
+            tags: of the first logical columns; see `Scheme.token_bits`.
 
         Returns:
             Whether a seal was due in some row.
         """
-        return self._seal(Source(self.windows[2]), Source(self.windows[3]), hold, q_abs, tags)
+        keys, values = (Source(tail, tail.shape[2]) for tail in self.windows[2:])
+        return self._seal(keys, values, hold, q_abs, tags)
 
     def is_due(self, hold: int = 0) -> bool:
         """Whether some row has something to seal now."""
@@ -425,19 +453,22 @@ class KVStore:
         values: Source,
         hold: int,
         q_abs: Tensor | None,
-        tags: Tensor | None,
+        tags: ColumnTags | None,
+        ground: Ground | None = None,
     ) -> bool:
         then = self.ahead(hold=hold)
         most = then.due
         if not any(most):
             return False
-        from_tail = keys.columns is None and values.columns is None
+        from_tail = not keys.tokens
         plain = tags is None and self._seals_widely and (from_tail or keys.first is not None)
         if not self.format.ordered and not plain:
-            held = self._seal_by_width(keys, values, most[0], hold, tags)
+            route = self._seal_by_width((keys, values), most[0], hold, tags, ground)
             self.states = then.sealed
-            self.know_wide(held)
+            self.know_wide(route.held)
+            self.tally = None if tags is None else Tally(route.after, self.states)
             return True
+        known = self._counted()
         sink, (keys_local, values_local), unit = self._sizes
         local = max(keys_local, hold), max(values_local, hold)
         run, sealed = len(self.runs) - 1, then.most
@@ -451,14 +482,15 @@ class KVStore:
             kernels.seal_tail(self.counters, self.windows, view, local, unit, most, self.format, rule)
         else:
             # Slots of the tail, where it is tails that are sealed from.
-            asked = (0 if keys.columns else most[0], 0 if values.columns else most[1])
+            asked = most if from_tail else (0, 0)
             tails = (self.windows[2].shape[2], self.windows[3].shape[2])
             found = kernels.due(self.counters, sink, tails, local, unit, asked)
             try:
                 for at, (side, source) in enumerate(zip(SIDES, (keys, values), strict=True)):
                     if most[at]:
                         count = found.count[at]
-                        index = found.index[at] if source.columns is None else source.oldest(count, most[at])
+                        length = self.counters[LENGTH]
+                        index = found.index[at] if from_tail else source.oldest(count, most[at], length, sink)
                         self._seal_run(run, side, count, found.new[at], source.tensor, index, q_abs)
                 if view.pos is not None:
                     view.pos[:, : most[0]] = torch.arange(sink, sink + most[0], device=self.device)
@@ -466,6 +498,7 @@ class KVStore:
                 found.take_back(self.counters)
                 raise
         self.states = then.sealed
+        self.tally = None if known is None else Tally(sealed_widely(known, self._sizes, hold), self.states)
         return True
 
     @property
@@ -475,8 +508,9 @@ class KVStore:
         return held + self.longest - longest
 
     def know_wide(self, held: int) -> None:
-        """Notes that no row's last run holds more tokens than ``held`` now."""
+        """Notes that tokens have come to other runs, and that no row's last one holds more than ``held`` now."""
         self.wide_bound = held + max(self.ahead().needs), self.longest
+        self.tally = None
 
     @cached_property
     def _seals_plainly(self) -> bool:
@@ -523,81 +557,31 @@ class KVStore:
 
     def _seal_by_width(
         self,
-        keys: Source,
-        values: Source,
+        sources: tuple[Source, Source],
         bound: int,
         hold: int,
-        tags: Tensor | None,
-    ) -> int:
-        """Routes the tokens that leave the tail to the run of their width.
-
-        Tokens that do not fill a page of a format per channel go to the next wider run.
-
-        Returns:
-            The most tokens that any row has in its last run then.
-        """
-        layout = self.layout.keys
-        sealed = sealed_count(self.counters, "keys")
-        rest = (self.counters[LENGTH] - self.layout.sink).clamp(min=0)
-        target = (rest - max(layout.local, hold)).clamp(min=0) // layout.unit * layout.unit
-        new = (target - sealed).clamp(min=0)
-        step = torch.arange(bound, dtype=torch.int32, device=self.device)
-        behind = sealed[:, None] + step
-        position = behind + self.layout.sink
-        indices = [
-            behind % source.shape[2] if columns is None else columns(behind).clamp(0, source.shape[2] - 1)
-            for source, columns, _ in (keys, values)
-        ]
-        gathered = [
-            source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
-            for (source, *_), index in zip((keys, values), indices, strict=True)
-        ]
-        bits = self.scheme.token_bits(gathered[0], gathered[1], position, self._tags_at(position, tags))
-        run_of = torch.full_like(position, len(self.runs) - 1)
-        if bits is not None:
-            for i in range(len(self.runs) - 1):
-                run_of = torch.where(bits == self.format.runs[i][0].bits, i, run_of)
-        run_of = torch.where(step < new[:, None], run_of, len(self.runs))
-        wide = 0
-        for i, (fmt, _) in enumerate(self.format.runs):
-            mine = run_of == i
-            taken = mine.sum(1, dtype=torch.int32)
-            if fmt.whole:
-                whole = taken // fmt.page_size * fmt.page_size
-                rank = mine.cumsum(1)
-                run_of = torch.where(mine & (rank > whole[:, None]), i + 1, run_of)
-                mine, taken = run_of == i, whole
-            order = torch.argsort(mine.to(torch.int8), dim=1, descending=True, stable=True)
-            count = run_count(self.counters, i, "keys").clone()
-            # Widths come from data, so the room they need does too: the one place where the host asks the device.
-            most, need = torch.stack([taken.max(), (count + taken).max()]).tolist()
-            wide = need
-            if not most:
+        tags: ColumnTags | None,
+        ground: Ground | None,
+    ) -> Route:
+        """Sends the tokens that leave the tail to the run of their width; counts them when all are there."""
+        if tags is None or self.scheme.reads_tokens:
+            codes = None if tags is None else tags.codes
+            route = work_out(self.counters, self.layout, self.scheme, sources, bound, hold, codes)
+        else:
+            ground = Ground(self.counters, self._counted(), None) if ground is None else ground
+            route = tags.route(self.counters, self.layout, self.scheme, sources, bound, hold, ground)
+        for i, path in enumerate(route.paths):
+            if path is None:
                 continue
-            self._grow(i, -(-need // fmt.page_size))
-            span = -(-most // fmt.page_size) * fmt.page_size
-            order = torch.nn.functional.pad(order, (0, max(span - bound, 0)))[:, :span]
-            view = self.runs[i]
+            self._grow(i, -(-path.held // self.format.runs[i][0].page_size))
+            view, count = self.runs[i], run_count(self.counters, i, "keys")
             if view.pos is None:
                 raise AssertionError("a run of several has positions")
-            slot = count[:, None] + torch.arange(span, device=self.device)
-            at = slot.clamp(max=view.pos.shape[1] - 1).long()
-            inside = torch.arange(span, device=self.device) < taken[:, None]
-            rows = torch.arange(self.batch, device=self.device)[:, None].expand_as(at)[inside]
-            view.pos[rows, at[inside]] = position.gather(1, order)[inside]
-            for side, (source, *_), index in zip(("keys", "values"), (keys, values), indices, strict=True):
-                index = index.gather(1, order).to(torch.int32)
-                self._seal_run(i, side, count, taken, source, index)  # type: ignore[arg-type]
-            self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] += taken
-        return wide
-
-    def _tags_at(self, position: Tensor, tags: Tensor | None) -> Tensor | None:
-        """Tags of row positions (B, m): logical columns count the padding that a row began with."""
-        if tags is None or not tags.shape[1]:
-            return None
-        column = self.counters[START][:, None] + position
-        found = tags.gather(1, column.clamp(0, tags.shape[1] - 1).long())
-        return torch.where(column < tags.shape[1], found, UNTAGGED)
+            view.pos.index_put_(path.place, path.position)
+            for side, source, index in zip(SIDES, sources, path.columns, strict=True):
+                self._seal_run(i, side, count, path.taken, source.tensor, index)
+        self.counters[RUNS:].add_(route.added)
+        return route
 
     # Room.
 
@@ -615,19 +599,20 @@ class KVStore:
             blocks = max(blocks, int(have * GROWTH) + 1)
         first, extra = view.keys[0].shape[0], self.batch * (blocks - have)
         ids = torch.arange(first, first + extra, dtype=torch.int32, device=self.device).view(self.batch, -1)
-        table, pos = torch.cat([view.table, ids], 1), view.pos
+        table, pos = torch.cat([view.table, ids], 1) if have else ids, view.pos
         if pos is not None:
-            pos = torch.nn.functional.pad(pos, (0, (blocks - have) * self.format.runs[run][0].page_size))
+            more = pos.new_zeros(self.batch, (blocks - have) * self.format.runs[run][0].page_size)
+            pos = torch.cat([pos, more], 1) if have else more
         self._enlarge(run, extra)
         # Last: if there was no memory, nobody counts on the room.
-        view.table, view.pos = table, pos
+        self._set_run(run, table=table, pos=pos)
 
     def _enlarge(self, run: int, pages: int) -> None:
         view, grown = self.runs[run], []
         for side, fmt, parts in zip(SIDES, self.format.runs[run], (view.keys, view.values), strict=True):
             extra = fmt.allocate(side, pages, self.heads, self.dims[side], self.dtype, self.device)
             grown.append([torch.cat([x, more]) if x.shape[0] else more for x, more in zip(parts, extra, strict=True)])
-        view.keys[:], view.values[:] = grown
+        self._set_run(run, keys=grown[0], values=grown[1])
 
     def reserve_tail(self, hold: int) -> None:
         """Lets the tail grow to hold ``hold`` tokens that stay unsealed."""
@@ -651,14 +636,14 @@ class KVStore:
         # A crop may leave more in the tail than the layout would, hence the outer max.
         need = max(need, min(2 * have, self.tail_limit[side]))
         if empty:
-            self.windows[at] = self._window(need, side)
+            self._set_window(at, self._window(need, side))
             return
         where = column_positions(self.format, self.counters, self.runs, have, side)[:, -have:]
         # Slots that hold nothing share one target outside the window and are cut off with it.
         slot = torch.where(where > ABSENT, (where - self.layout.sink) % need, need).long()
         grown = torch.nn.functional.pad(self._window(need, side), (0, 0, 0, 1))
         grown.scatter_(2, slot[:, None, :, None].expand(-1, self.heads, -1, tail.shape[3]), tail)
-        self.windows[at] = grown[:, :, :need].contiguous()
+        self._set_window(at, grown[:, :, :need].contiguous())
 
     # Reading.
 
@@ -708,7 +693,7 @@ class KVStore:
                 self._reopen(at, side, layout, rest)  # type: ignore[arg-type]
         self.counters[LENGTH] = length
         self.counters[START] = self.counters[START].clamp(max=seen - tokens)
-        self.states = frozenset(states)
+        self.states, self.tally = frozenset(states), None
         if reopens:
             # Those that are gone may have been in another run.
             self.wide_bound = wide, self.longest
@@ -756,22 +741,23 @@ class KVStore:
         padded = torch.nn.functional.pad(tail, (0, 0, 0, 1))
         slot = torch.where(back, behind % tail.shape[2], tail.shape[2]).long()
         padded.scatter_(2, slot[:, None, :, None].expand_as(values), values)
-        self.windows[at] = padded[:, :, : tail.shape[2]].contiguous()
+        self._set_window(at, padded[:, :, : tail.shape[2]].contiguous())
         self.counters[RUNS + (side == "values")] = kept
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
         rows = rows.to(self.device)
         grown = rows.shape[0] - self.batch
-        for run, view in enumerate(self.runs):
+        for run in range(len(self.runs)):
             if grown > 0:
-                self._enlarge(run, grown * view.table.shape[1])
+                self._enlarge(run, grown * self.runs[run].table.shape[1])
             self._share(run, rows)
-            if view.pos is not None:
-                view.pos = view.pos[rows]
+            pos = self.runs[run].pos
+            if pos is not None:
+                self._set_run(run, pos=pos[rows])
         self.counters, self.dropped = self.counters[:, rows].contiguous(), self.dropped[rows]
         self.windows = [window[rows] for window in self.windows]
-        self.batch = rows.shape[0]
+        self.batch, self.tally = rows.shape[0], None
 
     def _part(self) -> None:
         """Gives every page that is not full to one row only."""
@@ -784,7 +770,7 @@ class KVStore:
         view = self.runs[run]
         blocks = view.table.shape[1]
         if not blocks:
-            view.table = view.table[rows]
+            self._set_run(run, table=view.table[rows])
             return
         page = self.format.runs[run][0].page_size
         counts = torch.stack([run_count(self.counters, run, "keys"), run_count(self.counters, run, "values")])
@@ -797,13 +783,14 @@ class KVStore:
         free = torch.argsort(used[:pages], stable=True)
         rank = (~shared).flatten().cumsum(0) - 1
         fresh = free[rank.clamp(min=0)].view(table.shape).to(torch.int32)
-        view.table = torch.where(shared, table, fresh)
+        own = torch.where(shared, table, fresh)
+        self._set_run(run, table=own)
         # Keys run ahead of values by at most the local window and a seal unit; those blocks are copied.
         ahead = max(self.layout.keys.local, self.layout.values.local)
         ahead += max(self.layout.keys.unit, self.layout.values.unit)
         offset = torch.arange(min(-(-ahead // page) + 1, blocks), device=self.device)
         block = (full[:, None] + offset).clamp(max=blocks - 1).long()
-        source, target = table.gather(1, block).long(), view.table.gather(1, block).long()
+        source, target = table.gather(1, block).long(), own.gather(1, block).long()
         for part in (*view.keys, *view.values):
             raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
             raw[target.flatten()] = raw[source.flatten()]
@@ -811,17 +798,18 @@ class KVStore:
     def select(self, rows: Tensor) -> None:
         """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back."""
         rows = rows.to(self.device)
-        for view in self.runs:
-            ids = view.table[rows].flatten().long()
-            view.keys[:] = [self._rows(part, ids) for part in view.keys]
-            view.values[:] = [self._rows(part, ids) for part in view.values]
-            shape = (rows.shape[0], view.table.shape[1])
-            view.table = torch.arange(ids.shape[0], dtype=torch.int32, device=self.device).view(shape)
-            if view.pos is not None:
-                view.pos = view.pos[rows]
+        # One side after the other, and no longer name for what is given back.
+        for run in range(len(self.runs)):
+            table, pos = self.runs[run].table, self.runs[run].pos
+            ids = table[rows].flatten().long()
+            self._set_run(run, keys=[self._rows(part, ids) for part in self.runs[run].keys])
+            self._set_run(run, values=[self._rows(part, ids) for part in self.runs[run].values])
+            own = torch.arange(ids.shape[0], dtype=torch.int32, device=self.device)
+            own = own.view(rows.shape[0], table.shape[1])
+            self._set_run(run, table=own, pos=None if pos is None else pos[rows])
         self.counters, self.dropped = self.counters[:, rows].contiguous(), self.dropped[rows]
         self.windows = [window[rows] for window in self.windows]
-        self.batch = rows.shape[0]
+        self.batch, self.tally = rows.shape[0], None
 
     @staticmethod
     def _rows(part: Tensor, ids: Tensor) -> Tensor:
@@ -834,6 +822,7 @@ class KVStore:
         self.counters.zero_()
         self.dropped.zero_()
         self.states = frozenset({RowState(0, 0, 0)})
+        self.tally = self._empty_tally()
         self.wide_bound = (0, 0)
         self._part()
 
@@ -842,11 +831,13 @@ class KVStore:
         self.counters = self.counters.to(device, non_blocking=non_blocking)
         self.dropped = self.dropped.to(device, non_blocking=non_blocking)
         self.windows = [window.to(device, non_blocking=non_blocking) for window in self.windows]
-        for view in self.runs:
-            view.table = view.table.to(device, non_blocking=non_blocking)
-            view.pos = None if view.pos is None else view.pos.to(device, non_blocking=non_blocking)
-            view.keys[:] = [part.to(device, non_blocking=non_blocking) for part in view.keys]
-            view.values[:] = [part.to(device, non_blocking=non_blocking) for part in view.values]
+        for run in range(len(self.runs)):
+            table, pos = self.runs[run].table, self.runs[run].pos
+            table, pos = (None if x is None else x.to(device, non_blocking=non_blocking) for x in (table, pos))
+            self._set_run(run, table=table, pos=pos)
+            for name in ("keys", "values"):
+                parts = [part.to(device, non_blocking=non_blocking) for part in getattr(self.runs[run], name)]
+                self._set_run(run, **{name: parts})
         self.device = self.counters.device
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
@@ -869,19 +860,20 @@ class KVStore:
     def __getstate__(self) -> dict[str, Any]:
         """Everything, with fp8 codes as bytes: PyTorch cannot unpickle them."""
 
-        def plain(parts: list[Tensor]) -> list[Tensor]:
+        def plain(parts: Sequence[Tensor]) -> list[Tensor]:
             return [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts]
 
         runs = [RunView(view.table, view.pos, plain(view.keys), plain(view.values)) for view in self.runs]
-        return self.__dict__ | {"runs": runs}
+        return self.__dict__ | {"_runs": tuple(runs), "_held": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
         self.__dict__.update(state)
-        for view, formats in zip(self.runs, self.format.runs, strict=True):
-            for fmt, parts in zip(formats, (view.keys, view.values), strict=True):
+        for run, formats in enumerate(self.format.runs):
+            for fmt, name in zip(formats, ("keys", "values"), strict=True):
                 if fmt.bits == 8:
-                    parts[0] = parts[0].view(torch.float8_e4m3fn)
+                    codes, *others = getattr(self.runs[run], name)
+                    self._set_run(run, **{name: [codes.view(torch.float8_e4m3fn), *others]})
 
     # Accounting.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .routing import ColumnTags
 from .scheme import UNTAGGED
 
 if TYPE_CHECKING:
@@ -31,10 +32,14 @@ class TokenRecord:
         tagger: makes tags of token ids.
         renew: whether a prompt gives the columns before it, too, the tags that they have by then. It does so only if
             the ids of all of them are known.
+        layers: how many layers ask for the tags of a prompt, one after the other.
     """
 
-    def __init__(self, tagger: Tagger, renew: bool = False) -> None:
-        self.tagger, self.renew = tagger, renew
+    def __init__(self, tagger: Tagger, renew: bool = False, layers: int = 1) -> None:
+        self.tagger, self.renew, self.layers = tagger, renew, layers
+        # What layers share while a forward passes them, and how many have taken it.
+        self._shared: dict[torch.device, ColumnTags] = {}
+        self._taken = 0
         self.clear()
 
     def clear(self) -> None:
@@ -48,10 +53,31 @@ class TokenRecord:
         self.renewed = 0
         self.ids: Tensor | None = None
         self.tags: Tensor | None = None
+        self._unshare()
 
     def tensors(self) -> list[Tensor]:
-        """What the record holds, for the memory report: i32 ids and u8 tags, each (B, room)."""
-        return [tensor for tensor in (self.ids, self.tags) if tensor is not None]
+        """What the record holds, for the memory report: i32 ids and u8 tags, each (B, room), and what layers share."""
+        held = [tensor for tensor in (self.ids, self.tags) if tensor is not None]
+        for shared in self._shared.values():
+            held += shared.tensors()
+            # Elsewhere they are a part of those above.
+            held += [shared.codes] if self.tags is None or shared.codes.device != self.tags.device else []
+        return held
+
+    def shared_tags(self, device: torch.device) -> ColumnTags | None:
+        """The same, and what layers have made of it; kept until each layer has asked, or the tags are others."""
+        codes = None if device in self._shared else self.tags_on(device)
+        if codes is not None:
+            self._shared[device] = ColumnTags(codes)
+        found = self._shared.get(device)
+        self._taken += 1
+        if self._taken >= self.layers:
+            # The last layer has it to itself.
+            self._unshare()
+        return found
+
+    def _unshare(self) -> None:
+        self._shared, self._taken = {}, 0
 
     def tags_on(self, device: torch.device) -> Tensor | None:
         """u8 (B, length), the tag codes of all columns known; None if there are none."""
@@ -93,6 +119,7 @@ class TokenRecord:
         self.renewed = 0 if not self.renew or bool(unknown.any()) else seen
         if self.renewed and self.tags is not None:
             self.tags[:, :seen] = tags[:, :seen].to(self.tags.device)
+            self._unshare()
 
     def begin(self, rows: int) -> None:
         """Nothing is cached yet: what a forward that failed has left goes; what was promised is for ``rows`` rows.
@@ -151,6 +178,10 @@ class TokenRecord:
         new.ids, new.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
         return new
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what layers share; of copies as well."""
+        return self.__dict__ | {"_shared": {}, "_taken": 0}
+
     def _write(self, ids: Tensor, tags: Tensor | None, start: int) -> None:
         end = start + ids.shape[1]
         have = 0 if self.ids is None else self.ids.shape[1]
@@ -168,20 +199,24 @@ class TokenRecord:
             self.tags[:, start:end] = tags.to(self.tags.device)
             self.tagged = max(self.tagged, end)
         self.length = end
+        self._unshare()
 
     def crop(self, seen: int) -> None:
         """Keeps the first ``seen`` columns."""
         self.length, self.promised = min(self.length, seen), min(self.promised, seen)
         self.renewed = self.renewed if self.renewed < seen else 0
+        self._unshare()
 
     def rows(self, index: Tensor) -> None:
         """Row b becomes what row ``index[b]`` was; a boolean mask (B,) keeps rows."""
         if self.ids is not None and self.tags is not None:
             index = index.to(self.ids.device)
             self.ids, self.tags = self.ids[index], self.tags[index]
+            self._unshare()
 
     def repeat(self, repeats: int) -> None:
         """Every row ``repeats`` times."""
         if self.ids is not None and self.tags is not None:
             self.ids = self.ids.repeat_interleave(repeats, 0)
             self.tags = self.tags.repeat_interleave(repeats, 0)
+            self._unshare()

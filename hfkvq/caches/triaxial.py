@@ -112,7 +112,8 @@ class TriAxialCache(NamedCache):
         super().__init__(
             model_or_config, layers=layers, max_cache_len=max_cache_len, attach=attach, debug=debug, **knobs
         )
-        self.tokens = TokenRecord(tagger, any("turns" in layer.scheme.needs for layer in self.compressed_layers))
+        needs = [layer.scheme.needs for layer in self.compressed_layers]
+        self.tokens = TokenRecord(tagger, any("turns" in own for own in needs), sum("tags" in own for own in needs))
         for layer in self.compressed_layers:
             layer.tokens = self.tokens
         self._warned = False

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -49,6 +49,31 @@ class Observing(NamedTuple):
     counts: Tensor
 
 
+class Held:
+    """What a store holds, as steps take it, and what their launches remember of it.
+
+    Nobody asks again where the tensors lie, or how long they are: a store makes another one of these whenever one of
+    its tensors is another tensor.
+
+    Attributes:
+        counters: i32 (2 + 2*runs, B).
+        windows: sink keys, sink values, tail keys, tail values.
+        runs: flat tensors of all runs.
+        store: the format.
+        tails: slots of the tails of keys and of values.
+        blocks: pages a row that the first run has.
+        noted: what launches remember; None before the first step.
+    """
+
+    __slots__ = ("blocks", "counters", "noted", "runs", "store", "tails", "windows")
+
+    def __init__(self, counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], store: StoreFormat) -> None:
+        self.counters, self.windows, self.runs, self.store = counters, tuple(windows), tuple(runs), store
+        self.tails = windows[2].shape[2], windows[3].shape[2]
+        self.blocks = runs[0].shape[1]
+        self.noted: Any = None
+
+
 def seals_with_steps(store: StoreFormat, most: tuple[int, int]) -> bool:
     """Whether a step can seal so many tokens of keys and values itself: few, and not by whole pages."""
     return _seals_few(store.spec, most)
@@ -73,12 +98,9 @@ def append_attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
+    held: Held,
     scaling: float,
     softcap: float,
-    store: StoreFormat,
     sealing: Sealing | None = None,
     observing: Observing | None = None,
     mask: Tensor | None = None,
@@ -89,24 +111,20 @@ def append_attend(
         q: (B, Hq, t, D), after RoPE, not scaled, not rotated.
         keys: (B, H, t, Dk), after RoPE, not rotated; t at most the shorter tail's slots.
         values: (B, H, t, Dv).
-        counters: i32 (2 + 2*runs, B); ``length`` grows by t.
-        windows: sink keys, sink values, tail keys, tail values; written in place.
-        runs: flat tensors of all runs.
+        held: the store, written in place: its ``length`` grows by t.
         scaling: factor on the logits.
         softcap: 0 for none.
-        store: the layer's format.
         sealing: what is sealed in the end, of which `seals_with_steps` is true; None for nothing.
         observing: where the queries are added; None for nowhere.
         mask: see `decode_attention`; None is causal.
 
     Returns:
-        (B, Hq, t, Dv) in the dtype of q; None where it takes the operations themselves: nothing is done then.
+        (B, t, Hq, Dv), as models take it, in the dtype of q; None where it takes the operations themselves: nothing is
+        done then.
     """
     if not launches(q):
         return None
-    return _lines().append_attend(
-        q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing, mask
-    )
+    return _lines().append_attend(q, keys, values, held, scaling, softcap, sealing, observing, mask)
 
 
 def seal_tail(

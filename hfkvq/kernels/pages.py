@@ -270,9 +270,11 @@ class StoreFormat:
         return StoreFormat(pairs, int(sink[1:]), int(rotate_keys[1:]), int(rotate_values[1:]))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RunView:
     """The tensors of one run, by name, as ops receive them in a flat list.
+
+    Which tensors they are does not change, so that what is known of them can be kept beside them: see `KVStore.runs`.
 
     Attributes:
         table: i32 (B, n): the page that holds (or is reserved for) block i of a row.
@@ -283,8 +285,13 @@ class RunView:
 
     table: Tensor
     pos: Tensor | None
-    keys: list[Tensor]
-    values: list[Tensor]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        """Keeps tuples."""
+        object.__setattr__(self, "keys", tuple(self.keys))
+        object.__setattr__(self, "values", tuple(self.values))
 
     def flat(self) -> list[Tensor]:
         """The flat list that ``split_runs`` takes apart again."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -89,14 +93,13 @@ def taken(monkeypatch):
     counts = {"append_attend": 0, "sealed": 0, "observed": 0, "seal_tail": 0, "masked": 0}
     lines = line._lines() if torch.cuda.is_available() else None
 
-    def append_attend(q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing, mask):
+    def append_attend(q, keys, values, held, scaling, softcap, sealing, observing, mask):
         if lines is not None:
-            out = lines.append_attend(
-                q, keys, values, counters, windows, runs, scaling, softcap, store, sealing, observing, mask
-            )
+            out = lines.append_attend(q, keys, values, held, scaling, softcap, sealing, observing, mask)
         else:
+            counters, windows, runs, store = held.counters, held.windows, held.runs, held.store
             append(keys, values, counters, windows, store)
-            out = decode_attention(q, counters, windows, runs, mask, None, scaling, softcap, store)
+            out = decode_attention(q, counters, windows, runs, mask, None, scaling, softcap, store).transpose(1, 2)
             if sealing is not None:
                 line.seal_tail(counters, windows, split_runs(store, runs)[0], *sealing, store)
             if observing is not None:
@@ -344,6 +347,250 @@ def test_what_takes_more_goes_step_by_step(what, taken):
     assert taken["append_attend"] == 0
 
 
+# What steps remember.
+
+
+def lines_of(monkeypatch):
+    """The launchers, on a machine that may have nothing to launch on."""
+    lines = pytest.importorskip("hfkvq.kernels.triton.line")
+    monkeypatch.setattr(lines, "is_misrounded", lambda *_: False)
+    return lines
+
+
+OTHERS = [{"tokens": 2}, {"first": 2048}, {"dtype": torch.float16}]
+
+
+def test_steps_of_another_kind_are_asked_about(monkeypatch):
+    """Whatever is new of a step is found, and what was there in the step before is not looked up again."""
+    lines, layer, asked = lines_of(monkeypatch), layer_of(get_scheme("saw-int4")), []
+    generator = torch.Generator().manual_seed(0)
+    step(layer, states(2, 20, 64, torch.bfloat16, "cpu", generator))
+    monkeypatch.setattr(lines, "_step", lambda *given: asked.append(given))
+    held = layer.store.held
+    sealing = line.Sealing((32, 32), (1, 1), (1, 1))
+    sums = line.Observing(torch.zeros(2, HEADS, 64, dtype=torch.float64), torch.zeros(HEADS, 2, dtype=torch.int32))
+    short, whole = (padded([0, 3], columns, "cpu") for columns in (21, 1025))
+
+    def new(heads, tokens=1, first=4096, dtype=torch.bfloat16):
+        return torch.empty(1 << 14, dtype=dtype).as_strided((2, heads, tokens, 64), (first, 64, 64, 1))
+
+    plain = {"q": new(SHARE * HEADS), "keys": new(HEADS), "values": new(HEADS), "scaling": 0.1, "softcap": 0.0}
+    others = [{name: new(plain[name].shape[1], **how)} for name in ("q", "keys", "values") for how in OTHERS]
+    others += [{"scaling": 0.2}, {"softcap": 1.0}, {"sealing": sealing}, {"observing": sums}]
+    others += [{"mask": short}, {"mask": whole}, {"mask": torch.zeros(2, 1, 1, 21)}]
+    for other in others:
+        for knobs in (plain, plain, plain | other, plain | other):
+            assert lines.append_attend(held=held, **knobs) is None
+    # One after the other, and neither is looked up again at once.
+    assert len(asked) == 2 * len(others)
+    assert asked[::2] == [asked[0]] * len(others)
+    assert len(set(asked)) == len(others) + 1
+    more = plain | {"sealing": sealing}
+    for knobs in (more, more | {"sealing": sealing._replace(most=(1, 0))}, plain, plain):
+        lines.append_attend(held=held, **knobs)
+    assert len(set(asked)) == len(others) + 2
+    asked.clear()
+    monkeypatch.setattr(lines, "edition", lambda: -1)
+    for _ in range(2):
+        lines.append_attend(held=held, **plain)
+    assert len(asked) == 1
+    # Other tensors of the store.
+    layer.store._set_window(2, layer.store.windows[2][:, :, :32].contiguous())
+    layer.store._grow(0, 50)
+    lines.append_attend(held=layer.store.held, **plain)
+    assert len(set(asked)) == 2
+
+
+def test_a_mask_says_once_what_it_is(monkeypatch):
+    """All layers are given the same one, if it is a step's; what others are may change."""
+    lines, asked = lines_of(monkeypatch), []
+    real = lines.mask_kind
+    monkeypatch.setattr(lines, "mask_kind", lambda mask: (asked.append(mask), real(mask))[1])
+    own, other = padded([0, 3], 21, "cpu"), torch.zeros(2, 1, 1, 21, dtype=torch.bool)
+    for mask in (own, own, other, other):
+        assert lines._kind(mask) == real(mask)
+    assert [mask is own for mask in asked] == [True, False, False]
+
+
+def lie_of(store):
+    return [x.data_ptr() for x in (store.counters, *store.windows, *[x for run in store.runs for x in run.flat()])]
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "kivi-2", "triaxial", "arkv"])
+def test_what_is_remembered_of_tensors_is_of_those_that_are_there(name, monkeypatch):
+    """Whatever gives a store other tensors."""
+    lines = lines_of(monkeypatch)
+    knobs = {"budget_tokens": 60} if name == "arkv" else {}
+    layer, generator, seen = layer_of(small(name, **knobs)), torch.Generator().manual_seed(0), set()
+
+    def take(*counts):
+        for count in counts:
+            step(layer, states(layer.batch_size if layer.seen else 2, count, 32, torch.float32, "cpu", generator))
+            check()
+
+    def check(store=None):
+        store = layer.store if store is None else store
+        lie = lie_of(store)
+        assert lines._Noted(store.held).lie == lie
+        assert store.held is store.held
+        assert (store.held.tails, store.held.blocks) == (
+            tuple(x.shape[2] for x in store.windows[2:]),
+            store.runs[0].table.shape[1],
+        )
+        seen.add(tuple(lie))
+
+    take(70, *[1] * 40)
+    layer.crop(-3)
+    check()
+    take(1)
+    layer.reorder_cache(torch.tensor([1, 0]))
+    check()
+    layer.batch_repeat_interleave(2)
+    check()
+    take(1)
+    layer.batch_select_indices(torch.tensor([0, 2, 3]))
+    check()
+    take(1)
+    layer.store.to("cpu")
+    check()
+    first = layer.store.held
+    for store in (copy.deepcopy(layer.store), pickle.loads(pickle.dumps(layer.store))):
+        assert store.held is not first
+        assert not {*lie_of(store)} & ({*lie_of(layer.store)} - {0})
+        check(store)
+    assert layer.store.held is first
+    layer.reset()
+    take(30, 1)
+    assert len(seen) > 6
+
+
+def test_stores_are_given_tensors_in_one_place():
+    """Elsewhere it would not be noticed."""
+    layer, generator = layer_of(get_scheme("triaxial")), torch.Generator().manual_seed(0)
+    step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
+    store = layer.store
+    run, window = store.runs[0], store.windows[0]
+    for name in ("table", "pos", "keys", "values"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(run, name, getattr(run, name))
+    for parts, new in ((run.keys, window), (run.values, window), (store.runs, run), (store.windows, window)):
+        with pytest.raises(TypeError):
+            parts[0] = new
+    for name in ("counters", "windows", "runs"):
+        held = store.held
+        setattr(store, name, getattr(store, name))
+        assert store.held is not held
+
+
+def test_tensors_that_were_replaced_are_given_back():
+    """Nothing that is remembered keeps them."""
+    layer, generator = layer_of(get_scheme("saw-int4")), torch.Generator().manual_seed(0)
+    step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
+    store = layer.store
+    store.held.noted = "something"
+    old = [weakref.ref(x) for x in (store.runs[0].table, *store.runs[0].keys, store.windows[2], store.counters)]
+    store._grow(0, store.runs[0].table.shape[1] + 5)
+    store._grow_tail("keys", store.windows[2].shape[2] + 1)
+    store.counters = store.counters.clone()
+    assert [x() for x in old] == [None] * len(old)
+    assert store.held.noted is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="launches are those of a GPU there")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["saw-int4", "kitty-pro", "mixkvq", "kivi-2", "full", "triaxial"])
+def test_what_is_laid_out_is_what_launches_are_given(name, masked, monkeypatch):
+    """To the address, and over steps that seal, grow and move tensors; where somebody watches, nothing is laid out."""
+    lines, calls, told, watched = lines_of(monkeypatch), [], [], [False]
+    launch_module = pytest.importorskip("hfkvq.kernels.triton.launch")
+
+    class CudaLauncher:
+        """Of Triton 3.6, with nothing to allocate."""
+
+        global_scratch_size = profile_scratch_size = 0
+
+        def __init__(self, name):
+            self.launch = lambda *given: calls.append((name, given))
+
+        def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+            self.launch(gridX, gridY, gridZ, stream, function, *args)
+
+    class Compiled:
+        function, packed_metadata = 5, (1, 1, 0)
+
+        def __init__(self, launch):
+            self.name, self.run = launch._kernel.__name__, CudaLauncher(launch._kernel.__name__)
+
+        def __getitem__(self, grid):
+            told.append(self.name)
+            return lambda *args: self.run(*grid, 0, 5, (1, 1, 0), None, None, None, *args)
+
+    def prepare(launch, tensors):
+        own = tuple(tensors) if launch._nest is None else launch._nest(tensors)
+        launch._note(Compiled(launch), own, [0])
+
+    def lie(x):
+        return tuple(map(lie, x)) if isinstance(x, tuple) else x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+    def first(launch, *tensors):
+        own = tensors if launch._nest is None else launch._nest(tensors)
+        rest = (0, 5, (1, 1, 0), None, None, None, *lie(tuple(own)), *launch._rest)
+        calls.append((launch._kernel.__name__, (*launch.grid, *rest)))
+
+    active = SimpleNamespace(get_current_stream=lambda index: 0)
+    for module in (lines, launch_module):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+        monkeypatch.setattr(module, "is_watched", lambda: watched[0])
+    monkeypatch.setattr(launch_module.Launch, "prepare", prepare)
+    monkeypatch.setattr(launch_module.Launch, "__call__", first)
+    for make in (lines._step, lines._begin_launch, lines._end_launch, lines.append_launch):
+        make.cache_clear()
+    # The same memory for what each step makes, so that both ways can be compared.
+    places, empty = {}, torch.empty
+    fixed = SimpleNamespace(**vars(torch))
+    fixed.empty = lambda *size, **more: places.setdefault((*map(repr, size), repr(more)), empty(*size, **more))
+    monkeypatch.setattr(lines, "torch", fixed)
+    layer, generator, columns = layer_of(get_scheme(name)), torch.Generator().manual_seed(0), 60
+    step(layer, states(1, columns, 128, torch.bfloat16, "cpu", generator))
+    store, sums = layer.store, None
+    if layer.query_sum is not None:
+        sums = line.Observing(layer.query_sum.clone(), layer.query_count.clone())
+    laid = 0
+    for at in range(30):
+        columns += 1
+        q, k, v = states(1, 1, 128, torch.bfloat16, "cpu", generator)
+        mask = padded([2], columns, "cpu") if masked else None
+        if at % 7 == 3:
+            store._grow(0, store.runs[0].table.shape[1] + 1)
+        if at % 7 == 5:
+            store.counters = store.counters.clone()
+        then = store.ahead(1)
+        plain = any(then.due) and line.seals_with_steps(store.format, then.due)
+        sealing = line.Sealing(store._sizes.local, store._sizes.unit, then.due) if plain else None
+        given = (q, k, v, store.held, 0.1 if at % 3 else 0.2, 0.0, sealing, sums, mask)
+        # The first may make ready.
+        lines.append_attend(*given)
+        calls.clear()
+        got = []
+        for watched[0] in (False, True, False):
+            assert lines.append_attend(*given).shape == (1, 1, SHARE * HEADS, 128)
+            got.append(calls[:])
+            assert told == [x[0] for x in calls] * watched[0]
+            calls.clear(), told.clear()
+        # As the first time, of tensors.
+        with monkeypatch.context() as patch:
+            patch.setattr(lines, "is_watched", lambda: True)
+            patch.setattr(lines, "_run", lambda *_: False)
+            lines.append_attend(*given)
+        assert got[0] == got[1] == got[2] == calls
+        assert len(got[0]) == 3
+        assert [x[0] for x in got[0]][1] == "decode_kernel"
+        laid += store.held.noted.laid is not None
+    assert laid == 30
+    for make in (lines._step, lines._begin_launch, lines._end_launch, lines.append_launch):
+        make.cache_clear()
+
+
 def test_nothing_is_done_where_no_kernel_is(monkeypatch):
     """On the CPU, and where a kernel has not been launched for such tensors, the answer is None, and nothing else."""
     layer, generator = layer_of(get_scheme("kitty-pro")), torch.Generator().manual_seed(0)
@@ -380,7 +627,7 @@ def test_kernels_of_steps_are_those_of_the_operations(name, prompt, monkeypatch)
     generator, done = torch.Generator().manual_seed(0), []
     one, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), plainly=False)
     real = line._lines().append_attend
-    monkeypatch.setattr(line._lines(), "append_attend", lambda *given: (done.append(given[9:11]), real(*given))[1])
+    monkeypatch.setattr(line._lines(), "append_attend", lambda *given: (done.append(given[6:8]), real(*given))[1])
     for tokens in (prompt, 1, 1, 1):
         given = states(1, tokens, 64, torch.float16, "cpu", generator)
         with use_interpreter():

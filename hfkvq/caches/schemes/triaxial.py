@@ -106,6 +106,11 @@ class TriAxial(Scheme):
         own = type(self)
         return own.token_bits is TriAxial.token_bits and own.tag_bits is TriAxial.tag_bits
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Tags alone, unless a subclass has other ideas."""
+        return type(self).token_bits is not TriAxial.token_bits
+
     def tag_bits(self, tags: Tensor) -> Tensor:
         """Bits of tag codes: u8 to u8, of any shape."""
         bits = [4] * 256

@@ -3,7 +3,8 @@
 A plain step takes three: its beginning, which appends, counts what will be due and observes; attention; and its end,
 which merges and seals. What one of them counts only a later one changes, so that no program waits for another.
 
-Nothing is remembered but launches of known shape: where tensors lie is asked anew each time.
+A store's tensors say once where they lie, and are another `Held` when one of them is another tensor; all others are
+asked anew each time.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..decode import LENGTH
-from ..line import Observing, Sealing
+from ..line import Held, Observing, Sealing
+from ..masks import has_room
 from ..pages import RunView, Side, StoreFormat
 from ._lib import power
 from .append import NewTokens, append_constants, append_launch, append_numbers, append_row, is_misrounded
 from .configs import edition
 from .decode import Plan, decode_plan, table_places
 from .due import I_LENGTH, I_RUNS, due_launch, due_of
-from .launch import Launch, is_watched
+from .launch import Laid, Later, Launch, is_watched
 from .merge import MaskKind, mask_kind, mask_words, merge_kernel
 from .seal import due_tile, few_tokens, seal_launch, seal_plain, seal_tokens
 from .step import observe_kernel
@@ -228,6 +230,7 @@ class _Step(NamedTuple):
         sums: where the sums of splits and what is due lie.
         part: shape of the sums.
         out: shape of the result.
+        turned: whether that is (B, t, Hq, Dv): of one token it lies in memory as (B, Hq, t, Dv) does.
         dtype: of the result.
     """
 
@@ -237,32 +240,35 @@ class _Step(NamedTuple):
     sums: _Sums
     part: tuple[int, ...]
     out: tuple[int, ...]
+    turned: bool
     dtype: torch.dtype
 
 
 @lru_cache(maxsize=1024)
 def _step(
     store: str,
+    device: torch.device,
+    tail_dtype: torch.dtype,
+    windows: tuple[int, int, int],
+    blocks: tuple[int, ...],
     query: tuple[int, ...],
     query_stride: tuple[int, ...],
     dtype: torch.dtype,
     keys: tuple[int, ...],
     key_stride: tuple[int, ...],
+    key_dtype: torch.dtype,
     values: tuple[int, ...],
     value_stride: tuple[int, ...],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    windows: tuple[int, int, int],
-    blocks: tuple[int, ...],
+    value_dtype: torch.dtype,
     mask: MaskKind | None,
     scaling: float,
     softcap: float,
-    device: torch.device,
     sealing: Sealing | None,
     observes: bool,
     edition: int,
 ) -> _Step | None:
     form = StoreFormat.parse(store)
-    new = NewTokens(keys, key_stride, values, value_stride, dtypes[:2], dtypes[2], *windows, device)
+    new = NewTokens(keys, key_stride, values, value_stride, (key_dtype, value_dtype), tail_dtype, *windows, device)
     held = (keys[1], values[3], new.key_tail, new.value_tail, new.held)
     plan: Plan | None = decode_plan(
         store, query, query_stride, dtype, held, blocks, mask, scaling, softcap, device, edition
@@ -274,92 +280,202 @@ def _step(
     else:
         begin = _begin_launch(new, form, sealing, (query, query_stride) if observes else None)
     end = plan.merge if sealing is None else _end_launch(plan.merge, new, form, blocks[0], sealing.most)
-    return _Step(begin, plan.launches[0], end, _sums(plan.part, keys[0]), plan.part, plan.out, plan.dtype)
+    batch, heads, tokens, dim = plan.out
+    out = (batch, tokens, heads, dim) if tokens == 1 else plan.out
+    return _Step(begin, plan.launches[0], end, _sums(plan.part, batch), plan.part, out, tokens == 1, plan.dtype)
+
+
+_KIND = "hfkvq_kind"
+"""Attribute of a mask with `ROOM`: its `MaskKind`."""
+
+# Tensors on a GPU have asked for it already, so there is nothing to initialize.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+class _Noted:
+    """What steps remember of a `Held`: where its tensors lie, and the launches of the last step.
+
+    Attributes:
+        device: of the tensors.
+        index: its number, -1 for a CPU.
+        lie: addresses of counters, windows and runs.
+        bits: those that any of the addresses has.
+        held: the part of `_step`'s arguments that is theirs.
+        asked: what the last step was like.
+        step: its launches; None where it takes the operations themselves.
+        laid: those launches laid out; None where they have to go by `Launch.run`, or have not been launched yet.
+    """
+
+    __slots__ = ("asked", "bits", "device", "held", "index", "laid", "lie", "step")
+
+    def __init__(self, held: Held) -> None:
+        counters, windows, runs = held.counters, held.windows, held.runs
+        sink_k, _, tail_k, tail_v = windows
+        self.device, self.index = counters.device, counters.get_device()
+        self.lie = [x.data_ptr() for x in (counters, *windows, *runs)]
+        self.bits = reduce(or_, self.lie)
+        lengths = sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]
+        blocks = tuple([runs[at].shape[1] for at in table_places(held.store.spec)])
+        self.held = held.store.spec, self.device, tail_k.dtype, lengths, blocks
+        self.asked: tuple[Any, ...] | None = None
+        self.step: _Step | None = None
+        self.laid: tuple[Laid, Laid, Laid] | None = None
+
+    def ask(self, asked: tuple[Any, ...], keys: Tensor, held: Held) -> None:
+        """Looks up the launches of a step that is not like the last one."""
+        rotate = held.store.rotate_keys or held.store.rotate_values
+        own = None if self.index < 0 and is_misrounded(keys, held.windows[2], rotate) else _step(*self.held, *asked)
+        self.asked, self.step, self.laid = asked, own, None
+
+    def lay_out(self, masked: bool, seals: bool, observes: bool) -> tuple[Laid, Laid, Laid] | None:
+        """The step's launches, laid out for addresses in the order of `_addresses`."""
+        step = self.step
+        if step is None or None in (step.begin.direct, step.attend.direct, step.end.direct):
+            return None
+        later = [Later(which) for which in range(8 + masked + 2 * observes)]
+        begun, asked, ended = _addresses(later, self.lie, masked, seals, observes)
+        laid = step.begin.laid_out(begun), step.attend.laid_out(asked), step.end.laid_out(ended)
+        self.laid = None if None in laid else laid  # type: ignore[assignment]
+        return self.laid
+
+
+def _kind(mask: Tensor) -> MaskKind:
+    """`mask_kind`, once for all layers of a step's mask, whose `ROOM` nobody else's has."""
+    kind: MaskKind | None = getattr(mask, _KIND, None)
+    if kind is None:
+        kind = mask_kind(mask)
+        if has_room(mask):
+            setattr(mask, _KIND, kind)
+    return kind
+
+
+def _addresses(
+    new: Sequence[Any], lie: Sequence[Any], masked: bool, seals: bool, observes: bool
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """What begin, attention and end take, by where it lies.
+
+    Args:
+        new: queries, keys, values, the result, sums, tops and weights of splits, what is due; then the mask if there
+            is one, and sums and counts of queries that are observed.
+        lie: counters, windows and runs.
+        masked: whether there is a mask.
+        seals: whether what is due is sealed.
+        observes: whether queries are observed.
+    """
+    q, k, v, out, *parts, found = new[:8]
+    begun = [k, v, *lie[1:5], lie[0]]
+    asked = [q, *lie, *new[8 : 8 + masked], *parts]
+    ended = [*parts, out]
+    if seals:
+        begun.append(found)
+        ended += [lie[0], found, *lie[3:]]
+    if observes:
+        begun += [q, *new[-2:]]
+    return begun, asked, ended
 
 
 def append_attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
+    held: Held,
     scaling: float,
     softcap: float,
-    store: StoreFormat,
     sealing: Sealing | None = None,
     observing: Observing | None = None,
     mask: Tensor | None = None,
 ) -> Tensor | None:
     """See `hfkvq.kernels.line.append_attend`; None where the operations have to go one by one, and nothing is done."""
-    device, spec = q.device, store.spec
-    if not _is_current(q):
+    noted: _Noted | None = held.noted
+    if noted is None:
+        noted = held.noted = _Noted(held)
+    index = noted.index
+    if q.get_device() != index or (index >= 0 and index != _current_device()):
         return None
-    sink_k, _, tail_k, tail_v = windows
-    if not q.is_cuda and is_misrounded(keys, tail_k, store.rotate_keys or store.rotate_values):
-        return None
-    step = _step(
-        spec,
+    observes = observing is not None
+    asked = (
         q.shape,
         q.stride(),
         q.dtype,
         keys.shape,
         keys.stride(),
+        keys.dtype,
         values.shape,
         values.stride(),
-        (keys.dtype, values.dtype, tail_k.dtype),
-        (sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]),
-        tuple([runs[at].shape[1] for at in table_places(spec)]),
-        None if mask is None else mask_kind(mask),
+        values.dtype,
+        None if mask is None else _kind(mask),
         scaling,
         softcap,
-        device,
         sealing,
-        observing is not None,
+        observes,
         edition(),
     )
+    if asked != noted.asked:
+        noted.ask(asked, keys, held)
+    step = noted.step
     if step is None:
         return None
-    begin, attend, end, sums, part, shape, dtype = step
-    buffer = torch.empty(sums.elements, dtype=torch.float32, device=device)
-    out = torch.empty(shape, dtype=dtype, device=device)
-    held = [counters, *windows, *runs]
-    lie = [x.data_ptr() for x in held]
-    at, q_at, k_at, v_at, out_at = [x.data_ptr() for x in (buffer, q, keys, values, out)]
-    bits = reduce(or_, lie, at | q_at | k_at | v_at | out_at)
-    parts = [at, at + 4 * sums.tops, at + 4 * sums.totals]
-    masks = [] if mask is None else [mask_words(mask)]
-    seen = [x.data_ptr() for x in masks]
-    asked = [q_at, *lie, *seen, *parts]
-    begun = [k_at, v_at, *lie[1:5], lie[0]]
-    ended = [*parts, out_at]
-    if sealing is not None:
-        found = at + 4 * sums.found
-        begun.append(found)
-        ended += [lie[0], found, *lie[3:]]
+    sums = step.sums
+    buffer = torch.empty(sums.elements, dtype=torch.float32, device=noted.device)
+    out = torch.empty(step.out, dtype=step.dtype, device=noted.device)
+    at = buffer.data_ptr()
+    new = [
+        q.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        at,
+        at + 4 * sums.tops,
+        at + 4 * sums.totals,
+        at + 4 * sums.found,
+    ]
+    if mask is not None:
+        new.append(mask.data_ptr())
     if observing is not None:
-        seen += [observing.sums.data_ptr(), observing.counts.data_ptr()]
-        begun += [q_at, *seen[-2:]]
-    if not (reduce(or_, seen, bits) if seen else bits) & 15:
-        # As nearly always. What lies within the buffer begins at multiples of sixteen from where it does.
-        ready = begin.aligned, attend.aligned, end.aligned
-    else:
-        ready = begin.ready(begun), attend.ready(asked), end.ready(ended)
-    if None in ready:
-        tensors = sums.split(buffer, part)
+        new += [observing.sums.data_ptr(), observing.counts.data_ptr()]
+    aligned, watched = not reduce(or_, new, noted.bits) & 15, is_watched()
+    if aligned and not watched:
+        # As nearly always.
+        laid = noted.laid or noted.lay_out(mask is not None, sealing is not None, observes)
+        if laid is not None:
+            stream = driver.active.get_current_stream(index)
+            begin, attend, end = laid
+            begin(stream, new)
+            try:
+                attend(stream, new)
+                end(stream, new)
+            except BaseException:
+                _take_back(held.counters, keys)
+                raise
+            return out if step.turned else out.transpose(1, 2)
+    if not _run(step, _addresses(new, noted.lie, mask is not None, sealing is not None, observes), held, keys, watched):
+        counters, windows, runs = held.counters, held.windows, held.runs
+        tensors = sums.split(buffer, step.part)
         begins = [keys, values, *windows, counters, *([] if sealing is None else tensors[3:]), *_seen(q, observing)]
-        ends = [*tensors[:3], out] + ([] if sealing is None else [counters, tensors[3], *held[3:]])
-        _first((begin, begins), (attend, [q, *held, *masks, *tensors[:3]]), (end, ends), counters, keys)
-        return out if out.dtype == q.dtype else out.to(q.dtype)
-    stream, watched = driver.active.get_current_stream(device.index), is_watched()
-    begin.run(ready[0], begun, stream, watched)
+        asks = [q, counters, *windows, *runs, *([] if mask is None else [mask_words(mask)]), *tensors[:3]]
+        ends = [*tensors[:3], out] + ([] if sealing is None else [counters, tensors[3], *windows[2:], *runs])
+        _first((step.begin, begins), (step.attend, asks), (step.end, ends), counters, keys)
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
+    return out if step.turned else out.transpose(1, 2)
+
+
+def _run(
+    step: _Step, addresses: tuple[list[int], list[int], list[int]], held: Held, keys: Tensor, watched: bool
+) -> bool:
+    """Launches by `Launch.run`; False where some launch has not been needed yet, and nothing is done."""
+    ready = [launch.ready(own) for launch, own in zip((step.begin, step.attend, step.end), addresses, strict=True)]
+    if None in ready:
+        return False
+    stream = driver.active.get_current_stream(held.noted.index)
+    begun, asked, ended = addresses
+    step.begin.run(ready[0], begun, stream, watched)
     try:
-        attend.run(ready[1], asked, stream, watched)
-        end.run(ready[2], ended, stream, watched)
+        step.attend.run(ready[1], asked, stream, watched)
+        step.end.run(ready[2], ended, stream, watched)
     except BaseException:
-        _take_back(counters, keys)
+        _take_back(held.counters, keys)
         raise
-    return out
+    return True
 
 
 def _seen(q: Tensor, observing: Observing | None) -> tuple[Tensor, ...]:

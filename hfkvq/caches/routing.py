@@ -1,0 +1,293 @@
+"""Routing: which run each token goes to that leaves the tail, worked out once for all layers of a forward.
+
+Where widths follow from tags and positions alone, layers of one layout send the same tokens the same way if their
+counters are alike. Counters are on the device, and a host that asks for them in every layer waits for the layer, and
+then the device for the host. So a store keeps a `Tally`, which is what its counters are or nothing, and layers of equal
+tallies take the same `Route`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count, sealed_count
+
+from .scheme import UNTAGGED, Layout, Scheme
+from .states import RowState, WindowSizes, ahead, target
+
+Counters = tuple[tuple[int, ...], ...]
+"""The rows of `KVStore.counters` as numbers."""
+
+
+def told(counters: Tensor) -> Counters:
+    """What the device says they are."""
+    return tuple(tuple(row) for row in counters.tolist())
+
+
+class Tally(NamedTuple):
+    """A store's counters, as the host knows them without asking.
+
+    Attributes:
+        counters: what they were.
+        states: the store's states then.
+    """
+
+    counters: Counters
+    states: frozenset[RowState]
+
+    @classmethod
+    def empty(cls, counters: Tensor, states: frozenset[RowState]) -> Tally:
+        """Of counters (n, B) that are all 0."""
+        return cls(((0,) * counters.shape[1],) * counters.shape[0], states)
+
+    def now(self, states: frozenset[RowState], sizes: WindowSizes) -> Counters | None:
+        """What they are where the store's states are these; None if more has happened than that tokens came.
+
+        Rows of one state fare alike, grow together and never unseal: so if all states have grown by as many tokens and
+        none is missing, no row has sealed anything. Whatever else changes counters must drop the tally.
+        """
+        tokens = max(state.length for state in states) - max(state.length for state in self.states)
+        if tokens < 0 or ahead(self.states, sizes, tokens).joined != states:
+            return None
+        rows = list(self.counters)
+        rows[LENGTH] = tuple(length + tokens for length in rows[LENGTH])
+        return tuple(rows)
+
+
+def sealed_widely(counters: Counters, sizes: WindowSizes, hold: int) -> Counters:
+    """What counters are once all that is due has gone to the last run, as `kernels.due` and `kernels.seal_tail` do."""
+    rows = list(counters)
+    for at, (local, unit) in enumerate(zip(sizes.local, sizes.unit, strict=True)):
+        before = [sum(column) for column in zip(*rows[RUNS + at :: 2], strict=True)]
+        rows[at - 2] = tuple(
+            count + target(max(length - sizes.sink, 0), have, max(local, hold), unit) - have
+            for count, have, length in zip(rows[at - 2], before, rows[LENGTH], strict=True)
+        )
+    return tuple(rows)
+
+
+class Source(NamedTuple):
+    """What tokens of a side are sealed from: the tail, new tokens, or these behind that.
+
+    Attributes:
+        tensor: (B, H, L, D).
+        ring: slots of the tail, which come first in it.
+        tokens: new tokens, which come behind them, the last one of each row last.
+        first: where the oldest token stands that is not sealed, and its successors behind it, if that is so in every
+            row.
+    """
+
+    tensor: Tensor
+    ring: int
+    tokens: int = 0
+    first: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """All that tells where tokens stand, beside the counters."""
+        return self.ring, self.tokens, self.tensor.shape[2]
+
+    def columns(self, behind: Tensor, length: Tensor, sink: int) -> Tensor:
+        """Where tokens ``behind`` the sink stand (i32 (B, m)) in rows of these lengths (i32 (B,))."""
+        if not self.tokens:
+            return behind % self.ring
+        new = behind + (sink + self.tokens - length)[:, None]
+        column = new if not self.ring else torch.where(new >= 0, new + self.ring, behind % self.ring)
+        return column.clamp(0, self.tensor.shape[2] - 1)
+
+    def oldest(self, count: Tensor, span: int, length: Tensor, sink: int) -> Tensor:
+        """i32 (B, span): where the oldest tokens stand of which none is sealed, ``count`` (i32 (B,)) of them are."""
+        if self.first is not None:
+            index = torch.arange(self.first, self.first + span, dtype=torch.int32, device=count.device)
+            return index.clamp(max=self.tensor.shape[2] - 1).expand(count.shape[0], -1).contiguous()
+        behind = count[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
+        return self.columns(behind, length, sink).to(torch.int32)
+
+
+class Path(NamedTuple):
+    """Tokens that go to one run.
+
+    Attributes:
+        held: the most tokens that a row has in the run then.
+        taken: i32 (B,), new ones.
+        columns: i32 (B, m) of keys and of values, where in the source.
+        place: i64 (n,) and (n,), row and slot of each new token, whatever row it is of.
+        position: i32 (n,), its row position.
+    """
+
+    held: int
+    taken: Tensor
+    columns: tuple[Tensor, Tensor]
+    place: tuple[Tensor, Tensor]
+    position: Tensor
+
+
+class Route(NamedTuple):
+    """Where the tokens go that have left the tail.
+
+    Attributes:
+        paths: of each run; None where no row has new tokens for it.
+        added: i32 (2*runs, B), by how much the runs' counters grow.
+        held: the most tokens that a row has in the last run then.
+        after: the counters then.
+    """
+
+    paths: tuple[Path | None, ...]
+    added: Tensor
+    held: int
+    after: Counters
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        found = [self.added]
+        for path in self.paths:
+            found += [] if path is None else [path.taken, *path.columns, *path.place, path.position]
+        return found
+
+
+class Ground(NamedTuple):
+    """What a seal begins with.
+
+    Attributes:
+        counters: the device's, before new tokens came.
+        known: the same on the host, if it knows.
+        padding: the padding among the new tokens, a `Padding` or None.
+    """
+
+    counters: Tensor
+    known: Counters | None
+    padding: object
+
+
+class ColumnTags:
+    """Tags of the first columns of a conversation, and the routes by them: one object for all layers of a forward.
+
+    It belongs to tags as they are; other tags need another object.
+
+    Args:
+        codes: u8 (B, n).
+    """
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+        # With what keys name by id.
+        self._routes: dict[tuple[object, ...], tuple[Route, tuple[object, ...]]] = {}
+
+    def tensors(self) -> list[Tensor]:
+        """What the routes hold."""
+        return [tensor for route, _ in self._routes.values() for tensor in route.tensors()]
+
+    def route(
+        self,
+        counters: Tensor,
+        layout: Layout,
+        scheme: Scheme,
+        sources: tuple[Source, Source],
+        bound: int,
+        hold: int,
+        ground: Ground,
+    ) -> Route:
+        """`work_out`, or what that has given for a layer of which all is the same that a route follows from.
+
+        Asks the device for the counters that new tokens came upon, if the host does not know them, and for a new route
+        once more. ``bound`` needs only be enough.
+        """
+        known = told(ground.counters) if ground.known is None else ground.known
+        key = (known, id(ground.padding), id(scheme), layout, hold, *(source.shape for source in sources))
+        if key not in self._routes:
+            route = work_out(counters, layout, scheme, sources, bound, hold, self.codes)
+            self._routes[key] = route, (ground.padding, scheme)
+        return self._routes[key][0]
+
+
+def work_out(
+    counters: Tensor,
+    layout: Layout,
+    scheme: Scheme,
+    sources: tuple[Source, Source],
+    bound: int,
+    hold: int,
+    codes: Tensor | None,
+) -> Route:
+    """Leads the tokens that leave the tail to the run of their width.
+
+    Tokens that do not fill a page of a format per channel go to the next wider run. Asks the device once: widths come
+    from data, and so does the room that they need.
+
+    Args:
+        counters: i32 (2 + 2*runs, B), new tokens included.
+        layout: of the store.
+        scheme: tells widths.
+        sources: of keys and of values.
+        bound: no row has more to seal.
+        hold: newest tokens that must stay unsealed, beyond what the layout says.
+        codes: u8 (B, n), tag of each of the first n logical columns, or None.
+    """
+    sink, own, formats = layout.sink, layout.keys, layout.keys.formats
+    length, sealed, device = counters[LENGTH], sealed_count(counters, "keys"), counters.device
+    rest = (length - sink).clamp(min=0)
+    new = ((rest - max(own.local, hold)).clamp(min=0) // own.unit * own.unit - sealed).clamp(min=0)
+    step = torch.arange(bound, dtype=torch.int32, device=device)
+    behind = sealed[:, None] + step
+    position = behind + sink
+    keys = sources[0].columns(behind, length, sink)
+    values = keys if sources[0].shape == sources[1].shape else sources[1].columns(behind, length, sink)
+    tokens = [_tokens(*both, scheme.reads_tokens) for both in zip(sources, (keys, values), strict=True)]
+    bits = scheme.token_bits(tokens[0], tokens[1], position, _tags_at(position, counters, codes))
+    run_of = torch.full_like(position, len(formats) - 1)
+    if bits is not None:
+        for i, fmt in enumerate(formats[:-1]):
+            run_of = torch.where(bits == fmt.bits, i, run_of)
+    run_of = torch.where(step < new[:, None], run_of, len(formats))
+    members, taken = [], []
+    for i, fmt in enumerate(formats):
+        mine = run_of == i
+        count = mine.sum(1, dtype=torch.int32)
+        if fmt.whole:
+            count = count // fmt.page_size * fmt.page_size
+            run_of = torch.where(mine & (mine.cumsum(1) > count[:, None]), i + 1, run_of)
+            mine = run_of == i
+        members.append(mine)
+        taken.append(count)
+
+    rows = told(torch.cat([counters, torch.stack(taken)]))
+    before, added = rows[: RUNS + 2 * len(formats)], rows[RUNS + 2 * len(formats) :]
+    after, paths, held = list(before), [], 0
+    for i, (fmt, mine, count, counts) in enumerate(zip(formats, members, taken, added, strict=True)):
+        for at in (RUNS + 2 * i, RUNS + 2 * i + 1):
+            after[at] = tuple(a + b for a, b in zip(before[at], counts, strict=True))
+        held, most = max(after[RUNS + 2 * i]), max(counts)
+        if not most:
+            paths.append(None)
+            continue
+        span = -(-most // fmt.page_size) * fmt.page_size
+        order = torch.argsort(mine.to(torch.int8), dim=1, descending=True, stable=True)
+        order = torch.nn.functional.pad(order, (0, max(span - bound, 0)))[:, :span]
+        index = keys.gather(1, order).to(torch.int32)
+        both = index, index if values is keys else values.gather(1, order).to(torch.int32)
+        row = torch.arange(count.shape[0], device=device)
+        row = torch.repeat_interleave(row, count.long(), output_size=sum(counts))
+        rank = torch.arange(sum(counts), device=device) - (count.cumsum(0) - count)[row]
+        place = row, run_count(counters, i, "keys").long()[row] + rank
+        paths.append(Path(held, count, both, place, position[row, order[row, rank]]))
+    return Route(tuple(paths), torch.stack(taken).repeat_interleave(2, 0), held, tuple(after))
+
+
+def _tokens(source: Source, index: Tensor, wanted: bool) -> Tensor:
+    """(B, H, m, D): tokens at columns (B, m), or anything of that shape if they are not wanted."""
+    x = source.tensor
+    if not wanted:
+        return x[:, :, :1].expand(-1, -1, index.shape[1], -1)
+    return x.gather(2, index.long()[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _tags_at(position: Tensor, counters: Tensor, codes: Tensor | None) -> Tensor | None:
+    """Tags of row positions (B, m): logical columns count the padding that a row began with."""
+    if codes is None or not codes.shape[1]:
+        return None
+    column = counters[START][:, None] + position
+    found = codes.gather(1, column.clamp(0, codes.shape[1] - 1).long())
+    return torch.where(column < codes.shape[1], found, UNTAGGED)
