@@ -51,21 +51,25 @@ class Cut(NamedTuple):
 
 
 class Tiers(NamedTuple):
-    """Which of a cut's tokens get few bits, and which stay whole.
+    """What becomes of a cut's tokens: few bits, or whole as they are; those that are in neither are evicted.
 
     Attributes:
-        slots: i64 (B*H, n) for either, tokens in order, the row's own first.
-        counts: i32 (2, B*H), how many are the row's own.
-        told: the same on the host.
+        kept: tokens of each row in few bits, and whole.
+        counters: the store's counters then.
+        runs: the store's runs then; None if nothing changes.
+        windows: the tails of keys and of values then; None if they stay.
+        evicted: i32 (B*H,); None if none is.
     """
 
-    slots: tuple[Tensor, Tensor]
-    counts: Tensor
-    told: tuple[list[int], list[int]]
+    kept: tuple[list[int], list[int]]
+    counters: Tensor
+    runs: list[RunView] | None
+    windows: list[Tensor] | None
+    evicted: Tensor | None
 
     def lengths(self, tail: int) -> list[int]:
         """Tokens of each row then."""
-        return [low + whole + tail for low, whole in zip(*self.told, strict=True)]
+        return [low + whole + tail for low, whole in zip(*self.kept, strict=True)]
 
 
 def takes(layout: Layout) -> bool:
@@ -131,13 +135,15 @@ def store_best(store: HeadwiseStore, keys: Tensor, values: Tensor, best: Tensor,
 def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
     """Tiers of the layers that hold a cut as it was left, now that every layer's share is final; None for the others.
 
-    Asks each device once, however many layers there are.
+    Asks each device once, and makes pages of layers that are alike together: what a layer takes the host by itself is
+    waited for, when a prompt's last layer is done.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
-        if layer.first is not None and layer.store is not None and layer.first.stands(layer.store):
-            kind = layer.device, id(layer.scheme), layer.batch_size, layer.heads, layer.first.kept, layer.costs
-            groups.setdefault(kind, []).append(i)
+        store, cut = layer.store, layer.first
+        if store is not None and cut is not None and cut.stands(store):
+            kind = store.device, store.dtype, tuple(store.dims.values()), store.batch, store.windows[2].shape[2]
+            groups.setdefault((*kind, cut.kept, cut.tail, id(layer.scheme), layer.costs), []).append(i)
     found: list[Tiers | None] = [None] * len(layers)
     for members in groups.values():
         for i, tiers in zip(members, _tiers([layers[i] for i in members]), strict=True):
@@ -147,9 +153,8 @@ def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
 
 def _tiers(layers: Sequence[EvictingLayer]) -> list[Tiers]:
     """Of layers that are alike."""
-    one = layers[0]
-    assert one.first is not None
-    scheme, rows, kept = one.scheme, one.batch_size * one.heads, one.first.kept
+    one, stores, cuts = layers[0], [x._held() for x in layers], [x.first for x in layers if x.first is not None]
+    scheme, kept, rows = one.scheme, cuts[0].kept, stores[0].batch
     scores = torch.cat([layer.scores[:, :kept] for layer in layers if layer.scores is not None])
     strengths = [layer.strength for layer in layers if layer.strength is not None]
     most = one.peers.greatest(one.prompts, one.device)
@@ -161,66 +166,114 @@ def _tiers(layers: Sequence[EvictingLayer]) -> list[Tiers]:
     bits = tier_widths(scores, stay, scheme.whole(stay, share), is_whole, scheme.low_bits)
     masks = bits == scheme.low_bits, bits == WHOLE
     counts = torch.stack([mask.sum(1, dtype=torch.int32) for mask in masks])
-    slots = [mask.to(torch.int8).argsort(dim=1, descending=True, stable=True) for mask in masks]
     low, whole = counts.tolist()
+    evicted = None
+    if min(a + b for a, b in zip(low, whole, strict=True)) < kept:
+        evicted = kept - counts.sum(0, dtype=torch.int32)
+    counters = torch.cat([store.counters for store in stores], 1)
+    counters[RUNS:] = counts.repeat_interleave(2, 0)
+    if evicted is not None:
+        counters[START] += evicted
+        counters[LENGTH] -= evicted
+    runs: list[list[RunView]] | None = None
+    if any(low) or evicted is not None:
+        runs = _runs(stores, cuts, masks, counts, (low, whole), evicted)
+    tails = None if evicted is None else [_moved_tails(stores, at, counts, evicted) for at in (2, 3)]
     found = []
-    for first in range(0, scores.shape[0], rows):
-        own = slice(first, first + rows)
-        told = low[own], whole[own]
-        mine = [each[own, : max(count, default=0)] for each, count in zip(slots, told, strict=True)]
-        found.append(Tiers((mine[0], mine[1]), counts[:, own], told))
+    for i, own in enumerate(counters.split(rows, 1)):
+        mine = slice(i * rows, (i + 1) * rows)
+        found.append(
+            Tiers(
+                (low[mine], whole[mine]),
+                own,
+                None if runs is None else [run[i] for run in runs],
+                None if tails is None else [tail[i] for tail in tails],
+                None if evicted is None else evicted[mine],
+            )
+        )
     return found
 
 
+def _runs(
+    stores: Sequence[HeadwiseStore],
+    cuts: Sequence[Cut],
+    masks: Sequence[Tensor],
+    counts: Tensor,
+    kept: Sequence[list[int]],
+    evicted: Tensor | None,
+) -> list[list[RunView]]:
+    """Runs of few bits and whole ones, of each store: their pages are made as if all stores' rows were one store's."""
+    one, device = stores[0], stores[0].device
+    held = [torch.cat([getattr(cut.run, side)[0] for cut in cuts]) for side in SIDES]
+    # (rows, 1, n * G, D)
+    held = [codes.view(counts.shape[1], 1, -1, codes.shape[3]) for codes in held]
+    positions = torch.cat([cut.run.pos for cut in cuts if cut.run.pos is not None])
+    found = []
+    for mask, count, told, formats in zip(masks, counts, kept, one.format.runs, strict=True):
+        # Tokens in order, the row's own first.
+        slots = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : max(told)]
+        padded, table = _padded(slots, formats[0])
+        index, none = padded.to(torch.int32), torch.zeros_like(count)
+        sides = []
+        for side, fmt, source in zip(SIDES, formats, held, strict=True):
+            if fmt.bits == WHOLE:
+                parts = [_pages(_gathered(source, padded), fmt, table)]
+            else:
+                parts = fmt.allocate(side, table.numel(), 1, one.dims[side], one.dtype, device)
+                if table.numel():
+                    kernels.seal(parts, table, none, count.contiguous(), source, index, None, fmt, side)
+            sides.append(parts)
+        pos = positions.gather(1, padded)
+        pos = pos if evicted is None else pos - evicted[:, None]
+        found.append([_own(i, one.batch, told, table, pos, sides, formats[0]) for i in range(len(stores))])
+    return found
+
+
+def _own(
+    i: int, rows: int, told: list[int], table: Tensor, pos: Tensor, sides: Sequence[Sequence[Tensor]], fmt: PageFormat
+) -> RunView:
+    """The i-th store's part of a run: its own tensors, as long as its longest row."""
+    mine, every = slice(i * rows, (i + 1) * rows), table.shape[1]
+    blocks = -(-max(told[mine]) // fmt.page_size)
+    ids = torch.arange(rows * blocks, dtype=torch.int32, device=table.device).view(rows, blocks)
+    parts = []
+    for side in sides:
+        parts.append([])
+        for part in side:
+            # Not every device copies fp8.
+            raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+            pages = raw.view(-1, every, *raw.shape[1:])[mine, :blocks] if every else raw[:0]
+            parts[-1].append(pages.reshape(rows * blocks, *raw.shape[1:]).clone().view(part.dtype))
+    return RunView(ids, pos[mine, : blocks * fmt.page_size].contiguous(), *parts)
+
+
+def _moved_tails(stores: Sequence[HeadwiseStore], at: int, sealed: Tensor, evicted: Tensor) -> Sequence[Tensor]:
+    """Tails of all stores where ``evicted`` tokens before them are gone: slots go by position."""
+    tails = torch.cat([store.windows[at] for store in stores])
+    ring = tails.shape[2]
+    first = sealed.sum(0, dtype=torch.int32)[:, None]
+    slot = torch.arange(ring, dtype=torch.int32, device=tails.device)[None]
+    before = (first + (slot - first) % ring + evicted[:, None]) % ring
+    moved = _gathered(tails, before.long())
+    return [tail.clone() for tail in moved.split(stores[0].batch)]
+
+
 def store_tiers(store: HeadwiseStore, cut: Cut, tiers: Tiers) -> None:
-    """Gives a cut's tokens their tiers; tokens that are in neither are evicted. What fails leaves the store as it was.
+    """Gives a cut's tokens their tiers.
 
     Args:
         store: as `store_best` left it.
         cut: what that returned.
         tiers: of it.
     """
-    low, whole = tiers.told
-    if not any(low) and min(whole) == cut.kept:
-        return
-    batch, device, dims = store.batch, store.device, store.dims
-    gone = [cut.kept - a - b for a, b in zip(low, whole, strict=True)]
-    evicted = cut.kept - tiers.counts.sum(0, dtype=torch.int32)
-    held = [
-        parts[0].view(batch, 1, -1, dims[side])
-        for side, parts in zip(SIDES, (cut.run.keys, cut.run.values), strict=True)
-    ]
-    assert cut.run.pos is not None
-    none, runs = torch.zeros_like(evicted), []
-    for slots, count, formats in zip(tiers.slots, tiers.counts, store.format.runs, strict=True):
-        padded, table = _padded(slots, formats[0])
-        index = padded.to(torch.int32)
-        sides = []
-        for side, fmt, source in zip(SIDES, formats, held, strict=True):
-            if fmt.bits == WHOLE:
-                sides.append([_pages(_gathered(source, padded), fmt, table)])
-                continue
-            parts = fmt.allocate(side, table.numel(), 1, dims[side], store.dtype, device)
-            if slots.shape[1]:
-                kernels.seal(parts, table, none, count.contiguous(), source, index, None, fmt, side)
-            sides.append(parts)
-        pos = cut.run.pos.gather(1, padded)
-        runs.append(RunView(table, pos - evicted[:, None] if any(gone) else pos, *sides))
-    windows = list(store.windows)
-    if any(gone):
-        # Slots of the tail go by position, which is another now.
-        ring, sealed = windows[2].shape[2], tiers.counts.sum(0, dtype=torch.int32)
-        slot = torch.arange(ring, dtype=torch.int32, device=device)[None]
-        token = sealed[:, None] + (slot - sealed[:, None]) % ring
-        before = ((token + evicted[:, None]) % ring).long()[:, None, :, None]
-        for at in (2, 3):
-            windows[at] = windows[at].gather(2, before.expand(-1, 1, -1, windows[at].shape[3]))
-    counters = store.counters.clone()
-    counters[RUNS:] = tiers.counts.repeat_interleave(2, 0)
-    counters[START] += evicted
-    counters[LENGTH] -= evicted
-    store.counters, store.windows, store.runs = counters, windows, runs
-    store.dropped = store.dropped + evicted
+    store.counters.copy_(tiers.counters)
+    if tiers.runs is not None:
+        store.runs = tiers.runs
+    if tiers.windows is not None:
+        store.windows = [*store.windows[:2], *tiers.windows]
+    if tiers.evicted is not None:
+        store.dropped = store.dropped + tiers.evicted
+    low, whole = tiers.kept
     states = {RowState(a + b + cut.tail, a + b, a + b) for a, b in zip(low, whole, strict=True)}
     store.states = frozenset(states)
     store.know_wide(max(whole))

@@ -369,7 +369,7 @@ class EvictingLayer(KVLayer):
         longest, budget, (low, whole) = tiers.lengths(tail), self.scheme.budget_bytes, self.costs
         if budget is None:
             return self.scheme.tokens - max(longest)
-        held = [n * whole - few * (whole - low) for n, few in zip(longest, tiers.told[0], strict=True)]
+        held = [n * whole - few * (whole - low) for n, few in zip(longest, tiers.kept[0], strict=True)]
         return (budget - max(held)) // whole
 
     # Rows and lengths change.

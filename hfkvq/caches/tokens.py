@@ -65,7 +65,7 @@ class TokenRecord:
         return held
 
     def shared_tags(self, device: torch.device) -> ColumnTags | None:
-        """The same, and what layers have made of it; kept until each layer has asked, or the tags are others."""
+        """The tags of all columns known, one object for all layers: kept until each has asked, or tags are others."""
         codes = None if device in self._shared else self.tags_on(device)
         if codes is not None:
             self._shared[device] = ColumnTags(codes)

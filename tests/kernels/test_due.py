@@ -222,7 +222,7 @@ def test_kernel_equals_the_reference(triton_backend, seed):
     knobs = [case[name] for name in ("sink", "tails", "local", "unit", "most")]
     on_device = counters.clone().to(triton_backend)
     found = torch.empty(len(case["rows"]) * (4 + sum(case["most"])), dtype=torch.int32)
-    reference("due")(counters, found, *knobs)
+    reference("due")(counters, found, *knobs, None)
     got, expected = due(on_device, *knobs), by_hand(**case)
     assert_same(got, expected)
     assert torch.equal(torch.cat([*got.count, *got.new, *(x.flatten() for x in got.index)]).cpu(), found)
