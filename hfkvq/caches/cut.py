@@ -143,7 +143,7 @@ def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
         store, cut = layer.store, layer.first
         if store is not None and cut is not None and cut.stands(store):
             kind = store.device, store.dtype, tuple(store.dims.values()), store.batch, store.windows[2].shape[2]
-            groups.setdefault((*kind, cut.kept, cut.tail, id(layer.scheme), layer.costs), []).append(i)
+            groups.setdefault((*kind, cut.kept, cut.tail, layer.scheme, layer.costs), []).append(i)
     found: list[Tiers | None] = [None] * len(layers)
     for members in groups.values():
         for i, tiers in zip(members, _tiers([layers[i] for i in members]), strict=True):

@@ -76,7 +76,7 @@ def demote(store: KVStore, tags: Tensor) -> bool:
     table = torch.arange(store.batch * blocks, dtype=torch.int32, device=device).view(store.batch, blocks)
     room = blocks * formats[1][0].page_size - most_left
     pos = torch.nn.functional.pad(wide.pos.gather(1, staying), (0, room))
-    grown = _placed(grown, wide.pos.gather(1, leaving), have, gone, page)
+    grown = _place(grown, wide.pos.gather(1, leaving), have, gone, page)
     store.runs = [grown, RunView(table, pos, *rebuilt)]
     store.counters[RUNS : RUNS + 2] += gone
     store.counters[RUNS + 2 : RUNS + 4] -= gone
@@ -100,7 +100,7 @@ def _grown(store: KVStore, view: RunView, blocks: int) -> RunView:
     return RunView(torch.cat([view.table, ids], 1), pos, *sides)
 
 
-def _placed(view: RunView, moved: Tensor, have: Tensor, new: Tensor, page: int) -> RunView:
+def _place(view: RunView, moved: Tensor, have: Tensor, new: Tensor, page: int) -> RunView:
     """With the positions ``moved`` (B, m) behind the ``have`` tokens of each row, and sorts the row's pages."""
     assert view.pos is not None
     slot = torch.arange(view.pos.shape[1], device=moved.device) - have[:, None]
