@@ -22,32 +22,34 @@ from .headwise import HeadwiseStore
 from .ranking import WHOLE, tier_widths
 from .scheme import Layout
 from .states import RowState
-from .store import SIDES, KVStore
+from .store import SIDES
 
 if TYPE_CHECKING:
     from .evict import EvictingLayer
 
 
 class Cut(NamedTuple):
-    """What `store_best` left, by which `Tiers` knows that nothing has moved since.
+    """What `store_best` left, by which it is known later that nothing has come or gone since.
 
     Attributes:
-        run: the whole run.
-        table: of it.
+        run: the whole run as it was stored. A cache of fixed capacity has copied it into its buffer by then.
         states: of the store.
         kept: older tokens of a row, all whole.
         tail: newer ones.
+        edition: of the layer.
     """
 
     run: RunView
-    table: Tensor
     states: frozenset[RowState]
     kept: int
     tail: int
+    edition: int = -1
 
-    def stands(self, store: KVStore) -> bool:
-        """Whether the store is as it was left."""
-        return store.runs[-1] is self.run and self.run.table is self.table and store.states == self.states
+    def stands(self, layer: EvictingLayer) -> bool:
+        """Whether the layer holds what it did."""
+        store = layer.store
+        same = store is not None and store.states == self.states and store.device == self.run.table.device
+        return same and layer.edition == self.edition
 
 
 class Tiers(NamedTuple):
@@ -129,7 +131,7 @@ def store_best(store: HeadwiseStore, keys: Tensor, values: Tensor, best: Tensor,
     store.counters[-2:].fill_(kept)
     store.dropped.fill_(evicted)
     store.know_wide(kept)
-    return Cut(run, table, store.states, kept, tail)
+    return Cut(run, store.states, kept, tail)
 
 
 def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
@@ -141,7 +143,7 @@ def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
         store, cut = layer.store, layer.first
-        if store is not None and cut is not None and cut.stands(store):
+        if store is not None and cut is not None and cut.stands(layer):
             kind = store.device, store.dtype, tuple(store.dims.values()), store.batch, store.windows[2].shape[2]
             groups.setdefault((*kind, cut.kept, cut.tail, layer.scheme, layer.costs), []).append(i)
     found: list[Tiers | None] = [None] * len(layers)

@@ -101,7 +101,7 @@ def _grown(store: KVStore, view: RunView, blocks: int) -> RunView:
 
 
 def _place(view: RunView, moved: Tensor, have: Tensor, new: Tensor, page: int) -> RunView:
-    """With the positions ``moved`` (B, m) behind the ``have`` tokens of each row, and sorts the row's pages."""
+    """The view with positions ``moved`` (B, m) behind the ``have`` tokens of each row, and its pages in order."""
     assert view.pos is not None
     slot = torch.arange(view.pos.shape[1], device=moved.device) - have[:, None]
     inside = (slot >= 0) & (slot < new[:, None])

@@ -226,7 +226,7 @@ class EvictingLayer(KVLayer):
         strength = scheme.strength(torch.cat(statistics).unflatten(0, (self.batch_size, -1)))
         order = scores[:, : self.seen - tail].argsort(dim=1, descending=True, stable=True)
         chosen = order[:, :best].sort(dim=1).values
-        self.first = store_best(store, keys, values, chosen, tail)
+        first = store_best(store, keys, values, chosen, tail)
         # Not earlier: if there was no memory, the tokens are still staged.
         self.staged = self.pending = None
         self.uncommitted, self.strength = False, strength
@@ -234,6 +234,7 @@ class EvictingLayer(KVLayer):
         self.cut = torch.ones(rows, dtype=torch.bool, device=self.device)
         self.evicted = store.forgetful = True
         self.edition += 1
+        self.first = first._replace(edition=self.edition)
         self.prompts += 1
         self.peers.report(self.prompts)
 

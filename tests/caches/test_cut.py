@@ -228,6 +228,23 @@ def test_no_memory_leaves_the_prompt_staged(monkeypatch):
 
 
 @pytest.mark.parametrize("capacity", [None, 160])
+def test_prompts_of_models_are_not_trimmed(capacity, monkeypatch):
+    """They go this way, and not the general one; also where layers have copied what they hold into buffers by then."""
+
+    def never(self, *args):
+        raise AssertionError("a prompt was trimmed")
+
+    monkeypatch.setattr(EvictingLayer, "_trim", never)
+    model = build("llama")
+    cache = ARKVCache(model.config, **TIGHT, max_cache_len=capacity)
+    model(prompt(2, 90), past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        assert layer.evicted
+        assert layer.first is None
+        assert layer.trim_at
+
+
+@pytest.mark.parametrize("capacity", [None, 160])
 def test_models(capacity, monkeypatch):
     """Whole models, of which layers have strengths of their own; also at a fixed capacity."""
     model = build("llama")
