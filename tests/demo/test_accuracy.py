@@ -38,6 +38,8 @@ def test_slice(monkeypatch):
     schemes = accuracy._schemes(False)
     chosen = {name: scheme for name, scheme in schemes.items() if name not in LEFT_OUT}
     monkeypatch.setattr(accuracy, "_schemes", lambda options: chosen)
+    # Only clocks need that.
+    monkeypatch.setattr("hfkvq.demo.run._warm_up", lambda *_: None)
     measured = accuracy.measure_slice()
     recorded = json.loads((EVALS / "results/accuracy-slice.json").read_text(encoding="utf-8"))["rows"]
     assert {BASELINE, *schemes} == recorded.keys()

@@ -42,3 +42,47 @@ def test_dtypes_are_those_of_triton():
                 assert interpreter._get_np_dtype(kind).itemsize == size
         assert interpreter._get_np_dtype(tl.pointer_type(dtype)).itemsize == 8
         assert interpreter._get_np_dtype(tl.block_type(tl.pointer_type(dtype), [4])).itemsize == 8
+
+
+def test_shapes_are_checked_however_often_they_come():
+    for _ in range(2):
+        made = tl.block_type(tl.int32, [tl.constexpr(4), 8])
+        assert (list(made.shape), made.numel, str(made)) == ([4, 8], 32, str(tl.block_type(tl.int32, [4, 8])))
+        assert made != tl.block_type(tl.int32, [8, 4])
+        assert made != tl.block_type(tl.int64, [4, 8])
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.int32, [4, 7])
+    assert str(tl.block_type(tl.float32, [4])) != str(tl.block_type(tl.float32, [4, 1]))
+
+
+def test_blocks_are_broadcast_to_one_shape():
+    semantic = interpreter.interpreter_semantic
+
+    def block(*shape):
+        data = torch.arange(shape[0]).view(shape[:1] + (1,) * (len(shape) - 1)).expand(shape).int().numpy()
+        return tl.tensor(interpreter.TensorHandle(data, tl.int32), tl.block_type(tl.int32, list(shape)))
+
+    for one, two, shape in (((4, 8), (4, 8), (4, 8)), ((4, 1), (1, 8), (4, 8)), ((4, 1), (4, 8), (4, 8))):
+        for x in semantic.broadcast_impl_value(block(*one), block(*two)):
+            assert tuple(size.value for size in x.shape) == x.handle.data.shape == shape
+    one = tl.tensor(interpreter.TensorHandle(block(1).handle.data, tl.int32), tl.int32)
+    assert [x.handle.data.shape for x in semantic.broadcast_impl_value(block(4, 8), one)] == [(4, 8)] * 2
+    with pytest.raises(ValueError, match="incompatible dimensions"):
+        semantic.broadcast_impl_value(block(4, 8), block(8, 4))
+
+
+def test_bfloat16_is_the_upper_half_of_float32():
+    short = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16)
+    # PyTorch takes subnormal numbers for what they are, Triton's interpreter almost.
+    short = short[(short == 0) | ~(short.abs() < 2.0**-126)]
+    wide = short.float().view(torch.int32)
+    for shape in ((-1,), (1, -1, 1)):
+        data = short.view(torch.int16).numpy().view("uint16").reshape(shape)
+        found = interpreter._convert_float(data, tl.bfloat16, tl.float32, None)
+        assert found.shape == data.shape
+        assert torch.equal(torch.from_numpy(found.view("int32")).flatten(), wide)
+        # Cut off, as the interpreter does it.
+        data = (wide[short != 0] | 0x7FFF).numpy().view("float32").reshape(shape)
+        found = interpreter._convert_float(data, tl.float32, tl.bfloat16, None)
+        assert found.shape == data.shape
+        assert torch.equal(torch.from_numpy(found.view("int16")).flatten(), short[short != 0].view(torch.int16))
