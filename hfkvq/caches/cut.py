@@ -8,7 +8,7 @@ tokens as it might, whole, a number that the host knows. When the last layer is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,6 +80,26 @@ def takes(layout: Layout) -> bool:
     plain = all(side.clip >= 1.0 for side in (layout.keys, layout.values))
     whole = all(fmt.bits == WHOLE and fmt.axis == "token" for fmt in runs[-1])
     return plain and whole and layout.sink == 0 and len(runs) == 2 and not any(fmt.whole for fmt in runs[0])
+
+
+def older_that_stay(scheme: Any, layout: Layout, costs: tuple[int, int], tokens: int, newest: int) -> int:
+    """Tokens that a first prompt beyond its budget is cut to, beside the newest; 0 where it has to go the general way.
+
+    Args:
+        scheme: of the layer, one that evicts.
+        layout: of the layer.
+        costs: bytes of a token in few bits and whole.
+        tokens: of the prompt.
+        newest: tokens that stay as they are.
+    """
+    past = tokens - newest
+    if past <= 0 or scheme.beta > 0 or not takes(layout):
+        return 0
+    # As many as the budget could hold in few bits.
+    best = int(scheme.kept(torch.tensor([past]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)))
+    # All whole, they would be many bytes where a whole token takes more than two in few bits.
+    budget, held = scheme.budget_bytes, (best + newest) * costs[1]
+    return 0 if budget is not None and held >= 2 * budget else best
 
 
 def _pages(tokens: Tensor, fmt: PageFormat, table: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, run_count
 
-from .cut import Cut, Tiers, store_best, store_tiers, takes
+from .cut import Cut, Tiers, older_that_stay, store_best, store_tiers
 from .headwise import HeadwiseStore
 from .layer import KVLayer
 from .observe import Observation, prompt_attention, stored_attention, token_order
@@ -195,18 +195,12 @@ class EvictingLayer(KVLayer):
 
     def _older_that_stay(self, seen: Observation) -> int:
         """Tokens that a first prompt is cut to, beside the newest; 0 where it is none, or has to go the general way."""
-        store, scheme = self._held(), self.scheme
+        store, newest = self._held(), max(self.scheme.window, self._hold())
         first = store.longest == 0 and self.padding is None and seen.prompt is not None
-        past = self.seen - max(scheme.window, self._hold())
         shown = seen.mask is None or seen.mask.shape[-1] >= self.seen
-        plain = first and shown and scheme.beta == 0 and takes(store.layout)
-        if not plain or past <= 0 or self.staged_length != self.seen or self.seen < self._trim_at():
+        if not first or not shown or self.staged_length != self.seen or self.seen < self._trim_at():
             return 0
-        # As many as the budget could hold in few bits.
-        best = int(scheme.kept(torch.tensor([past]), torch.zeros(1), self.costs, torch.ones(1, dtype=torch.bool)))
-        budget, held = scheme.budget_bytes, (best + self.seen - past) * self.costs[1]
-        # All whole, they would be many bytes where a whole token takes more than two in few bits.
-        return 0 if budget is not None and held >= 2 * budget else best
+        return older_that_stay(self.scheme, store.layout, self.costs, self.seen, newest)
 
     def _cut(self, seen: Observation, best: int) -> None:
         """Does of a first prompt what `KVStore.extend` and `_judge` would, without asking the device anything."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hfkvq import get_scheme
+from hfkvq.caches.routing import ColumnTags
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore, Padding
 from hfkvq.kernels import PageFormat, StoreFormat, decode_attention
 from hfkvq.kernels.decode import sealed_count
@@ -80,7 +81,7 @@ class Life:
         """What schemes may ask for when they seal: queries, and tags of some widths."""
         queries = torch.rand(3, 1, DIM, generator=self.generator)
         tags = torch.randint(0, 10, (3, self.seen), generator=self.generator).to(torch.uint8)
-        return queries, tags
+        return queries, ColumnTags(tags)
 
     def extend(self, count):
         padding = None

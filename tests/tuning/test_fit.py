@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -124,6 +125,16 @@ def test_a_budget_of_tokens_or_bytes(tiny, name, knobs):
     scheme = get_scheme(name, **knobs)
     for prompt in (300, 333):
         assert held(tiny, MixedKVCache(TINY, scheme), prompt) == cache_bytes(TINY, scheme, prompt, 2)
+
+
+@pytest.mark.parametrize("name", ["arkv-origin", "arkv-quant"])
+@pytest.mark.parametrize("budget", [20_000, 30_000])
+def test_a_budget_of_bytes_in_bf16(tiny, name, budget):
+    """Prompts are cut before they are stored then, where a whole token takes less than two in few bits."""
+    model, scheme = copy.deepcopy(tiny).bfloat16(), get_scheme(name, budget_bytes=budget)
+    for prompt in (300, 333):
+        total = held(model, MixedKVCache(TINY, scheme), prompt)
+        assert total == cache_bytes(TINY, scheme, prompt, 2, torch.bfloat16)
 
 
 def test_evicting_schemes_are_counted_at_their_fullest(tiny):

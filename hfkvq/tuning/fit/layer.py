@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hfkvq.caches.cut import older_that_stay
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import GROWTH, MAX_STEP, SIDES
 from hfkvq.kernels.decode import RUNS
@@ -113,6 +114,13 @@ class _Room:
         self.length += tokens
         self._seal(0.0)
 
+    def cut(self, scheme: Any, costs: tuple[int, int], share: float, tokens: int) -> None:
+        """A first prompt that is cut before it is stored; see `hfkvq.caches.cut`."""
+        self.length = tokens
+        self.trim(scheme, costs, share, prompt=True)
+        for side in SIDES:
+            self._grow_tail(side, self.length + 1 - self.sealed[side])
+
     def trim(self, scheme: Any, costs: tuple[int, int], share: float, prompt: bool) -> None:
         """What an evicting scheme keeps of a row that has outgrown its budget; see `hfkvq.caches.evict`."""
         past = torch.tensor([max(self.length - scheme.window, 0)])
@@ -137,6 +145,11 @@ def _evicting(room: _Room, scheme: Any, costs: tuple[int, int], come: Arrival, p
     """Takes the tokens under a budget, with the greatest share of whole tokens; stops where a layer may be fullest."""
     share = 0.0 if scheme.tiers == "quant" else 1.0
     for tokens in pieces:
+        beyond = scheme.budget_bytes is None and tokens > scheme.tokens
+        beyond |= scheme.budget_bytes is not None and tokens * costs[1] > scheme.budget_bytes
+        if not room.length and beyond and older_that_stay(scheme, room.layout, costs, tokens, scheme.window):
+            room.cut(scheme, costs, share, tokens)
+            continue
         room.extend(tokens)
         if _over(room, scheme, costs):
             room.trim(scheme, costs, share, prompt=True)
