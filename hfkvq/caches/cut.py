@@ -20,6 +20,7 @@ from hfkvq.kernels.pages import PageFormat, RunView
 
 from .headwise import HeadwiseStore
 from .ranking import WHOLE, tier_widths
+from .retier import moved_slots
 from .scheme import Layout
 from .states import RowState
 from .store import SIDES
@@ -265,18 +266,15 @@ def _own(
             # Not every device copies fp8.
             raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
             pages = raw.view(-1, every, *raw.shape[1:])[mine, :blocks] if every else raw[:0]
-            parts[-1].append(pages.reshape(rows * blocks, *raw.shape[1:]).clone().view(part.dtype))
+            own = pages.clone(memory_format=torch.contiguous_format)
+            parts[-1].append(own.view(rows * blocks, *raw.shape[1:]).view(part.dtype))
     return RunView(ids, pos[mine, : blocks * fmt.page_size].contiguous(), *parts)
 
 
 def _moved_tails(stores: Sequence[HeadwiseStore], at: int, sealed: Tensor, evicted: Tensor) -> Sequence[Tensor]:
-    """Tails of all stores where ``evicted`` tokens before them are gone: slots go by position."""
+    """Tails of all stores where ``evicted`` tokens before them are gone."""
     tails = torch.cat([store.windows[at] for store in stores])
-    ring = tails.shape[2]
-    first = sealed.sum(0, dtype=torch.int32)[:, None]
-    slot = torch.arange(ring, dtype=torch.int32, device=tails.device)[None]
-    before = (first + (slot - first) % ring + evicted[:, None]) % ring
-    moved = _gathered(tails, before.long())
+    moved = _gathered(tails, moved_slots(sealed.sum(0, dtype=torch.int32), evicted, tails.shape[2]))
     return [tail.clone() for tail in moved.split(stores[0].batch)]
 
 

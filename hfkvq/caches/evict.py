@@ -220,12 +220,13 @@ class EvictingLayer(KVLayer):
         strength = scheme.strength(torch.cat(statistics).unflatten(0, (self.batch_size, -1)))
         order = scores[:, : self.seen - tail].argsort(dim=1, descending=True, stable=True)
         chosen = order[:, :best].sort(dim=1).values
+        left = torch.cat([scores.gather(1, chosen), scores[:, -tail:]], 1)
+        cut = torch.ones(rows, dtype=torch.bool, device=self.device)
         first = store_best(store, keys, values, chosen, tail)
         # Not earlier: if there was no memory, the tokens are still staged.
         self.staged = self.pending = None
         self.uncommitted, self.strength = False, strength
-        self.scores = torch.cat([scores.gather(1, chosen), scores[:, -tail:]], 1)
-        self.cut = torch.ones(rows, dtype=torch.bool, device=self.device)
+        self.scores, self.cut = left, cut
         self.evicted = store.forgetful = True
         self.edition += 1
         self.first = first._replace(edition=self.edition)
@@ -233,6 +234,8 @@ class EvictingLayer(KVLayer):
         self.peers.report(self.prompts)
 
     def _judge(self, seen: Observation) -> None:
+        # Tokens have come since; what a cut left need not be kept for layers that never had their prompt.
+        self.first = None
         store, due = self._held(), self.seen >= self._trim_at()
         where = positions(store)
         order = token_order(store, where)

@@ -96,6 +96,21 @@ def _gather(store: KVStore, side: Side, columns: Tensor) -> Tensor:
     return out
 
 
+def moved_slots(sealed: Tensor, evicted: Tensor, ring: int) -> Tensor:
+    """i64 (B, ring): the slot of the tail that each slot takes its token from once tokens before the tail are gone.
+
+    Slots go by position, which is less by the tokens evicted.
+
+    Args:
+        sealed: i32 (B,), tokens before the tail then.
+        evicted: i32 (B,), those that are gone.
+        ring: slots of the tail.
+    """
+    slot = torch.arange(ring, dtype=torch.int32, device=sealed.device)[None]
+    token = sealed[:, None] + (slot - sealed[:, None]) % ring
+    return ((token + evicted[:, None]) % ring).long()
+
+
 def retier(store: KVStore, target: Tensor, where: Tensor | None = None) -> None:
     """Moves every token to the run that it is to be in; the pages that it leaves are given back.
 
@@ -168,11 +183,8 @@ def retier(store: KVStore, target: Tensor, where: Tensor | None = None) -> None:
         runs.append(RunView(table, pos.to(torch.int32).contiguous(), *sides))
         counters[RUNS + 2 * i : RUNS + 2 * i + 2] = kept + new
 
-    # Slots of the tail go by position, which is another now.
-    windows, ring = list(store.windows), store.windows[2].shape[2]
-    slot = torch.arange(ring, dtype=torch.int32, device=device)[None]
-    token = sealed[:, None] + (slot - sealed[:, None]) % ring
-    before = ((token + evicted[:, None]) % ring).long()[:, None, :, None]
+    windows = list(store.windows)
+    before = moved_slots(sealed, evicted, windows[2].shape[2])[:, None, :, None]
     for at in (2, 3):
         windows[at] = windows[at].gather(2, before.expand(-1, store.heads, -1, windows[at].shape[3]))
     store.counters, store.windows, store.runs = counters, windows, runs

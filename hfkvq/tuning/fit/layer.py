@@ -134,31 +134,30 @@ class _Room:
         self.sealed = {"keys": int(kept), "values": int(kept)}
 
 
-def _over(room: _Room, scheme: Any, costs: tuple[int, int]) -> bool:
-    """Whether a row has outgrown its budget."""
+def _over(scheme: Any, costs: tuple[int, int], length: int, low: int = 0) -> bool:
+    """Whether a row of so many tokens, some in few bits, has outgrown its budget."""
     if scheme.budget_bytes is None:
-        return room.length > scheme.tokens
-    return room.length * costs[1] - room.counts[0] * (costs[1] - costs[0]) > scheme.budget_bytes
+        return length > scheme.tokens
+    return length * costs[1] - low * (costs[1] - costs[0]) > scheme.budget_bytes
 
 
 def _evicting(room: _Room, scheme: Any, costs: tuple[int, int], come: Arrival, pieces: list[int]) -> Iterator[None]:
     """Takes the tokens under a budget, with the greatest share of whole tokens; stops where a layer may be fullest."""
     share = 0.0 if scheme.tiers == "quant" else 1.0
     for tokens in pieces:
-        beyond = scheme.budget_bytes is None and tokens > scheme.tokens
-        beyond |= scheme.budget_bytes is not None and tokens * costs[1] > scheme.budget_bytes
-        if not room.length and beyond and older_that_stay(scheme, room.layout, costs, tokens, scheme.window):
+        first = not room.length and _over(scheme, costs, tokens)
+        if first and older_that_stay(scheme, room.layout, costs, tokens, scheme.window):
             room.cut(scheme, costs, share, tokens)
             continue
         room.extend(tokens)
-        if _over(room, scheme, costs):
+        if _over(scheme, costs, room.length, room.counts[0]):
             room.trim(scheme, costs, share, prompt=True)
     yield
     trims = 0
     for _ in range(come.generated):
         room.steps(1)
         yield
-        if _over(room, scheme, costs):
+        if _over(scheme, costs, room.length, room.counts[0]):
             room.trim(scheme, costs, share, prompt=False)
             trims += 1
         if trims == 3:
