@@ -22,11 +22,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from .attention import NAME, register
 from .clock import Clock
 from .evict import EvictingLayer, layer_class
+from .graphs import StepGraphs, install, say_once, wanted
 from .handle import Spare
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
 from .peers import Peers
 from .preset import Preset, get_preset
+from .recorded import is_recorded
 from .scheme import Scheme
 from .static import StaticKVLayer, static_class, why_not
 from .store import StoreBytes
@@ -114,9 +116,16 @@ class MixedKVCache(Cache):
             of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not compressed
             anyway stay as they are.
         max_cache_len: most tokens of a row, padding included; everything is allocated at the first update, at addresses
-            that stay, and more tokens raise. Steps can then be compiled: ``generate`` does it by itself on a GPU, as
-            with ``StaticCache``. Such steps look at no mask: padding that the prompt had stays hidden, and nothing else
-            is. None grows as needed, and is never compiled.
+            that stay, and more tokens raise. None grows as needed.
+        graphs: whether decode steps are captured as CUDA graphs on a GPU, and replayed: the first step after a prompt
+            runs in Python, the second is captured (0.1 s), and so again when a cache that grows has outgrown its
+            buffers. What cannot be captured runs as without graphs, and a warning says why, once. None asks the
+            environment variable HFKVQ_GRAPHS (1 or 0), and takes True where there is none. Without graphs, and where
+            ``generate`` is given a ``compile_config``, steps of a cache of fixed capacity are compiled, as those of
+            ``StaticCache`` are; compiled steps look at no mask: padding that the prompt had stays hidden, and nothing
+            else is.
+        headroom: share of what is needed by which the buffers of captured steps are ahead of need, where the cache
+            grows; 128 tokens at the least.
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite.
 
@@ -132,6 +141,8 @@ class MixedKVCache(Cache):
         *,
         layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
+        graphs: bool | None = None,
+        headroom: float = 0.25,
         attach: bool = True,
         debug: bool = False,
     ) -> None:
@@ -144,6 +155,9 @@ class MixedKVCache(Cache):
         # type(), because True is an int.
         if max_cache_len is not None and (type(max_cache_len) is not int or max_cache_len < 1):
             raise ValueError(f"max_cache_len: got {max_cache_len!r}, allowed a positive number of tokens or None.")
+        if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom <= 4:
+            raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
+        capture = wanted(graphs)
         self.preset = get_preset(scheme, layers)
         text = _text_config(config)
         head_dim = _head_dim(text)
@@ -158,20 +172,24 @@ class MixedKVCache(Cache):
         sharing = getattr(text, "kv_sharing_modes", None)
         shares = bool(getattr(text, "num_kv_shared_layers", 0))
         reader = PaddingReader()
-        # Graphs are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
+        # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
         why = "the attention implementation is not switched" if not attach else "debug looks at every token"
-        static = max_cache_len is not None and attach and not debug
-        static = static and any(type(layer) is DynamicLayer for layer in stock)
-        if max_cache_len is not None and static:
+        static = attach and not debug and any(type(layer) is DynamicLayer for layer in stock)
+        if static:
             why = self._why_not_static(text, stock, own, sharing is not None or shares, head_dim)
             static = why is None
+        alike = all(type(layer) is DynamicLayer for layer in stock)
+        captured = static and capture and alike
+        # Said where a step shows that it matters.
+        self._uncaptured = (why or "layers are of several kinds") if capture and not captured else None
+        static = captured or (static and max_cache_len is not None)
         if max_cache_len is not None and static:
             stock = [
                 each if type(each) is DynamicLayer else other
                 for each, other in zip(stock, StaticCache(config=text, max_cache_len=max_cache_len).layers, strict=True)
             ]
-        elif max_cache_len is not None:
-            logger.info("%s: steps will not be compiled, since %s.", self.preset.scheme.name, why)
+        elif why is not None and (capture or max_cache_len is not None):
+            logger.info("%s: steps are neither captured nor compiled, since %s.", self.preset.scheme.name, why)
         held: list[Any] = []
         for i, layer in enumerate(stock):
             if type(layer) is DynamicLayer:
@@ -204,6 +222,9 @@ class MixedKVCache(Cache):
         self._share_handles()
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._stock_state: dict[int, dict[str, Any]] = {}
+        self.graphs = StepGraphs(self, fixed[0].clock, headroom) if captured else None
+        if captured and isinstance(model_or_config, torch.nn.Module):
+            install(model_or_config)
         if attach:
             self._attach(text)
 
@@ -260,11 +281,18 @@ class MixedKVCache(Cache):
         that no layer is ahead of the others. Only with ``debug=True`` can a layer refuse what an earlier one has taken;
         a page that the refused tokens had filled there is reopened with the values it holds.
         """
-        if torch.compiler.is_compiling():
+        if is_recorded():
             layer = self.layers[layer_idx]
             if isinstance(layer, StaticKVLayer) and layer.buffer is None:
                 self._prepare(key_states, value_states)  # pyright: ignore[reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._uncaptured is not None and key_states.is_cuda and key_states.shape[2] == 1:
+            why, self._uncaptured = self._uncaptured, None
+            say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run as without graphs.")
+        if self.graphs is not None and layer_idx == 0:
+            self.graphs.meet(self.config)
+            if self.layers[0].store is None:
+                self.graphs.before_prompt(key_states)
         if self._capacity is not None and layer_idx == 0 and self.compressed_layers:
             # Stock layers have no capacity, and may come first.
             first = self.compressed_layers[0]
@@ -304,7 +332,7 @@ class MixedKVCache(Cache):
         is checked here, and here ARKV's trims run. Whoever calls a compiled ``model.forward`` without `generate` calls
         `between_steps` for it.
         """
-        if not torch.compiler.is_compiling():
+        if not is_recorded():
             self.between_steps(query_length)
             layer = self.layers[layer_idx]
             if isinstance(layer, StaticKVLayer) and not self._attached:
@@ -319,14 +347,17 @@ class MixedKVCache(Cache):
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether `generate` may compile steps: see ``max_cache_len``."""
+        """Whether `generate` may compile steps: see ``graphs`` and ``max_cache_len``."""
         # Graphs ask, and the compiler of PyTorch 2.11 follows neither `super()` to a property nor `bool`.
-        return len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self._attached
+        can = len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self._attached
+        if not can or self.graphs is None or torch.compiler.is_compiling():
+            return can
+        return self.graphs.ask_for_compiling()
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Column of the coming forward's first query; on the device for layers of fixed capacity."""
         layer = self.layers[layer_idx]
-        if isinstance(layer, StaticKVLayer) and (torch.compiler.is_compiling() or self._attached):
+        if isinstance(layer, StaticKVLayer) and (is_recorded() or self._attached):
             return layer.get_query_offset()
         return super().get_query_offset(layer_idx)
 
@@ -358,6 +389,42 @@ class MixedKVCache(Cache):
             if isinstance(layer, StaticKVLayer):
                 layer.clock.announce(tokens)
                 return
+
+    def step(self, model: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """One step of the model with this cache, for loops of your own; captured and replayed like those of `generate`.
+
+        ``model(input_ids, past_key_values=cache)`` does the same once the model has met a cache of ours.
+
+        Args:
+            model: the model.
+            input_ids: (B, t), the new tokens.
+            **kwargs: further arguments of the model.
+
+        Returns:
+            What the model returns; its tensors are the caller's own.
+        """
+        if self.graphs is not None:
+            install(model)
+        with torch.no_grad():
+            return model(input_ids=input_ids, past_key_values=self, use_cache=True, **kwargs)
+
+    def note_step(self, input_ids: torch.Tensor | None) -> None:
+        """Takes note of the tokens of a step that is about to be replayed."""
+
+    def level(self) -> None:
+        """Takes tokens that a failed step has left in some layers out of them again."""
+        self._catch_up()
+        layers = self.compressed_layers
+        least = min(layer.get_seq_length() for layer in layers)
+        for layer in layers:
+            if layer.get_seq_length() > least:
+                layer.crop(least - layer.get_seq_length())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens; see `KVLayer.crop`."""
+        tokens = -int(tokens_to_remove)
+        if tokens < 0 or self.graphs is None or not self.graphs.take_back(tokens):
+            super().crop(tokens_to_remove)
 
     def _catch_up(self) -> None:
         for layer in self.layers:
@@ -420,14 +487,19 @@ class MixedKVCache(Cache):
         new = copy.copy(self)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         new._share_handles()
+        if self.graphs is not None:
+            new.graphs = StepGraphs(new, new.layers[0].clock, self.graphs.headroom)  # type: ignore[union-attr]
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the config, which belongs to the model."""
-        return {key: value for key, value in self.__dict__.items() if key != "config"}
+        graphs = None if self.graphs is None else self.graphs.headroom
+        return {key: value for key, value in self.__dict__.items() if key != "config"} | {"graphs": graphs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig())
+        if state["graphs"] is not None:
+            self.graphs = StepGraphs(self, self.layers[0].clock, state["graphs"])  # type: ignore[union-attr]
         self._share_handles()
         register()

@@ -16,6 +16,8 @@ class NamedCache(MixedKVCache):
         model_or_config: the model, or its config.
         layers: see `MixedKVCache`.
         max_cache_len: see `MixedKVCache`.
+        graphs: see `MixedKVCache`.
+        headroom: see `MixedKVCache`.
         attach: see `MixedKVCache`.
         debug: see `MixedKVCache`.
         **knobs: fields of the scheme.
@@ -32,13 +34,22 @@ class NamedCache(MixedKVCache):
         *,
         layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
+        graphs: bool | None = None,
+        headroom: float = 0.25,
         attach: bool = True,
         debug: bool = False,
         **knobs: Any,
     ) -> None:
         scheme = get_scheme(self.preset_name, **knobs)
         super().__init__(
-            model_or_config, scheme, layers=layers, max_cache_len=max_cache_len, attach=attach, debug=debug
+            model_or_config,
+            scheme,
+            layers=layers,
+            max_cache_len=max_cache_len,
+            graphs=graphs,
+            headroom=headroom,
+            attach=attach,
+            debug=debug,
         )
 
 

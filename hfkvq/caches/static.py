@@ -1,8 +1,8 @@
-"""Layers of fixed capacity, whose steps need no host: one buffer at one address, which compiled graphs write to.
+"""Layers whose steps need no host: one buffer at one address, which recorded steps write to.
 
-Prompts, and whatever else is no ordinary step, go the way of every layer, over the same tensors. Steps of a compiled
-model do not pass through Python, so after them the host no longer knows how long rows are: it asks the device when it
-must, which in ordinary steps it need not.
+With a fixed capacity the buffer is made at the first update. A layer that grows has none until a step is recorded (see
+`hfkvq.caches.graphs`), and another one whenever its tokens need more room. Prompts, and whatever else is no ordinary
+step, go the way of every layer, over the same tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .dense import dense_attention
 from .evict import EvictingLayer
 from .layer import KVLayer
 from .observe import Observation
+from .recorded import is_recorded
 from .scheme import Scheme
 from .states import RowState
 from .store import SIDES, KVStore
@@ -50,9 +51,10 @@ def static_class(scheme: Scheme) -> type[StaticKVLayer]:
 
 
 class StaticKVLayer(KVLayer):
-    """`KVLayer` of fixed capacity whose steps a compiled model can take.
+    """`KVLayer` whose steps can be recorded.
 
     Attributes:
+        room: most logical columns that the buffer has room for; the capacity, where there is one.
         several: whether a compiled step may have several tokens.
         trims: whether the host has work between steps, and so must be told of them.
     """
@@ -70,44 +72,59 @@ class StaticKVLayer(KVLayer):
         self.open = False
         self.share = 1
         super().__init__(*args, **kwargs)
+        self.room = self.capacity or 0
         self.leads = True
         self.clock = Clock([self])
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """Unless tokens may be taken back (assisted decoding), or steps need masks (padding within rows)."""
-        return not self.record_past and not self.clock.holes
+        """Whether `torch.compile` can take steps: at a fixed capacity, unless tokens may be taken back, or are padding.
+
+        Tokens may be taken back in assisted decoding; padding within rows needs masks.
+        """
+        return self.capacity is not None and not self.record_past and not self.clock.holes
 
     # The buffer.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for tensors of this shape, dtype and device."""
-        layout = self.scheme.layout(key_states.shape[-1], value_states.shape[-1])
-        self.store = KVStore(layout, self.scheme, key_states, value_states)
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
+        self._initialize(key_states, value_states)
+        self._come_home()
+
+    def _initialize(self, keys: Tensor, values: Tensor) -> None:
+        layout = self.scheme.layout(keys.shape[-1], values.shape[-1])
+        self.store = KVStore(layout, self.scheme, keys, values)
+        self.dtype, self.device = keys.dtype, keys.device
+        self.heads, self.batch_size = keys.shape[1], keys.shape[0]
         self.is_initialized = True
+
+    def _come_home(self) -> None:
+        """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now."""
+        if self.capacity is None and self.buffer is not None and (
+            self.buffer.device != self.device or self._make_plan() != self.plan
+        ):
+            self.leave()
         self.home()
 
     def _blocks(self) -> tuple[int, ...] | None:
         """Pages of a row in each run; None while the store holds more than that."""
-        store, capacity = self._held(), self.capacity
-        assert capacity is not None, "static layers have one"
-        rest = max(capacity - store.layout.sink, 0)
+        store = self._held()
+        rest = max(self.room - store.layout.sink, 0)
         return tuple(
             max(-(-rest // keys.page_size), view.table.shape[1])
             for view, (keys, _) in zip(store.runs, store.format.runs, strict=True)
         )
 
     def _make_plan(self) -> StepPlan | None:
-        store, blocks = self._held(), self._blocks()
+        store, blocks, hold = self._held(), self._blocks(), self._hold()
         if blocks is None:
             return None
+        if hold:
+            store.reserve_tail(hold)
         for side in SIDES:
             store._grow_tail(side, store.tail_limit[side])
         keys, values = store.layout.keys, store.layout.values
         rule = self.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
-        assert self.capacity is not None, "static layers have one"
         return StepPlan(
             store.format.spec,
             store.batch,
@@ -117,15 +134,27 @@ class StaticKVLayer(KVLayer):
             str(store.dtype),
             blocks,
             (store.windows[2].shape[2], store.windows[3].shape[2]),
-            (keys.local, values.local),
+            (max(keys.local, hold), max(values.local, hold)),
             (keys.unit, values.unit),
-            self.capacity,
+            self.room,
             rule or "",
             self._asks(),
             self._fold(),
             self._fold() * store.heads * self.share if self._asks() == "keep" else 0,
             (keys.balance, values.balance),
         )
+
+    def plan_for(self, room: int) -> StepPlan | None:
+        """The plan of a buffer for so many logical columns."""
+        before, self.room = self.room, room
+        try:
+            return self._make_plan()
+        finally:
+            self.room = before
+
+    def takes_several(self) -> int:
+        """Most tokens of a recorded step: where tags have a say in what is sealed, only generated ones have none."""
+        return 1 if "tags" in self.scheme.needs and not self.record_past else MAX_STEP
 
     def _asks(self) -> str:
         return "sum" if "query" in self.scheme.needs else ""
@@ -136,12 +165,16 @@ class StaticKVLayer(KVLayer):
     def home(self) -> None:
         """Brings what the store holds into the buffer, wherever an operation has left it; makes the buffer if need be.
 
-        A buffer of another shape has another address: graphs are then recorded anew.
+        A buffer of another shape has another address: graphs are then recorded anew. A layer that grows has a buffer
+        from its first recorded step on only: see `make_room`.
         """
         store = self.store
-        plan = None if store is None else self._make_plan()
-        if store is None or plan is None:
+        if store is None or not self.room:
             return
+        plan = self._make_plan()
+        if plan is None:
+            return
+        old = self.state
         fresh = plan != self.plan or self.buffer is None or self.buffer.device != store.device
         if fresh:
             # Zeros: see `PageFormat.allocate`.
@@ -151,10 +184,14 @@ class StaticKVLayer(KVLayer):
             self.buffer, self.plan, self.spec = buffer, plan, plan.spec
             self.state = carve(buffer, plan)
             LAYERS[buffer.data_ptr()] = self
+            self.clock.home = None
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
                 part.zero_()
             self.state.weight.zero_()
-            self.state.query.zero_()
+            if old is not None and old.query.shape == self.state.query.shape and old.query.device == store.device:
+                self.state.query.copy_(old.query)
+            else:
+                self.state.query.zero_()
         assert self.state is not None, "made with the buffer"
         _adopt(store, self.state, plan)
         self._tell_queries()
@@ -170,7 +207,44 @@ class StaticKVLayer(KVLayer):
             state.sums.copy_(self.query_sum)
             state.counts.copy_(self.query_count)
 
+    def make_room(self, room: int) -> None:
+        """Moves into a buffer for so many logical columns, which may be the first one."""
+        self.close()
+        self.room = room
+        self.home()
+
+    def leave(self) -> None:
+        """Takes what is stored out of the buffer, and grows like any layer until a step is recorded again."""
+        if self.state is not None and self.store is not None:
+            self.close()
+            self.store = copy.deepcopy(self.store)
+        self.buffer = self.state = self.plan = None
+        self.room, self.clock.home = self.capacity or 0, None
+
+    def move_in(self, buffer: Tensor, state: StepState, plan: StepPlan, room: int) -> None:
+        """Takes over a buffer that no layer uses, and brings there what is stored; see `hfkvq.caches.homes`."""
+        store = self._held()
+        for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
+            part.zero_()
+        self.buffer, self.state, self.plan, self.spec, self.room = buffer, state, plan, plan.spec, room
+        LAYERS[buffer.data_ptr()] = self
+        for side in SIDES:
+            store._grow_tail(side, plan.tails[side == "values"])
+        _adopt(store, state, plan)
+        self._tell_queries()
+
     # Steps that the host does not see.
+
+    def note_steps(self, tokens: int, peak: int) -> None:
+        """Takes note of graph steps: ``tokens`` have come, ``peak`` before some were taken back."""
+        store = self._held()
+        then = store.ahead(peak, self._hold()).sealed
+        if peak > tokens:
+            then = frozenset(state._replace(length=state.length - (peak - tokens)) for state in then)
+        store.states = then
+        self.seen += tokens
+        self.edition += 1
+        self.open = True
 
     def close(self) -> None:
         """Lets the device's counters count what the last step has sealed; asks it nothing."""
@@ -232,12 +306,14 @@ class StaticKVLayer(KVLayer):
     # What Transformers calls.
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See `KVLayer.update`. While a graph is recorded, what is returned is known to "hfkvq" attention alone."""
-        if torch.compiler.is_compiling():
+        """See `KVLayer.update`. In a recorded step, what is returned is known to "hfkvq" attention alone."""
+        if is_recorded():
             if self.leads:
                 self.clock.stale = True
             return StepKV(self, key_states, value_states), StepKV(self, key_states, value_states)
         self.clock.catch_up()
+        if self.capacity is None and self.buffer is not None and self.seen + key_states.shape[2] > self.room:
+            self.leave()
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _seen_on_device(self) -> Tensor:
@@ -247,33 +323,32 @@ class StaticKVLayer(KVLayer):
         return seen(self.buffer, self.plan.rows)
 
     def get_seq_length(self) -> Any:
-        """Logical tokens seen; a number on the device where the host does not know it."""
-        if self.buffer is not None and (torch.compiler.is_compiling() or self.clock.stale):
+        """Logical tokens seen; a number on the device in a recorded step, and where the host does not know it."""
+        if self.buffer is not None and (is_recorded() or self.clock.stale):
             return self._seen_on_device()
-        return super().get_seq_length()
+        return super().get_seq_length() + self.clock.ahead
 
     def plain_steps(self) -> bool:
         """Whether steps need no mask: nothing that is stored is padding, and every row has something stored."""
-        return self.buffer is not None and self.clock.ready and not self.clock.holes
+        return self.capacity is not None and self.buffer is not None and self.clock.ready and not self.clock.holes
 
     def get_query_offset(self) -> Any:
         """Column of the coming forward's first query: i64 (1,) on the device where steps need no mask.
 
-        Where they do, a number, on the device (without axes) while a graph is recorded.
+        Where they do, a number, on the device (without axes) in a compiled step.
         """
-        if self.plain_steps():
+        if self.plain_steps() or (is_recorded() and not torch.compiler.is_compiling()):
             return self._seen_on_device()
-        if torch.compiler.is_compiling() and self.buffer is not None:
+        if is_recorded() and self.buffer is not None:
             return self._seen_on_device()[0]
         self.clock.catch_up()
         return super().get_seq_length()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Logical length and offset for the mask of the coming forward; the capacity's where steps must look alike."""
-        compiling = self.buffer is not None and torch.compiler.is_compiling()
-        if compiling or (query_length == 1 and self.plain_steps()):
-            assert self.capacity is not None, "static layers have one"
-            return self.capacity, 0
+        recorded = self.buffer is not None and is_recorded()
+        if recorded or (query_length == 1 and self.plain_steps()):
+            return self.room, 0
         self.clock.catch_up()
         return super().get_mask_sizes(query_length)
 
@@ -324,12 +399,16 @@ class StaticKVLayer(KVLayer):
     def activate_past_recording(self) -> None:
         """See `KVLayer.activate_past_recording`."""
         self._host()
-        super().activate_past_recording()
+        if not self.record_past:
+            super().activate_past_recording()
+            # Tails are longer from now on.
+            self.home()
 
     def reset(self) -> None:
         """Forgets everything; buffer and address stay."""
         self.clock.stale, self.clock.steps, self.open = False, 0, False
         self.clock.ready = self.clock.holes = False
+        self.clock.ahead = self.clock.peak = 0
         if self.state is not None:
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
                 part.zero_()
@@ -352,9 +431,11 @@ class StaticKVLayer(KVLayer):
 
     def takes_step(self, queries: int, mask: Tensor | None) -> bool:
         """Whether the staged tokens can go through `step_now`."""
-        if self.staged is None or self.state is None or self.record_past:
+        if self.staged is None or self.state is None:
             return False
         tokens = self.staged[0].shape[2]
+        if tokens > self.takes_several():
+            return False
         started = all(state.length for state in self._held().states)
         return tokens == queries <= MAX_STEP and started and (mask is None or tokens == 1)
 
@@ -368,7 +449,7 @@ class StaticKVLayer(KVLayer):
         assert plan is not None
         keys, values = self.staged
         self.staged, self.new_columns, self.open = None, 0, True
-        then = store.ahead(keys.shape[2])
+        then = store.ahead(keys.shape[2], self._hold())
         try:
             out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap, any(then.due))
         except BaseException:
@@ -417,9 +498,8 @@ class StaticKVLayer(KVLayer):
             return
         self.close()
         super()._settle(commit)
-        if not torch.compiler.is_compiling():
-            self.home()
-            self._note_rows()
+        self.home()
+        self._note_rows()
 
     def _demote(self) -> bool:
         if self._renewed_tags() is None:
@@ -444,6 +524,7 @@ class StaticKVLayer(KVLayer):
         assert isinstance(new, StaticKVLayer), "a copy of this one"
         memo[id(self)] = new
         new.buffer = new.state = new.plan = None
+        new.room = self.capacity or 0
         new.clock = copy.deepcopy(self.clock, memo)
         new.home()
         return new
@@ -451,7 +532,8 @@ class StaticKVLayer(KVLayer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything, with tensors of their own in place of views of the buffer."""
         self._host()
-        return self.__dict__ | {"buffer": None, "state": None, "plan": None, "store": copy.deepcopy(self.store)}
+        empty = {"buffer": None, "state": None, "plan": None, "room": self.capacity or 0}
+        return self.__dict__ | empty | {"store": copy.deepcopy(self.store)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
@@ -474,7 +556,7 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `EvictingLayer.lazy_initialization`."""
         EvictingLayer.lazy_initialization(self, key_states, value_states)
-        self.home()
+        self._come_home()
 
     def _asks(self) -> str:
         return "keep"
@@ -489,9 +571,8 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         slack = 2 * MAX_STEP
         whole = scheme.tokens if budget is None else budget // self.costs[1]
         low = scheme.tokens if budget is None else budget // self.costs[0]
-        assert self.capacity is not None, "static layers have one"
         page = store.format.runs[0][0].page_size
-        most = [-(-min(tokens + slack, self.capacity) // page) for tokens in (low, whole)]
+        most = [-(-min(tokens + slack, self.room) // page) for tokens in (low, whole)]
         have = [view.table.shape[1] for view in store.runs]
         if any(a > b for a, b in zip(have, most, strict=True)):
             return None
@@ -510,6 +591,10 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
             self.share = query.shape[1] // self.heads
         self.asked = (query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
         super().finish(query, mask, scaling, softcap, sinks)
+
+    def takes_several(self) -> int:
+        """See `StaticKVLayer.takes_several`: a trim judges by one query."""
+        return 1
 
     def takes_step(self, queries: int, mask: Tensor | None) -> bool:
         """Never: a trim may be due, and the host is here."""

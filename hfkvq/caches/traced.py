@@ -1,4 +1,4 @@
-"""Attention of layers of fixed capacity while a graph is recorded: one opaque operation a layer."""
+"""Attention in a recorded step: one opaque operation a layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hfkvq.kernels.step import MAX_STEP, step
 
+from .recorded import is_recorded
+
 if TYPE_CHECKING:
     from .static import StaticKVLayer
 
@@ -18,7 +20,7 @@ LAYERS: weakref.WeakValueDictionary[int, StaticKVLayer] = weakref.WeakValueDicti
 
 
 class StepKV:
-    """What `StaticKVLayer.update` returns while a graph is recorded: the layer and the new tokens; no tensor."""
+    """What `StaticKVLayer.update` returns in a recorded step: the layer and the new tokens; no tensor."""
 
     def __init__(self, layer: StaticKVLayer, keys: Tensor, values: Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
@@ -64,7 +66,7 @@ def _(
 def traced_attention(
     keys: StepKV, query: Tensor, mask: Tensor | None, scaling: float, softcap: float, sinks: Tensor | None, causal: bool
 ) -> Tensor:
-    """Attention while a graph is recorded: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv).
+    """Attention in a recorded step: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv).
 
     One query is a step, and so are up to 16 without a mask, once every row has tokens. Else it is a prompt, whose
     operation does what an eager prompt does, outside CUDA graphs.
@@ -77,4 +79,6 @@ def traced_attention(
     unwatched = layer.trims and layer.clock.holes
     if layer.clock.ready and (queries == 1 or several) and not unwatched:
         return step(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, layer.spec)
+    if is_recorded() and not torch.compiler.is_compiling():
+        raise RuntimeError("A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens.")
     return _prompt(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, causal)

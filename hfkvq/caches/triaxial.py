@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .named import NamedCache
+from .recorded import is_recorded
 from .table import BitTable
 from .tags import Tagger
 from .tokens import TokenRecord
@@ -29,8 +30,8 @@ class _Hook:
         self.cache = None if cache is None else weakref.ref(cache)
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            # A graph cannot take notes. Generated tokens have no tags of their own anyway.
+        if is_recorded():
+            # A graph cannot take notes: see `TriAxialCache.note_step`.
             return
         cache = None if self.cache is None else self.cache()
         if cache is None or not any(x is cache for x in (kwargs.get("past_key_values"), *args)):
@@ -92,6 +93,8 @@ class TriAxialCache(NamedCache):
         table: Table | None = None,
         layers: Mapping[str | int, Any] | None = None,
         max_cache_len: int | None = None,
+        graphs: bool | None = None,
+        headroom: float = 0.25,
         attach: bool = True,
         debug: bool = False,
         **knobs: Any,
@@ -110,7 +113,14 @@ class TriAxialCache(NamedCache):
             knobs["table"] = table
         tagger = Tagger.from_tokenizer(tokenizer) if tagger is None else tagger
         super().__init__(
-            model_or_config, layers=layers, max_cache_len=max_cache_len, attach=attach, debug=debug, **knobs
+            model_or_config,
+            layers=layers,
+            max_cache_len=max_cache_len,
+            graphs=graphs,
+            headroom=headroom,
+            attach=attach,
+            debug=debug,
+            **knobs,
         )
         needs = [layer.scheme.needs for layer in self.compressed_layers]
         self.tokens = TokenRecord(tagger, any("turns" in own for own in needs), sum("tags" in own for own in needs))
@@ -130,6 +140,11 @@ class TriAxialCache(NamedCache):
         self._model = weakref.ref(model)
         handle = model.register_forward_pre_hook(_Hook(self), with_kwargs=True)
         weakref.finalize(self, handle.remove)
+
+    def note_step(self, input_ids: Tensor | None) -> None:
+        """See `MixedKVCache.note_step`: the ids of generated tokens, which the next prompt's tags depend on."""
+        if input_ids is not None and input_ids.dim() == 2:
+            self.tokens.step(input_ids, self.compressed_layers[0].get_seq_length())
 
     @property
     def _seen(self) -> int:
@@ -197,7 +212,7 @@ class TriAxialCache(NamedCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """See `MixedKVCache.update`."""
-        if torch.compiler.is_compiling():
+        if is_recorded():
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not self._warned and not self.tokens.length and key_states.shape[2] > 1:
             self._warned = True

@@ -1,0 +1,42 @@
+"""Who is calling: `generate` shows a cache neither its model nor its settings, and this looks for them once a call."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def _config_of(module: Any) -> Any:
+    config = getattr(module, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return config if text is None else text(decoder=True)
+
+
+def calling_model(config: Any) -> torch.nn.Module | None:
+    """The outermost model of this text config among the callers: the one that `generate`, or a user's loop, calls."""
+    found, frame = None, sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and code.co_varnames[0] == "self" and code.co_name in _CALLS:
+            module = frame.f_locals.get("self")
+            if isinstance(module, torch.nn.Module) and _config_of(module) is config:
+                found = module
+        frame = frame.f_back
+    return found
+
+
+# What calls a model: PyTorch, and Transformers where it asks a cache before it does.
+_CALLS = frozenset({"_wrapped_call_impl", "_call_impl", "_valid_auto_compile_criteria"})
+
+
+def asked_to_compile() -> bool | None:
+    """Whether the `generate` that asks ``is_compileable`` was given a ``compile_config``; None if another one asks."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name in ("ask_for_compiling", "is_compileable"):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name != "_valid_auto_compile_criteria":
+        return None
+    settings = frame.f_locals.get("generation_config")
+    return settings is not None and settings.compile_config is not None

@@ -1,0 +1,516 @@
+"""Decode steps from CUDA graphs: the first step of a shape runs in Python, the next is captured, the rest replay it.
+
+Every call of the model comes by: PyTorch asks a module for a replacement of its call (``Module.compile`` puts one
+there), and `Router` is the replacement of models that are given our caches. So every mode of `generate`, and loops of
+users' own, have their steps replayed, and no model code is changed. What is no step, or cannot be captured, goes on to
+the model as it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+from torch.utils import _pytree as pytree
+
+from hfkvq.kernels.step import MAX_STEP
+
+from .callers import asked_to_compile, calling_model
+from .homes import Family, Home, Recording
+from .recorded import recording
+
+if TYPE_CHECKING:
+    from .cache import MixedKVCache
+    from .clock import Clock
+
+logger = logging.getLogger(__name__)
+
+LEAST_HEADROOM = 128
+"""Tokens by which a buffer is ahead of need at the least, so that short contexts are not captured again at every page."""
+
+TRIES = 2
+"""Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
+
+# Hooks of these do on the device what they do, or nothing in a step.
+_KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
+
+# One thread at a time: graphs share the memory of what they compute in between.
+_LOCK = threading.RLock()
+
+_POOLS: dict[Any, Any] = {}
+
+
+class _Thread(threading.local):
+    inside = False
+
+
+_THREAD = _Thread()
+
+
+def wanted(graphs: bool | None) -> bool:
+    """Whether steps are to be captured: as the argument says, or else the variable HFKVQ_GRAPHS, which is 1 or 0."""
+    if graphs is None:
+        given = os.environ.get("HFKVQ_GRAPHS", "1").strip().lower()
+        if given not in ("0", "1", "false", "true", "off", "on"):
+            raise ValueError(f"HFKVQ_GRAPHS: got {given!r}, allowed 1 (steps are captured) or 0.")
+        return given in ("1", "true", "on")
+    if not isinstance(graphs, bool):
+        raise ValueError(f"graphs: got {graphs!r}, allowed True, False, or None, which asks HFKVQ_GRAPHS.")
+    return graphs
+
+
+@functools.cache
+def say_once(what: str) -> None:
+    """Logs a warning, the first time."""
+    logger.warning(what)
+
+
+class CapturedGraph:
+    """A CUDA graph of what ``run`` launches, and what that returned.
+
+    Args:
+        device: on which it runs.
+        run: launches; is called once, and nothing that it launches is carried out.
+        cache: is left out of what ``run`` returned.
+    """
+
+    def __init__(self, device: torch.device, run: Callable[[], Any], cache: Any) -> None:
+        current = torch.cuda.current_stream(device)
+        key = (device, current.cuda_stream)
+        if key not in _POOLS:
+            _POOLS[key] = torch.cuda.graph_pool_handle()
+        generator = torch.cuda.default_generators[current.device_index]
+        state = generator.clone_state()
+        self._graph = torch.cuda.CUDAGraph()
+        side = _side_stream(device)
+        side.wait_stream(current)
+        done = False
+        with torch.cuda.stream(side):
+            # Not `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than the capture.
+            self._graph.capture_begin(pool=_POOLS[key], capture_error_mode="thread_local")
+            try:
+                outputs = run()
+                done = True
+            finally:
+                if done:
+                    self._graph.capture_end()
+                else:
+                    with contextlib.suppress(RuntimeError):
+                        self._graph.capture_end()
+                    # A capture that fails leaves it waiting for its end, and nobody could sample from it.
+                    generator.graphsafe_set_state(state)
+        current.wait_stream(side)
+        leaves, self._spec = pytree.tree_flatten(outputs)
+        # The cache keeps its graphs, which must not keep the cache.
+        self._cache_at = [leaf is cache for leaf in leaves]
+        self._leaves = [None if leaf is cache else leaf for leaf in leaves]
+
+    def replay(self, cache: Any) -> Any:
+        """Runs it, and returns copies of what it computed, with ``cache`` in its place."""
+        self._graph.replay()
+        leaves = [
+            cache if is_cache else leaf.clone() if isinstance(leaf, Tensor) else leaf
+            for leaf, is_cache in zip(self._leaves, self._cache_at, strict=True)
+        ]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+RECORDERS: dict[str, Any] = {"cuda": CapturedGraph}
+"""What captures steps, by type of device."""
+
+
+class Router:
+    """What PyTorch calls in place of a model's own call, once the model has met one of our caches."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # The model keeps this.
+        self._model = weakref.ref(model)
+        self._hooks: list[Any] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's call: a step of a cache of ours may be replayed, all else goes on."""
+        model: Any = self._model()
+        if torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        graphs = getattr(kwargs.get("past_key_values"), "graphs", None)
+        if not isinstance(graphs, StepGraphs) or _THREAD.inside:
+            return model._call_impl(*args, **kwargs)
+        return graphs.call(model, self, args, kwargs)
+
+    def look_at_hooks(self) -> str | None:
+        """Notes the model's hooks; why it cannot be captured for one of them."""
+        model: Any = self._model()
+        self._hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+        for module in model.modules():
+            if getattr(getattr(module, "_hf_hook", None), "offload", False):
+                return "weights are offloaded"
+        for hook in (hook for hooks in self._hooks for hook in hooks.values()):
+            if not _is_known(hook):
+                return f"the model has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
+        return None
+
+    def hooks(self) -> int:
+        """How many hooks there are now, in the modules that were looked at."""
+        return sum(map(len, self._hooks))
+
+
+def _is_known(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS)
+
+
+def install(model: torch.nn.Module) -> Router | None:
+    """The model's router, made if there is none; None for a model that its user has compiled."""
+    router = model._compiled_call_impl
+    if router is None:
+        router = Router(model)
+        model._compiled_call_impl = router
+    return router if isinstance(router, Router) else None
+
+
+@functools.cache
+def _parameters(cls: type) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+class Step(NamedTuple):
+    """A call of a model that may be replayed.
+
+    Attributes:
+        tokens: new tokens of each row.
+        tensors: arguments by name, the mask aside.
+        mask: (B, L) or None.
+        rest: other arguments.
+    """
+
+    tokens: int
+    tensors: dict[str, Tensor]
+    mask: Tensor | None
+    rest: dict[str, Any]
+
+
+class StepGraphs:
+    """The graphs of one cache.
+
+    Args:
+        cache: whose steps these are.
+        clock: of its layers.
+        headroom: share of what is needed by which buffers of a cache that grows are ahead.
+    """
+
+    def __init__(self, cache: MixedKVCache, clock: Clock, headroom: float) -> None:
+        self.clock, self.headroom = clock, headroom
+        # Another cache has taken over what this one lay in: the next home is its own.
+        self.moved = False
+        self.compiles = False
+        self._last: Any = None
+        self._failed: dict[Any, str] = {}
+        self.family = Family.of(cache.config, repr((cache.preset, clock.layers[0].capacity)))
+        self.family.members += 1
+        release = weakref.finalize(cache, StepGraphs._release, self)
+        release.atexit = False
+
+    def _release(self) -> None:
+        self.family.members -= 1
+        # With another stream's work still under way nobody could move in at once.
+        self.family.vacate(self.clock.home)
+
+    # Who calls.
+
+    def ask_for_compiling(self) -> bool:
+        """Whether the `generate` that looks for something to compile was told to by its ``compile_config``."""
+        asked = asked_to_compile()
+        if asked is not None:
+            self.compiles = asked
+            if asked:
+                say_once(
+                    "compile_config: steps are compiled as asked. That takes about 50 s for each batch size and "
+                    "capacity; then a step of an 8B model takes 5.6 ms, and 7.9 ms where it is captured as a CUDA "
+                    "graph, which takes 0.1 s and is what happens without compile_config (on an H200)."
+                )
+        return self.compiles
+
+    def meet(self, config: Any) -> None:
+        """Finds the model that is being called, which a cache made from a config does not know."""
+        if not _THREAD.inside:
+            model = calling_model(config)
+            if model is not None:
+                install(model)
+
+    # A call of the model.
+
+    def call(self, model: Any, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's call: replayed, captured, or as it is."""
+        cache = kwargs["past_key_values"]
+        step = self._read(model, args, kwargs)
+        if isinstance(step, str):
+            say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run as without graphs.")
+        if isinstance(step, Step):
+            with _LOCK:
+                done, out = self._run(model, router, cache, step)
+            if done:
+                return out
+        with self._inside():
+            return model._call_impl(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, _THREAD.inside = _THREAD.inside, True
+        try:
+            yield
+        finally:
+            _THREAD.inside = before
+
+    def _read(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | str | None:
+        """The step that a call is; why it cannot be captured, or None if it is none."""
+        if args:
+            kwargs = dict(zip(_parameters(type(model)), args, strict=False)) | kwargs
+        layers = self.clock.layers
+        first = layers[0]
+        main = kwargs.get("input_ids")
+        main = kwargs.get("inputs_embeds") if main is None else main
+        if not isinstance(main, Tensor) or main.dim() < 2 or main.device.type not in RECORDERS:
+            return None
+        rows, tokens = main.shape[:2]
+        if first.store is None or not self.clock.ready or not 1 <= tokens <= MAX_STEP or rows != first.batch_size:
+            return None
+        if any(layer.takes_several() < tokens for layer in layers):
+            return None
+        if len({layer.device for layer in layers}) > 1:
+            return "its layers lie on several devices"
+        if model.training:
+            return "the model is in training mode; call model.eval()"
+        if torch.is_grad_enabled():
+            return "gradients are recorded; use torch.no_grad() or torch.inference_mode()"
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return "somebody captures this call already"
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            return "a mode of PyTorch watches every operation"
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            return "there are forward hooks for all modules"
+        tensors: dict[str, Tensor] = {}
+        rest: dict[str, Any] = {}
+        for name, x in kwargs.items():
+            if isinstance(x, Tensor):
+                tensors[name] = x
+            elif x is None or isinstance(x, (bool, int, float, str, torch.dtype)):
+                rest[name] = x
+            elif name != "past_key_values":
+                return f"its argument {name} is a {type(x).__name__}"
+        if rest.get("output_attentions") or getattr(model.config, "output_attentions", False):
+            return "it returns attention weights"
+        mask = tensors.pop("attention_mask", None)
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != first.seen + self.clock.ahead + tokens):
+            # Of four dimensions, say: of another shape in each step.
+            return None
+        return Step(tokens, tensors, mask, rest)
+
+    def _run(self, model: Any, router: Router, cache: MixedKVCache, step: Step) -> tuple[bool, Any]:
+        clock = self.clock
+        kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors), step.mask is None)
+        if kind in self._failed:
+            return False, None
+        if clock.stale:
+            clock.catch_up()
+        home = self._home(step.tokens)
+        if home is None:
+            return False, None
+        masked = False
+        if step.mask is not None:
+            plain, padded = home.hides_padding_only(step.mask, clock.layers[0])
+            # Without a mask a model that is not told positions takes padding for tokens.
+            masked = not plain or (padded and "position_ids" not in step.tensors)
+            if masked and (step.tokens > 1 or clock.layers[0].trims):
+                return False, None
+        tensors = dict(step.tensors)
+        if masked and step.mask is not None:
+            tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, home.room - step.mask.shape[1]))
+        key = (*kind, masked)
+        recorded = home.recordings.get(key)
+        if recorded is not None and recorded.hooks == router.hooks():
+            return True, self._replay(recorded, tensors, cache, step)
+        reason = router.look_at_hooks()
+        if reason is not None:
+            self._give_up(model, kind, reason)
+            return False, None
+        runs = home.runs[key] = home.runs.get(key, 0) + 1
+        if runs > 1:
+            recorded = self._capture(model, router, cache, tensors, step, final=runs > TRIES)
+            if recorded is not None:
+                home.recordings[key] = recorded
+                return True, self._replay(recorded, tensors, cache, step)
+            if runs > TRIES:
+                self._give_up(model, kind, self._why)
+        return True, self._first(model, cache, tensors, step)
+
+    def _setting(self, model: Any) -> Any:
+        """What a model's arithmetic depends on beside its arguments."""
+        config = getattr(model, "config", None)
+        return (
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            getattr(config, "_experts_implementation_internal", None),
+            getattr(config, "_attn_implementation_internal", None),
+        )
+
+    def _give_up(self, model: Any, kind: Any, reason: str) -> None:
+        self._failed[kind] = reason
+        say_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run as without graphs.")
+
+    def _first(self, model: Any, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step) -> Any:
+        """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
+        cache.note_step(tensors.get("input_ids"))
+        try:
+            with self._inside(), recording():
+                out = model._call_impl(**tensors, **step.rest, past_key_values=cache)
+        except BaseException:
+            # Some layers may have taken the tokens, and others not.
+            self.clock.stale = True
+            cache.level()
+            raise
+        self.clock.count(step.tokens)
+        self.clock.stale = False
+        return out
+
+    def _capture(
+        self, model: Any, router: Router, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step, final: bool
+    ) -> Recording | None:
+        device = next(iter(tensors.values())).device
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for name, x in tensors.items()}
+        try:
+            with self._inside(), recording():
+                graph = RECORDERS[device.type](
+                    device, lambda: model._call_impl(**inputs, **step.rest, past_key_values=cache), cache
+                )
+        except Exception as error:
+            # Nothing was carried out.
+            self._why = f"its forward cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})"
+            return None
+        finally:
+            self.clock.stale = False
+        return Recording(graph, inputs, router.hooks())
+
+    _why = ""
+
+    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: MixedKVCache, step: Step) -> Any:
+        cache.note_step(tensors.get("input_ids"))
+        # If this is interrupted, the device knows whether the tokens are there.
+        self.clock.stale = True
+        out = recorded.replay(tensors, cache)
+        self.clock.count(step.tokens)
+        self.clock.stale = False
+        return out
+
+    # Where the layers lie.
+
+    def _home(self, tokens: int) -> Home | None:
+        """Buffers with room for so many tokens more; None where layers hold what no buffer has room for."""
+        clock = self.clock
+        clock.prepare(tokens)
+        layers = clock.layers
+        need, home = clock.seen + tokens, clock.home
+        if layers[0].device.type == "cuda":
+            stream = torch.cuda.current_stream(layers[0].device).cuda_stream
+        else:
+            stream = 0
+        self._last = (threading.get_ident(), stream)
+        if home is not None and need <= home.room and home.is_of(layers):
+            return home
+        clock.settle()
+        clock.home = home = None
+        # Of a fixed capacity, or what beams, say, have left.
+        if any(layer.buffer is None for layer in layers) or need > layers[0].room:
+            home = self._move(layers, need)
+        elif len({layer.room for layer in layers}) == 1:
+            home = Home(layers)
+        if home is not None:
+            clock.home = home
+            self.family.settle(home, self)
+        return home
+
+    def _move(self, layers: list[Any], need: int) -> Home | None:
+        if layers[0].capacity is None:
+            found = None if self.moved else self._find(layers, need)
+            if found is not None:
+                for layer, lot in zip(layers, found.lots, strict=True):
+                    layer.move_in(*lot, found.room)
+                return found
+            room = need + max(LEAST_HEADROOM, int(need * self.headroom))
+            for layer in layers:
+                layer.make_room(room)
+        else:
+            for layer in layers:
+                layer.home()
+        return None if any(layer.buffer is None for layer in layers) else Home(layers)
+
+    def _find(self, layers: list[Any], need: int) -> Home | None:
+        """A home of another cache of this thread and stream that is not in use, made vacant."""
+        vacant, self.family.vacant = self.family.vacant, None
+        for home in [*([] if vacant is None else [vacant]), *self.family.homes]:
+            owner = None if home.owner is None else home.owner()
+            if owner is self or (owner is not None and (owner._last != self._last or owner.moved)):
+                continue
+            if not home.suits(layers, need):
+                continue
+            if owner is not None:
+                owner.moved = True
+                owner.clock.catch_up()
+                for layer in owner.clock.layers:
+                    layer.leave()
+            return home
+        return None
+
+    def before_prompt(self, keys: Tensor) -> None:
+        """An empty cache is about to be filled: it moves into what another one has left, or that is given up."""
+        clock = self.clock
+        home, self.family.vacant = self.family.vacant, None
+        layers = clock.layers
+        if home is None or clock.home is not None or layers[0].capacity is not None:
+            return
+        plan = home.lots[0].plan
+        alike = (plan.rows, plan.heads, plan.key_dim, plan.dtype) == (
+            keys.shape[0] * plan.fold,
+            keys.shape[1] // plan.fold,
+            keys.shape[3],
+            str(keys.dtype),
+        )
+        if alike and home.lots[0].buffer.device == keys.device and home.has_room(keys.shape[2] + 1):
+            for layer, lot in zip(layers, home.lots, strict=True):
+                layer.buffer, layer.state, layer.plan = lot
+                layer.spec, layer.room = lot.plan.spec, home.room
+            clock.home = home
+            self.family.settle(home, self)
+
+    def take_back(self, tokens: int) -> bool:
+        """Takes back the newest tokens of graph steps, if nothing of them is sealed; whether it has."""
+        clock = self.clock
+        home, layers = clock.home, clock.layers
+        held = all(layer.record_past for layer in layers)
+        if clock.stale or not held or home is None or tokens > clock.ahead or not home.is_of(layers):
+            return False
+        if tokens:
+            torch._foreach_sub_(home.lengths, tokens)
+            clock.ahead -= tokens
+        return True
+
+
+def _shapes(tensors: dict[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, x.shape, x.dtype, x.device) for name, x in tensors.items())

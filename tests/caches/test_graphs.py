@@ -1,0 +1,444 @@
+"""Captured steps give what steps without graphs give, in every mode of `generate`, and lose nothing when they fail.
+
+On the CPU a stand-in runs a "captured" step again in Python: all but the capture itself is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+
+import pytest
+import torch
+from transformers import CompileConfig, DynamicCache
+
+from hfkvq import MixedKVCache, TriAxialCache
+from hfkvq.caches import graphs
+from hfkvq.caches.static import StaticKVLayer
+from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.models import FAMILIES, build, prompt
+from tests.caches.test_generate import FULL, MODES, _generate
+from tests.caches.test_static import SCHEMES, padded
+
+pytestmark = pytest.mark.usefixtures("captured")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", [None, 200])
+def test_every_mode_of_generate(mode, length):
+    model = build("llama")
+    expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
+    assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model.config, FULL, max_cache_len=length)), expected)
+    assert PythonGraph.made
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_steps_of_every_scheme_are_those_without_graphs(name):
+    """Growing across several homes, with padding: the tokens of an eager cache."""
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    found = [
+        _generate(
+            model,
+            MixedKVCache(model.config, SCHEMES[name], graphs=on, headroom=0),
+            ids,
+            attention_mask=mask,
+            max_new_tokens=160,
+        )
+        for on in (True, False)
+    ]
+    assert torch.equal(*found)
+    # The room of the first home is for 128 tokens more.
+    assert PythonGraph.made == 2
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("deepseek-v3",)])
+def test_families(family):
+    """Those whose layers are of several kinds run as without graphs."""
+    model = build(family)
+    expected = _generate(model, DynamicCache(config=model.config))
+    assert torch.equal(_generate(model, MixedKVCache(model.config, FULL)), expected)
+
+
+def steps(model, cache, count, ids=None, **kwargs):
+    """Logits of a prompt's last token, then of steps of a loop of one's own."""
+    out = []
+    with torch.no_grad():
+        logits = model(prompt(1, 20) if ids is None else ids, past_key_values=cache, **kwargs).logits[:, -1:]
+        for _ in range(count):
+            out.append(logits)
+            logits = model(out[-1].argmax(-1), past_key_values=cache).logits
+    return torch.cat([*out, logits], 1)
+
+
+def test_outputs_are_the_callers_own():
+    model = build("llama")
+    cache = MixedKVCache(model.config, FULL)
+    with torch.no_grad():
+        model(prompt(1, 20), past_key_values=cache)
+        outs = [model(torch.tensor([[i]]), past_key_values=cache) for i in range(5)]
+    assert all(out.past_key_values is cache for out in outs)
+    assert not torch.equal(outs[2].logits, outs[3].logits)
+    assert torch.equal(torch.cat([x.logits for x in outs], 1), _again(model, range(5)))
+
+
+def _again(model, tokens):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt(1, 20), past_key_values=cache)
+        return torch.cat([model(torch.tensor([[i]]), past_key_values=cache).logits for i in tokens], 1)
+
+
+def test_a_mask_that_hides_more_than_padding_is_honoured():
+    """Of a step alone, and of tokens that no prompt had hidden."""
+    model, ids = build("llama"), prompt(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    found = []
+    for cache in (MixedKVCache(model.config, FULL), DynamicCache(config=model.config)):
+        logits = []
+        with torch.no_grad():
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            model(ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+            now = mask
+            for i in range(9):
+                now = torch.cat([now, now.new_ones(2, 1)], 1)
+                shown = now.clone()
+                if i >= 4:
+                    shown[0, 3:5] = 0
+                out = model(
+                    ids[:, i : i + 1], attention_mask=shown, position_ids=places[:, -1:] + 1 + i, past_key_values=cache
+                )
+                logits.append(out.logits)
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made == 2
+
+
+def test_positions_from_the_mask_alone():
+    """A loop that passes a padded mask and no positions gets what DynamicCache gives."""
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    found = []
+    for cache in (MixedKVCache(model.config, FULL), DynamicCache(config=model.config)):
+        now, logits = mask, []
+        with torch.no_grad():
+            token = model(ids, attention_mask=now, past_key_values=cache).logits[:, -1:].argmax(-1)
+            for _ in range(6):
+                now = torch.cat([now, now.new_ones(2, 1)], 1)
+                logits.append(model(token, attention_mask=now, past_key_values=cache).logits)
+                token = logits[-1].argmax(-1)
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_one_capture_serves_reset_copies_and_new_caches():
+    model = build("llama")
+    cache = MixedKVCache(model.config, SCHEMES["kitty"])
+    expected = steps(model, MixedKVCache(model.config, SCHEMES["kitty"], graphs=False), 20)
+    torch.testing.assert_close(steps(model, cache, 20), expected, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made == 1
+    for _ in range(2):
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        torch.testing.assert_close(steps(model, cache, 20), expected, rtol=1e-4, atol=1e-4)
+    # Another one of the same shape, while the first is there; which goes on as if nothing had been.
+    other = MixedKVCache(model.config, SCHEMES["kitty"])
+    torch.testing.assert_close(steps(model, other, 20), expected, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made == 1
+    token = torch.tensor([[5]])
+    with torch.no_grad():
+        one, two = (model(token, past_key_values=c).logits for c in (cache, other))
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+    # One that is made before the last of them goes.
+    new = MixedKVCache(model.config, SCHEMES["kitty"])
+    made = PythonGraph.made
+    del cache, other
+    torch.testing.assert_close(steps(model, new, 20), expected, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made == made
+
+
+def test_copies_of_a_prefix_share_a_capture():
+    model, ids = build("llama"), prompt(1, 30)
+    prefix = MixedKVCache(model.config, SCHEMES["mixkvq"])
+    with torch.no_grad():
+        model(ids, past_key_values=prefix)
+    for seed in range(3):
+        question = torch.cat([ids, prompt(1, 20, seed)], 1)
+        cache = copy.deepcopy(prefix)
+        got = _generate(model, cache, question, max_new_tokens=30)
+        want = copy.deepcopy(MixedKVCache(model.config, SCHEMES["mixkvq"], graphs=False))
+        with torch.no_grad():
+            model(ids, past_key_values=want)
+        assert torch.equal(got, _generate(model, want, question, max_new_tokens=30))
+    assert PythonGraph.made == 1
+    assert prefix.get_seq_length() == 30
+
+
+def test_a_cache_that_is_gone_keeps_nothing():
+    """Without the garbage collector; graphs and buffers go with the last cache of a family."""
+    model = build("llama")
+    cache = MixedKVCache(model.config, SCHEMES["arkv"])
+    steps(model, cache, 60)
+    found = [weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer, cache.layers[0].clock.home)]
+    gc.disable()
+    try:
+        del cache
+        assert [ref() for ref in found] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_memory_is_ahead_of_need_by_a_quarter():
+    model = build("llama")
+    cache, grown = MixedKVCache(model.config, SCHEMES["kitty"]), MixedKVCache(model.config, SCHEMES["kitty"], graphs=False)
+    for each in (cache, grown):
+        steps(model, each, 300, prompt(1, 600))
+    assert cache.layers[0].room < 1.26 * 900 + 8
+    assert cache.memory().total_bytes < 1.1 * grown.memory().total_bytes
+
+
+def test_several_turns_grow_and_move():
+    """A prompt that the buffers have no room for leaves them, and the next steps are captured over others."""
+    model = build("llama")
+    caches = [MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False)]
+    for length in (30, 40, 300, 9):
+        found = []
+        for cache in caches:
+            found.append(steps(model, cache, 5, prompt(1, length)))
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    assert PythonGraph.made > 1
+
+
+def test_tokens_taken_back():
+    """Within what is kept unsealed nothing is asked of the device; beyond, as without graphs."""
+    model = build("llama")
+    caches = [MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False)]
+    found = []
+    for cache in caches:
+        logits = []
+        with torch.no_grad():
+            model(prompt(1, 40), past_key_values=cache)
+            cache.activate_past_recording()
+            for i in range(30):
+                logits.append(model(prompt(1, 6, i), past_key_values=cache).logits)
+                cache.crop(-(i % 6))
+            logits.append(model(prompt(1, 1), past_key_values=cache).logits)
+            cache.crop(-70)
+            logits.append(model(prompt(1, 1), past_key_values=cache).logits)
+        found.append(torch.cat(logits, 1))
+        assert cache.get_seq_length() == 40 + sum(6 - i % 6 for i in range(30)) + 1 - 70 + 1
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
+        ours._host()
+        assert ours.store.states == theirs.store.states
+
+
+def test_the_capacity_is_kept():
+    model = build("llama")
+    cache = MixedKVCache(model.config, SCHEMES["kitty"], max_cache_len=24)
+    with pytest.raises(ValueError, match="exceed the capacity of 24"):
+        steps(model, cache, 30)
+    assert cache.get_seq_length() == 24
+    before = cache.layers[0].keys.clone()
+    with pytest.raises(ValueError, match="exceed the capacity of 24"):
+        steps(model, cache, 1, prompt(1, 1))
+    assert torch.equal(cache.layers[0].keys, before)
+
+
+def reasons(caplog):
+    return [r.message for r in caplog.records if "not captured" in r.message]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("hook", "the model has a forward hook"),
+        ("grad", "gradients are recorded"),
+        ("train", "training mode"),
+        ("attentions", "returns attention weights"),
+        ("object", "its argument extra is a list"),
+        ("capture", "cannot be captured"),
+        ("everywhere", "hooks for all modules"),
+    ],
+)
+def test_what_cannot_be_captured_runs_without_and_says_why_once(change, reason, caplog):
+    model = copy.deepcopy(build("llama"))
+    expected = steps(model, DynamicCache(config=model.config), 12)
+    kwargs, handles = {}, []
+    if change == "hook":
+        handles.append(model.model.layers[1].register_forward_hook(lambda *_: None))
+    elif change == "everywhere":
+        handles.append(torch.nn.modules.module.register_module_forward_hook(lambda *_: None))
+    elif change == "attentions":
+        kwargs["output_attentions"] = True
+    elif change == "object":
+        kwargs["extra"] = [1]
+    elif change == "train":
+        model.train()
+    PythonGraph.failing = change == "capture"
+    cache, logits = MixedKVCache(model.config, FULL), []
+    try:
+        with caplog.at_level(logging.WARNING), torch.set_grad_enabled(change == "grad"):
+            logits.append(model(prompt(1, 20), past_key_values=cache).logits[:, -1:])
+            for _ in range(12):
+                logits.append(model(logits[-1].argmax(-1), past_key_values=cache, **kwargs).logits)
+    finally:
+        for handle in handles:
+            handle.remove()
+    torch.testing.assert_close(torch.cat(logits, 1).detach(), expected, rtol=1e-4, atol=1e-4)
+    assert len(reasons(caplog)) == 1
+    assert reason in reasons(caplog)[0]
+    assert PythonGraph.made == 0
+    assert cache.get_seq_length() == 32
+
+
+def test_a_hook_that_comes_later_is_heard():
+    model = copy.deepcopy(build("llama"))
+    cache, heard = MixedKVCache(model.config, FULL), []
+    steps(model, cache, 5)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: heard.append(1))
+    steps(model, cache, 3, prompt(1, 1))
+    handle.remove()
+    assert len(heard) == 4
+
+
+@pytest.mark.parametrize("fails", ["first", "replay"])
+def test_a_step_that_fails_leaves_the_cache_as_it_was(fails, monkeypatch):
+    model = copy.deepcopy(build("llama"))
+    cache, plain = (MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False))
+    steps(model, cache, 0 if fails == "first" else 5)
+    steps(model, plain, 0 if fails == "first" else 5)
+    last = model.model.layers[-1].mlp
+    forward = last.forward
+
+    def broken(x):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    seen = cache.get_seq_length()
+    last.forward = broken
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        model(torch.tensor([[3]]), past_key_values=cache)
+    last.forward = forward
+    if fails == "replay":
+        # The device knows that some layers have it.
+        cache.level()
+    assert cache.get_seq_length() == seen
+    with torch.no_grad():
+        found = [torch.cat([model(torch.tensor([[i]]), past_key_values=c).logits for i in range(4)], 1)
+                 for c in (cache, plain)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_compile_config_compiles(caplog):
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    config, used = CompileConfig(backend=lambda module, inputs: used.append(1) or module.forward, mode=None), []
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    want = _generate(model, MixedKVCache(model.config, SCHEMES["kitty"], graphs=False), ids, attention_mask=mask)
+    for length, compiles in ((None, False), (80, True)):
+        cache = MixedKVCache(model.config, SCHEMES["kitty"], max_cache_len=length)
+        with caplog.at_level(logging.WARNING):
+            got = _generate(model, cache, ids, attention_mask=mask, compile_config=config)
+        assert torch.equal(got, want)
+        assert bool(used) == compiles
+    assert any("compiled as asked" in r.message for r in caplog.records)
+    used.clear()
+    # And without it, captured again.
+    before = PythonGraph.made
+    cache.reset()
+    assert torch.equal(_generate(model, cache, ids, attention_mask=mask), want)
+    assert not used
+    assert PythonGraph.made > before
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("value", ["0", "off"])
+def test_the_environment_switches_off(value, monkeypatch):
+    monkeypatch.setenv("HFKVQ_GRAPHS", value)
+    model = build("llama")
+    assert MixedKVCache(model.config).graphs is None
+    assert MixedKVCache(model.config, graphs=True).graphs is not None
+    monkeypatch.setenv("HFKVQ_GRAPHS", "perhaps")
+    with pytest.raises(ValueError, match="HFKVQ_GRAPHS: got 'perhaps'"):
+        MixedKVCache(model.config)
+
+
+@pytest.mark.parametrize(("name", "value"), [("graphs", 1), ("headroom", -1), ("headroom", True), ("headroom", "much")])
+def test_bad_arguments(name, value):
+    with pytest.raises(ValueError, match=f"{name}: got"):
+        MixedKVCache(build("llama").config, **{name: value})
+
+
+def test_saved_caches_go_on():
+    model = build("llama")
+    cache = MixedKVCache(model.config, SCHEMES["kitty"])
+    steps(model, cache, 10)
+    loaded = pickle.loads(pickle.dumps(cache))
+    token = torch.tensor([[7]])
+    with torch.no_grad():
+        found = [torch.cat([model(token, past_key_values=c).logits for _ in range(3)], 1) for c in (cache, loaded)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_two_models_and_one_cache_each():
+    models = [build("llama", seed=seed) for seed in (0, 1)]
+    caches = [MixedKVCache(model.config, FULL) for model in models]
+    want = [steps(model, DynamicCache(config=model.config), 8) for model in models]
+    got = [steps(model, cache, 8) for model, cache in zip(models, caches, strict=True)]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_that_two_models_use():
+    """The second model's steps are its own, not a replay of the first's."""
+    one, two = (build("llama", seed=seed) for seed in (0, 1))
+    found = []
+    for cache in (MixedKVCache(one.config, FULL), DynamicCache(config=one.config)):
+        steps(one, cache, 5)
+        found.append(steps(two, cache, 5, prompt(1, 1)))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_models_are_not_kept_and_can_be_copied():
+    model = copy.deepcopy(build("llama"))
+    cache = MixedKVCache(model.config, FULL)
+    want = steps(model, cache, 5)
+    twin = copy.deepcopy(model)
+    assert twin._compiled_call_impl is None
+    cache.reset()
+    torch.testing.assert_close(steps(twin, cache, 5), want, rtol=1e-4, atol=1e-4)
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_its_user_compiled_stays_so():
+    model = copy.deepcopy(build("llama"))
+    model._compiled_call_impl = model._call_impl
+    want = steps(model, DynamicCache(config=model.config), 5)
+    torch.testing.assert_close(steps(model, MixedKVCache(model, FULL), 5), want, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made == 0
+
+
+def test_step_is_for_own_loops():
+    model = build("llama")
+    cache = MixedKVCache(model.config, FULL)
+    want = _again(model, range(5))
+    with torch.no_grad():
+        model(prompt(1, 20), past_key_values=cache)
+    got = torch.cat([cache.step(model, torch.tensor([[i]])).logits for i in range(5)], 1)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made == 1
+
+
+def test_layers_are_of_the_kind_that_is_captured():
+    assert all(isinstance(x, StaticKVLayer) for x in MixedKVCache(build("llama").config).layers)
+    assert not any(isinstance(x, StaticKVLayer) for x in MixedKVCache(build("llama").config, graphs=False).layers)
+    assert graphs.MAX_STEP == 16
+    assert TriAxialCache
