@@ -411,11 +411,11 @@ class MixedKVCache(Cache):
     def note_step(self, input_ids: torch.Tensor | None) -> None:
         """Takes note of the tokens of a step that is about to be replayed."""
 
-    def level(self) -> None:
-        """Takes tokens that a failed step has left in some layers out of them again."""
+    def level(self, seen: int | None = None) -> None:
+        """Takes tokens that a failed step has left in some layers out again: what is behind ``seen``, if it is known."""
         self._catch_up()
         layers = self.compressed_layers
-        least = min(layer.get_seq_length() for layer in layers)
+        least = min(layer.get_seq_length() for layer in layers) if seen is None else seen
         for layer in layers:
             if layer.get_seq_length() > least:
                 layer.crop(least - layer.get_seq_length())
@@ -484,7 +484,8 @@ class MixedKVCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
         """Independent layers; config and scheme are shared."""
-        new = copy.copy(self)
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         new._share_handles()
         if self.graphs is not None:

@@ -28,6 +28,7 @@ from hfkvq.kernels.step import MAX_STEP
 
 from .callers import asked_to_compile, calling_model
 from .homes import Family, Home, Recording
+from .layer import ROLLBACK
 from .recorded import recording
 
 if TYPE_CHECKING:
@@ -81,11 +82,11 @@ class CapturedGraph:
 
     Args:
         device: on which it runs.
-        run: launches; is called once, and nothing that it launches is carried out.
+        run: launches, for a cache; is called once, and nothing that it launches is carried out.
         cache: is left out of what ``run`` returned.
     """
 
-    def __init__(self, device: torch.device, run: Callable[[], Any], cache: Any) -> None:
+    def __init__(self, device: torch.device, run: Callable[[Any], Any], cache: Any) -> None:
         current = torch.cuda.current_stream(device)
         key = (device, current.cuda_stream)
         if key not in _POOLS:
@@ -100,7 +101,7 @@ class CapturedGraph:
             # Not `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than the capture.
             self._graph.capture_begin(pool=_POOLS[key], capture_error_mode="thread_local")
             try:
-                outputs = run()
+                outputs = run(cache)
                 done = True
             finally:
                 if done:
@@ -376,17 +377,28 @@ class StepGraphs:
 
     def _first(self, model: Any, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
-        cache.note_step(tensors.get("input_ids"))
-        try:
+
+        def run() -> Any:
             with self._inside(), recording():
-                out = model._call_impl(**tensors, **step.rest, past_key_values=cache)
+                return model._call_impl(**tensors, **step.rest, past_key_values=cache)
+
+        return self._whole(cache, tensors, step, run)
+
+    def _whole(self, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
+        """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""
+        clock = self.clock
+        before = clock.seen
+        cache.note_step(tensors.get("input_ids"))
+        # The device alone knows, until all is done.
+        clock.stale = True
+        try:
+            out = run()
+            clock.count(step.tokens)
+            clock.stale = False
         except BaseException:
-            # Some layers may have taken the tokens, and others not.
-            self.clock.stale = True
-            cache.level()
+            clock.stale = True
+            cache.level(before)
             raise
-        self.clock.count(step.tokens)
-        self.clock.stale = False
         return out
 
     def _capture(
@@ -395,11 +407,14 @@ class StepGraphs:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
             inputs = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for name, x in tensors.items()}
+        reference, rest = weakref.ref(model), step.rest
+
+        def run(cache: Any) -> Any:
+            return reference()._call_impl(**inputs, **rest, past_key_values=cache)  # type: ignore[union-attr]
+
         try:
             with self._inside(), recording():
-                graph = RECORDERS[device.type](
-                    device, lambda: model._call_impl(**inputs, **step.rest, past_key_values=cache), cache
-                )
+                graph = RECORDERS[device.type](device, run, cache)
         except Exception as error:
             # Nothing was carried out.
             self._why = f"its forward cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -411,13 +426,7 @@ class StepGraphs:
     _why = ""
 
     def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: MixedKVCache, step: Step) -> Any:
-        cache.note_step(tensors.get("input_ids"))
-        # If this is interrupted, the device knows whether the tokens are there.
-        self.clock.stale = True
-        out = recorded.replay(tensors, cache)
-        self.clock.count(step.tokens)
-        self.clock.stale = False
-        return out
+        return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 
     # Where the layers lie.
 
@@ -505,6 +514,8 @@ class StepGraphs:
         home, layers = clock.home, clock.layers
         held = all(layer.record_past for layer in layers)
         if clock.stale or not held or home is None or tokens > clock.ahead or not home.is_of(layers):
+            return False
+        if clock.peak - clock.ahead + tokens > ROLLBACK:
             return False
         if tokens:
             torch._foreach_sub_(home.lengths, tokens)

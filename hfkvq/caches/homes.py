@@ -92,7 +92,10 @@ class Home:
         """
         known, kind = self._visible, (first.edition, mask.device)
         if known is None or known[0] != kind:
-            start = self.lots[0].state.counters[START][:: self.lots[0].plan.fold].to(mask.device)
+            store = first.store
+            assert store is not None, "asked of layers that hold tokens"
+            # Tokens that have been evicted are before a row's start, as padding is.
+            start = (store.counters[START] - store.dropped)[:: self.lots[0].plan.fold].to(mask.device)
             column = torch.arange(self.room, dtype=torch.int32, device=mask.device)
             known = self._visible = (kind, column >= start[:, None], bool((start > 0).any()))
         _, visible, padded = known

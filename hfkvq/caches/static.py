@@ -574,6 +574,8 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         page = store.format.runs[0][0].page_size
         most = [-(-min(tokens + slack, self.room) // page) for tokens in (low, whole)]
         have = [view.table.shape[1] for view in store.runs]
+        if self.capacity is None:
+            return tuple(max(a, b) for a, b in zip(have, most, strict=True))
         if any(a > b for a, b in zip(have, most, strict=True)):
             return None
         return tuple(most)

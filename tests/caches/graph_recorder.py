@@ -23,7 +23,7 @@ class PythonGraph:
     made = 0
     failing = False
 
-    def __init__(self, device: torch.device, run: Callable[[], Any], cache: Any) -> None:
+    def __init__(self, device: torch.device, run: Callable[[Any], Any], cache: Any) -> None:
         if PythonGraph.failing:
             raise RuntimeError("operation not permitted when stream is capturing")
         PythonGraph.made += 1
@@ -35,7 +35,7 @@ class PythonGraph:
         graphs._THREAD.inside = True
         try:
             with recording():
-                out = self._run()
+                out = self._run(cache)
         finally:
             graphs._THREAD.inside = False
         return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, out)

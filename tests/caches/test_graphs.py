@@ -50,8 +50,8 @@ def test_steps_of_every_scheme_are_those_without_graphs(name):
         for on in (True, False)
     ]
     assert torch.equal(*found)
-    # The room of the first home is for 128 tokens more.
-    assert PythonGraph.made == 2
+    # The room of the first home is for 128 tokens more; a budget may have been outgrown before there was one.
+    assert PythonGraph.made in ((1, 2) if "arkv" in name else (2,))
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("deepseek-v3",)])
@@ -81,7 +81,7 @@ def test_outputs_are_the_callers_own():
         outs = [model(torch.tensor([[i]]), past_key_values=cache) for i in range(5)]
     assert all(out.past_key_values is cache for out in outs)
     assert not torch.equal(outs[2].logits, outs[3].logits)
-    assert torch.equal(torch.cat([x.logits for x in outs], 1), _again(model, range(5)))
+    torch.testing.assert_close(torch.cat([x.logits for x in outs], 1), _again(model, range(5)), rtol=1e-4, atol=1e-4)
 
 
 def _again(model, tokens):
@@ -192,11 +192,11 @@ def test_a_cache_that_is_gone_keeps_nothing():
 
 def test_memory_is_ahead_of_need_by_a_quarter():
     model = build("llama")
-    cache, grown = MixedKVCache(model.config, SCHEMES["kitty"]), MixedKVCache(model.config, SCHEMES["kitty"], graphs=False)
+    cache, grown = (MixedKVCache(model.config, "kitty-pro", graphs=on) for on in (True, False))
     for each in (cache, grown):
         steps(model, each, 300, prompt(1, 600))
-    assert cache.layers[0].room < 1.26 * 900 + 8
-    assert cache.memory().total_bytes < 1.1 * grown.memory().total_bytes
+    assert cache.layers[0].room < 1.26 * 900
+    assert cache.memory().total < 1.1 * grown.memory().total
 
 
 def test_several_turns_grow_and_move():
@@ -322,9 +322,6 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(fails, monkeypatch):
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
         model(torch.tensor([[3]]), past_key_values=cache)
     last.forward = forward
-    if fails == "replay":
-        # The device knows that some layers have it.
-        cache.level()
     assert cache.get_seq_length() == seen
     with torch.no_grad():
         found = [torch.cat([model(torch.tensor([[i]]), past_key_values=c).logits for i in range(4)], 1)
