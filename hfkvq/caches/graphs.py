@@ -49,7 +49,6 @@ _KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
 # One thread at a time: graphs share the memory of what they compute in between.
 _LOCK = threading.RLock()
 
-_POOLS: dict[Any, Any] = {}
 
 
 class _Thread(threading.local):
@@ -77,6 +76,23 @@ def say_once(what: str) -> None:
     logger.warning(what)
 
 
+class _Pool:
+    """Memory of what graphs of one stream compute in between: one replays at a time, so they share it."""
+
+    known: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+
+def _pool(device: torch.device, stream: int) -> _Pool:
+    # PyTorch forgets a pool with its last graph, and takes no new one into it: they keep this.
+    found = _Pool.known.get((device, stream))
+    if found is None:
+        found = _Pool.known[device, stream] = _Pool()
+    return found
+
+
 class CapturedGraph:
     """A CUDA graph of what ``run`` launches, and what that returned.
 
@@ -88,30 +104,27 @@ class CapturedGraph:
 
     def __init__(self, device: torch.device, run: Callable[[Any], Any], cache: Any) -> None:
         current = torch.cuda.current_stream(device)
-        key = (device, current.cuda_stream)
-        if key not in _POOLS:
-            _POOLS[key] = torch.cuda.graph_pool_handle()
+        pool = _pool(device, current.cuda_stream)
         generator = torch.cuda.default_generators[current.device_index]
         state = generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
         side = _side_stream(device)
         side.wait_stream(current)
-        done = False
         with torch.cuda.stream(side):
-            # Not `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than the capture.
-            self._graph.capture_begin(pool=_POOLS[key], capture_error_mode="thread_local")
             try:
+                # Not `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than the capture.
+                self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 outputs = run(cache)
-                done = True
-            finally:
-                if done:
+                self._graph.capture_end()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
                     self._graph.capture_end()
-                else:
-                    with contextlib.suppress(RuntimeError):
-                        self._graph.capture_end()
-                    # A capture that fails leaves it waiting for its end, and nobody could sample from it.
-                    generator.graphsafe_set_state(state)
+                # A capture that fails leaves it waiting for the end, and nobody could sample from it.
+                generator.graphsafe_set_state(state)
+                raise
         current.wait_stream(side)
+        # Last: it lives as long as the graphs do.
+        self._pool = pool
         leaves, self._spec = pytree.tree_flatten(outputs)
         # The cache keeps its graphs, which must not keep the cache.
         self._cache_at = [leaf is cache for leaf in leaves]

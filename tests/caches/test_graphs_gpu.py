@@ -1,0 +1,263 @@
+"""Steps from CUDA graphs: those of eager steps, in every mode of `generate`, on streams and threads of their own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches import graphs
+from tests.caches.driver import distinct
+from tests.caches.test_generate import MODES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+PROMPT, PAD = 600, 37
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        vocab_size=512,
+        max_position_embeddings=8192,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many graphs are captured."""
+    count = []
+
+    class Counted(graphs.CapturedGraph):
+        def __init__(self, *args):
+            super().__init__(*args)
+            count.append(self)
+
+    monkeypatch.setitem(graphs.RECORDERS, "cuda", Counted)
+    graphs.say_once.cache_clear()
+    return count
+
+
+def scheme_of(name):
+    return get_scheme(name, budget_tokens=500) if name.startswith("arkv") else get_scheme(name)
+
+
+def prompt(rows=2, length=PROMPT, seed=1):
+    return torch.randint(1, 512, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def steps(model, cache, count, strict=False):
+    """Greedy tokens after a left-padded prompt; no step from the tenth on may wait for the device if ``strict``."""
+    ids = prompt()
+    mask = torch.ones_like(ids)
+    mask[1, :PAD] = 0
+    place, found = torch.tensor([[PROMPT], [PROMPT - PAD]], device="cuda"), []
+    with torch.no_grad():
+        token = model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1:].argmax(-1)
+        try:
+            for i in range(count):
+                token = model(input_ids=token, position_ids=place + i, past_key_values=cache).logits[:, -1:].argmax(-1)
+                found.append(token)
+                if i == 10:
+                    torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return torch.cat(found, 1)
+
+
+def compare(model, name, count, made):
+    # The same kernels over buffers of the same shape: one replayed, one called.
+    caches = [MixedKVCache(model.config, scheme_of(name), max_cache_len=PROMPT + count + 8, graphs=on) for on in (True, False)]
+    # A trim asks the device, once in hundreds of steps.
+    got = steps(model, caches[0], count, strict=not name.startswith("arkv"))
+    assert len(made) == 1
+    expected = steps(model, caches[1], count)
+    assert torch.equal(got, expected)
+    assert expected.unique().numel() > 8
+    assert caches[0].get_seq_length() == PROMPT + count
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_fixed_capacity(model, name, made):
+    compare(model, name, 300, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", distinct())
+def test_fixed_capacity_over_many_page_borders(model, name, made):
+    compare(model, name, 2000, made)
+
+
+def grow(model, name, count, made):
+    """The same tokens into a cache with graphs and one without: logits differ by rounding, in other splits of pages."""
+    caches = [MixedKVCache(model.config, scheme_of(name), graphs=on) for on in (True, False)]
+    ids, fed = prompt(), prompt(2, count, seed=2)
+    outs = []
+    for cache in caches:
+        found = []
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            for i in range(count):
+                found.append(model(fed[:, i : i + 1], past_key_values=cache).logits.float().log_softmax(-1))
+        outs.append(torch.cat(found, 1))
+    captures = len(made)
+    got, expected = outs
+    divergence = (expected.exp() * (expected - got)).sum(-1)
+    assert divergence.mean() < 2e-3
+    assert divergence[:, -50:].mean() < 4e-3
+    assert (got.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+    assert [cache.get_seq_length() for cache in caches] == [PROMPT + count] * 2
+    # Five in a thousand tokens.
+    assert 1 <= captures <= 2 + 5 * count / 1000
+    held = [cache.memory().total for cache in caches]
+    assert held[0] < 1.1 * held[1] + 2**20
+
+
+@pytest.mark.parametrize("name", distinct())
+def test_growing(model, name, made):
+    grow(model, name, 260, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", distinct())
+def test_growing_for_long(model, name, made):
+    grow(model, name, 2000, made)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("length", [None, 200])
+def test_modes_of_generate(mode, length, made, monkeypatch):
+    """In float32, where the lossless scheme is DynamicCache."""
+    from tests.caches import test_generate
+    from tests.caches.models import build
+
+    model = copy.deepcopy(build("llama")).cuda()
+    own = test_generate.prompt
+    monkeypatch.setattr(test_generate, "prompt", lambda *args: own(*args).cuda())
+    monkeypatch.setattr(test_generate, "build", lambda *args, **kwargs: copy.deepcopy(build(*args, **kwargs)).cuda())
+    expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
+    got = MODES[mode](model, lambda: MixedKVCache(model.config, test_generate.FULL, max_cache_len=length))
+    assert torch.equal(got, expected)
+    assert made
+
+
+class Asks(torch.nn.Module):
+    """Asks the host in its forward."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        out = self.inner(x)
+        return out if bool(out.isfinite().all()) else out * 0
+
+
+def test_a_forward_that_asks_the_host(model, made, caplog):
+    """It runs eagerly after two tries, which leave streams, generators and memory as they were."""
+    model = copy.deepcopy(model)
+    model.model.layers[1].mlp = Asks(model.model.layers[1].mlp)
+    ids = prompt(1, 50)
+    torch.manual_seed(3)
+    want = model.generate(
+        ids, past_key_values=MixedKVCache(model.config, graphs=False), max_new_tokens=30, do_sample=True, top_k=3
+    )
+    torch.manual_seed(3)
+    cache = MixedKVCache(model.config)
+    got = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=True, top_k=3)
+    assert torch.equal(got, want)
+    assert not made
+    assert sum("cannot be captured" in record.message for record in caplog.records) == 1
+    assert cache.get_seq_length() == 79
+    other = MixedKVCache(model.config, "saw-int4")
+    model.model.layers[1].mlp = model.model.layers[1].mlp.inner
+    model.generate(ids, past_key_values=other, max_new_tokens=10, do_sample=True)
+    assert len(made) == 1
+
+
+def test_streams_and_threads(model, made):
+    """Each with its own cache."""
+    want = [steps(model, MixedKVCache(model.config, name, graphs=False), 40) for name in ("full", "kitty-pro")]
+    found = {}
+
+    def run(name):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(3):
+                found[name, i] = steps(model, MixedKVCache(model.config, name), 40)
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("full", "kitty-pro")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, expected in zip(("full", "kitty-pro"), want, strict=True):
+        for i in range(3):
+            assert (found[name, i] == expected).float().mean() > 0.8, name
+            assert torch.equal(found[name, i], found[name, 0])
+
+
+def test_memory_comes_back(model):
+    """With the cache, without the garbage collector; and a growing cache holds no more than one without graphs."""
+    peaks = []
+    for on in (False, True, False, True):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gc.disable()
+        try:
+            cache = MixedKVCache(model.config, "kitty-pro", graphs=on)
+            with torch.no_grad():
+                model(prompt(4, 3000), past_key_values=cache, logits_to_keep=1)
+                torch.cuda.reset_peak_memory_stats()
+                for _ in range(900):
+                    model(prompt(4, 1), past_key_values=cache)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+            del cache
+            assert torch.cuda.memory_allocated() <= before + 2**20
+        finally:
+            gc.enable()
+    assert peaks[3] <= 1.1 * peaks[2] + 2**22
+
+
+def test_interrupts_and_full_memory(model, made, monkeypatch):
+    """Neither leaves a token behind."""
+    cache, plain = (MixedKVCache(model.config, "kitty-pro", graphs=on) for on in (True, False))
+    for each in (cache, plain):
+        steps(model, each, 5)
+    replay = graphs.CapturedGraph.replay
+
+    def broken(self, cache):
+        replay(self, cache)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(graphs.CapturedGraph, "replay", broken)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(prompt(2, 1), past_key_values=cache)
+    monkeypatch.setattr(graphs.CapturedGraph, "replay", replay)
+    assert cache.get_seq_length() == PROMPT + 5
+    with torch.no_grad():
+        outs = [
+            torch.cat([model(prompt(2, 1, i), past_key_values=each).logits for i in range(5)], 1)
+            for each in (cache, plain)
+        ]
+    assert (outs[0] - outs[1]).abs().mean() < 0.05 * outs[1].abs().mean()
