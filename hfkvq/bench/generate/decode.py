@@ -81,8 +81,9 @@ class Decoder:
     """
 
     def __init__(self, model: Any, cache: Cache, batch: int, arguments: Figures | None, seed: int = 0) -> None:
-        # As `generate` does, but for the hooks, of which a model of random weights has none.
-        self.forward = model.forward if arguments is None else torch.compile(model.forward, **arguments)
+        # Compiled as `generate` does. Otherwise the model itself is called: caches may see to its steps.
+        self.forward = None if arguments is None else torch.compile(model.forward, **arguments)
+        self.model = model
         # What `generate` does by asking for mask sizes, which a graph without a mask of its own never does.
         self.between_steps = cache.between_steps if arguments and isinstance(cache, MixedKVCache) else None
         self.cache = cache
@@ -92,6 +93,8 @@ class Decoder:
 
     def logits(self) -> Tensor:
         """(B, 1, V) of a step."""
+        if self.forward is None:
+            return self.model(input_ids=self.ids, past_key_values=self.cache).logits
         if self.between_steps is not None:
             self.between_steps()
         return self.forward(input_ids=self.ids, past_key_values=self.cache, logits_to_keep=1, use_cache=True).logits
