@@ -141,7 +141,9 @@ def test_compiled_and_eager_caches_of_a_scheme_say_the_same(model):
     assert len({tuple(pair) for pair in said["kitty"]}) > 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static-compiled", "arkv:budget_tokens=302:compiled", "kitty-pro", "triaxial"])
+@pytest.mark.parametrize(
+    "name", ["dynamic", "static-compiled", "arkv:budget_tokens=302:compiled", "kitty-pro", "triaxial"]
+)
 def test_a_decode_row(model, name):
     row = Bench(model, SETTINGS).decode(engine(name), CASE)
     assert "error" not in row, row
@@ -153,7 +155,9 @@ def test_a_decode_row(model, name):
     assert row["peak_bytes"] is row["cache_bytes"] is None
     if name.endswith("compiled"):
         assert (row["graphs"], row["cudagraph_skips"]) == (1, 0)
-        assert row["compile_s"] > 0
+        assert row["compile_s"] == row["first_step_s"]
+    assert row["first_step_s"] > 0
+    assert row["mode"] == engine(name).mode
 
 
 def test_eager_caches_take_turns(model, monkeypatch):
@@ -255,7 +259,9 @@ def test_a_prefill_row(model, monkeypatch, name):
     assert row["tokens_per_s"] == pytest.approx(1e5 / row["ms"]["p50"])
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static", "static-compiled", "kitty", "kitty:fixed", "kitty:compiled", "kitty:eager"])
+@pytest.mark.parametrize(
+    "name", ["dynamic", "static", "static-compiled", "kitty", "kitty:fixed", "kitty:compiled", "kitty:eager"]
+)
 def test_a_whole_row(model, monkeypatch, name):
     monkeypatch.setattr(run, "sweep", lambda device: None)
     row = Bench(model, SETTINGS).whole(engine(name), Case(2, 40), 4)

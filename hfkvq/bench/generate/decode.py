@@ -128,10 +128,10 @@ def measure_decode(
         meeting: where other runs are met, or None.
 
     Returns:
-        ``ms`` a step (p20, p50, p80 over repeats), ``tokens_per_s``, ``steps`` and ``repeats``, ``steady_bytes`` (the
-        peak of the timed steps), ``peak_bytes`` (since the caller last forgot it: filling and compiling included), and
-        of compiled models ``compile_s`` (the first step), ``graphs`` and
-        ``cudagraph_skips``, which ought to be 1 and 0.
+        ``ms`` a step (p20, p50, p80 over repeats), ``tokens_per_s``, ``steps`` and ``repeats``, ``first_step_s`` (with
+        what it compiles or records), ``steady_bytes`` (the peak of the timed steps), ``peak_bytes`` (since the caller
+        last forgot it: filling and compiling included), and of compiled models ``compile_s`` (the first step),
+        ``graphs`` and ``cudagraph_skips``, which ought to be 1 and 0.
 
     Raises:
         RuntimeError: logits are not finite, or the cache did not grow by a token a step.
@@ -171,6 +171,7 @@ def measure_decode(
         "tokens_per_s": 1e3 * case.batch / ms["p50"],
         "steps": steps,
         "repeats": repeats,
+        "first_step_s": first,
         "steady_bytes": steady,
         "peak_bytes": None if before is None or steady is None else max(before, steady),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from .run import describe_settings
 from .search import Row
 
 KIND = "hfkvq bench generate"
+
+GRAPHS = "HFKVQ_GRAPHS"
+"""Environment variable that switches off what engines without a mode have by default, and so is recorded."""
 
 METHOD = (
     "A model of the real architecture with random weights, in one process. decode: the cache is filled with random "
@@ -77,7 +81,7 @@ def new_record(
             "weight_ms_of_a_step": None if read is None or not rate else 1e3 * read / rate,
         },
         "copy": copy,
-        "settings": {**describe_settings(settings), **options},
+        "settings": {**describe_settings(settings), **options, GRAPHS: os.environ.get(GRAPHS)},
         "modes": {engine.name: engine.mode for engine in engines},
         "schemes": {engine.name: engine.preset.to_dict() for engine in engines if engine.preset is not None},
         "rows": [],
@@ -125,7 +129,7 @@ def _rename(record: Record) -> None:
 
 
 _SAME = ("gpu", "versions", "model")
-_SAME_SETTINGS = ("compile", "experts", "prefill_chunk")
+_SAME_SETTINGS = ("compile", "experts", "prefill_chunk", GRAPHS)
 
 
 def _conditions(record: Record) -> dict[str, Any]:

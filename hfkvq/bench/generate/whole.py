@@ -181,14 +181,17 @@ def describe_tokens(tokens: Tensor) -> Figures:
 def _timed(call: Callable[[int], Call], engine: Engine, tokens: int, settings: Settings) -> tuple[Figures, list[Call]]:
     """What the first call took, where it tells of more than a small one, and the calls that are timed."""
     if engine.warms_up:
-        # Compiles and records, and the second time does what is left of that.
+        # Compiles and records.
         first: Figures = {"first_s": call(tokens).seconds}
-        seconds, done = call(tokens).seconds, list[Call]()
     else:
+        first = {}
         call(min(WARM_UP, tokens))
-        done = [call(tokens)]
-        first, seconds = {}, done[0].seconds
-    done += [call(tokens) for _ in range(settings.affordable(seconds)[1] - len(done))]
+    done = [call(tokens)]
+    repeats = settings.affordable(done[0].seconds)[1]
+    if engine.warms_up and repeats > 1:
+        # What was left to be compiled or recorded, it did.
+        done.clear()
+    done += [call(tokens) for _ in range(repeats - len(done))]
     return first, done
 
 
