@@ -116,7 +116,10 @@ def test_a_table_of_several_sizes_names_them():
 
 def test_a_whole_row_tells_prefill_and_steps_apart():
     ms = {"p20": 100.0, "p50": 100.0, "p80": 100.0}
-    text = printed(report.table([row("kitty", 1, 1024, 200.0, "whole", ms_prefill=ms, ms_step=1.5)]))
+    more = {"ms_prefill": ms, "ms_step": 1.5, "above_bytes": 3 * 10**9}
+    text = printed(report.table([row("kitty", 1, 1024, 200.0, "whole", **more)]))
+    assert "added GB" in text
+    assert "3.0" in text
     assert "generate, prefill included" in text
     assert "prefill 100 ms, then 1.50 ms a step" in " ".join(text.split())
 
