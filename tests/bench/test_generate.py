@@ -54,8 +54,8 @@ def filled(model, cache, case=CASE):
 @pytest.mark.parametrize(
     "name",
     [
-        *("dynamic", "static", "kitty-pro:grow", "kitty-pro:eager", "mixkvq:grow", "saw-int4:eager"),
-        *("arkv:budget_tokens=96:grow", "triaxial:grow", "triaxial:eager"),
+        *("dynamic", "static", "kitty-pro", "kitty-pro:eager", "kitty-pro:fixed", "mixkvq", "saw-int4:fixed"),
+        *("arkv:budget_tokens=96", "triaxial", "triaxial:fixed", "triaxial:compiled"),
     ],
 )
 def test_a_filled_cache_holds_the_context_and_answers(model, name):
@@ -86,7 +86,7 @@ def test_keys_and_values_are_random_and_the_same_again(model):
 
 def test_schemes_seal_evict_and_read_tags_as_after_a_prompt(model):
     stores = {}
-    for name in ("kitty-pro:grow", "arkv:budget_tokens=96:grow", "triaxial:grow"):
+    for name in ("kitty-pro", "arkv:budget_tokens=96", "triaxial"):
         with engine(name).cache(model.config, 320) as cache:
             filled(model, cache)
             assert all(layer.staged is None for layer in cache.compressed_layers)
@@ -101,7 +101,7 @@ def test_schemes_seal_evict_and_read_tags_as_after_a_prompt(model):
 
 
 def test_triaxial_has_tokens_of_two_widths(model):
-    with engine("triaxial:grow").cache(model.config, 520) as cache:
+    with engine("triaxial").cache(model.config, 520) as cache:
         fill(cache, Heads.of(model.config), Case(1, 512), 300, CPU, torch.float32, 2**30)
         counters = cache.compressed_layers[0].store.counters
     # 0.7 x 512 = 358 tokens of 2 bits, in whole pages of 128.
@@ -128,20 +128,22 @@ def test_a_cache_that_lost_tokens_is_found_out(model, monkeypatch):
 
 def test_compiled_and_eager_caches_of_a_scheme_say_the_same(model):
     said = {}
-    for name in ("kitty", "kitty:eager", "kitty:grow"):
+    for name in ("kitty:compiled", "kitty", "kitty:fixed", "kitty:eager"):
         with engine(name).cache(model.config, 320) as cache, torch.no_grad():
             filled(model, cache)
-            decoder = Decoder(model, cache, 2, SETTINGS.compile if name == "kitty" else None)
+            decoder = Decoder(model, cache, 2, SETTINGS.compile if name == "kitty:compiled" else None)
             tokens = []
             for _ in range(6):
                 decoder.step()
                 tokens.append(decoder.ids[:, 0].tolist())
             said[name] = tokens
-    assert said["kitty"] == said["kitty:eager"] == said["kitty:grow"]
+    assert said["kitty"] == said["kitty:eager"] == said["kitty:fixed"] == said["kitty:compiled"]
     assert len({tuple(pair) for pair in said["kitty"]}) > 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static-compiled", "arkv:budget_tokens=302"])
+@pytest.mark.parametrize(
+    "name", ["dynamic", "static-compiled", "arkv:budget_tokens=302:compiled", "kitty-pro", "triaxial"]
+)
 def test_a_decode_row(model, name):
     row = Bench(model, SETTINGS).decode(engine(name), CASE)
     assert "error" not in row, row
@@ -151,14 +153,16 @@ def test_a_decode_row(model, name):
     assert (row["steps"], row["repeats"]) == (2, 2)
     # Memory is known of GPUs.
     assert row["peak_bytes"] is row["cache_bytes"] is None
-    if not name.startswith("dynamic"):
+    if name.endswith("compiled"):
         assert (row["graphs"], row["cudagraph_skips"]) == (1, 0)
-        assert row["compile_s"] > 0
+        assert row["compile_s"] == row["first_step_s"]
+    assert row["first_step_s"] > 0
+    assert row["mode"] == engine(name).mode
 
 
 def test_eager_caches_take_turns(model, monkeypatch):
     """Each with its own attention, another one first in each round; what cannot run keeps no other from it."""
-    names = ["dynamic", "dynamic-nocudnn", "kitty:grow", "saw-int4:eager"]
+    names = ["dynamic", "dynamic-nocudnn", "kitty", "saw-int4:fixed"]
     bench, order = Bench(model, dataclasses.replace(SETTINGS, repeats=3)), []
     take, logits = Turn.take, Decoder.logits
     attention: dict[str, set[str]] = {}
@@ -191,15 +195,15 @@ def test_eager_caches_take_turns(model, monkeypatch):
 
 def test_turns_that_lose_tokens_are_found_out(model, monkeypatch):
     monkeypatch.setattr("hfkvq.bench.generate.turns.length", lambda cache: 7)
-    (row,) = Bench(model, SETTINGS).turns([engine("kitty:grow")], CASE)
+    (row,) = Bench(model, SETTINGS).turns([engine("kitty")], CASE)
     assert "the cache holds 7 tokens" in row["error"]
 
 
 def test_a_cache_that_cannot_be_compiled_is_a_row_that_says_so(model):
-    row = Bench(model, SETTINGS).decode(engine("arkv:beta=0.5"), CASE)
+    row = Bench(model, SETTINGS).decode(engine("arkv:beta=0.5:compiled"), CASE)
     assert "cannot be compiled" in row["error"]
     assert model.config._attn_implementation == "sdpa"
-    assert "measure arkv:beta=0.5:eager" in row["error"]
+    assert "measure arkv:beta=0.5." in row["error"]
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -240,7 +244,7 @@ def test_cudnn_is_as_it_was_afterwards(model):
 # Prompts.
 
 
-@pytest.mark.parametrize("name", ["dynamic", "kitty:grow", "triaxial:eager"])
+@pytest.mark.parametrize("name", ["dynamic", "kitty", "triaxial:fixed"])
 def test_a_prefill_row(model, monkeypatch, name):
     seen = []
     monkeypatch.setattr(run, "sweep", lambda device: None)
@@ -255,7 +259,9 @@ def test_a_prefill_row(model, monkeypatch, name):
     assert row["tokens_per_s"] == pytest.approx(1e5 / row["ms"]["p50"])
 
 
-@pytest.mark.parametrize("name", ["dynamic", "static-compiled", "kitty:eager", "kitty:grow"])
+@pytest.mark.parametrize(
+    "name", ["dynamic", "static", "static-compiled", "kitty", "kitty:fixed", "kitty:compiled", "kitty:eager"]
+)
 def test_a_whole_row(model, monkeypatch, name):
     monkeypatch.setattr(run, "sweep", lambda device: None)
     row = Bench(model, SETTINGS).whole(engine(name), Case(2, 40), 4)
@@ -319,7 +325,7 @@ def test_experts_are_chosen_where_there_are_any(model):
     sizes = {**SIZES, "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
     mixture = build(Qwen3MoeConfig(**sizes), CPU, torch.float32, seed=0, experts="eager")
     assert mixture.config._experts_implementation == "eager"
-    row = Bench(mixture, SETTINGS).decode(engine("kitty:eager"), Case(1, 64))
+    row = Bench(mixture, SETTINGS).decode(engine("kitty"), Case(1, 64))
     assert "error" not in row, row
     with pytest.raises(ValueError, match=r"experts: got 'eager', but Qwen3ForCausalLM has no experts"):
         build(model.config, CPU, torch.float32, seed=0, experts="eager")

@@ -12,9 +12,11 @@ from hfkvq.bench.generate.engines import (
     NARROW_SHARE,
     STOCK,
     SpreadTags,
+    cache_options,
     check_heads,
     parse_engines,
     parse_scheme_engine,
+    scheme_of,
 )
 from hfkvq.bench.generate.models import ARCHITECTURES, Heads, build, get_config, weight_bytes
 from hfkvq.bench.generate.search import largest, search_batch
@@ -130,11 +132,38 @@ def test_a_model_that_cannot_be_filled(tmp_path, config, why):
 
 
 def test_a_scheme_has_a_mode_and_knobs():
-    compiled, eager, grow = map(parse_scheme_engine, ("kitty", "kitty:boost_ratio=0.2:eager", "arkv:grow"))
-    assert (compiled.compiled, compiled.fixed) == (True, True)
-    assert (eager.compiled, eager.fixed, eager.preset.scheme.boost_ratio) == (False, True, 0.2)
-    assert (grow.compiled, grow.fixed, grow.name) == (False, False, "arkv:grow")
-    assert parse_scheme_engine("kitty:compiled").compiled
+    texts = ("kitty", "kitty:fixed", "arkv:compiled", "kitty:boost_ratio=0.2:eager")
+    engines = [parse_scheme_engine(text) for text in texts]
+    assert [engine.name for engine in engines] == list(texts)
+    assert [engine.mode for engine in engines] == ["graphs", "fixed", "compiled", "eager"]
+    assert [engine.graphs for engine in engines] == [True, True, False, False]
+    assert [engine.fixed for engine in engines] == [False, True, True, False]
+    assert [engine.compiled for engine in engines] == [False, False, True, False]
+    assert engines[-1].preset.scheme.boost_ratio == 0.2
+    assert [scheme_of(text) for text in texts] == ["kitty", "kitty", "arkv", "kitty:boost_ratio=0.2"]
+
+
+def test_caches_are_told_of_graphs_only_where_users_would_tell_them():
+    assert cache_options("graphs", 64) == {}
+    assert cache_options("fixed", 64) == {"max_cache_len": 64}
+    assert cache_options("compiled", 64) == {"max_cache_len": 64, "graphs": False}
+    assert cache_options("eager", 64) == {"graphs": False}
+
+
+def test_stock_caches_have_modes_too():
+    found = {name: engine.mode for name, engine in STOCK.items()}
+    assert {name for name, mode in found.items() if mode == "compiled"} == {
+        "static-compiled",
+        "static-compiled-nocudnn",
+    }
+    assert set(found.values()) == {"compiled", "eager"}
+    assert [name for name, engine in STOCK.items() if not engine.croppable] == [
+        "static",
+        "static-compiled",
+        "static-compiled-nocudnn",
+    ]
+    ours = ("kitty", "kitty:fixed", "kitty:compiled", "kitty:eager")
+    assert [parse_scheme_engine(text).croppable for text in ours] == [True, True, False, True]
 
 
 def test_engines_come_in_order_stock_first():
@@ -152,7 +181,7 @@ def test_engines_come_in_order_stock_first():
     [
         (["dynamc"], [], "engines: got 'dynamc', which is unknown; did you mean 'dynamic'"),
         ([], ["kity"], "scheme: got 'kity', which is unknown"),
-        ([], ["kitty:fast"], "schemes: got 'kitty:fast', allowed NAME or NAME:KNOB=VALUE"),
+        ([], ["kitty:fast"], "schemes: got 'kitty:fast', whose mode is unknown; .*Known: fixed, compiled, eager"),
         ([], ["kitty:boost=1"], "knob 'boost' is unknown"),
         (["dynamic", "dynamic"], [], "'dynamic' is given twice"),
         ([], [], "engines, schemes: got none"),

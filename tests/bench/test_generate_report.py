@@ -7,25 +7,18 @@ import copy
 import json
 import threading
 import time
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
-from transformers import Qwen3Config
-from typer.testing import CliRunner
 
 from hfkvq.bench.generate import record as records
 from hfkvq.bench.generate import report
-from hfkvq.bench.generate.cases import DEFAULT_CASES
-from hfkvq.bench.generate.engines import DEFAULT_SCHEMES, DEFAULT_STOCK, STOCK
 from hfkvq.bench.generate.meeting import Meeting
-from hfkvq.bench.generate.models import ARCHITECTURES
-from hfkvq.bench.generate.run import Bench
-from hfkvq.bench.measure import Timing
-from hfkvq.cli import app
 
 CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "evals" / "results"
 
 
 def row(engine: str, batch: int, context: int, ms: float, kind: str = "decode", **more) -> dict:
@@ -49,6 +42,7 @@ def record_of(rows: list[dict]) -> dict:
         "method": records.METHOD,
         "model": {"name": "tiny", "weight_bytes": 10**10, "weight_ms_of_a_step": 3.7},
         "settings": {"steps": 1},
+        "modes": {},
         "schemes": {},
         "rows": rows,
     }
@@ -122,7 +116,10 @@ def test_a_table_of_several_sizes_names_them():
 
 def test_a_whole_row_tells_prefill_and_steps_apart():
     ms = {"p20": 100.0, "p50": 100.0, "p80": 100.0}
-    text = printed(report.table([row("kitty", 1, 1024, 200.0, "whole", ms_prefill=ms, ms_step=1.5)]))
+    more = {"ms_prefill": ms, "ms_step": 1.5, "above_bytes": 3 * 10**9}
+    text = printed(report.table([row("kitty", 1, 1024, 200.0, "whole", **more)]))
+    assert "added GB" in text
+    assert "3.0" in text
     assert "generate, prefill included" in text
     assert "prefill 100 ms, then 1.50 ms a step" in " ".join(text.split())
 
@@ -173,7 +170,102 @@ def test_a_picture(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
+COLD = [
+    {"kind": "cold", "engine": "dynamic", "batch": 1, "context": 6, "new_tokens": 64, "after": [], "above_bytes": 10**9}
+    | {"calls_s": [5.0, 2.0, 2.5], "first_token_s": [3.0, 0.1, 0.1], "tokens": "1 2", "digest": "a"},
+    {"kind": "cold", "engine": "kitty", "batch": 4, "context": 300, "new_tokens": 64, "after": ["1 x 6"]}
+    | {"calls_s": [7.25, 0.5], "first_token_s": [6.5, 0.1], "tokens": "1 2", "digest": "a", "above_bytes": None},
+    {"kind": "cold", "engine": "int4", "batch": 1, "context": 6, "new_tokens": 64, "error": "RuntimeError: no"},
+]
+
+
+def test_a_table_and_lines_of_first_calls():
+    lines = lines_of(printed(report.view(COLD)))
+    assert all(part in lines["dynamic"] for part in ("1 x 6", "5.00", "2.00", "2.50", "3.00", "1.0"))
+    assert all(part in lines["kitty"] for part in ("4 x 300", "7.25", "0.50", "6.50", "after 1 x 6"))
+    assert "RuntimeError: no" in lines["int4"]
+    text = report.markdown(record_of(copy.deepcopy(COLD)))
+    assert "| first calls of generate, s | 1 x 6 | 4 x 300 |" in text
+    assert "| `dynamic` | 5.00, 2.00, 2.50 |  |" in text
+    assert "| `int4` | failed |  |" in text
+
+
+def answered(engine: str, tokens: str, digest: str, ms: float = 1.0, new_tokens: int = 3) -> dict:
+    return row(engine, 1, 1024, ms, "whole", tokens=tokens, digest=digest, new_tokens=new_tokens)
+
+
+def test_tokens_are_held_against_those_of_eager_steps():
+    rows = [
+        answered("dynamic", "1 2 3", "a"),
+        answered("dynamic-nocudnn", "1 2 4", "b"),
+        answered("kitty", "1 5 3", "c"),
+        answered("kitty:eager", "1 5 3", "c"),
+        answered("int4", "7 2 3", "d"),
+        answered("kitty", "1 5 3 6", "e", new_tokens=4),
+        row("full", 1, 1024, 1.0, "whole", new_tokens=3),
+    ]
+    records.add_agreement(rows)
+    assert [each.get("agrees") for each in rows] == [
+        None,
+        {"with": "dynamic", "tokens": 2, "all": False},
+        {"with": "kitty:eager", "tokens": 3, "all": True},
+        {"with": "dynamic", "tokens": 1, "all": False},
+        {"with": "dynamic", "tokens": 0, "all": False},
+        # The only one of its length, and one without tokens.
+        None,
+        None,
+    ]
+    text = " ".join(printed(report.table(rows), 200).split())
+    assert "tokens of kitty:eager" in text
+    assert "2 tokens as dynamic" in text
+
+
+def test_generate_of_another_length_is_another_row():
+    rows = [answered("dynamic", "1", "a", 40.0, 64), answered("kitty", "1", "a", 5.0, 256)]
+    records.add_speedups(rows)
+    assert "speedup_eager" not in rows[1]
+    assert records.key_of(rows[0]) != records.key_of({**rows[0], "new_tokens": 256})
+    text = report.markdown(record_of(rows))
+    assert "| generate, prefill included, 64 tokens | 1 x 1k |" in text
+    assert "| generate, prefill included, 256 tokens | 1 x 1k |" in text
+
+
+def test_a_draft_s_row_says_what_was_taken():
+    ms = {"p20": 100.0, "p50": 100.0, "p80": 100.0}
+    more = {"forwards": 16, "accepted": 3.0, "draft_tokens": 5, "ms_prefill": ms, "ms_step": 1.5}
+    text = " ".join(printed(report.table([row("kitty", 1, 1024, 200.0, "assisted", **more)]), 200).split())
+    assert "generate, a model guessing" in text
+    assert "16 forwards, 3.00 guesses of 5 taken" in text
+
+
 # Files.
+
+
+def test_names_from_before_graphs_are_read_as_they_are_now(tmp_path):
+    old = record_of([row(name, 1, 1024, 5.0) for name in ("kitty", "kitty:eager", "kitty:grow", "dynamic")])
+    old["rows"] += [row("arkv:budget_tokens=96", 1, 1024, 5.0), row("int4:grow", 1, 1024, 5.0, "turns", than="dynamic")]
+    old["schemes"] = {"kitty": {"scheme": "kitty"}, "kitty:grow": {"scheme": "kitty"}}
+    del old["modes"]
+    records.save_record(old, tmp_path / "a.json")
+    new = records.load(tmp_path / "a.json")
+    names = ["kitty:compiled", "kitty:fixed-eager", "kitty:eager", "dynamic", "arkv:budget_tokens=96:compiled"]
+    assert [each["engine"] for each in new["rows"]] == [*names, "int4:eager"]
+    assert new["rows"][-1]["than"] == "dynamic"
+    assert list(new["schemes"]) == ["kitty:compiled", "kitty:eager"]
+    # Once is enough.
+    records.save_record(new, tmp_path / "a.json")
+    assert records.load(tmp_path / "a.json") == new
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("generate-*.json")), ids=lambda path: path.stem)
+def test_figures_that_are_kept_can_be_gone_on_with(path):
+    before = records.load(path)
+    after = {**copy.deepcopy(before), "rows": []}
+    records.resume(after, before)
+    assert len(after["rows"]) == len([each for each in before["rows"] if "error" not in each or each.get("oom")])
+    for kind in {each["kind"] for each in before["rows"]}:
+        printed(report.view([each for each in before["rows"] if each["kind"] == kind]))
+    assert report.markdown(after)
 
 
 def test_a_record_survives_the_file(tmp_path):
@@ -217,178 +309,7 @@ def test_files_in_a_folder_are_named_after_model_and_gpu(tmp_path):
     assert found == tmp_path / "generate-qwen3-8b-h200.png"
 
 
-# The command.
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", "generate", *arguments], env={"COLUMNS": "140"})
-
-
-def flat(text: str) -> str:
-    return " ".join(text.split())
-
-
-@pytest.fixture
-def pretended_gpu(monkeypatch):
-    """The command runs on the CPU."""
-    properties = SimpleNamespace(
-        name="Synthetic 9000", major=9, minor=0, multi_processor_count=2, L2_cache_size=10**5, total_memory=10**9
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr("hfkvq.bench.cli._bench_device", lambda: CPU)
-    monkeypatch.setattr("hfkvq.bench.measure.copy_bandwidth", lambda device: (10**6, Timing(1, 1, 1, 1, 1, 1)))
-    monkeypatch.setattr("hfkvq.bench.generate.run.sweep", lambda device: None)
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """Folder of a config, and the options that make a run short."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 64, "vocab_size": 100, "num_hidden_layers": 3}
-    Qwen3Config(num_attention_heads=2, num_key_value_heads=1, **sizes).save_pretrained(tmp_path / "tiny")
-    return ["--model", str(tmp_path / "tiny"), "--layers", "1", "--warmup", "4", "--steps", "1", "--repeats", "1"]
-
-
-def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = run()
-    assert done.exit_code == 2
-    assert "sees no CUDA device" in flat(done.output)
-    assert "Traceback" not in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "qwen"], "model: got 'qwen', which is unknown"),
-        (["--layers", "99"], "layers: got 99, allowed 1 to 36"),
-        (["--cases", "8k"], "cases: got '8k', allowed ROWSxTOKENS"),
-        (["--cases", "1x1k", "--batch", "2"], "leave --batch and --context out"),
-        (["--batch", "0"], "allowed numbers like 8192 or 8k"),
-        (["--batch", ","], "batch: got ',', allowed rows with commas, or auto"),
-        (["--batch", "1", "--context", ","], "context: got ',', allowed tokens"),
-        (["--batch", "auto", "--no-decode", "--prefill"], "leave --no-decode out"),
-        (["--no-decode"], "nothing is left to measure"),
-        (["--turns", "--engines", "static-compiled", "--schemes", "kitty"], "turns: every cache asked for is compiled"),
-        (["--engines", "none", "--schemes", "none"], "engines, schemes: got none"),
-        (["--engines", "static-compild"], "did you mean 'static-compiled'"),
-        (["--schemes", "kity"], "did you mean 'kitty'"),
-        (["--seconds", "0"], "seconds: got 0.0, allowed more than 0"),
-        (["--warmup", "2"], "Invalid value for '--warmup'"),
-        (["--resume"], "name the earlier run's file with --json"),
-        (["--json", "no-such-folder/a.json"], "the folder no-such-folder does not exist"),
-        (["--markdown", "no-such-folder/a.md"], "the folder no-such-folder does not exist"),
-    ],
-)
-def test_wrong_arguments_are_told_before_anything_runs(arguments, message, monkeypatch, pretended_gpu):
-    monkeypatch.setattr("hfkvq.bench.generate.models.build", lambda *rest: pytest.fail("weights were made"))
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert message in flat(done.output)
-    assert "Traceback" not in done.output
-
-
-def test_weights_that_do_not_fit(monkeypatch, pretended_gpu):
-    def full(*rest):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr("hfkvq.bench.generate.models.build", full)
-    done = run()
-    assert done.exit_code == 1
-    assert "cut it with --layers" in flat(done.output)
-
-
-def test_a_run_is_saved_shown_and_taken_up_again(pretended_gpu, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
-    files = [part for option in ("--json", "--plot", "--markdown") for part in (option, str(tmp_path))]
-    options = [*tiny, "--cases", "1x64,2x64", "--engines", "dynamic,quanto-2", "--commit", "abc", *files]
-    done = run(*options, "--schemes", "kitty:eager", "--turns", "--prefill", "--whole", "--new-tokens", "3")
-    # A missing package is no failure.
-    assert done.exit_code == 0, done.output
-    path = tmp_path / "generate-tiny-synthetic-9000.json"
-    assert path.with_suffix(".png").is_file()
-    assert "| `kitty:eager` |" in path.with_suffix(".md").read_text(encoding="utf-8")
-    record = records.load(path)
-    assert (record["gpu"], record["commit"], record["model"]["num_hidden_layers"]) == ("Synthetic 9000", "abc", 1)
-    assert record["model"]["weight_bytes"] > record["model"]["weight_bytes_of_a_step"] > 0
-    assert record["settings"]["compile"] == {"fullgraph": True, "mode": "reduce-overhead"}
-    assert record["schemes"]["kitty:eager"]["scheme"] == "kitty"
-    kinds = [(each["kind"], each["batch"]) for each in record["rows"] if each["engine"] == "kitty:eager"]
-    assert kinds == [("prefill", 1), *((kind, rows) for rows in (1, 2) for kind in ("decode", "turns", "whole"))]
-    assert all(each["speedup_eager"] > 0 for each in record["rows"] if each["engine"] == "kitty:eager")
-    assert all(each["skipped"] for each in record["rows"] if each["engine"] == "quanto-2")
-    assert "decode, 2 x 64 tokens" in done.output
-    assert "eager decode, in turns, 2 x 64 tokens" in done.output
-    turn = next(each for each in record["rows"] if each["kind"] == "turns" and each["engine"] == "kitty:eager")
-    assert f"{turn['times_as_long']['p50']:.2f} times dynamic" in done.output
-
-    measured = []
-    decode = Bench.decode
-    monkeypatch.setattr(
-        Bench,
-        "decode",
-        lambda self, engine, case: measured.append((engine.name, case.batch)) or decode(self, engine, case),
-    )
-    again = run(*options, "--schemes", "kitty:eager,full:eager", "--resume")
-    assert again.exit_code == 0, again.output
-    # What was skipped is tried again.
-    assert measured == [("quanto-2", 1), ("full:eager", 1), ("quanto-2", 2), ("full:eager", 2)]
-    assert len(records.load(path)["rows"]) == len(record["rows"]) - 5 + 2
-    assert "kitty:eager" in again.output
-
-    other = run(*options[:2], "--layers", "2", *options[4:], "--schemes", "none", "--resume")
-    assert other.exit_code == 2
-    assert "the earlier run has another model" in flat(other.output)
-
-
-def test_a_failure_ends_nothing_but_shows_in_the_exit_code(pretended_gpu, tiny, tmp_path, monkeypatch):
-    decode = Bench._decode
-
-    def broken(self, engine, case):
-        if engine.name == "dynamic":
-            raise RuntimeError("no such kernel")
-        return decode(self, engine, case)
-
-    monkeypatch.setattr(Bench, "_decode", broken)
-    path = tmp_path / "a.json"
-    done = run(*tiny, "--cases", "1x64", "--engines", "dynamic,static", "--schemes", "none", "--json", str(path))
-    assert done.exit_code == 1
-    assert "RuntimeError: no such kernel" in flat(done.output)
-    rows = records.load(path)["rows"]
-    assert ["error" in each for each in rows] == [True, False]
-
-
-def test_auto_looks_for_the_largest_batch(pretended_gpu, tiny, tmp_path, monkeypatch):
-    def invented(self, engine, case):
-        if case.batch * (2 if engine.name == "dynamic" else 1) > 200:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return {"ms": {"p20": 9.0, "p50": 10.0, "p80": 11.0}, "tokens_per_s": 100.0 * case.batch}
-
-    monkeypatch.setattr(Bench, "_decode", invented)
-    path = tmp_path / "a.json"
-    options = [*tiny, "--batch", "1,auto", "--context", "8k", "--engines", "dynamic", "--schemes", "kitty"]
-    done = run(*options, "--json", str(path))
-    # A full memory is what was looked for.
-    assert done.exit_code == 0, done.output
-    rows = records.load(path)["rows"]
-    tried = [each["batch"] for each in rows if each["engine"] == "kitty" and each["kind"] == "decode"]
-    assert tried == [1, 32, 64, 128, 256, 192, 224]
-    found = {each["engine"]: each for each in rows if each["kind"] == "largest"}
-    assert (found["kitty"]["largest"], found["kitty"]["tokens_per_s"]) == (192, 19200.0)
-    assert found["dynamic"]["largest"] == 96
-    assert "Rows that fit" in done.output
-    again = run(*options, "--json", str(path), "--resume")
-    assert again.exit_code == 0, again.output
-    assert len(records.load(path)["rows"]) == len(rows)
-
-
-def test_help_names_architectures_and_defaults():
-    text = flat(run("--help").output.replace("│", " "))
-    for name in (*ARCHITECTURES, *STOCK):
-        assert name in text
-    assert f"[default: {DEFAULT_CASES.replace(',', ', ')}]" in text
-    # Long words may be folded.
-    assert f"[default: {','.join(DEFAULT_SCHEMES)}]" in text.replace(" ", "").replace("[default:", "[default: ")
-    assert set(STOCK) - set(DEFAULT_STOCK) == {"static", "static-compiled-nocudnn"}
+# Runs that meet.
 
 
 def test_runs_that_meet_take_turns(tmp_path):

@@ -78,6 +78,27 @@ def _prepare(model: str, layers: int | None, engines: str | None, schemes: str |
     return config, chosen
 
 
+def _cold_names(given: str | None, engines: list[Engine]) -> tuple[str, ...]:
+    """Engines to be called in processes of their own. Raises ValueError if one is not among ``engines``."""
+    names = [engine.name for engine in engines]
+    wanted = names if given is not None and given.strip().lower() == "all" else list(_names(given, ()))
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"cold: got {name!r}, allowed all or what is measured: {', '.join(names)}.")
+    return tuple(dict.fromkeys(wanted))
+
+
+def _draft_config(draft: str, config: Any) -> Any:
+    """Config of a model that guesses. Raises ValueError if it has other tokens."""
+    from .models import get_config
+
+    found = get_config(draft)
+    own, other = (each.get_text_config(decoder=True).vocab_size for each in (config, found))
+    if own != other:
+        raise ValueError(f"draft: {draft} has {other} tokens and the model {own}; choose one of the same tokens.")
+    return found
+
+
 def _build(config: Any, device: torch.device, dtype: GenerateDType, seed: int, experts: Experts) -> Any:
     import torch
 
@@ -120,9 +141,10 @@ def generate_command(
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Our caches, with commas, or none: presets, also with knobs, then :eager (not compiled) or :grow (nor "
-            r"of fixed capacity): kivi-2,arkv:budget_tokens=1024:eager. \[default: "
-            r"kitty-pro,kivi-2,saw-int4,kitty-pro:eager]"
+            help="Our caches, with commas, or none: presets, also with knobs. As they are by default (growing, CUDA "
+            "graphs of their own); :fixed with max_cache_len; :compiled with it and torch.compile in place of their "
+            r"graphs; :eager growing without graphs: kivi-2,arkv:budget_tokens=1024:eager. \[default: "
+            r"kitty-pro,kivi-2,saw-int4,kitty-pro:compiled,kitty-pro:eager]"
         ),
     ] = None,
     decode: Annotated[bool, typer.Option(help="Time decode steps.")] = True,
@@ -130,8 +152,8 @@ def generate_command(
         bool,
         typer.Option(
             "--turns",
-            help="Time steps of all eager caches in turns as well, because a host's speed changes. All are held at a "
-            "time.",
+            help="Time steps of all caches that are not compiled in turns as well, because a host's speed changes. All "
+            "are held at a time.",
         ),
     ] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Time prefills as well, at every context.")] = False,
@@ -143,6 +165,27 @@ def generate_command(
         bool, typer.Option("--whole", help="Time generate from end to end as well, prefill included.")
     ] = False,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of --whole.")] = 128,
+    assisted: Annotated[
+        bool, typer.Option("--assisted", help="Time generate with a draft model as well, at sizes of one row.")
+    ] = False,
+    draft: Annotated[str, typer.Option(help="Its architecture, as --model; of random weights too.")] = "qwen3-0.6b",
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that it guesses at a time.")] = 5,
+    prompt_lookup: Annotated[
+        int | None,
+        typer.Option(min=1, help="Time generate with so many guesses at a time looked up in the prompt as well."),
+    ] = None,
+    assisted_tokens: Annotated[int, typer.Option(min=2, help="New tokens of --assisted and --prompt-lookup.")] = 64,
+    cold: Annotated[
+        str | None,
+        typer.Option(
+            help="Time first calls of generate as well, before which no kernel was compiled: names among --engines and "
+            r"--schemes, with commas, or all; each in a process of its own. \[default: none]"
+        ),
+    ] = None,
+    cold_cases: Annotated[
+        str, typer.Option(help="Sizes there, in this order: three calls at the first, two at each other.")
+    ] = "1x6,4x300",
+    cold_tokens: Annotated[int, typer.Option(min=2, help="New tokens of a call there.")] = 64,
     tuned: Annotated[
         bool, typer.Option("--tuned", help="Compile with inductor's coordinate descent tuning, all caches alike.")
     ] = False,
@@ -188,8 +231,8 @@ def generate_command(
 ) -> None:
     """Time whole models with random weights: ours against Transformers' caches, compiled and not.
 
-    Decode steps on a full cache; with --prefill and --whole, prompts and generate as well. What fails, for want of
-    memory or otherwise, is a line of the table and ends nothing.
+    Decode steps on a full cache; with --prefill and --whole, prompts and generate as well; with --cold, first calls.
+    What fails, for want of memory or otherwise, is a line of the table and ends nothing.
     """
     check_files("plot", json_file, plot_file)
     if markdown_file is not None and not markdown_file.absolute().parent.is_dir():
@@ -202,16 +245,18 @@ def generate_command(
 
     device = _bench_device()
 
+    import torch
     from transformers.utils import logging
 
     from .. import measure
     from ..report import describe_copy
     from . import record as records
     from . import report
-    from .cases import Settings, compile_arguments
+    from .cases import Settings, compile_arguments, parse_cases
+    from .cold import Order
     from .meeting import Meeting
-    from .run import Bench
-    from .session import Plan, Session, failures
+    from .run import Bench, sweep
+    from .session import Plan, Session, cold_rows, failures
 
     logging.set_verbosity_error()
     try:
@@ -223,6 +268,7 @@ def generate_command(
             compile=compile_arguments(tuned, max_autotune),
             seed=seed,
         )
+        config, chosen = _prepare(model, layers, engines, schemes)
         plan: Plan = Plan(
             **_sizes(cases, batch, context),
             decode=decode,
@@ -231,13 +277,19 @@ def generate_command(
             prefill_batch=prefill_batch,
             prefill_chunk=prefill_chunk,
             new_tokens=new_tokens if whole else None,
+            assisted=draft_tokens if assisted else None,
+            lookup=prompt_lookup,
+            drafted_tokens=assisted_tokens,
+            cold=_cold_names(cold, chosen),
+            cold_cases=tuple(parse_cases(split(cold_cases))),
+            cold_tokens=cold_tokens,
             first_batch=first_batch,
             batch_step=batch_step,
         )
         meeting = None if meet is None else Meeting(meet, of)
-        config, chosen = _prepare(model, layers, engines, schemes)
+        draft_config = _draft_config(draft, config) if assisted else None
         if turns and all(engine.compiled for engine in chosen):
-            raise ValueError("turns: every cache asked for is compiled; add dynamic, or caches with :grow or :eager.")
+            raise ValueError("turns: every cache asked for is compiled; add dynamic, or a scheme without :compiled.")
     except ValueError as error:
         fail(error)
 
@@ -245,9 +297,11 @@ def generate_command(
     with Console(stderr=True).status("making weights") as status:
         # Before the weights take the room that it wants.
         copied = describe_copy(*measure.copy_bandwidth(device))
-        built = _build(config, device, dtype, seed, experts)
+        # Weights come after first calls, whose processes have their own.
+        shape = _build(config, torch.device("meta"), dtype, seed, experts)
         options = {"prefill_batch": prefill_batch, "prefill_chunk": prefill_chunk, "experts": experts.value}
-        record = records.new_record(device, commit, model, built, chosen, settings, copied, **options)
+        options |= {"draft": draft if assisted else None}
+        record = records.new_record(device, commit, model, shape, chosen, settings, copied, **options)
         json_file, plot_file, markdown_file = (
             path and records.file_name(path, model, record["gpu"], suffix)
             for path, suffix in ((json_file, ".json"), (plot_file, ".png"), (markdown_file, ".md"))
@@ -263,10 +317,21 @@ def generate_command(
             if json_file is not None:
                 records.save_record(record, json_file)
 
-        session = Session(Bench(built, settings, meeting), chosen, plan, record, keep, lambda what: status.update(what))
+        if plan.cold:
+            sizes = [(case.batch, case.context) for case in plan.cold_cases]
+            where = (model, layers, str(device), dtype.value, seed, experts.value)
+            orders = {name: Order(name, *where, sizes, cold_tokens, settings.compile) for name in plan.cold}
+            # The copy's room, for the processes.
+            sweep(device)
+            console.print(report.view(cold_rows(plan, orders, record, keep, status.update)))
         try:
-            for rows in session.groups():
-                console.print(report.largest_table(rows) if rows[0]["kind"] == "largest" else report.table(rows))
+            if plan.warm:
+                status.update("making weights")
+                built = _build(config, device, dtype, seed, experts)
+                guesses = None if draft_config is None else _build(draft_config, device, dtype, seed, Experts.auto)
+                bench = Bench(built, settings, meeting, guesses)
+                for rows in Session(bench, chosen, plan, record, keep, status.update).groups():
+                    console.print(report.view(rows))
         finally:
             if meeting is not None:
                 meeting.leave()

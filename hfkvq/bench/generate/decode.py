@@ -81,8 +81,9 @@ class Decoder:
     """
 
     def __init__(self, model: Any, cache: Cache, batch: int, arguments: Figures | None, seed: int = 0) -> None:
-        # As `generate` does, but for the hooks, of which a model of random weights has none.
-        self.forward = model.forward if arguments is None else torch.compile(model.forward, **arguments)
+        # Compiled as `generate` does. Otherwise the model itself is called: caches may see to its steps.
+        self.forward = None if arguments is None else torch.compile(model.forward, **arguments)
+        self.model = model
         # What `generate` does by asking for mask sizes, which a graph without a mask of its own never does.
         self.between_steps = cache.between_steps if arguments and isinstance(cache, MixedKVCache) else None
         self.cache = cache
@@ -92,6 +93,8 @@ class Decoder:
 
     def logits(self) -> Tensor:
         """(B, 1, V) of a step."""
+        if self.forward is None:
+            return self.model(input_ids=self.ids, past_key_values=self.cache).logits
         if self.between_steps is not None:
             self.between_steps()
         return self.forward(input_ids=self.ids, past_key_values=self.cache, logits_to_keep=1, use_cache=True).logits
@@ -125,10 +128,10 @@ def measure_decode(
         meeting: where other runs are met, or None.
 
     Returns:
-        ``ms`` a step (p20, p50, p80 over repeats), ``tokens_per_s``, ``steps`` and ``repeats``, ``steady_bytes`` (the
-        peak of the timed steps), ``peak_bytes`` (since the caller last forgot it: filling and compiling included), and
-        of compiled models ``compile_s`` (the first step), ``graphs`` and
-        ``cudagraph_skips``, which ought to be 1 and 0.
+        ``ms`` a step (p20, p50, p80 over repeats), ``tokens_per_s``, ``steps`` and ``repeats``, ``first_step_s`` (with
+        what it compiles or records), ``steady_bytes`` (the peak of the timed steps), ``peak_bytes`` (since the caller
+        last forgot it: filling and compiling included), and of compiled models ``compile_s`` (the first step),
+        ``graphs`` and ``cudagraph_skips``, which ought to be 1 and 0.
 
     Raises:
         RuntimeError: logits are not finite, or the cache did not grow by a token a step.
@@ -168,6 +171,7 @@ def measure_decode(
         "tokens_per_s": 1e3 * case.batch / ms["p50"],
         "steps": steps,
         "repeats": repeats,
+        "first_step_s": first,
         "steady_bytes": steady,
         "peak_bytes": None if before is None or steady is None else max(before, steady),
     }

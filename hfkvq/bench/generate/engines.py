@@ -23,8 +23,9 @@ NARROW, OTHER = "older|text|obs", "current|text|user"
 NARROW_SHARE = 0.7
 """Share of a random prompt that TriAxialKV's default table holds in 2 bits, as in its paper's conversations."""
 
-Mode = Literal["compiled", "eager", "grow"]
-MODES: tuple[Mode, ...] = ("compiled", "eager", "grow")
+Mode = Literal["graphs", "fixed", "compiled", "eager"]
+MODES: tuple[Mode, ...] = ("fixed", "compiled", "eager")
+"""What may stand behind a scheme's name; without any of them its cache is made as users make it: "graphs"."""
 
 
 class SpreadTags(Tagger):
@@ -50,6 +51,7 @@ class Engine:
         make: (model or config, tokens of room) to an empty cache.
         ours: whether it is one of this library.
         compiled: whether decode steps go through `torch.compile`.
+        graphs: whether the cache may run decode steps as CUDA graphs of its own.
         fixed: whether the cache has a capacity, and so can be reset and used again.
         cudnn: whether PyTorch's attention may take cuDNN; None leaves it as it is.
         preset: what a cache of ours holds.
@@ -59,9 +61,29 @@ class Engine:
     make: Callable[[Any, int], Cache]
     ours: bool = False
     compiled: bool = False
+    graphs: bool = False
     fixed: bool = False
     cudnn: bool | None = None
     preset: Preset | None = None
+
+    @property
+    def mode(self) -> str:
+        """How steps are run, and whether the cache has a capacity, in a word."""
+        if self.compiled:
+            return "compiled"
+        if self.graphs:
+            return "fixed" if self.fixed else "graphs"
+        return "eager"
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the first steps record what later ones run."""
+        return self.compiled or self.graphs
+
+    @property
+    def croppable(self) -> bool:
+        """Whether the cache may be one that gives the newest tokens back, as drafts need it."""
+        return not self.compiled and (self.ours or not self.fixed)
 
     @contextlib.contextmanager
     def cache(self, model: Any, room: int) -> Iterator[Cache]:
@@ -75,14 +97,31 @@ class Engine:
             ValueError: the cache is to be compiled and cannot be.
             ImportError: the package behind it is not installed.
         """
+        cache = self.fresh(model, room)
+        with self.running(cache):
+            yield cache
+
+    def fresh(self, model: Any, room: int) -> Cache:
+        """An empty cache; see `cache`."""
         cache = self.make(model, room)
         if self.compiled and not cache.is_compileable:
             _detach(cache)
-            raise ValueError(
-                f"{self.name}: this cache cannot be compiled (is_compileable is False); measure {self.name}:eager."
-            )
-        with self.running(cache):
-            yield cache
+            scheme = scheme_of(self.name)
+            raise ValueError(f"{self.name}: this cache cannot be compiled (is_compileable is False); measure {scheme}.")
+        return cache
+
+    @contextlib.contextmanager
+    def settings(self, model: Any) -> Iterator[None]:
+        """For caches that are made inside, one after the other: attention as they need it, and after it as before."""
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(before if self.cudnn is None else self.cudnn)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(before)
+            if self.preset is not None:
+                # Whatever cache of this model does it.
+                MixedKVCache(_config(model), self.preset, attach=False).detach()
 
     @contextlib.contextmanager
     def running(self, cache: Cache) -> Iterator[None]:
@@ -139,40 +178,60 @@ EAGER_BASELINES = ("dynamic", "dynamic-nocudnn")
 COMPILED_BASELINES = ("static-compiled", "static-compiled-nocudnn")
 
 DEFAULT_STOCK = ("dynamic", "dynamic-nocudnn", "static-compiled", "quanto-2", "quanto-4", "hqq-2", "hqq-4")
-DEFAULT_SCHEMES = ("kitty-pro", "kivi-2", "saw-int4", "kitty-pro:eager")
+DEFAULT_SCHEMES = ("kitty-pro", "kivi-2", "saw-int4", "kitty-pro:compiled", "kitty-pro:eager")
+
+
+def cache_options(mode: Mode, room: int) -> dict[str, Any]:
+    """Arguments of a cache's constructor that make it one of a mode; those that users leave out are left out."""
+    options: dict[str, Any] = {"max_cache_len": room} if mode in ("fixed", "compiled") else {}
+    return options | ({"graphs": False} if mode in ("compiled", "eager") else {})
 
 
 def _ours(preset: Preset, mode: Mode) -> Callable[[Any, int], Cache]:
     def make(model: Any, room: int) -> Cache:
-        capacity = None if mode == "grow" else room
+        options = cache_options(mode, room)
         if isinstance(preset.scheme, TriAxial):
             knobs = {name: value for name, value in preset.scheme.to_dict().items() if name != "scheme"}
             layers: dict[str | int, Any] = dict(preset.layers)
-            return TriAxialCache(model, tagger=SpreadTags(), layers=layers, max_cache_len=capacity, **knobs)
-        return MixedKVCache(model, preset, max_cache_len=capacity)
+            return TriAxialCache(model, tagger=SpreadTags(), layers=layers, **options, **knobs)
+        return MixedKVCache(model, preset, **options)
 
     return make
 
 
+def scheme_of(name: str) -> str:
+    """An engine's name without its mode: ``kitty`` of ``kitty:eager``."""
+    head, _, last = name.rpartition(":")
+    return head if head and last in MODES else name
+
+
 def parse_scheme_engine(text: str) -> Engine:
-    """``kitty``, ``kitty:eager`` (not compiled), ``kitty:grow`` (nor of a fixed capacity), with knobs before the mode.
+    """A scheme with knobs, then a mode.
+
+    Without a mode, as users get it by default: growing, steps as CUDA graphs of the cache's own. ``:fixed`` is the same
+    with ``max_cache_len``; ``:compiled`` has ``max_cache_len`` too, but its steps go through `torch.compile`;
+    ``:eager`` grows, and every step is launched operation by operation.
 
     Args:
-        text: e.g. ``arkv:budget_tokens=1024:eager``; without a mode the model is compiled.
+        text: e.g. ``kitty``, or ``arkv:budget_tokens=1024:eager``.
 
     Raises:
-        ValueError: unknown preset or knob, or a value out of range.
+        ValueError: unknown preset, knob or mode, or a value out of range.
     """
-    name, _, last = text.rpartition(":")
+    scheme = scheme_of(text)
     known: dict[str, Mode] = {mode: mode for mode in MODES}
-    asked = known.get(last) if name else None
-    preset, mode = parse_scheme(name if asked else text), asked or "compiled"
+    mode: Mode = "graphs" if scheme == text else known[text.rpartition(":")[2]]
+    last = text.rpartition(":")[2]
+    if scheme == text and ":" in text and "=" not in last and last:
+        raise ValueError(f"schemes: got {text!r}, whose mode is unknown; {nearest(last, list(MODES))}")
+    preset = parse_scheme(scheme)
     return Engine(
         text,
         _ours(preset, mode),
         ours=True,
         compiled=mode == "compiled",
-        fixed=mode != "grow",
+        graphs=mode in ("graphs", "fixed"),
+        fixed=mode in ("fixed", "compiled"),
         preset=preset,
     )
 

@@ -15,9 +15,12 @@ from .search import Row
 
 _TITLES = {
     "decode": "decode",
-    "turns": "eager decode, in turns",
+    "turns": "decode, not compiled, in turns",
     "prefill": "prefill",
     "whole": "generate, prefill included",
+    "assisted": "generate, a model guessing",
+    "lookup": "generate, guesses looked up",
+    "cold": "first calls of generate, s",
     "largest": "rows that fit",
 }
 
@@ -42,7 +45,18 @@ def remark_of(row: Row) -> str:
         said.append(f"{share['p50']:.2f} times {row['than']} ({share['p20']:.2f} to {share['p80']:.2f})")
     if "ms_step" in row:
         said.append(f"prefill {row['ms_prefill']['p50']:,.0f} ms, then {row['ms_step']:,.2f} ms a step")
+    if "forwards" in row:
+        said.append(f"{row['forwards']} forwards, {row['accepted']:.2f} guesses of {row['draft_tokens']} taken")
+    if "agrees" in row:
+        said.append(_agreement(row))
     return ", ".join(said)
+
+
+def _agreement(row: Row) -> str:
+    agrees = row["agrees"]
+    if agrees["all"]:
+        return f"tokens of {agrees['with']}"
+    return f"{agrees['tokens']} tokens as {agrees['with']}"
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -51,7 +65,9 @@ def table(rows: Sequence[Row]) -> Table:
     title = _TITLES[rows[0]["kind"]]
     if len(sizes) == 1:
         title = f"{title}, {sizes.pop().title} tokens"
-    columns = ("name", "ms", "p20 to p80", "tokens/s", "cache GB", "peak GB", "vs dynamic", "vs static", "")
+    # Without a cache that was filled first, all that came after the weights.
+    held, head = ("cache_bytes", "cache GB") if rows[0]["kind"] in ("decode", "turns") else ("above_bytes", "added GB")
+    columns = ("name", "ms", "p20 to p80", "tokens/s", head, "peak GB", "vs dynamic", "vs static", "")
     view = new_table(title, columns)
     for row in rows:
         name = row["engine"] if not sizes else f"{row['engine']}, {Case(row['batch'], row['context']).title}"
@@ -64,7 +80,7 @@ def table(rows: Sequence[Row]) -> Table:
             _number(ms["p50"], 2),
             f"{ms['p20']:,.2f} to {ms['p80']:,.2f}",
             _number(row["tokens_per_s"], 0),
-            _gb(row.get("cache_bytes")),
+            _gb(row.get(held)),
             _gb(row.get("peak_bytes")),
             _number(row.get("speedup_eager"), 2, "x"),
             _number(row.get("speedup_compiled"), 2, "x"),
@@ -91,18 +107,51 @@ def largest_table(rows: Sequence[Row]) -> Table:
     return view
 
 
+def cold_table(rows: Sequence[Row]) -> Table:
+    """First calls in processes of their own."""
+    title = f"{_TITLES['cold']}, {rows[0]['new_tokens']} new tokens"
+    view = new_table(title, ("name", "shape", "1st", "2nd", "3rd", "1st token", "GB above weights", ""))
+    for row in rows:
+        shape = Case(row["batch"], row["context"]).title
+        if "error" in row:
+            view.add_row(row["engine"], shape, *["–"] * 5, row["error"])
+            continue
+        said = [f"after {', '.join(row['after'])}"] if row["after"] else []
+        said += [_agreement(row)] if "agrees" in row else []
+        seconds = [*row["calls_s"], None, None][:3]
+        view.add_row(
+            row["engine"],
+            shape,
+            *(_number(each, 2) for each in (*seconds, row["first_token_s"][0])),
+            _gb(row["above_bytes"]),
+            ", ".join(said),
+        )
+    return view
+
+
+def view(rows: Sequence[Row]) -> Table:
+    """The table for rows of whatever kind."""
+    tables = {"largest": largest_table, "cold": cold_table}
+    return tables.get(rows[0]["kind"], table)(rows)
+
+
 def markdown(record: Record) -> str:
     """Tables to paste: a line for each cache, a column for each size, ``ms (tokens/s)``."""
     rows = record["rows"]
     parts = [f"{record['model']['name']}, random weights, {record['gpu']}: milliseconds (tokens/s)."]
-    for kind in ("decode", "turns", "prefill", "whole"):
-        own = [row for row in rows if row["kind"] == kind]
+    kinds: list[tuple[str, int | None]] = [(kind, None) for kind in ("decode", "turns", "prefill", "cold")]
+    # Of other lengths in tables of their own.
+    whole = (row for row in rows if row["kind"] in ("whole", "assisted", "lookup"))
+    kinds += dict.fromkeys((row["kind"], row.get("new_tokens")) for row in whole)
+    for kind, tokens in kinds:
+        own = [row for row in rows if row["kind"] == kind and (tokens is None or row.get("new_tokens") == tokens)]
         if not own:
             continue
         sizes = sorted({(row["context"], row["batch"]) for row in own})
         heads = [Case(batch, context).title for context, batch in sizes]
         found = {(row["engine"], row["context"], row["batch"]): row for row in own}
-        lines = [f"| {_TITLES[kind]} | {' | '.join(heads)} |", "|---|" + "---|" * len(sizes)]
+        title = _TITLES[kind] + (f", {tokens} tokens" if tokens else "")
+        lines = [f"| {title} | {' | '.join(heads)} |", "|---|" + "---|" * len(sizes)]
         for engine in dict.fromkeys(row["engine"] for row in own):
             cells = [_cell(found.get((engine, *size))) for size in sizes]
             lines.append(f"| `{engine}` | {' | '.join(cells)} |")
@@ -123,6 +172,8 @@ def _cell(row: Row | None) -> str:
         return ""
     if "error" in row:
         return "out of memory" if row.get("oom") else "failed"
+    if "calls_s" in row:
+        return ", ".join(_number(each, 2) for each in row["calls_s"])
     return f"{_number(row['ms']['p50'], 2)} ({_number(row['tokens_per_s'], 0)})"
 
 
@@ -139,7 +190,7 @@ def notes(record: Record) -> list[str]:
     return [
         *said,
         "vs dynamic: times faster than DynamicCache, the better of with and without cuDNN attention; vs static: than "
-        "StaticCache compiled. Peak counts weights, filling and compiling.",
+        "StaticCache compiled. Peak counts weights, filling and compiling; added leaves weights out.",
         record["method"],
     ]
 

@@ -17,9 +17,10 @@ from .engines import Engine
 from .fill import fill
 from .meeting import Meeting
 from .models import Heads
-from .prompts import measure_prefill, measure_whole
+from .prompts import measure_prefill
 from .search import Row
 from .turns import Turn, take_turns
+from .whole import Draft, measure_assisted, measure_whole
 
 
 def reason(error: BaseException) -> str:
@@ -41,7 +42,8 @@ def sweep(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _attempt(measure: Callable[[], Figures]) -> Figures:
+def attempt(measure: Callable[[], Figures]) -> Figures:
+    """What was measured, or what kept it from being so."""
     try:
         return measure()
     # A benchmark over many caches: one that fails, however it does, must not take the others' figures along.
@@ -55,6 +57,12 @@ def _attempt(measure: Callable[[], Figures]) -> Figures:
         return found
 
 
+def start_row(kind: str, engine: Engine, case: Case, **more: Any) -> Row:
+    """What a row is of."""
+    size = {"batch": case.batch, "context": case.context}
+    return {"kind": kind, "engine": engine.name, "mode": engine.mode, **size, **more}
+
+
 class Bench:
     """A model, and how it is measured.
 
@@ -62,34 +70,42 @@ class Bench:
         model: of random weights, see `models.build`.
         settings: how long, and how.
         meeting: where other runs are met, or None.
+        draft: a smaller model of the same vocabulary, for assisted decoding.
     """
 
-    def __init__(self, model: Any, settings: Settings, meeting: Meeting | None = None) -> None:
-        self.model, self.settings, self.meeting = model, settings, meeting
+    def __init__(
+        self, model: Any, settings: Settings, meeting: Meeting | None = None, draft: Any | None = None
+    ) -> None:
+        self.model, self.settings, self.meeting, self.draft = model, settings, meeting, draft
         self.device, self.dtype = model.device, model.dtype
         self.heads = Heads.of(model.config)
 
-    def _row(self, kind: str, engine: Engine, case: Case, measure: Callable[[], Figures]) -> Row:
-        sweep(self.device)
+    def row(
+        self, kind: str, engine: Engine, case: Case, measure: Callable[[], Figures], clean: bool = True, **more: Any
+    ) -> Row:
+        """A row of what ``measure`` finds, or of what keeps it from that; ``clean`` lets go of compiled code before."""
+        if clean:
+            sweep(self.device)
         memory = Memory(self.device)
         memory.start()
-        row: Row = {"kind": kind, "engine": engine.name, "batch": case.batch, "context": case.context}
-        row |= _attempt(measure)
+        before, row = memory.held(), start_row(kind, engine, case, **more)
+        row |= attempt(measure)
         if "error" not in row:
             # Steps have looked at the peak in between.
-            row |= {"peak_bytes": row.get("peak_bytes", memory.peak()), "reserved_bytes": memory.reserved()}
+            peak = row.get("peak_bytes", memory.peak())
+            above = None if peak is None or before is None else peak - before
+            row |= {"peak_bytes": peak, "above_bytes": above, "reserved_bytes": memory.reserved()}
         return row
 
     def decode(self, engine: Engine, case: Case) -> Row:
         """A decode row: see `measure_decode`; also ``cache_bytes`` and ``fill_peak_bytes``, weights included."""
         with contextlib.nullcontext() if self.meeting is None else self.meeting.line():
-            return self._row("decode", engine, case, lambda: self._decode(engine, case))
+            return self.row("decode", engine, case, lambda: self._decode(engine, case))
 
     def _decode(self, engine: Engine, case: Case) -> Figures:
         memory, settings = Memory(self.device), self.settings
         before = memory.held()
-        # Not the model: its hooks do not run in a compiled step, and ids of random tokens say nothing.
-        with engine.cache(self.model.config, case.context + settings.new_tokens) as cache, self._decoding():
+        with engine.cache(self._source(engine), case.context + settings.new_tokens) as cache, self._decoding():
             self._fill(cache, case)
             filled = memory.held()
             figures: Figures = {
@@ -97,6 +113,10 @@ class Bench:
                 "fill_peak_bytes": memory.peak(),
             }
             return figures | measure_decode(self.model, cache, case, engine.compiled, settings, self.meeting)
+
+    def _source(self, engine: Engine) -> Any:
+        # Hooks of a model do not run in a compiled step.
+        return self.model.config if engine.compiled else self.model
 
     @torch.no_grad()
     def _fill(self, cache: Cache, case: Case) -> None:
@@ -120,17 +140,17 @@ class Bench:
         ready: list[Turn] = []
         with self._decoding():
             for engine in engines:
-                row: Row = {"kind": "turns", "engine": engine.name, "batch": case.batch, "context": case.context}
-                made = _attempt(lambda engine=engine: {"turn": self._turn(engine, case)})
+                row = start_row("turns", engine, case)
+                made = attempt(lambda engine=engine: {"turn": self._turn(engine, case)})
                 if "turn" in made:
                     ready.append(made.pop("turn"))
                 rows.append(row | made)
-            found = _attempt(lambda: dict(take_turns(ready, self.settings.repeats))) if ready else {}
+            found = attempt(lambda: dict(take_turns(ready, self.settings.repeats))) if ready else {}
         return [row if "error" in row else row | found.get(row["engine"], found) for row in rows]
 
     @torch.no_grad()
     def _turn(self, engine: Engine, case: Case) -> Turn:
-        with engine.cache(self.model.config, case.context + self.settings.new_tokens) as cache:
+        with engine.cache(self._source(engine), case.context + self.settings.new_tokens) as cache:
             self._fill(cache, case)
         return Turn(engine, self.model, cache, case, self.settings)
 
@@ -140,13 +160,30 @@ class Bench:
 
     def prefill(self, engine: Engine, case: Case, chunk: int | None) -> Row:
         """A prefill row: see `measure_prefill`."""
-        return self._row(
+        return self.row(
             "prefill", engine, case, lambda: measure_prefill(self.model, engine, case, chunk, self.settings)
         )
 
     def whole(self, engine: Engine, case: Case, tokens: int) -> Row:
         """A row of ``generate`` from end to end: see `measure_whole`."""
-        return self._row("whole", engine, case, lambda: measure_whole(self.model, engine, case, tokens, self.settings))
+        return self.row(
+            "whole",
+            engine,
+            case,
+            lambda: measure_whole(self.model, engine, case, tokens, self.settings),
+            new_tokens=tokens,
+        )
+
+    def assisted(self, engine: Engine, case: Case, kind: str, tokens: int, guesses: int) -> Row:
+        """A row of ``generate`` with guessed tokens: see `measure_assisted`; of kind "assisted" by the draft model."""
+        draft = Draft(guesses, self.draft if kind == "assisted" else None)
+        return self.row(
+            kind,
+            engine,
+            case,
+            lambda: measure_assisted(self.model, engine, case, tokens, draft, self.settings),
+            new_tokens=tokens,
+        )
 
 
 def describe_settings(settings: Settings) -> Figures:
