@@ -20,15 +20,18 @@ from transformers.cache_utils import (
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
+from .callers import draft_of_caller
+from .capture import RECORDERS
 from .clock import Clock
 from .evict import EvictingLayer, layer_class
-from .graphs import StepGraphs, install, say_once, wanted
+from .graphs import StepGraphs, say_once, wanted
 from .handle import Spare
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
 from .peers import Peers
 from .preset import Preset, get_preset
 from .recorded import is_recorded
+from .router import install
 from .scheme import Scheme
 from .static import StaticKVLayer, static_class, why_not
 from .store import StoreBytes
@@ -291,7 +294,7 @@ class MixedKVCache(Cache):
             say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run as without graphs.")
         if self.graphs is not None and layer_idx == 0:
             self.graphs.meet(self.config)
-            if self.layers[0].store is None:
+            if self.compressed_layers[0].store is None:
                 self.graphs.before_prompt(key_states)
         if self._capacity is not None and layer_idx == 0 and self.compressed_layers:
             # Stock layers have no capacity, and may come first.
@@ -367,6 +370,9 @@ class MixedKVCache(Cache):
         Raises:
             ValueError: sliding-window layers of fixed capacity hold tokens already; they cannot take any back.
         """
+        draft = None if self.graphs is None else draft_of_caller()
+        if draft is not None and next(draft.parameters()).device.type in RECORDERS:
+            self._speed_up(draft)
         stock = [i for i, layer in enumerate(self.layers) if hasattr(layer, "max_cache_len")]
         if any(getattr(self.layers[i], "is_initialized", False) for i in stock):
             raise ValueError(
@@ -378,6 +384,25 @@ class MixedKVCache(Cache):
             for i in stock:
                 self.layers[i] = fresh[i]
         super().activate_past_recording()
+
+    @staticmethod
+    def _speed_up(draft: torch.nn.Module) -> None:
+        """Lets a draft model's steps be captured too, over 16-bit pages: they take most of assisted decoding's time."""
+        router, reference = install(draft), weakref.ref(draft)
+
+        def make() -> MixedKVCache:
+            cache = MixedKVCache(reference(), "full")
+            # What is drafted is taken back.
+            cache.activate_past_recording()
+            return cache
+
+        try:
+            make()
+        except ValueError:
+            # A model whose layers no scheme of ours holds.
+            return
+        if router is not None:
+            router.draft(make)
 
     def between_steps(self, tokens: int = 1) -> None:
         """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.
@@ -412,7 +437,7 @@ class MixedKVCache(Cache):
         """Takes note of the tokens of a step that is about to be replayed."""
 
     def level(self, seen: int | None = None) -> None:
-        """Takes tokens that a failed step has left in some layers out again: what is behind ``seen``, if it is known."""
+        """Takes tokens out again that a failed step has left in some layers: those behind ``seen``, if it is known."""
         self._catch_up()
         layers = self.compressed_layers
         least = min(layer.get_seq_length() for layer in layers) if seen is None else seen

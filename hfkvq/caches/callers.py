@@ -40,3 +40,22 @@ def asked_to_compile() -> bool | None:
         return None
     settings = frame.f_locals.get("generation_config")
     return settings is not None and settings.compile_config is not None
+
+
+def is_drafting() -> bool:
+    """Whether a model is called to draft tokens for another one, in assisted decoding."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "get_candidates":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def draft_of_caller() -> torch.nn.Module | None:
+    """The model that drafts for the assisted decoding that calls, if one does."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_assisted_decoding":
+        return None
+    found = frame.f_locals.get("assistant_model")
+    return found if isinstance(found, torch.nn.Module) else None

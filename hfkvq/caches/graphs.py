@@ -8,28 +8,26 @@ the model as it came.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
-from torch.utils import _pytree as pytree
 
 from hfkvq.kernels.step import MAX_STEP
 
 from .callers import asked_to_compile, calling_model
+from .capture import RECORDERS
 from .homes import Family, Home, Recording
 from .layer import ROLLBACK
 from .recorded import recording
+from .router import Router, inside, install, is_inside, parameters
 
 if TYPE_CHECKING:
     from .cache import MixedKVCache
@@ -38,24 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_HEADROOM = 128
-"""Tokens by which a buffer is ahead of need at the least, so that short contexts are not captured again at every page."""
+"""Tokens by which a buffer is ahead of need at the least: short contexts are not captured again at every page."""
 
 TRIES = 2
 """Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
 
-# Hooks of these do on the device what they do, or nothing in a step.
-_KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
-
 # One thread at a time: graphs share the memory of what they compute in between.
 _LOCK = threading.RLock()
-
-
-
-class _Thread(threading.local):
-    inside = False
-
-
-_THREAD = _Thread()
 
 
 def wanted(graphs: bool | None) -> bool:
@@ -74,134 +61,6 @@ def wanted(graphs: bool | None) -> bool:
 def say_once(what: str) -> None:
     """Logs a warning, the first time."""
     logger.warning(what)
-
-
-class _Pool:
-    """Memory of what graphs of one stream compute in between: one replays at a time, so they share it."""
-
-    known: weakref.WeakValueDictionary[Any, _Pool] = weakref.WeakValueDictionary()
-
-    def __init__(self) -> None:
-        self.handle = torch.cuda.graph_pool_handle()
-
-
-def _pool(device: torch.device, stream: int) -> _Pool:
-    # PyTorch forgets a pool with its last graph, and takes no new one into it: they keep this.
-    found = _Pool.known.get((device, stream))
-    if found is None:
-        found = _Pool.known[device, stream] = _Pool()
-    return found
-
-
-class CapturedGraph:
-    """A CUDA graph of what ``run`` launches, and what that returned.
-
-    Args:
-        device: on which it runs.
-        run: launches, for a cache; is called once, and nothing that it launches is carried out.
-        cache: is left out of what ``run`` returned.
-    """
-
-    def __init__(self, device: torch.device, run: Callable[[Any], Any], cache: Any) -> None:
-        current = torch.cuda.current_stream(device)
-        pool = _pool(device, current.cuda_stream)
-        generator = torch.cuda.default_generators[current.device_index]
-        state = generator.clone_state()
-        self._graph = torch.cuda.CUDAGraph()
-        side = _side_stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            try:
-                # Not `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than the capture.
-                self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
-                outputs = run(cache)
-                self._graph.capture_end()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    self._graph.capture_end()
-                # A capture that fails leaves it waiting for the end, and nobody could sample from it.
-                generator.graphsafe_set_state(state)
-                raise
-        current.wait_stream(side)
-        # Last: it lives as long as the graphs do.
-        self._pool = pool
-        leaves, self._spec = pytree.tree_flatten(outputs)
-        # The cache keeps its graphs, which must not keep the cache.
-        self._cache_at = [leaf is cache for leaf in leaves]
-        self._leaves = [None if leaf is cache else leaf for leaf in leaves]
-
-    def replay(self, cache: Any) -> Any:
-        """Runs it, and returns copies of what it computed, with ``cache`` in its place."""
-        self._graph.replay()
-        leaves = [
-            cache if is_cache else leaf.clone() if isinstance(leaf, Tensor) else leaf
-            for leaf, is_cache in zip(self._leaves, self._cache_at, strict=True)
-        ]
-        return pytree.tree_unflatten(leaves, self._spec)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-RECORDERS: dict[str, Any] = {"cuda": CapturedGraph}
-"""What captures steps, by type of device."""
-
-
-class Router:
-    """What PyTorch calls in place of a model's own call, once the model has met one of our caches."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        # The model keeps this.
-        self._model = weakref.ref(model)
-        self._hooks: list[Any] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's call: a step of a cache of ours may be replayed, all else goes on."""
-        model: Any = self._model()
-        if torch.compiler.is_compiling():
-            return model._call_impl(*args, **kwargs)
-        graphs = getattr(kwargs.get("past_key_values"), "graphs", None)
-        if not isinstance(graphs, StepGraphs) or _THREAD.inside:
-            return model._call_impl(*args, **kwargs)
-        return graphs.call(model, self, args, kwargs)
-
-    def look_at_hooks(self) -> str | None:
-        """Notes the model's hooks; why it cannot be captured for one of them."""
-        model: Any = self._model()
-        self._hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
-        for module in model.modules():
-            if getattr(getattr(module, "_hf_hook", None), "offload", False):
-                return "weights are offloaded"
-        for hook in (hook for hooks in self._hooks for hook in hooks.values()):
-            if not _is_known(hook):
-                return f"the model has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
-        return None
-
-    def hooks(self) -> int:
-        """How many hooks there are now, in the modules that were looked at."""
-        return sum(map(len, self._hooks))
-
-
-def _is_known(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS)
-
-
-def install(model: torch.nn.Module) -> Router | None:
-    """The model's router, made if there is none; None for a model that its user has compiled."""
-    router = model._compiled_call_impl
-    if router is None:
-        router = Router(model)
-        model._compiled_call_impl = router
-    return router if isinstance(router, Router) else None
-
-
-@functools.cache
-def _parameters(cls: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
 
 
 class Step(NamedTuple):
@@ -263,7 +122,7 @@ class StepGraphs:
 
     def meet(self, config: Any) -> None:
         """Finds the model that is being called, which a cache made from a config does not know."""
-        if not _THREAD.inside:
+        if not is_inside():
             model = calling_model(config)
             if model is not None:
                 install(model)
@@ -281,21 +140,13 @@ class StepGraphs:
                 done, out = self._run(model, router, cache, step)
             if done:
                 return out
-        with self._inside():
+        with inside():
             return model._call_impl(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        before, _THREAD.inside = _THREAD.inside, True
-        try:
-            yield
-        finally:
-            _THREAD.inside = before
 
     def _read(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | str | None:
         """The step that a call is; why it cannot be captured, or None if it is none."""
         if args:
-            kwargs = dict(zip(_parameters(type(model)), args, strict=False)) | kwargs
+            kwargs = dict(zip(parameters(type(model)), args, strict=False)) | kwargs
         layers = self.clock.layers
         first = layers[0]
         main = kwargs.get("input_ids")
@@ -392,7 +243,7 @@ class StepGraphs:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
 
         def run() -> Any:
-            with self._inside(), recording():
+            with inside(), recording():
                 return model._call_impl(**tensors, **step.rest, past_key_values=cache)
 
         return self._whole(cache, tensors, step, run)
@@ -419,14 +270,16 @@ class StepGraphs:
     ) -> Recording | None:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
-            inputs = {name: torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for name, x in tensors.items()}
+            inputs = {
+                name: torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x) for name, x in tensors.items()
+            }
         reference, rest = weakref.ref(model), step.rest
 
         def run(cache: Any) -> Any:
             return reference()._call_impl(**inputs, **rest, past_key_values=cache)  # type: ignore[union-attr]
 
         try:
-            with self._inside(), recording():
+            with inside(), recording():
                 graph = RECORDERS[device.type](device, run, cache)
         except Exception as error:
             # Nothing was carried out.
@@ -449,10 +302,7 @@ class StepGraphs:
         clock.prepare(tokens)
         layers = clock.layers
         need, home = clock.seen + tokens, clock.home
-        if layers[0].device.type == "cuda":
-            stream = torch.cuda.current_stream(layers[0].device).cuda_stream
-        else:
-            stream = 0
+        stream = torch.cuda.current_stream(layers[0].device).cuda_stream if layers[0].device.type == "cuda" else 0
         self._last = (threading.get_ident(), stream)
         if home is not None and need <= home.room and home.is_of(layers):
             return home
@@ -531,7 +381,7 @@ class StepGraphs:
         if clock.peak - clock.ahead + tokens > ROLLBACK:
             return False
         if tokens:
-            torch._foreach_sub_(home.lengths, tokens)
+            torch._foreach_sub_(home.lengths, tokens)  # pyright: ignore[reportPrivateImportUsage]
             clock.ahead -= tokens
         return True
 

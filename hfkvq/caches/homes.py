@@ -33,7 +33,7 @@ class Recording(NamedTuple):
     """A captured step.
 
     Attributes:
-        graph: runs it; see `hfkvq.caches.graphs.CapturedGraph`.
+        graph: runs it; see `hfkvq.caches.capture.CapturedGraph`.
         inputs: what the graph reads, by argument.
         hooks: how many hooks the model had.
     """
@@ -45,7 +45,8 @@ class Recording(NamedTuple):
     def replay(self, given: dict[str, Tensor], cache: Any) -> Any:
         """One step with these arguments: what the model would return."""
         if given:
-            torch._foreach_copy_([self.inputs[name] for name in given], list(given.values()))
+            own = [self.inputs[name] for name in given]
+            torch._foreach_copy_(own, list(given.values()))  # pyright: ignore[reportPrivateImportUsage]
         return self.graph.replay(cache)
 
 
@@ -118,8 +119,6 @@ class Family:
         homes: those that caches lie in.
     """
 
-    _known: weakref.WeakValueDictionary[Any, Family] = weakref.WeakValueDictionary()
-
     def __init__(self, config: Any) -> None:
         self._config = weakref.ref(config)
         self.members = 0
@@ -130,9 +129,9 @@ class Family:
     def of(cls, config: Any, kind: Any) -> Family:
         """The family of this kind of caches over this config."""
         key = (id(config), kind)
-        found = cls._known.get(key)
+        found = _FAMILIES.get(key)
         if found is None or found._config() is not config:
-            found = cls._known[key] = cls(config)
+            found = _FAMILIES[key] = cls(config)
         return found
 
     def settle(self, home: Home, owner: StepGraphs) -> None:
@@ -148,3 +147,6 @@ class Family:
             home.owner = None
             self.homes.discard(home)
             self.vacant = home
+
+
+_FAMILIES: weakref.WeakValueDictionary[Any, Family] = weakref.WeakValueDictionary()

@@ -100,8 +100,10 @@ class StaticKVLayer(KVLayer):
 
     def _come_home(self) -> None:
         """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now."""
-        if self.capacity is None and self.buffer is not None and (
-            self.buffer.device != self.device or self._make_plan() != self.plan
+        if (
+            self.capacity is None
+            and self.buffer is not None
+            and (self.buffer.device != self.device or self._make_plan() != self.plan)
         ):
             self.leave()
         self.home()

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from hfkvq.caches import graphs
+from hfkvq.caches import capture, graphs
 from hfkvq.caches.recorded import recording
+from hfkvq.caches.router import inside
 
 
 class PythonGraph:
-    """Stands for `hfkvq.caches.graphs.CapturedGraph`: records nothing, and runs the step at every replay.
+    """Stands for `hfkvq.caches.capture.CapturedGraph`: records nothing, and runs the step at every replay.
 
     As of a graph, nothing is carried out when it is made, its inputs and outputs stay where they are, and it may ask
     for nothing that the host knows: layers answer as in a recorded step.
@@ -32,19 +33,15 @@ class PythonGraph:
     def replay(self, cache: Any) -> Any:
         """The step, and its outputs as somebody else's."""
         self.replays += 1
-        graphs._THREAD.inside = True
-        try:
-            with recording():
-                out = self._run(cache)
-        finally:
-            graphs._THREAD.inside = False
+        with inside(), recording():
+            out = self._run(cache)
         return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, out)
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PythonGraph]]:
     """Steps on the CPU are captured; how often is counted."""
-    monkeypatch.setitem(graphs.RECORDERS, "cpu", PythonGraph)
+    monkeypatch.setitem(capture.RECORDERS, "cpu", PythonGraph)
     PythonGraph.made, PythonGraph.failing = 0, False
     graphs.say_once.cache_clear()
     yield PythonGraph

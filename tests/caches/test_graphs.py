@@ -324,8 +324,10 @@ def test_a_step_that_fails_leaves_the_cache_as_it_was(fails, monkeypatch):
     last.forward = forward
     assert cache.get_seq_length() == seen
     with torch.no_grad():
-        found = [torch.cat([model(torch.tensor([[i]]), past_key_values=c).logits for i in range(4)], 1)
-                 for c in (cache, plain)]
+        found = [
+            torch.cat([model(torch.tensor([[i]]), past_key_values=c).logits for i in range(4)], 1)
+            for c in (cache, plain)
+        ]
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 

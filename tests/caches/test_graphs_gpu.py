@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches import graphs
+from hfkvq.caches import capture, graphs
 from tests.caches.driver import distinct
 from tests.caches.test_generate import MODES
 
@@ -46,12 +46,12 @@ def made(monkeypatch):
     """How many graphs are captured."""
     count = []
 
-    class Counted(graphs.CapturedGraph):
+    class Counted(capture.CapturedGraph):
         def __init__(self, *args):
             super().__init__(*args)
             count.append(self)
 
-    monkeypatch.setitem(graphs.RECORDERS, "cuda", Counted)
+    monkeypatch.setitem(capture.RECORDERS, "cuda", Counted)
     graphs.say_once.cache_clear()
     return count
 
@@ -85,7 +85,9 @@ def steps(model, cache, count, strict=False):
 
 def compare(model, name, count, made):
     # The same kernels over buffers of the same shape: one replayed, one called.
-    caches = [MixedKVCache(model.config, scheme_of(name), max_cache_len=PROMPT + count + 8, graphs=on) for on in (True, False)]
+    caches = [
+        MixedKVCache(model.config, scheme_of(name), max_cache_len=PROMPT + count + 8, graphs=on) for on in (True, False)
+    ]
     # A trim asks the device, once in hundreds of steps.
     got = steps(model, caches[0], count, strict=not name.startswith("arkv"))
     assert len(made) == 1
@@ -244,16 +246,16 @@ def test_interrupts_and_full_memory(model, made, monkeypatch):
     cache, plain = (MixedKVCache(model.config, "kitty-pro", graphs=on) for on in (True, False))
     for each in (cache, plain):
         steps(model, each, 5)
-    replay = graphs.CapturedGraph.replay
+    replay = capture.CapturedGraph.replay
 
     def broken(self, cache):
         replay(self, cache)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(graphs.CapturedGraph, "replay", broken)
+    monkeypatch.setattr(capture.CapturedGraph, "replay", broken)
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         model(prompt(2, 1), past_key_values=cache)
-    monkeypatch.setattr(graphs.CapturedGraph, "replay", replay)
+    monkeypatch.setattr(capture.CapturedGraph, "replay", replay)
     assert cache.get_seq_length() == PROMPT + 5
     with torch.no_grad():
         outs = [

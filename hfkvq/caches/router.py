@@ -1,0 +1,111 @@
+"""What PyTorch calls in place of a model that has met one of our caches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from .callers import is_drafting
+
+# Hooks of these do on the device what they do, or nothing in a step.
+_KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
+
+
+class _Thread(threading.local):
+    inside = False
+
+
+_THREAD = _Thread()
+
+
+class Router:
+    """What PyTorch calls in place of a model's own call, once the model has met one of our caches."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # The model keeps this.
+        self._model = weakref.ref(model)
+        self._hooks: list[Any] = []
+        self._draft_cache: Callable[[], Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's call: a step of a cache of ours may be replayed, all else goes on."""
+        model: Any = self._model()
+        if torch.compiler.is_compiling():
+            return model._call_impl(*args, **kwargs)
+        if _THREAD.inside:
+            return model._call_impl(*args, **kwargs)
+        cache = kwargs.get("past_key_values")
+        if (
+            self._draft_cache is not None
+            and type(cache) is DynamicCache
+            and not cache.get_seq_length()
+            and is_drafting()
+        ):
+            kwargs["past_key_values"] = cache = self._draft_cache()
+        graphs = getattr(cache, "graphs", None)
+        return model._call_impl(*args, **kwargs) if graphs is None else graphs.call(model, self, args, kwargs)
+
+    def draft(self, make: Callable[[], Any]) -> None:
+        """Where this model drafts for another one, it has a cache that ``make`` makes in place of a stock one."""
+        self._draft_cache = make
+
+    def look_at_hooks(self) -> str | None:
+        """Notes the model's hooks; why it cannot be captured for one of them."""
+        model: Any = self._model()
+        self._hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+        for module in model.modules():
+            if getattr(getattr(module, "_hf_hook", None), "offload", False):
+                return "weights are offloaded"
+        for hook in (hook for hooks in self._hooks for hook in hooks.values()):
+            if not _is_known(hook):
+                return f"the model has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
+        return None
+
+    def hooks(self) -> int:
+        """How many hooks there are now, in the modules that were looked at."""
+        return sum(map(len, self._hooks))
+
+
+@contextlib.contextmanager
+def inside() -> Iterator[None]:
+    """Calls of models go to the models themselves, in this thread and context."""
+    before, _THREAD.inside = _THREAD.inside, True
+    try:
+        yield
+    finally:
+        _THREAD.inside = before
+
+
+def is_inside() -> bool:
+    """Whether a router has handed on the call that is running."""
+    return _THREAD.inside
+
+
+def _is_known(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS)
+
+
+def install(model: torch.nn.Module) -> Router | None:
+    """The model's router, made if there is none; None for a model that its user has compiled."""
+    router = model._compiled_call_impl
+    if router is None:
+        router = Router(model)
+        model._compiled_call_impl = router
+    return router if isinstance(router, Router) else None
+
+
+@functools.cache
+def parameters(cls: type) -> tuple[str, ...]:
+    """Names of a model class's arguments, in order."""
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
