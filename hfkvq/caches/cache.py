@@ -22,7 +22,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from .attention import NAME, register
 from .clock import Clock
 from .evict import EvictingLayer, layer_class
-from .handle import Spare
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
 from .peers import Peers
@@ -201,19 +200,10 @@ class MixedKVCache(Cache):
                 type(config).__name__,
             )
         super().__init__(layers=held)
-        self._share_handles()
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._stock_state: dict[int, dict[str, Any]] = {}
         if attach:
             self._attach(text)
-
-    def _share_handles(self) -> None:
-        """Lets layers that do not yet use the same handles, one after the other."""
-        readers = [layer.reader for layer in self.compressed_layers if layer.reader.spare() is None]
-        if readers:
-            self._spare = Spare()
-        for reader in readers:
-            reader.spare = weakref.ref(self._spare)
 
     @staticmethod
     def _why_not_static(
@@ -419,7 +409,6 @@ class MixedKVCache(Cache):
         """Independent layers; config and scheme are shared."""
         new = copy.copy(self)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        new._share_handles()
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -429,5 +418,4 @@ class MixedKVCache(Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig())
-        self._share_handles()
         register()

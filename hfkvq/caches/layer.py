@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import MAX_STEP, observe
 
 from .demote import demote
-from .handle import LazyKV, Spare, handles
+from .handle import LazyKV
 from .routing import ColumnTags
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
@@ -40,10 +39,6 @@ def _warn_without_tags(scheme: str) -> None:
     )
 
 
-def _nothing() -> None:
-    return None
-
-
 class PaddingReader:
     """Finds the padding in attention masks, once per mask: all layers of a forward are given the same one."""
 
@@ -51,8 +46,6 @@ class PaddingReader:
         self._mask: weakref.ref[Tensor] | None = None
         self._key: tuple[int, int, int] | None = None
         self.found: Padding | None = None
-        # Handles that the layers of a cache share, while there is a cache.
-        self.spare: Callable[[], Spare | None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
         """A fresh reader: it holds nothing worth copying."""
@@ -193,11 +186,10 @@ class KVLayer(CacheLayerMixin):
         self._settle()
         self._demote()
         self.staged, self.padding = (key_states, value_states), None
-        batch, heads, tokens, key_dim = key_states.shape
-        self.new_columns = tokens
-        self.seen += tokens
+        self.new_columns = key_states.shape[2]
+        self.seen += self.new_columns
         self.edition += 1
-        return handles(self, batch, heads, self.seen, key_dim, value_states.shape[3])
+        return LazyKV(self, "keys"), LazyKV(self, "values")
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
