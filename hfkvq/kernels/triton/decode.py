@@ -400,46 +400,6 @@ def _rotates(store: str, head_dim: int) -> int:
     return 0 if outside else form.rotate_keys
 
 
-@lru_cache(maxsize=1024)
-def decode_plan(
-    store: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    windows: tuple[int, int, int, int, torch.dtype],
-    blocks: tuple[int, ...],
-    mask: MaskKind | None,
-    scaling: float,
-    softcap: float,
-    device: torch.device,
-    edition: int,
-) -> Plan | None:
-    """Plan of attention without sinks: `_plan`; None where there is more to do than one launch and its merge."""
-    head_dim = shape[3]
-    served = is_served(store, head_dim, windows[1], dtype) and stride[3] == 1
-    rotate = _rotates(store, head_dim) if served else 0
-    if not served or rotate != StoreFormat.parse(store).rotate_keys:
-        return None
-    plan = _plan(
-        store,
-        shape,
-        stride,
-        dtype,
-        dtype,
-        device,
-        windows,
-        blocks,
-        mask,
-        None,
-        scaling,
-        softcap,
-        rotate,
-        False,
-        edition,
-    )
-    return plan if len(plan.launches) == 1 else None
-
-
 def decode_attention_triton(
     q: Tensor,
     counters: Tensor,

@@ -675,45 +675,6 @@ def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
     return form, at, bool(form.raised_count(4)) and odd
 
 
-def seal_launch(
-    fmt: PageFormat,
-    side: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    blocks: int,
-    tokens: int,
-    rule: str,
-) -> Launch | None:
-    """A launch that seals without widths, weights and factors, from a source in the model's dtype, if there is one.
-
-    It takes a side's tensors, table, count, new, source and index.
-    """
-    form, _, odd = _facts(fmt.spec)
-    if odd or (rule and not _ranks_in_kernel(form, shape[3])):
-        return None
-    shape = (shape[0], shape[1], shape[3])
-    return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
-
-
-def few_tokens(
-    fmt: PageFormat, side: str, tokens: int, head_dim: int, device: torch.device
-) -> tuple[tuple[int, ...], int]:
-    """What a kernel that calls `seal_tokens` or `seal_plain` for a few tokens of a format has to know of them.
-
-    Returns:
-        Bits, group and slots of a tile, then BE, or BN, BC and NATIVE; and how many tiles there are.
-    """
-    if fmt.bits >= 8:
-        _, grid, constants, _ = _plain(fmt, side == "keys", tokens, head_dim, device, "")
-        names = ("GROUP", "BT", "BN", "BC", "NATIVE")
-    else:
-        _, grid, constants, _ = _token(fmt, side == "keys", tokens, head_dim, device, "")
-        names = ("GROUP", "BT", "BE")
-    return (fmt.bits, *(constants[name] for name in names)), grid[0]
-
-
 def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
     """Whether one program can hold a page, in the order of the rule's sums."""
     tile = form.page_size * fields_of(form.bits) * power(form.words(head_dim))
