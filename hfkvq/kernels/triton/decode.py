@@ -370,10 +370,10 @@ def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
     end = tables[-1] + 1 + (not form.ordered) + sum(len(fmt.names) for fmt in form.runs[-1])
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        parts = given[6 : 6 + end]
-        if isinstance(given[0], Tensor):
-            # Not every GPU that Triton knows has an fp8 type.
-            parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
+        # Not every GPU that Triton knows has an fp8 type.
+        parts = [
+            x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in given[6 : 6 + end]
+        ]
         runs = tuple([each(parts) for each in pick])
         mask = given[6 + end] if masked else given[0]
         return given[0], given[1], tuple(given[2:6]), runs, mask, *given[-3:]
