@@ -413,19 +413,9 @@ def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
 
 
 @triton.jit
-def columns_of(index, o_index, o_token, m_t, SLOTS):
-    """Columns of the source that hold tokens: what an index says, or where they stand in a tail."""
-    if index is None:
-        b_column = tl.where(m_t, o_token % SLOTS, 0)
-    else:
-        b_column = tl.load(index + o_index, mask=m_t, other=0)
-    return b_column
-
-
-@triton.jit
 def seal_tokens(
     codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l, s_d,
-    H, N, M, SLOTS,
+    H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -446,7 +436,7 @@ def seal_tokens(
     o_slot = i_slot + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
     p_source = source + i_b * s_b + i_h * s_h
-    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
+    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
     # [FIELDS, BT, BE]
     b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
     # [FIELDS, 1, BE]
@@ -479,7 +469,7 @@ def seal_tokens(
         b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every tile.
-            b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
+            b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
             b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
             if norm is not None:
                 b_again = b_again * b_share
@@ -539,7 +529,7 @@ def seal_token_kernel(
         return
     seal_tokens(
         codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l,
-        s_d, H, N, M, 1, D, G, BITS, GROUP, TOKEN_MAJOR, BT, BE,
+        s_d, H, N, M, D, G, BITS, GROUP, TOKEN_MAJOR, BT, BE,
     )  # fmt: skip
 
 
@@ -562,7 +552,7 @@ def to_fp8(b_x, NATIVE: tl.constexpr):
 
 @triton.jit
 def seal_plain(
-    codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, SLOTS,
+    codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -571,7 +561,7 @@ def seal_plain(
     o_j = i_first - i_count + tl.arange(0, BT)
     m_t = (o_j >= 0) & (o_j < i_new)
     o_slot = i_first % G + tl.arange(0, BT)
-    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS).to(tl.int64)
+    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0).to(tl.int64)
     o_n = tl.arange(0, BN)
     # [BT, BN * BC]
     o_i = tl.arange(0, BN * BC)
@@ -611,7 +601,7 @@ def seal_plain_kernel(
     if i_first >= i_count + i_new or i_new <= 0:
         return
     seal_plain(
-        codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, 1,
+        codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M,
         D, G, GROUP, BN, BC, BT, NATIVE,
     )  # fmt: skip
 
