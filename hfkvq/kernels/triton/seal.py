@@ -726,7 +726,7 @@ def _launch(
 
     def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
         parts = [None if i is None else tensors[i] for i in at]
-        if form.bits == 8:
+        if parts[0].dtype == torch.float8_e4m3fn:
             # Not every GPU that Triton knows has an fp8 type, but all have bytes.
             parts[0] = parts[0].view(torch.uint8)
         return *parts, *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
