@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,46 +31,73 @@ def _pool(device: torch.device, stream: int) -> _Pool:
     return found
 
 
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class CapturedGraph:
     """A CUDA graph of what ``run`` launches, and what that returned.
 
     Args:
-        device: on which it runs.
+        devices: where it launches, the one first where it begins and ends.
         run: launches, for a cache; is called once, and nothing that it launches is carried out.
         cache: is left out of what ``run`` returned.
     """
 
-    def __init__(self, device: torch.device, run: Callable[[Any], Any], cache: Any) -> None:
-        current = torch.cuda.current_stream(device)
-        pool = _pool(device, current.cuda_stream)
+    def __init__(self, devices: Sequence[torch.device], run: Callable[[Any], Any], cache: Any) -> None:
+        self._devices = list(devices)
+        current = torch.cuda.current_stream(devices[0])
+        key = (devices[0], current.cuda_stream)
+        pool = _pool(*key)
         generator = torch.cuda.default_generators[current.device_index]
         state = generator.clone_state()
         self._graph = torch.cuda.CUDAGraph()
-        side = _side_stream(device)
+        side = _side_stream(devices[0])
+        others = [_side_stream(device) for device in devices[1:]]
+        # A graph's own pool is on its first device.
+        self._others = [torch.cuda.MemPool() for _ in others]
         side.wait_stream(current)
-        with torch.cuda.stream(side):
+        with contextlib.ExitStack() as stack:
+            for other, memory in zip(others, self._others, strict=True):
+                other.wait_stream(torch.cuda.current_stream(other.device))
+                stack.enter_context(torch.cuda.stream(other))
+                stack.enter_context(torch.cuda.use_mem_pool(memory, other.device))
+            # Last, since it makes its device the current one.
+            stack.enter_context(torch.cuda.stream(side))
             try:
                 # Not `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than the capture.
                 self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+                for other in others:
+                    other.wait_stream(side)
                 outputs = run(cache)
+                for other in others:
+                    side.wait_stream(other)
                 self._graph.capture_end()
             except BaseException:
-                with contextlib.suppress(RuntimeError):
-                    self._graph.capture_end()
-                # A capture that fails leaves it waiting for the end, and nobody could sample from it.
+                _give_up(self._graph, key, pool)
+                # It waits for the end of the capture, and nobody could sample from it.
                 generator.graphsafe_set_state(state)
                 raise
         current.wait_stream(side)
-        # Last: it lives as long as the graphs do.
-        self._pool = pool
         leaves, self._spec = pytree.tree_flatten(outputs)
         # The cache keeps its graphs, which must not keep the cache.
         self._cache_at = [leaf is cache for leaf in leaves]
         self._leaves = [None if leaf is cache else leaf for leaf in leaves]
+        # Last: it lives as long as the graphs do.
+        self._pool = pool
 
     def replay(self, cache: Any) -> Any:
         """Runs it, and returns copies of what it computed, with ``cache`` in its place."""
-        self._graph.replay()
+        if len(self._devices) > 1:
+            first, *others = (torch.cuda.current_stream(device) for device in self._devices)
+            for other in others:
+                first.wait_stream(other)
+            self._graph.replay()
+            for other in others:
+                other.wait_stream(first)
+        else:
+            self._graph.replay()
         leaves = [
             cache if is_cache else leaf.clone() if isinstance(leaf, Tensor) else leaf
             for leaf, is_cache in zip(self._leaves, self._cache_at, strict=True)
@@ -78,9 +105,13 @@ class CapturedGraph:
         return pytree.tree_unflatten(leaves, self._spec)
 
 
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _give_up(graph: torch.cuda.CUDAGraph, key: Any, pool: _Pool) -> None:
+    """Ends a capture that has failed, and gives its pool up: PyTorch would still take what is allocated for its own."""
+    with contextlib.suppress(RuntimeError):
+        graph.capture_end()
+    with contextlib.suppress(RuntimeError, AttributeError):
+        torch._C._cuda_endAllocateToPool(key[0].index, pool.handle)
+    _POOLS.pop(key, None)
 
 
 RECORDERS: dict[str, Any] = {"cuda": CapturedGraph}

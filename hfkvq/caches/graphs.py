@@ -158,8 +158,6 @@ class StepGraphs:
             return None
         if any(layer.takes_several() < tokens for layer in layers):
             return None
-        if len({layer.device for layer in layers}) > 1:
-            return "its layers lie on several devices"
         if model.training:
             return "the model is in training mode; call model.eval()"
         if torch.is_grad_enabled():
@@ -280,7 +278,7 @@ class StepGraphs:
 
         try:
             with inside(), recording():
-                graph = RECORDERS[device.type](device, run, cache)
+                graph = RECORDERS[device.type](self._devices(device), run, cache)
         except Exception as error:
             # Nothing was carried out.
             self._why = f"its forward cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})"
@@ -288,6 +286,10 @@ class StepGraphs:
         finally:
             self.clock.stale = False
         return Recording(graph, inputs, router.hooks())
+
+    def _devices(self, first: torch.device) -> list[torch.device]:
+        """Where a step runs, the device of its input first."""
+        return list(dict.fromkeys([first, *(layer.device for layer in self.clock.layers)]))
 
     _why = ""
 

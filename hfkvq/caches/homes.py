@@ -82,7 +82,7 @@ class Home:
     def suits(self, layers: list[StaticKVLayer], need: int) -> bool:
         """Whether layers that hold tokens could lie here."""
         return self.has_room(need) and all(
-            layer.device == lot.buffer.device and layer.plan_for(self.room) == lot.plan
+            layer.device == lot.buffer.device and layer.fits(lot.plan, self.room)
             for layer, lot in zip(layers, self.lots, strict=True)
         )
 

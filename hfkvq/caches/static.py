@@ -145,13 +145,14 @@ class StaticKVLayer(KVLayer):
             (keys.balance, values.balance),
         )
 
-    def plan_for(self, room: int) -> StepPlan | None:
-        """The plan of a buffer for so many logical columns."""
-        before, self.room = self.room, room
+    def fits(self, plan: StepPlan, room: int) -> bool:
+        """Whether what is stored could lie in a buffer of this plan, for so many logical columns."""
+        before = self.plan, self.room
+        self.plan, self.room = plan, room
         try:
-            return self._make_plan()
+            return self._make_plan() == plan
         finally:
-            self.room = before
+            self.plan, self.room = before
 
     def takes_several(self) -> int:
         """Most tokens of a recorded step: where tags have a say in what is sealed, only generated ones have none."""
@@ -211,7 +212,7 @@ class StaticKVLayer(KVLayer):
     def make_room(self, room: int) -> None:
         """Moves into a buffer for so many logical columns, which may be the first one."""
         self.close()
-        self.room = room
+        self.room, self.plan = room, None
         self.home()
 
     def leave(self) -> None:
@@ -576,7 +577,11 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         most = [-(-min(tokens + slack, self.room) // page) for tokens in (low, whole)]
         have = [view.table.shape[1] for view in store.runs]
         if self.capacity is None:
-            return tuple(max(a, b) for a, b in zip(have, most, strict=True))
+            if self.plan is not None and all(a <= b for a, b in zip(have, self.plan.blocks, strict=True)):
+                return self.plan.blocks
+            # Steps seal into the last run only; a budget that is not used up is not paid for.
+            last = -(-(store._wide_most + max(self.room - self.seen, 0)) // page)
+            return (*have[:-1], max(have[-1], min(most[-1], last)))
         if any(a > b for a, b in zip(have, most, strict=True)):
             return None
         return tuple(most)

@@ -24,7 +24,7 @@ class PythonGraph:
     made = 0
     failing = False
 
-    def __init__(self, device: torch.device, run: Callable[[Any], Any], cache: Any) -> None:
+    def __init__(self, devices: list[torch.device], run: Callable[[Any], Any], cache: Any) -> None:
         if PythonGraph.failing:
             raise RuntimeError("operation not permitted when stream is capturing")
         PythonGraph.made += 1

@@ -153,7 +153,7 @@ def test_modes_of_generate(mode, length, made, monkeypatch):
 
     model = copy.deepcopy(build("llama")).cuda()
     own = test_generate.prompt
-    monkeypatch.setattr(test_generate, "prompt", lambda *args: own(*args).cuda())
+    monkeypatch.setattr(test_generate, "prompt", lambda *args, **kwargs: own(*args, **kwargs).cuda())
     monkeypatch.setattr(test_generate, "build", lambda *args, **kwargs: copy.deepcopy(build(*args, **kwargs)).cuda())
     expected = MODES[mode](model, lambda: DynamicCache(config=model.config))
     got = MODES[mode](model, lambda: MixedKVCache(model.config, test_generate.FULL, max_cache_len=length))
@@ -246,6 +246,9 @@ def test_interrupts_and_full_memory(model, made, monkeypatch):
     cache, plain = (MixedKVCache(model.config, "kitty-pro", graphs=on) for on in (True, False))
     for each in (cache, plain):
         steps(model, each, 5)
+        with torch.no_grad():
+            for i in range(3):
+                model(prompt(2, 1, i), past_key_values=each)
     replay = capture.CapturedGraph.replay
 
     def broken(self, cache):
@@ -256,7 +259,7 @@ def test_interrupts_and_full_memory(model, made, monkeypatch):
     with torch.no_grad(), pytest.raises(KeyboardInterrupt):
         model(prompt(2, 1), past_key_values=cache)
     monkeypatch.setattr(capture.CapturedGraph, "replay", replay)
-    assert cache.get_seq_length() == PROMPT + 5
+    assert cache.get_seq_length() == PROMPT + 8
     with torch.no_grad():
         outs = [
             torch.cat([model(prompt(2, 1, i), past_key_values=each).logits for i in range(5)], 1)

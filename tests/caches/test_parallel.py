@@ -46,6 +46,8 @@ def test_tensor_parallel(gpu, tmp_path):
         expected = _generate(alone, MixedKVCache(alone.config, small(name, **knobs)), ids, max_new_tokens=40)
         for length in (None, 120):
             assert found[f"{name} {length} heads"] == 1
+            # A fixed capacity is compiled here.
+            assert bool(found[f"{name} {length} captured"]) == (gpu and length is None)
             assert found[f"{name} {length}"] == expected.tolist(), (name, length)
     assert found["full None"] == found["dynamic None"]
 
@@ -69,4 +71,6 @@ def test_layers_on_two_gpus(name):
     for length in (None, 120):
         cache = MixedKVCache(model.config, small(name, **knobs), max_cache_len=length)
         assert torch.equal(_generate(model, cache, ids, max_new_tokens=40), expected)
+        # One graph goes over both.
+        assert len(cache.layers[0].clock.home.recordings) == 1
         assert [layer.device.index for layer in (cache.layers[0], cache.layers[last])] == [0, 1]

@@ -437,7 +437,7 @@ def test_distinct_tokens_are_compared():
 def test_every_family_compiles(family):
     """Whatever is not refused must be traced whole, or `generate` would fail on a GPU."""
     model, ids = build(family), prompt(2, 30)
-    cache, other = MixedKVCache(model, FULL, max_cache_len=100), DynamicCache(config=model.config)
+    cache, other = MixedKVCache(model, FULL, max_cache_len=100, graphs=False), DynamicCache(config=model.config)
     assert cache.is_compileable
     forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     with torch.no_grad():
@@ -452,7 +452,7 @@ def test_every_family_compiles(family):
 @pytest.mark.parametrize(("family", "reason"), [("deepseek-v3", "latent"), ("mistral-sliding", "nothing to compress")])
 def test_families_that_are_not_compiled(family, reason):
     model, ids = build(family), prompt(2, 30)
-    cache = MixedKVCache(model, FULL, max_cache_len=100)
+    cache = MixedKVCache(model, FULL, max_cache_len=100, graphs=False)
     assert not cache.is_compileable, reason
     expected = _generate(model, DynamicCache(config=model.config), ids)
     assert torch.equal(_generate(model, cache, ids), expected)
@@ -466,7 +466,7 @@ def test_padding_within_rows_needs_masks():
     model, ids = build("llama"), prompt(2, 55)
     mask = torch.ones_like(ids)
     mask[1, 30:40] = 0
-    cache, other = MixedKVCache(model, FULL, max_cache_len=200), DynamicCache(config=model.config)
+    cache, other = MixedKVCache(model, FULL, max_cache_len=200, graphs=False), DynamicCache(config=model.config)
     with torch.no_grad():
         for span in (slice(0, 30), slice(30, 50), *(slice(i, i + 1) for i in range(50, 55))):
             seen = mask[:, : span.stop]
