@@ -71,7 +71,7 @@ def turns(model, make):
     for turn in range(3):
         ids = _generate(model, cache, ids, attention_mask=mask, max_new_tokens=10)
         more = prompt(2, 9, seed=turn)
-        mask = torch.cat([mask, torch.ones(2, ids.shape[1] - mask.shape[1] + 9, dtype=mask.dtype)], 1)
+        mask = torch.cat([mask, mask.new_ones(2, ids.shape[1] - mask.shape[1] + 9)], 1)
         ids = torch.cat([ids, more], 1)
     return ids
 

@@ -130,7 +130,9 @@ def grow(model, name, count, made):
     # Five in a thousand tokens.
     assert 1 <= captures <= 2 + 5 * count / 1000
     held = [cache.memory().total for cache in caches]
-    assert held[0] < 1.1 * held[1] + 2**20
+    # Where there is a budget, a quarter ahead is of 16-bit tokens, which wait for the next trim.
+    ahead = 2 * 0.25 * (PROMPT + count) * 2 * 2 * 2 * 128 * 2 if name.startswith("arkv") else 0
+    assert held[0] < 1.1 * held[1] + ahead + 2**19
 
 
 @pytest.mark.parametrize("name", distinct())
