@@ -11,7 +11,7 @@ from torch.compiler import is_compiling as _is_compiling
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from hfkvq.kernels.masks import step_mask
+from hfkvq.kernels.masks import has_room, step_mask
 
 from .handle import layer_of
 from .recorded import is_recorded
@@ -54,7 +54,14 @@ def hfkvq_attention(
     layer = layer_of(key, value)
     if layer is None:
         return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if isinstance(layer, StaticKVLayer) and layer.takes_step(query.shape[2], attention_mask):
+    if layer.steps_plainly:
+        # Other masks differ from step to step.
+        plain = attention_mask is None or has_room(attention_mask)
+        if plain and kwargs.get("position_bias") is None and _sinks(kwargs) is None:
+            out = layer.plain_step(query, scaling, kwargs.get("softcap") or 0.0, attention_mask)
+            if out is not None:
+                return out, None
+    elif isinstance(layer, StaticKVLayer) and layer.takes_step(query.shape[2], attention_mask):
         bias, sinks = kwargs.get("position_bias"), _sinks(kwargs)
         mask = attention_mask if bias is None else _added(bias, attention_mask)
         out = layer.step_now(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks)

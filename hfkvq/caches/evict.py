@@ -126,6 +126,12 @@ class EvictingLayer(KVLayer):
             return True
         return fits
 
+    def plain_step(self, query: Tensor, scaling: float, softcap: float, mask: Tensor | None = None) -> Tensor | None:
+        """See `KVLayer.plain_step`; None where a trim may be due, or the query's scores are to be remembered."""
+        if self.scheme.beta > 0 or self.seen >= self._trim_at() or not self._held().ahead(1).shortest:
+            return None
+        return super().plain_step(query, scaling, softcap, mask)
+
     def attend(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH
-from hfkvq.kernels.masks import fold_mask, has_room
+from hfkvq.kernels.line import Observing
+from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
 
 from .routing import ColumnTags
@@ -52,8 +53,6 @@ class HeadwiseStore(KVStore):
             return mask
         if mask.shape[1] == query_heads and query_heads > 1:
             return self.folded(mask.expand(self.batch // self.fold, -1, -1, -1))
-        if has_room(mask):
-            return fold_mask(mask, self.fold)
         return mask.repeat_interleave(self.fold, 0)
 
     def folded_padding(self, padding: Padding | None) -> Padding | None:
@@ -81,6 +80,29 @@ class HeadwiseStore(KVStore):
     def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
         """See `KVStore.push`."""
         super().push(self.folded(keys), self.folded(values), self.folded_padding(padding))
+
+    def step(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        softcap: float,
+        mask: Tensor | None = None,
+        seals: bool = False,
+        observing: Observing | None = None,
+    ) -> tuple[Tensor, bool] | None:
+        """See `KVStore.step`; a mask is a `hfkvq.kernels.masks.step_mask`, and nothing is observed."""
+        mask = None if mask is None else fold_mask(mask, self.fold)
+        q, k, v = self.folded(query), self.folded(keys), self.folded(values)
+        done = super().step(q, k, v, scaling, softcap, mask, seals)
+        if done is None:
+            return None
+        out, due = done
+        if out.shape[1] == 1:
+            # In one go, as it lies.
+            return out.view(out.shape[0] // self.fold, 1, -1, out.shape[3]), due
+        return self.unfolded(out.transpose(1, 2)).transpose(1, 2), due
 
     def extend(
         self,

@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hfkvq.kernels.decode import sealed_count
+from hfkvq.kernels.line import Observing
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import MAX_STEP, observe
 
 from .demote import demote
-from .handle import LazyKV
+from .handle import LazyKV, Spare, handles
 from .routing import ColumnTags
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
@@ -38,6 +40,10 @@ def _warn_without_tags(scheme: str) -> None:
     )
 
 
+def _nothing() -> None:
+    return None
+
+
 class PaddingReader:
     """Finds the padding in attention masks, once per mask: all layers of a forward are given the same one."""
 
@@ -45,6 +51,8 @@ class PaddingReader:
         self._mask: weakref.ref[Tensor] | None = None
         self._key: tuple[int, int, int] | None = None
         self.found: Padding | None = None
+        # Handles that the layers of a cache share, while there is a cache.
+        self.spare: Callable[[], Spare | None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
         """A fresh reader: it holds nothing worth copying."""
@@ -118,6 +126,8 @@ class KVLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     supports_early_init = True
+    steps_plainly = True
+    """Whether `attend` is all that layers of this class want to know of attention."""
     is_croppable = True  # type: ignore[assignment]
 
     def __init__(
@@ -183,10 +193,11 @@ class KVLayer(CacheLayerMixin):
         self._settle()
         self._demote()
         self.staged, self.padding = (key_states, value_states), None
-        self.new_columns = key_states.shape[2]
-        self.seen += self.new_columns
+        batch, heads, tokens, key_dim = key_states.shape
+        self.new_columns = tokens
+        self.seen += tokens
         self.edition += 1
-        return LazyKV(self, "keys"), LazyKV(self, "values")
+        return handles(self, batch, heads, self.seen, key_dim, value_states.shape[3])
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         like = (keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device)
@@ -404,6 +415,41 @@ class KVLayer(CacheLayerMixin):
         store.push(keys, values, self.padding)
         self.staged, self.uncommitted = None, True
         return True
+
+    def plain_step(self, query: Tensor, scaling: float, softcap: float, mask: Tensor | None = None) -> Tensor | None:
+        """`begin`, `attend` and `finish` of one new token a row, without sinks, in one call of the kernels.
+
+        Args:
+            query: (B, Hq, 1, D).
+            scaling: factor on the logits.
+            softcap: 0 for none.
+            mask: see `attend`.
+
+        Returns:
+            (B, 1, Hq, Dv), as models take it; None where it has to go step by step: nothing is done then.
+        """
+        store = self.store
+        if not self.steps_plainly or store is None or self.staged is None or query.shape[2] != 1:
+            return None
+        keys, values = self.staged
+        if keys.shape[2] != 1 or self.padding is not None or self.record_past:
+            return None
+        sums, counts, observing = self.query_sum, self.query_count, None
+        if "query" in self.scheme.needs and self.new_columns:
+            if sums is None or counts is None:
+                return None
+            observing = Observing(sums, counts)
+        # What is observed, or a tag, may have a say in what is sealed.
+        seals = not self.defer and sums is None and "tags" not in self.scheme.needs
+        done = store.step(query, keys, values, scaling, softcap, mask, seals, observing)
+        if done is None:
+            return None
+        self.staged, self.new_columns = None, 0
+        out, due = done
+        self.uncommitted = due or self.defer
+        if due and not self.defer:
+            self._settle()
+        return out
 
     def attend(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None

@@ -51,6 +51,8 @@ class Ahead(NamedTuple):
         due: the most that any row has to seal then, of keys and of values.
         sealed: the states once that is done.
         most: the most tokens of a side that a row has sealed then.
+        longest: the most that a row has held before.
+        shortest: the least.
     """
 
     needs: tuple[int, int]
@@ -58,6 +60,8 @@ class Ahead(NamedTuple):
     due: tuple[int, int]
     sealed: frozenset[RowState]
     most: int
+    longest: int
+    shortest: int
 
 
 def target(rest: int, sealed: int, local: int, unit: int) -> int:
@@ -78,7 +82,7 @@ def ahead(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, ho
     """
     local = max(windows.local[0], hold), max(windows.local[1], hold)
     need_keys = need_values = due_keys = due_values = most = 0
-    joined, sealed = [], []
+    joined, sealed, lengths = [], [], []
     for length, keys, values in states:
         behind = max(length - windows.sink, 0) + tokens
         need_keys, need_values = max(need_keys, behind - keys), max(need_values, behind - values)
@@ -87,6 +91,15 @@ def ahead(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, ho
         new_values = target(rest, values, local[1], windows.unit[1])
         due_keys, due_values = max(due_keys, new_keys - keys), max(due_values, new_values - values)
         most = max(most, new_keys, new_values)
+        lengths.append(length)
         joined.append(RowState(length + tokens, keys, values))
         sealed.append(RowState(length + tokens, new_keys, new_values))
-    return Ahead((need_keys, need_values), frozenset(joined), (due_keys, due_values), frozenset(sealed), most)
+    return Ahead(
+        (need_keys, need_values),
+        frozenset(joined),
+        (due_keys, due_values),
+        frozenset(sealed),
+        most,
+        max(lengths),
+        min(lengths),
+    )

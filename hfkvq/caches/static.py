@@ -61,6 +61,7 @@ class StaticKVLayer(KVLayer):
 
     several = True
     trims = False
+    steps_plainly = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.buffer: Tensor | None = None

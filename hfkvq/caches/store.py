@@ -30,6 +30,7 @@ from torch import Tensor
 
 from hfkvq import kernels
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count
+from hfkvq.kernels.line import Held, Observing, Sealing
 from hfkvq.kernels.pages import RunView, Side
 
 from .routing import ColumnTags, Counters, Ground, Route, Source, Tally, sealed_widely, work_out
@@ -167,12 +168,53 @@ class KVStore:
     def _window(self, length: int, side: Side) -> Tensor:
         return torch.zeros(self.batch, self.heads, length, self.dims[side], dtype=self.dtype, device=self.device)
 
+    # Whoever gives a store another tensor does it here, since what is known of tensors is forgotten here.
+
+    @property
+    def counters(self) -> Tensor:
+        """i32 (2 + 2*runs, B)."""
+        return self._counters
+
+    @counters.setter
+    def counters(self, counters: Tensor) -> None:
+        self._counters, self._held = counters, None
+
+    @property
+    def windows(self) -> tuple[Tensor, ...]:
+        """Sink keys, sink values, tail keys, tail values."""
+        return self._windows
+
+    @windows.setter
+    def windows(self, windows: Sequence[Tensor]) -> None:
+        self._windows, self._held = tuple(windows), None
+
+    @property
+    def runs(self) -> tuple[RunView, ...]:
+        """Pages of each run."""
+        return self._runs
+
+    @runs.setter
+    def runs(self, runs: Sequence[RunView]) -> None:
+        self._runs, self._held = tuple(runs), None
+
+    def _set_window(self, at: int, window: Tensor) -> None:
+        self.windows = [*self.windows[:at], window, *self.windows[at + 1 :]]
+
     def _set_run(self, run: int, **parts: Any) -> None:
-        self.runs[run] = replace(self.runs[run], **parts)
+        self.runs = [*self.runs[:run], replace(self.runs[run], **parts), *self.runs[run + 1 :]]
+
+    @property
+    def held(self) -> Held:
+        """Counters, windows and runs, with what steps remember of them."""
+        held = self._held
+        if held is None:
+            runs = [tensor for run in self.runs for tensor in run.flat()]
+            held = self._held = Held(self.counters, self.windows, runs, self.format)
+        return held
 
     def flat_runs(self) -> list[Tensor]:
         """All runs' tensors in the order ops take them."""
-        return [tensor for run in self.runs for tensor in run.flat()]
+        return [*self.held.runs]
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the store holds."""
@@ -196,7 +238,10 @@ class KVStore:
 
     def fits(self, tokens: int) -> bool:
         """Whether ``tokens`` more can join the tail before anything is sealed."""
-        needs, limit = self.ahead(tokens).needs, self.tail_limit
+        return self._is_room(tokens, self.ahead(tokens).needs)
+
+    def _is_room(self, tokens: int, needs: tuple[int, int]) -> bool:
+        limit = self.tail_limit
         return tokens <= MAX_STEP and needs[0] <= limit["keys"] and needs[1] <= limit["values"]
 
     def _rotated(self, x: Tensor, side: Side) -> Tensor:
@@ -249,6 +294,53 @@ class KVStore:
         old = self.counters[LENGTH].clone()
         self._advance(keys.shape[2], padding)
         self._fill_windows(keys, values, old, padding)
+
+    def step(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        softcap: float,
+        mask: Tensor | None = None,
+        seals: bool = False,
+        observing: Observing | None = None,
+    ) -> tuple[Tensor, bool] | None:
+        """`push` without padding, then `attend`, and perhaps what comes then.
+
+        Args:
+            query: (B, Hq, t, D), t <= 16.
+            keys: (B, H, t, Dk), not rotated.
+            values: (B, H, t, Dv).
+            scaling: factor on the logits.
+            softcap: 0 for none.
+            mask: see `decode_attention`; None is causal.
+            seals: whether what is due may be sealed as well, as by `commit` without arguments.
+            observing: where the queries are added; None for nowhere.
+
+        Returns:
+            (B, t, Hq, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
+            tokens do not fit: nothing is done then.
+        """
+        tokens, held = keys.shape[2], self._held or self.held
+        then = ahead(self.states, self._sizes, tokens)
+        # What a row begins with may be padding, if there is a mask.
+        if not self._is_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):
+            return None
+        if then.needs[0] > held.tails[0] or then.needs[1] > held.tails[1]:
+            self._grow_tails(tokens)
+            held = self.held
+        due, sealing = then.due != (0, 0), None
+        if seals and due and self._seals_plainly:
+            # With more pages attention would share them out in another way, and `commit` makes them afterwards.
+            room = held.blocks >= self._blocks(then.most)
+            if room and kernels.line.seals_with_steps(self.format, then.due):
+                sealing = Sealing(self._sizes.local, self._sizes.unit, then.due)
+        out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
+        if out is None:
+            return None
+        self.states = then.joined if sealing is None else then.sealed
+        return out, due and sealing is None
 
     def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
         """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
@@ -544,14 +636,14 @@ class KVStore:
         # A crop may leave more in the tail than the layout would, hence the outer max.
         need = max(need, min(2 * have, self.tail_limit[side]))
         if empty:
-            self.windows[at] = self._window(need, side)
+            self._set_window(at, self._window(need, side))
             return
         where = column_positions(self.format, self.counters, self.runs, have, side)[:, -have:]
         # Slots that hold nothing share one target outside the window and are cut off with it.
         slot = torch.where(where > ABSENT, (where - self.layout.sink) % need, need).long()
         grown = torch.nn.functional.pad(self._window(need, side), (0, 0, 0, 1))
         grown.scatter_(2, slot[:, None, :, None].expand(-1, self.heads, -1, tail.shape[3]), tail)
-        self.windows[at] = grown[:, :, :need].contiguous()
+        self._set_window(at, grown[:, :, :need].contiguous())
 
     # Reading.
 
@@ -649,7 +741,7 @@ class KVStore:
         padded = torch.nn.functional.pad(tail, (0, 0, 0, 1))
         slot = torch.where(back, behind % tail.shape[2], tail.shape[2]).long()
         padded.scatter_(2, slot[:, None, :, None].expand_as(values), values)
-        self.windows[at] = padded[:, :, : tail.shape[2]].contiguous()
+        self._set_window(at, padded[:, :, : tail.shape[2]].contiguous())
         self.counters[RUNS + (side == "values")] = kept
 
     def reorder(self, rows: Tensor) -> None:
@@ -772,7 +864,7 @@ class KVStore:
             return [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts]
 
         runs = [RunView(view.table, view.pos, plain(view.keys), plain(view.values)) for view in self.runs]
-        return self.__dict__ | {"runs": runs}
+        return self.__dict__ | {"_runs": tuple(runs), "_held": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""

@@ -6,12 +6,13 @@ from .dispatch import use_interpreter, use_reference
 from .due import due
 from .gather import gather_rows
 from .hadamard import hadamard
+from .line import append_attend, seal_tail
 from .moments import attention_moments
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .qk import qk_pages
 from .quantize import dequantize_pages, quantize_pages
-from .seal import channel_widths, seal, seal_tail
+from .seal import channel_widths, seal
 from .sv import sv_pages
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "RunView",
     "StoreFormat",
     "append",
+    "append_attend",
     "attention_moments",
     "channel_widths",
     "decode_attention",

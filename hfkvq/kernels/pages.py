@@ -274,6 +274,8 @@ class StoreFormat:
 class RunView:
     """The tensors of one run, by name, as ops receive them in a flat list.
 
+    Which tensors they are does not change, so that what is known of them can be kept beside them: see `KVStore.runs`.
+
     Attributes:
         table: i32 (B, n): the page that holds (or is reserved for) block i of a row.
         pos: i32 (B, n*G): row position of each token of the run, or None where the run is ordered.

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import call, define, triton_slot
-from .due import SIDES, due
-from .pages import PageFormat, RunView, Side, StoreFormat
+from .pages import PageFormat, Side
 from .quantize import F16_MAX, quantize_pages
 
 RULES = ("k_abs", "variance", "range")
@@ -234,38 +233,3 @@ def seal(
     call(
         _seal, source, list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm
     )
-
-
-def seal_tail(
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    run: RunView,
-    local: tuple[int, int],
-    unit: tuple[int, int],
-    most: tuple[int, int],
-    store: StoreFormat,
-    rule: str | None = None,
-) -> None:
-    """Seals what has left the windows into a store's last run: `due`, then `seal` of both sides.
-
-    Args:
-        counters: i32 (2 + 2*runs, B), written in place.
-        windows: sink keys, sink values, tail keys, tail values.
-        run: the last run, whose pages are written in place and have room.
-        local: newest tokens that stay as they are, of keys and of values.
-        unit: tokens that are sealed together.
-        most: the most that any row has to seal; 0 for nothing.
-        store: the layer's format; its last run is not normed.
-        rule: by which raised channels are chosen; None if there are none.
-    """
-    found = due(counters, store.sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, most, run.pos)
-    try:
-        for at, side in enumerate(SIDES):
-            if most[at]:
-                parts, fmt = (run.keys, run.values)[at], store.runs[-1][at]
-                own = rule if fmt.raised else None
-                count, new, index = found.count[at], found.new[at], found.index[at]
-                seal(parts, run.table, count, new, windows[2 + at], index, None, fmt, side, own)
-    except BaseException:
-        found.take_back(counters)
-        raise

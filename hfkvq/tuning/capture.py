@@ -65,6 +65,7 @@ class Capture:
 class _CaptureLayer(KVLayer):
     """Notes what its attention is given, and stores nothing."""
 
+    steps_plainly = False
     captured: Capture | None = None
     first_query = 0
 

@@ -39,6 +39,7 @@ from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import run_count
+from hfkvq.kernels.line import Observing
 from hfkvq.kernels.pages import StoreFormat
 from hfkvq.kernels.seal import RULES, range_rule
 from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe, seal_due
@@ -59,6 +60,9 @@ class Idle:
         return None
 
     launch_metadata = run
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.run
 
 
 class Capability(int):
@@ -205,6 +209,7 @@ def pretend(front: FrontEnd) -> None:
     JITFunction.parse = functools.lru_cache(maxsize=None)(JITFunction.parse)
     torch.Tensor.is_cuda = property(lambda x: True)
     torch.Tensor.device = property(lambda x: torch.device("cuda", 0))
+    torch.Tensor.get_device = lambda x: 0
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda device: front
@@ -296,15 +301,26 @@ def attend(
     store.attend(query, made[mask], 0.1, softcap, logits)
 
 
-def eager_steps(store: KVStore) -> None:
-    """Steps of one token, which seal some."""
+def steps_in_calls(store: KVStore, observes: bool = False) -> None:
+    """Eager steps, of which all but those that add pages are taken in a call."""
+    query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
+    sums = torch.zeros(store.batch, store.heads, 128, dtype=torch.float64)
+    counts = torch.zeros(store.heads, store.batch, dtype=torch.int32)
+    observing = Observing(sums, counts) if observes else None
+    for _ in range(3):
+        if store.step(query, new, new, 0.1, 0.0, seals=True, observing=observing) is None:
+            raise RuntimeError("It was not taken in a call.")
+        store.commit()
+
+
+def steps_of_the_widest(store: KVStore) -> None:
+    """Eager steps whose tokens are sealed into the last of several runs."""
     store.commit()
     query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
     for _ in range(2):
-        store.push(new, new)
-        store.attend(query, None, 0.1)
-        if not store.commit():
-            raise RuntimeError("Nothing was due.")
+        if store.step(query, new, new, 0.1, 0.0, seals=True) is None or not store.is_due():
+            raise RuntimeError("It was not taken in a call, or nothing is due.")
+        store.commit()
 
 
 def gather(store: KVStore) -> None:
@@ -438,15 +454,15 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             query = tensor(store.batch, 4 * store.heads, 1, dim, dtype)
             asked = (None, None, 0.1, 0.0, store.format, True)
             kernels.decode_attention(query, store.counters, store.windows, store.flat_runs(), *asked)
-    for name in ("saw-int4", "kivi-2", "int4", "full"):
-        with case(f"{name}, eager steps"):
-            eager_steps(fill(scheme_of(name, 128)))
+    for name in ("saw-int4", "kitty-pro", "kivi-2", "int4", "full"):
+        with case(f"{name}, eager steps in calls"):
+            steps_in_calls(fill(scheme_of(name, 128)), name == "kitty-pro")
     # Units of a page: here a few tokens of fp8 at a time.
-    with case("fp8, eager steps"):
-        eager_steps(fill(Tokens(store="s4;k0;v0;8t128p128/8t128p128")))
+    with case("fp8, eager steps in calls"):
+        steps_in_calls(fill(Tokens(store="s4;k0;v0;8t128p128/8t128p128")))
     for spec in ("s4;k0;v0;8t128p128/8t128p128|16t1p128/16t1p128", "s0;k0;v0;4t128p32/4t128p32|8t128p32/8t128p32"):
         with case(f"{spec}, tokens of the widest run"):
-            eager_steps(fill(WideTokens(store=spec)))
+            steps_of_the_widest(fill(WideTokens(store=spec)))
     for queries, sinks in ((32, None), (1, torch.zeros(2, 4))):
         with case(f"moments over {queries} queries, {'no ' if sinks is None else ''}sinks"):
             real = torch.ones(2, queries, dtype=torch.bool)

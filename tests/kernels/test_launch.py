@@ -1,31 +1,36 @@
-"""Launches that are remembered: what is worked out once for calls that are alike, with the tensors of each call."""
+"""Launches that are remembered: the variant of the kernel that Triton would choose, with the tensors of the call."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import pkgutil
 import random
 import re
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 from hfkvq.kernels import PageFormat, RunView, StoreFormat, append, decode_attention, due, seal, use_interpreter
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.dispatch import _enabled, reference
 from hfkvq.kernels.seal import range_rule
-from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe
+from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe, seal_due, settle
 from hfkvq.kernels.triton import append as append_module
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton import decode as decode_module
+from hfkvq.kernels.triton import launch as launch_module
 from hfkvq.kernels.triton import merge as merge_module
 from hfkvq.kernels.triton import step as step_module
-from hfkvq.kernels.triton.launch import Launch
-from tests.kernels import test_append
+from hfkvq.kernels.triton.launch import Later, Launch
+from tests.kernels import test_append, test_due, test_seal, test_step
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -36,53 +41,207 @@ CPU = torch.device("cpu")
 
 
 class Kernel:
-    """Stands in for a `triton.jit` function: notes what it is launched with."""
+    """Stands in for a `triton.jit` function: notes what goes through Triton, and what goes past it to which stream."""
 
-    def __init__(self) -> None:
-        self.ran: list[tuple[Any, ...]] = []
+    def __init__(self, names: str, interpreted: bool = False) -> None:
+        self.arg_names, self.interpreted = names.split(), interpreted
+        self.through: list[tuple[Any, ...]] = []
+        self.warm: list[tuple[Any, ...]] = []
+        self.past: list[tuple[Any, ...]] = []
+        self.streams: list[str] = []
 
     def __getitem__(self, grid):
-        return lambda *args, **constants: self.ran.append((grid, args, constants))
+        def launch(*args, **constants):
+            self.through.append((grid, args, constants))
+            return None if self.interpreted else Compiled(self, len(self.through) - 1)
+
+        return launch
+
+    def warmup(self, *args, grid, **constants):
+        self.warm.append((grid, args, constants))
+        return None if self.interpreted else Compiled(self, -len(self.warm))
 
 
-def test_every_launch_is_given_to_triton():
+class Compiled:
+    """What a `Kernel` compiles to; variants are numbered in the order in which they went through Triton."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, kernel: Kernel, variant: int) -> None:
+        self.kernel, self.variant = kernel, variant
+
+    def note(self, grid, args, stream):
+        self.kernel.past.append((self.variant, grid, args))
+        self.kernel.streams.append(stream)
+
+    def __getitem__(self, grid):
+        """As it is called where somebody is to be told."""
+        return lambda *args: self.note(grid, args, "any")
+
+    def run(self, *args):
+        """As it is called by itself: grid, stream, function, what is known of it, nothing for hooks, arguments."""
+        assert args[4:9] == ("function", "metadata", None, None, None)
+        self.note(args[:3], args[9:], args[3])
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Names for the current streams of devices, of which there may be none."""
+    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+
+
+MEMORY = torch.zeros(64)
+
+
+def floats(first: int) -> Tensor:
+    """Four numbers that begin so many elements behind a multiple of 16 bytes."""
+    assert MEMORY.data_ptr() % 16 == 0
+    return MEMORY[first : first + 4]
+
+
+def test_the_first_launch_goes_through_triton_and_later_ones_past_it(streams):
+    kernel = Kernel("a b n factor SIZE WIDE")
     # Constants come in any order, and options of the launch among them.
-    kernel, constants = Kernel(), {"num_warps": 4, "WIDE": True, "SIZE": 16, "maxnreg": 9}
+    constants = {"num_warps": 4, "WIDE": True, "SIZE": 16, "maxnreg": 9}
     launch = Launch(kernel, (3, 2), (7, 0.5), constants, CPU)
-    for _ in range(2):
-        own = torch.zeros(4), torch.zeros(2)
+    first = (floats(0), floats(4))
+    launch(*first)
+    ((grid, args, given),) = kernel.through
+    assert grid == (3, 2, 1)
+    assert args[0] is first[0]
+    assert args[1] is first[1]
+    assert args[2:] == (7, 0.5)
+    assert given == constants
+    assert not kernel.past
+    for own in ((floats(8), floats(0)), first, (floats(12), floats(12))):
         launch(*own)
-        grid, args, given = kernel.ran.pop()
-        assert grid == (3, 2, 1)
-        assert args[0] is own[0]
-        assert args[1] is own[1]
-        assert args[2:] == (7, 0.5)
-        assert given == constants
+        assert kernel.past.pop() == (0, (3, 2, 1), (own[0].data_ptr(), own[1].data_ptr(), 7, 0.5, 16, True))
+    assert len(kernel.through) == 1
 
 
-def test_nests_are_made_of_tensors():
-    kernel = Kernel()
-    launch = Launch(kernel, (1,), (7,), {"SIZE": 2}, CPU, lambda given: ((given[2], given[0]), None, given[1]))
-    own = [torch.zeros(4) for _ in range(3)]
+def test_every_alignment_has_a_variant(streams):
+    """As many as there are choices of the tensors that begin at a multiple of 16 bytes."""
+    kernel = Kernel("a b c n SIZE")
+    launch = Launch(kernel, (1,), (5,), {"SIZE": 2}, CPU)
+    choices = list(itertools.product((0, 1), repeat=3))
+    for choice in choices:
+        launch(*map(floats, choice))
+    assert len(kernel.through) == len(choices)
+    assert not kernel.past
+    for variant, choice in reversed(list(enumerate(choices))):
+        # Elsewhere, but as well aligned, or as badly.
+        for aligned, odd in ((4, 2), (8, 7)):
+            own = [floats(odd if bad else aligned) for bad in choice]
+            launch(*own)
+            assert kernel.past.pop() == (variant, (1, 1, 1), (*(x.data_ptr() for x in own), 5, 2))
+    assert len(kernel.through) == len(choices)
+
+
+def test_tensors_without_elements_are_aligned(streams):
+    """Their address is 0, to Triton as well."""
+    kernel = Kernel("a")
+    launch = Launch(kernel, (1,), (), {}, CPU)
+    for x in (floats(0), floats(1)[:0], torch.zeros(0)):
+        launch(x)
+    assert len(kernel.through) == 1
+    assert kernel.past == [(0, (1, 1, 1), (0,))] * 2
+
+
+def test_nests_are_made_of_tensors_and_of_addresses(streams):
+    kernel = Kernel("pair none last n SIZE")
+
+    def nest(given):
+        return (given[2], given[0]), None, given[1]
+
+    launch = Launch(kernel, (1,), (7,), {"SIZE": 2}, CPU, nest)
+    own = [floats(0), floats(1), floats(2)]
     launch(*own)
-    ((_, (pair, none, last, number), _),) = kernel.ran
+    ((_, (pair, none, last, number), _),) = kernel.through
     assert pair[0] is own[2]
     assert pair[1] is own[0]
     assert none is None
     assert last is own[1]
     assert number == 7
+    other = [floats(4), floats(5), floats(6)]
+    launch(*other)
+    a, b, c = (x.data_ptr() for x in other)
+    # Three names are the nest's, one is the number's: the constant's is the last.
+    assert kernel.past == [(0, (1, 1, 1), ((c, a), None, b, 7, 2))]
+
+
+def test_what_is_prepared_is_compiled_and_not_launched(streams):
+    kernel = Kernel("a b n SIZE WIDE")
+    launch = Launch(kernel, (3, 2), (7,), {"WIDE": True, "num_warps": 4, "SIZE": 16}, CPU, lambda given: given[::-1])
+    assert launch.aligned is None
+    own, odd = (floats(0), floats(4)), (floats(0), floats(5))
+    for given in (own, own, odd, (floats(8), floats(12))):
+        launch.prepare(given)
+    assert not kernel.through
+    assert not kernel.past
+    for given, (grid, args, constants) in zip((own, odd), kernel.warm, strict=True):
+        assert grid == (3, 2, 1)
+        assert (args[0] is given[1], args[1] is given[0], args[2:]) == (True, True, (7,))
+        assert constants == {"WIDE": True, "num_warps": 4, "SIZE": 16}
+    for variant, given in ((-1, own), (-2, odd)):
+        launch(*given)
+        assert kernel.past.pop() == (variant, (3, 2, 1), (given[1].data_ptr(), given[0].data_ptr(), 7, 16, True))
+    assert launch.aligned.variant == -1
+    assert not kernel.through
+
+
+def test_the_interpreter_has_nothing_to_prepare():
+    kernel = Kernel("a n SIZE", interpreted=True)
+    launch = Launch(kernel, (2,), (3,), {"SIZE": 4}, CPU)
+    launch.prepare([floats(0)])
+    assert launch.aligned is None
+    launch(floats(0))
+    assert len(kernel.through) == 1
+
+
+def test_the_interpreter_is_asked_every_time():
+    kernel = Kernel("a n SIZE", interpreted=True)
+    launch = Launch(kernel, (2,), (3,), {"SIZE": 4}, CPU)
+    own = [floats(0), floats(0), floats(4)]
+    for x in own:
+        launch(x)
+    for x, (grid, args, constants) in zip(own, kernel.through, strict=True):
+        assert (grid, args[1:], constants) == ((2, 1, 1), (3,), {"SIZE": 4})
+        assert args[0] is x
+    assert not kernel.past
+
+
+@pytest.mark.parametrize("when", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told_of_every_launch(monkeypatch, streams, when):
+    """Triton's own way tells them, and takes its time for it where there are none."""
+    kernel, hooks = Kernel("a"), knobs.HookChain()
+    launch = Launch(kernel, (1,), (), {}, CPU)
+    launch(floats(0))
+    monkeypatch.setattr(knobs.runtime, when, hooks)
+    launch(floats(0))
+    hooks.add(print)
+    launch(floats(0))
+    hooks.remove(print)
+    launch(floats(0))
+    for hook in (print, None):
+        monkeypatch.setattr(knobs.runtime, when, hook)
+        launch(floats(0))
+    assert kernel.streams == ["stream of None", "any", "stream of None", "any", "stream of None"]
+    assert len({repr(past) for past in kernel.past}) == 1
 
 
 @pytest.mark.parametrize("grid", [(5,), (5, 2), (5, 2, 3)])
-def test_grids_have_three_axes(grid):
-    kernel = Kernel()
-    Launch(kernel, grid, (), {}, CPU)(torch.zeros(1))
-    assert kernel.ran[0][0] == (*grid, 1, 1)[:3]
+def test_grids_have_three_axes(streams, grid):
+    kernel = Kernel("a")
+    launch = Launch(kernel, grid, (), {}, CPU)
+    for _ in range(2):
+        launch(floats(0))
+    assert kernel.through[0][0] == kernel.past[0][1] == (*grid, 1, 1)[:3]
 
 
 @pytest.mark.parametrize(("index", "entered"), [(0, []), (1, [1, "left"]), (None, [])])
-def test_launches_are_on_the_device_of_the_tensors(monkeypatch, index, entered):
-    """Another device becomes the current one for a launch."""
+def test_launches_are_on_the_device_of_the_tensors(monkeypatch, streams, index, entered):
+    """Another device becomes the current one for a launch: for the first one and for those that are remembered."""
     seen = []
 
     @contextlib.contextmanager
@@ -93,10 +252,165 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, index, entered):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    kernel = Kernel()
-    Launch(kernel, (1,), (), {}, torch.device("cuda", index))(torch.zeros(1))
-    assert seen == entered
-    assert len(kernel.ran) == 1
+    kernel = Kernel("a")
+    launch = Launch(kernel, (1,), (), {}, torch.device("cuda", index))
+    for _ in range(2):
+        launch(floats(0))
+        assert seen == entered
+        seen.clear()
+    assert (len(kernel.through), len(kernel.past)) == (1, 1)
+    assert kernel.streams == [f"stream of {index or 0}"]
+
+
+# Past Triton's launcher.
+
+
+class Allocation:
+    """Stands for `triton.runtime._allocation`."""
+
+    _allocator = _profile_allocator = None
+
+
+_allocation = Allocation
+
+
+class Launcher36:
+    """As Triton 3.6 has it."""
+
+    def __init__(self, launch, scratch=0, profile=0):
+        self.num_ctas, self.launch = 1, launch
+        self.global_scratch_size, self.profile_scratch_size = scratch, profile
+        self.global_scratch_align = self.profile_scratch_align = 16
+        self.launch_cooperative_grid, self.launch_pdl = False, True
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
+        def allocate_scratch(size, align, allocator):
+            return allocator.get()(gridX * gridY * gridZ * self.num_ctas * size, align, stream) if size > 0 else None
+
+        scratch = allocate_scratch(self.global_scratch_size, self.global_scratch_align, _allocation._allocator)
+        profile = allocate_scratch(
+            self.profile_scratch_size, self.profile_scratch_align, _allocation._profile_allocator
+        )
+        self.launch(
+            gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, scratch, profile,
+            *args,
+        )  # fmt: skip
+
+
+class Launcher37(Launcher36):
+    """As Triton 3.7 has it: in another order, and with the kernel's arguments in one."""
+
+    arg_annotations, kernel_signature = ["annotation"], b"signature"
+
+    def __call__(self, gridX, gridY, gridZ, stream, function, packed, metadata, enter, leave, *args):
+        self.launch(
+            gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, packed, metadata,
+            enter, leave, None, None, self.arg_annotations, self.kernel_signature, args,
+        )  # fmt: skip
+
+
+class LauncherOfSomebody(Launcher36):
+    """Does more."""
+
+    def __call__(self, *args):
+        self.count = getattr(self, "count", 0) + 1
+        self.launch(*args)
+
+
+class LauncherThatDoubles(Launcher36):
+    """Hands on in a way of its own."""
+
+    def __call__(self, *args):
+        self.launch(*args[:3], args[3], args[3], *args[4:])
+
+
+LAUNCHERS = [Launcher36, Launcher37]
+ADDRESSES = [MEMORY.data_ptr() + 16 * i for i in range(4)]
+
+
+def launched(kind, nest=None, given=("a", "b", "c"), **scratch):
+    """A launch that is ready, and what its launcher in C was given."""
+    seen = []
+    compiled = SimpleNamespace(function=77, packed_metadata=(4, 1, 0))
+    compiled.run = kind(lambda *args: seen.append([list(x) if isinstance(x, tuple) else x for x in args]), **scratch)
+
+    class Compiles(Kernel):
+        def warmup(self, *args, grid, **constants):
+            return compiled
+
+    launch = Launch(Compiles("a b c n SIZE"), (3, 2), (7,), {"SIZE": 16}, CPU, nest)
+    launch.prepare([floats(0)] * len(given))
+    assert not seen
+    return launch, compiled, seen
+
+
+def backwards(given):
+    return (given[1], given[1]), given[2], given[0]
+
+
+@pytest.mark.parametrize("nest", [None, backwards])
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_what_is_laid_out_is_launched_alike(kind, nest):
+    launch, compiled, seen = launched(kind, nest)
+    laid = launch.laid_out([Later(0), ADDRESSES[1], Later(1)])
+    for stream, (first, last) in ((5, ADDRESSES[:2]), (6, ADDRESSES[2:])):
+        launch.run(compiled, [first, ADDRESSES[1], last], stream, False)
+        laid(stream, [first, last])
+        expected, got = seen
+        assert got == expected
+        assert got[3] == stream
+        seen.clear()
+
+
+def test_one_address_may_stand_in_several_places():
+    launch, compiled, seen = launched(Launcher36, lambda given: (given[0], given[2], given[0]))
+    launch.laid_out([Later(1), 9, Later(0)])(5, ADDRESSES)
+    launch.run(compiled, [ADDRESSES[1], 9, ADDRESSES[0]], 5, False)
+    assert seen[0] == seen[1]
+
+
+def test_what_lies_within_a_tuple_cannot_be_put():
+    launch, _, _ = launched(Launcher36, backwards)
+    assert launch.laid_out([Later(0), Later(1), Later(2)]) is None
+    assert launch.laid_out([Later(0), 5, Later(1)]) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "scratch"),
+    [
+        (LauncherOfSomebody, {}),
+        (LauncherThatDoubles, {}),
+        (Launcher36, {"scratch": 8}),
+        (Launcher37, {"profile": 8}),
+        (lambda launch: lambda *args: launch(*args), {}),
+        (lambda launch: print, {}),
+    ],
+)
+def test_other_launchers_are_called_themselves(kind, scratch):
+    launch, _, _ = launched(kind, **scratch)
+    assert launch.direct is None
+    assert launch.laid_out([Later(0), 5, 6]) is None
+
+
+def test_other_alignments_are_not_laid_out():
+    kernel = Kernel("a")
+    launch = Launch(kernel, (1,), (), {}, CPU)
+    launch.prepare([floats(1)])
+    assert launch.direct is None
+
+
+def test_the_launcher_of_this_triton_hands_on():
+    """Or steps take a microsecond longer a launch: look at what it does, and whether `_HANDS_ON` may say so."""
+    module = pytest.importorskip("triton.backends.nvidia.driver")
+    assert launch_module._names(module.CudaLauncher.__call__.__code__) <= launch_module._HANDS_ON
+    launcher = object.__new__(module.CudaLauncher)
+    vars(launcher).update(vars(Launcher37(print)), arg_annotations=[], kernel_signature=b"")
+    compiled = SimpleNamespace(function=77, packed_metadata=(4, 1, 0), run=launcher)
+    way = launch_module.way_past(compiled, (3, 2, 1), 4)
+    assert way.launch is print
+    assert way.arguments[:3] == (3, 2, 1)
+    assert (4, 1, 0) in way.arguments
+    assert launcher.launch is print
 
 
 # Launchers and their plans: nothing runs, but all that would is noted.
@@ -148,6 +462,7 @@ class Noted(Launch):
     """A launch of a kernel that does nothing but note what it is given."""
 
     ran: list[Ran]
+    remembered: list[Ran]
 
     def __init__(self, kernel, grid, numbers, constants, device, nest=None):
         self.real, self.arg_names, self.given = kernel, kernel.arg_names, ()
@@ -167,17 +482,43 @@ class Noted(Launch):
             assert len(args) == count
             own, numbers = args[: count - len(self.numbers)], args[count - len(self.numbers) :]
             kinds = each(own, lambda x: (x.dtype, x.data_ptr() % 16 == 0))
-            # The first of several that begin at one place.
-            place = {x.data_ptr(): at for at, x in reversed(list(enumerate(self.given)))}
-            places = each(own, lambda x: place.get(x.data_ptr()))
-            self.ran.append(Ran(self.real.__name__, grid, kinds, places, repr(numbers), self.written))
+            self.ran.append(self._ran(grid, kinds, each(own, Tensor.data_ptr), numbers))
+            return NotedVariant(self, kinds)
+
+        return launch
+
+    def _ran(self, grid, kinds, addresses, numbers):
+        # The first of several that begin at one place.
+        place = {x.data_ptr(): at for at, x in reversed(list(enumerate(self.given)))}
+        return Ran(self.real.__name__, grid, kinds, each(addresses, place.get), repr(numbers), self.written)
+
+
+class NotedVariant:
+    """What the kernel of a `Noted` compiles to."""
+
+    def __init__(self, launch, kinds):
+        self.launch, self.kinds = launch, kinds
+
+    function = packed_metadata = None
+
+    def run(self, *args):
+        self[args[:3]](*args[9:])
+
+    def __getitem__(self, grid):
+        def launch(*args):
+            count, known = len(self.kinds), self.launch.written
+            end = count + len(self.launch.numbers)
+            assert [*map(repr, args[end:])] == [known[name] for name in self.launch.arg_names[end:]]
+            ran = self.launch._ran(grid, self.kinds, args[:count], args[count:end])
+            self.launch.ran.append(ran)
+            self.launch.remembered.append(ran)
 
         return launch
 
 
 @pytest.fixture
-def noted(monkeypatch):
-    """`Noted` launches; its list is of this test alone, and so are the plans."""
+def noted(monkeypatch, streams):
+    """`Noted` launches; its lists are of this test alone, and so are the plans."""
     forget()
     for module in MODULES:
         if hasattr(module, "Launch"):
@@ -187,6 +528,7 @@ def noted(monkeypatch):
         monkeypatch.setattr(module, "is_misrounded", lambda *_: False)
     monkeypatch.setattr(decode_module, "hadamard", reference("hadamard"))
     monkeypatch.setattr(Noted, "ran", [], raising=False)
+    monkeypatch.setattr(Noted, "remembered", [], raising=False)
     with use_interpreter():
         yield Noted
     forget()
@@ -200,13 +542,7 @@ def forget() -> None:
 
 def made() -> int:
     """Plans that have been made so far."""
-    return counted()[1]
-
-
-def counted() -> tuple[int, int]:
-    """How often plans have been found, and made."""
-    infos = {getattr(*plan): getattr(*plan).cache_info() for plan in PLANS}.values()
-    return sum(info.hits for info in infos), sum(info.misses for info in infos)
+    return sum({getattr(*plan): getattr(*plan).cache_info().misses for plan in PLANS}.values())
 
 
 def what_runs(call, **asked):
@@ -628,15 +964,17 @@ def test_calls_that_are_alike_share_a_plan(noted, name, one, other):
 def test_what_is_remembered_is_what_would_be_made_afresh(noted, name):
     """Calls that are much alike, in any order."""
     call, options = CALLS[name]
-    draw, before = random.Random(name), counted()[0]
+    draw = random.Random(name)
     for _ in range(300):
-        own = {option: draw.choice(values) if draw.random() < 0.12 else values[0] for option, values in options.items()}
-        own["shift"] = draw.choice((0, 0, 1))
-        ran = what_runs(call, **own)
+        asked = {
+            option: draw.choice(values) if draw.random() < 0.12 else values[0] for option, values in options.items()
+        }
+        asked["shift"] = draw.choice((0, 0, 1))
+        ran = what_runs(call, **asked)
         assert ran
-        assert ran == what_runs_afresh(call, **own)
+        assert ran == what_runs_afresh(call, **asked)
     # Or nothing was tested.
-    assert counted()[0] - before > 100
+    assert len(noted.remembered) > 100
 
 
 # Launch parameters: plans that were made of other ones are not taken.
@@ -727,7 +1065,41 @@ def test_an_override_that_an_error_ends_is_not_in_force(noted):
     assert decode_constants() == before
 
 
-# On a GPU: where launches go.
+# Kernels, several times over: tensors are new each time.
+
+KINDS = ((BF16, 0), (F16, 0), (BF16, 1), (F16, 1))
+"""Dtype of the model, and elements by which tensors miss a multiple of 16 bytes."""
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Launches that have gone through Triton."""
+    prepare, seen = Launch._prepare, []
+
+    def noting(self, *args):
+        seen.append(self)
+        prepare(self, *args)
+
+    monkeypatch.setattr(Launch, "_prepare", noting)
+    return seen
+
+
+def rounds(device, prepared):
+    """Seeds and `KINDS`, which take turns; from the second turn on everything has to be remembered."""
+    # The interpreter remembers nothing: there the tests show that they can be passed.
+    for seed, kind in enumerate(KINDS * 3 if device.type == "cuda" else KINDS[::3]):
+        prepared.clear()
+        yield seed, *kind
+        if seed >= len(KINDS):
+            assert not prepared
+
+
+def placed(x: Tensor, device: torch.device, shift: int = 0) -> Tensor:
+    """A copy of the same strides that begins so many elements into its memory."""
+    size = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    plain = x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+    memory = torch.zeros(size + shift, dtype=plain.dtype, device=device)
+    return memory.as_strided(x.shape, x.stride(), shift).copy_(plain).view(x.dtype)
 
 
 def by_torch():
@@ -735,21 +1107,140 @@ def by_torch():
     return _enabled("cpu", enabled=False)
 
 
-CASE = Case(
-    runs="2c32p32/2t64p32", heads=1, pages=2, tail=(40, 40), lengths=[4 + 32 + 17, 7], keys=[[32], [0]],
-    values=[[40], [0]], dtype=BF16,
-)  # fmt: skip
+@pytest.mark.parametrize("rotate", [(0, 0), (64, 16)], ids=["plain", "rotated"])
+def test_append_again(triton_backend, prepared, rotate):
+    store = test_append.store_of(4, *rotate)
+    for seed, dtype, shift in rounds(triton_backend, prepared):
+        new, counters, windows = test_append.arguments(3, 4, dtype=dtype)
+        torch.manual_seed(seed)
+        for x in new:
+            x.normal_()
+        counters[LENGTH] += seed
+        given, count, *held = (placed(x, triton_backend, shift) for x in (new[0], counters, *windows))
+        append(given, placed(new[1], triton_backend, shift), count, held, store)
+        with by_torch():
+            append(*new, counters, windows, store)
+        for a, b in zip((count, *held), (counters, *windows), strict=True):
+            assert torch.equal(test_append.bits(a.cpu()), test_append.bits(b))
+
+
+def test_due_again(triton_backend, prepared):
+    case = test_due.CASES["by the page"]
+    knobs = [case[name] for name in ("sink", "tails", "local", "unit", "most")]
+    for seed, _, shift in rounds(triton_backend, prepared):
+        counters = test_due.counters_of(case["rows"])
+        counters[LENGTH] += seed
+        given = placed(counters, triton_backend, shift)
+        got = due(given, *knobs)
+        with by_torch():
+            expected = due(counters, *knobs)
+        assert torch.equal(given.cpu(), counters)
+        for name in ("count", "new", "index"):
+            for a, b in zip(getattr(got, name), getattr(expected, name), strict=True):
+                assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize(
+    ("spec", "side", "rule"),
+    [
+        ("2c16p16+4x8+16x8", "keys", None),
+        ("2c16p16+4x8+16x8", "keys", "k_abs"),
+        ("4c16p16n", "keys", None),
+        ("2t16p16", "values", None),
+        ("8t32p16", "values", None),
+        ("16t1p16", "keys", None),
+    ],
+)
+def test_seal_again(triton_backend, prepared, spec, side, rule):
+    fmt = PageFormat.parse(spec)
+    for seed, dtype, shift in rounds(triton_backend, prepared):
+        parts, *call = test_seal.arguments(spec, side, 32, dtype)
+        torch.manual_seed(seed)
+        call[3].normal_()
+        weight = torch.rand(test_seal.ROWS, test_seal.HEADS, 32) if rule else None
+        call[5] = None if rule else call[5]
+        more = (fmt, side, rule, weight, test_seal.norms(call, spec))
+        expected, got = [x.clone() for x in parts], [placed(x, triton_backend, shift) for x in parts]
+        with by_torch():
+            seal(expected, *call, *more)
+        call, more = (
+            [placed(x, triton_backend, shift) if isinstance(x, Tensor) else x for x in y] for y in (call, more)
+        )
+        seal(got, *call, *more)
+        for name, a, b in zip(fmt.names, got, expected, strict=True):
+            assert test_seal.same(a.cpu(), b), name
+
+
+@pytest.mark.parametrize("name", ["mixed", "two runs"])
+def test_steps_again(triton_backend, prepared, name):
+    """A step but for its attention."""
+    for seed, dtype, shift in rounds(triton_backend, prepared):
+        plan = test_step.plan_of(name, dtype=dtype, rows=2)
+        buffer, expected = test_step.make(plan, CPU, starts=(seed, 3))
+        # Far enough for what has eight bytes.
+        got = carve(placed(buffer, triton_backend, 8 * shift), plan)
+
+        def step(state, device, q, k, v, plan=plan, shift=shift):
+            q, k, v = (placed(x, device, shift) for x in (q, k, v))
+            advance(k, v, state, plan)
+            if plan.query:
+                observe(q, state.sums, state.counts, state.sealed, state.weight)
+            seal_due(state, plan, k.shape[2])
+
+        for at, count in enumerate((16, 3, 3)):
+            new = test_step.tokens(10 * seed + at, count, plan, CPU, dtype)
+            step(got, triton_backend, *new)
+            with by_torch():
+                step(expected, CPU, *new)
+            names = ("new", "sealed", "flag")
+            assert all(torch.equal(getattr(got, own).cpu(), getattr(expected, own)) for own in names)
+            assert count == 16 or not expected.flag
+        for state in (got, expected):
+            settle(state)
+        assert expected.counters[RUNS:].any()
+        test_step.compare(expected, got, plan)
+
+
+CASES = {
+    "a run": Case(
+        runs="2c32p32/2t64p32", heads=1, pages=2, tail=(40, 40), lengths=[4 + 32 + 17, 7], keys=[[32], [0]],
+        values=[[40], [0]],
+    ),
+    "two runs": Case(
+        runs="8t64p32/8t64p32|16t64p32/16t64p32", heads=1, pages=2, lengths=[4 + 60 + 20, 4 + 32 + 3],
+        keys=[[40, 20], [0, 32]], values=[[40, 20], [0, 32]],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_again(triton_backend, prepared, name):
+    """Without anything, with a mask, with sinks and with both."""
+    for seed, dtype, shift in rounds(triton_backend, prepared):
+        layer = build(dataclasses.replace(CASES[name], dtype=dtype), seed)
+        q, counters, *windows = (placed(x, triton_backend, shift) for x in (layer.q, layer.counters, *layer.windows))
+        runs = [x.to(triton_backend) for x in layer.runs]
+        mask = torch.rand(2, 1, 1, 90) > 0.4
+        sinks = torch.randn(q.shape[1]).mul(4).to(dtype)
+        asked = [(mask, sinks), (None, None)]
+        asked += [(mask, None), (None, sinks)] if triton_backend.type == "cuda" else []
+        for own in asked:
+            given = [None if x is None else placed(x, triton_backend, shift) for x in own]
+            got = decode_attention(q, counters, windows, runs, *given, 0.125, 0.0, layer.case.store)
+            assert got.dtype == dtype
+            exact, plain = (attend(layer, kind, 0.125, *own) for kind in (torch.float64, dtype))
+            assert_as_good_as_torch(got, exact, plain)
 
 
 class Work:
     """New tokens and attention to others, in memory that is filled anew time after time."""
 
     def __init__(self, device):
-        self.store, self.device = test_append.store_of(4, 64, 16), device
-        self.memory = self.stage(0)
+        self.case, self.store = dataclasses.replace(CASES["a run"], dtype=BF16), test_append.store_of(4, 64, 16)
+        self.device, self.memory = device, [placed(x, device) for x in self.tensors(0)]
 
     def tensors(self, seed):
-        self.layer = build(CASE, seed)
+        self.layer = build(self.case, seed)
         new, counters, windows = test_append.arguments(3, 4, dtype=BF16)
         for x in new:
             x.normal_()
@@ -770,7 +1261,7 @@ class Work:
         keys, values, counters, *rest = self.memory
         append(keys, values, counters, rest[:4], self.store)
         q, counters, *rest = rest[4:]
-        return decode_attention(q, counters, rest[:4], rest[4:], None, None, 0.125, 0.0, CASE.store)
+        return decode_attention(q, counters, rest[:4], rest[4:], None, None, 0.125, 0.0, self.case.store)
 
     def check(self, out):
         for a, b in zip(self.memory[2:], self.expected, strict=False):
@@ -787,9 +1278,10 @@ def cuda():
 
 
 @pytest.mark.gpu
-def test_graphs_record_launches(cuda):
+def test_graphs_record_what_is_remembered(cuda, prepared):
     work = Work(cuda)
     work.check(work.do())
+    prepared.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = work.do()
@@ -797,10 +1289,11 @@ def test_graphs_record_launches(cuda):
         work.fill(work.stage(seed))
         graph.replay()
         work.check(out)
+    assert not prepared
 
 
 @pytest.mark.gpu
-def test_launches_are_on_the_current_stream(cuda):
+def test_launches_are_on_the_current_stream(cuda, prepared):
     """What comes before them there takes its time."""
     work, stream = Work(cuda), torch.cuda.Stream()
     work.check(work.do())
@@ -808,6 +1301,7 @@ def test_launches_are_on_the_current_stream(cuda):
     with torch.cuda.stream(stream):
         # So that its memory is there: to ask for more may mean to wait.
         work.do()
+    prepared.clear()
     for seed in (1, 2):
         staged = work.stage(seed)
         torch.cuda.synchronize()
@@ -818,15 +1312,18 @@ def test_launches_are_on_the_current_stream(cuda):
             assert not stream.query()
         stream.synchronize()
         work.check(out)
+    assert not prepared
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
-def test_launches_are_on_the_gpu_of_the_tensors(cuda):
+def test_launches_are_on_the_gpu_of_the_tensors(cuda, prepared):
     """Whichever is the current one: each has its own plans."""
     works = [Work(torch.device("cuda", at)) for at in (0, 1)]
     for seed in (1, 2, 3):
+        prepared.clear()
         for work in works:
             with torch.cuda.device(seed % 2):
                 work.fill(work.stage(seed))
                 work.check(work.do())
+    assert not prepared

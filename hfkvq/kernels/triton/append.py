@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -60,16 +60,14 @@ def append_side(
         tl.store(p_tail, b_y, mask=(m_r & (o_token >= S))[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
-def append_kernel(
-    keys, values, sink_k, sink_v, tail_k, tail_v, counters, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
+@triton.jit
+def append_row(
+    keys, values, sink_k, sink_v, tail_k, tail_v, p_length, i_b, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
     factor_k, factor_v, H, T, S, WK, WV,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
     ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
 ):  # fmt: skip
-    """One row; its counter, which no other program reads, stands ``length`` elements into ``counters``."""
-    i_b = tl.program_id(0).to(tl.int64)
-    p_length = counters + length + i_b
+    """A row's new tokens and its counter at ``p_length``, which no other program reads; returns what that was."""
     i_length = tl.load(p_length)
     # Asked for together with the length.
     b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
@@ -85,6 +83,23 @@ def append_kernel(
     # Every warp has read the length by now.
     tl.debug_barrier()
     tl.store(p_length, i_length + T)
+    return i_length
+
+
+@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
+def append_kernel(
+    keys, values, sink_k, sink_v, tail_k, tail_v, counters, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
+    factor_k, factor_v, H, T, S, WK, WV,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
+    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
+):  # fmt: skip
+    """One row; its counter stands ``length`` elements into ``counters``."""
+    i_b = tl.program_id(0).to(tl.int64)
+    append_row(
+        keys, values, sink_k, sink_v, tail_k, tail_v, counters + length + i_b, i_b, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh,
+        s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
+        DK, DV, BLOCK_K, BLOCK_V, ROTATE_K, ROTATE_V, BK, BV, LOOPS_K, LOOPS_V,
+    )  # fmt: skip
 
 
 def is_misrounded(x: Tensor, tail: Tensor, rotate: int) -> bool:
@@ -155,13 +170,10 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
     )
 
 
-@lru_cache(maxsize=1024)
-def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launch:
-    """Takes keys, values, four windows and counters."""
-    constants = append_constants(new.keys, new.values, rotate_keys, rotate_values)
-    batch, heads, tokens, _ = new.keys
-    numbers = (
-        LENGTH * batch,
+def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> tuple[int | float, ...]:
+    """What `append_row` takes behind the row: strides, factors of rotations, heads, tokens, and lengths of windows."""
+    _, heads, tokens, _ = new.keys
+    return (
         *new.key_stride,
         *new.value_stride,
         constants["BLOCK_K"] ** -0.5,
@@ -172,6 +184,14 @@ def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launc
         new.key_tail,
         new.value_tail,
     )
+
+
+@lru_cache(maxsize=1024)
+def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launch:
+    """Takes keys, values, four windows and counters."""
+    constants = append_constants(new.keys, new.values, rotate_keys, rotate_values)
+    batch = new.keys[0]
+    numbers = (LENGTH * batch, *append_numbers(new, constants))
     return Launch(append_kernel, (batch,), numbers, constants, new.device)
 
 

@@ -370,10 +370,10 @@ def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
     end = tables[-1] + 1 + (not form.ordered) + sum(len(fmt.names) for fmt in form.runs[-1])
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        # Not every GPU that Triton knows has an fp8 type.
-        parts = [
-            x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in given[6 : 6 + end]
-        ]
+        parts = given[6 : 6 + end]
+        if isinstance(given[0], Tensor):
+            # Not every GPU that Triton knows has an fp8 type.
+            parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
         runs = tuple([each(parts) for each in pick])
         mask = given[6 + end] if masked else given[0]
         return given[0], given[1], tuple(given[2:6]), runs, mask, *given[-3:]
@@ -398,6 +398,46 @@ def _rotates(store: str, head_dim: int) -> int:
     form = StoreFormat.parse(store)
     outside = _low_bit(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)
     return 0 if outside else form.rotate_keys
+
+
+@lru_cache(maxsize=1024)
+def decode_plan(
+    store: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    windows: tuple[int, int, int, int, torch.dtype],
+    blocks: tuple[int, ...],
+    mask: MaskKind | None,
+    scaling: float,
+    softcap: float,
+    device: torch.device,
+    edition: int,
+) -> Plan | None:
+    """Plan of attention without sinks: `_plan`; None where there is more to do than one launch and its merge."""
+    head_dim = shape[3]
+    served = is_served(store, head_dim, windows[1], dtype) and stride[3] == 1
+    rotate = _rotates(store, head_dim) if served else 0
+    if not served or rotate != StoreFormat.parse(store).rotate_keys:
+        return None
+    plan = _plan(
+        store,
+        shape,
+        stride,
+        dtype,
+        dtype,
+        device,
+        windows,
+        blocks,
+        mask,
+        None,
+        scaling,
+        softcap,
+        rotate,
+        False,
+        edition,
+    )
+    return plan if len(plan.launches) == 1 else None
 
 
 def decode_attention_triton(

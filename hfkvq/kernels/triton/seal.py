@@ -413,9 +413,19 @@ def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
 
 
 @triton.jit
+def columns_of(index, o_index, o_token, m_t, SLOTS):
+    """Columns of the source that hold tokens: what an index says, or where they stand in a tail."""
+    if index is None:
+        b_column = tl.where(m_t, o_token % SLOTS, 0)
+    else:
+        b_column = tl.load(index + o_index, mask=m_t, other=0)
+    return b_column
+
+
+@triton.jit
 def seal_tokens(
     codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l, s_d,
-    H, N, M,
+    H, N, M, SLOTS,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -436,7 +446,7 @@ def seal_tokens(
     o_slot = i_slot + tl.arange(0, BT)
     o_e = tl.arange(0, BE)
     p_source = source + i_b * s_b + i_h * s_h
-    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
+    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
     # [FIELDS, BT, BE]
     b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
     # [FIELDS, 1, BE]
@@ -469,7 +479,7 @@ def seal_tokens(
         b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
         if is_wide(b_low, b_high):
             # Loaded once more: hardly ever, and registers for it would cost every tile.
-            b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0)
+            b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
             b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
             if norm is not None:
                 b_again = b_again * b_share
@@ -529,7 +539,7 @@ def seal_token_kernel(
         return
     seal_tokens(
         codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l,
-        s_d, H, N, M, D, G, BITS, GROUP, TOKEN_MAJOR, BT, BE,
+        s_d, H, N, M, 1, D, G, BITS, GROUP, TOKEN_MAJOR, BT, BE,
     )  # fmt: skip
 
 
@@ -552,7 +562,7 @@ def to_fp8(b_x, NATIVE: tl.constexpr):
 
 @triton.jit
 def seal_plain(
-    codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M,
+    codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, SLOTS,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
     NATIVE: tl.constexpr,
 ):  # fmt: skip
@@ -561,7 +571,7 @@ def seal_plain(
     o_j = i_first - i_count + tl.arange(0, BT)
     m_t = (o_j >= 0) & (o_j < i_new)
     o_slot = i_first % G + tl.arange(0, BT)
-    b_column = tl.load(index + i_b * M + o_j, mask=m_t, other=0).to(tl.int64)
+    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS).to(tl.int64)
     o_n = tl.arange(0, BN)
     # [BT, BN * BC]
     o_i = tl.arange(0, BN * BC)
@@ -601,7 +611,7 @@ def seal_plain_kernel(
     if i_first >= i_count + i_new or i_new <= 0:
         return
     seal_plain(
-        codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M,
+        codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, 1,
         D, G, GROUP, BN, BC, BT, NATIVE,
     )  # fmt: skip
 
@@ -665,6 +675,45 @@ def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
     return form, at, bool(form.raised_count(4)) and odd
 
 
+def seal_launch(
+    fmt: PageFormat,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: int,
+    tokens: int,
+    rule: str,
+) -> Launch | None:
+    """A launch that seals without widths, weights and factors, from a source in the model's dtype, if there is one.
+
+    It takes a side's tensors, table, count, new, source and index.
+    """
+    form, _, odd = _facts(fmt.spec)
+    if odd or (rule and not _ranks_in_kernel(form, shape[3])):
+        return None
+    shape = (shape[0], shape[1], shape[3])
+    return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
+
+
+def few_tokens(
+    fmt: PageFormat, side: str, tokens: int, head_dim: int, device: torch.device
+) -> tuple[tuple[int, ...], int]:
+    """What a kernel that calls `seal_tokens` or `seal_plain` for a few tokens of a format has to know of them.
+
+    Returns:
+        Bits, group and slots of a tile, then BE, or BN, BC and NATIVE; and how many tiles there are.
+    """
+    if fmt.bits >= 8:
+        _, grid, constants, _ = _plain(fmt, side == "keys", tokens, head_dim, device, "")
+        names = ("GROUP", "BT", "BN", "BC", "NATIVE")
+    else:
+        _, grid, constants, _ = _token(fmt, side == "keys", tokens, head_dim, device, "")
+        names = ("GROUP", "BT", "BE")
+    return (fmt.bits, *(constants[name] for name in names)), grid[0]
+
+
 def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
     """Whether one program can hold a page, in the order of the rule's sums."""
     tile = form.page_size * fields_of(form.bits) * power(form.words(head_dim))
@@ -726,7 +775,7 @@ def _launch(
 
     def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
         parts = [None if i is None else tensors[i] for i in at]
-        if parts[0].dtype == torch.float8_e4m3fn:
+        if isinstance(parts[0], Tensor) and form.bits == 8:
             # Not every GPU that Triton knows has an fp8 type, but all have bytes.
             parts[0] = parts[0].view(torch.uint8)
         return *parts, *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]

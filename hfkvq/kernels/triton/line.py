@@ -1,0 +1,590 @@
+"""Launches of `hfkvq.kernels.line`, one after the other, with one look at their tensors.
+
+A plain step takes three: its beginning, which appends, counts what will be due and observes; attention; and its end,
+which merges and seals. What one of them counts only a later one changes, so that no program waits for another.
+
+A store's tensors say once where they lie, and are another `Held` when one of them is another tensor; all others are
+asked anew each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+
+from ..decode import LENGTH
+from ..line import Held, Observing, Sealing
+from ..masks import has_room
+from ..pages import RunView, Side, StoreFormat
+from ._lib import power
+from .append import NewTokens, append_constants, append_launch, append_numbers, append_row, is_misrounded
+from .configs import edition
+from .decode import Plan, decode_plan, table_places
+from .due import I_LENGTH, I_RUNS, due_launch, due_of
+from .launch import Laid, Later, Launch, is_watched
+from .merge import MaskKind, mask_kind, mask_words, merge_kernel
+from .seal import due_tile, few_tokens, seal_launch, seal_plain, seal_tokens
+from .step import observe_kernel
+
+
+@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V"])
+def begin_kernel(
+    keys, values, sink_k, sink_v, tail_k, tail_v, counters, found, q, sums, counts,
+    s_qb, s_qh, s_ql, s_qd, LOCAL_K, LOCAL_V, UNIT_K, UNIT_V,
+    s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
+    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
+    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
+    SHARE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One KV head of a row observes its queries, if that is asked for; the first appends the row's tokens.
+
+    ``found``: sealed keys, sealed values, and what will be due of either, a row each.
+    """
+    i_b = tl.program_id(1).to(tl.int64)
+    B = tl.num_programs(1)
+    if tl.program_id(0) == 0:
+        p_count = counters + i_b
+        i_length = append_row(
+            keys, values, sink_k, sink_v, tail_k, tail_v, p_count + I_LENGTH * B, i_b, s_kb, s_kh, s_kl, s_kd, s_vb,
+            s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
+            DK, DV, BLOCK_K, BLOCK_V, ROTATE_K, ROTATE_V, BK, BV, LOOPS_K, LOOPS_V,
+        )  # fmt: skip
+        if found is not None:
+            i_rest = tl.maximum(i_length + T - S, 0)
+            i_k = tl.load(p_count + I_RUNS * B)
+            i_v = tl.load(p_count + (I_RUNS + 1) * B)
+            tl.store(found + i_b, i_k)
+            tl.store(found + B + i_b, i_v)
+            tl.store(found + 2 * B + i_b, due_of(i_rest, i_k, LOCAL_K, UNIT_K))
+            tl.store(found + 3 * B + i_b, due_of(i_rest, i_v, LOCAL_V, UNIT_V))
+    if q is not None:
+        observe_kernel(q, None, sums, counts, None, s_qb, s_qh, s_ql, s_qd, H, T, DK, SHARE, BD)
+
+
+@triton.jit
+def seal_few(
+    codes, scale, zero, table, tail, found, i_t, i_bh, AT: tl.constexpr, B, H, N, M, SLOTS,
+    D: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Those of a few slots of a side's pages that are due, from a tail; FORM is what `few_tokens` says."""
+    i_b, i_h = i_bh // H, i_bh % H
+    BT: tl.constexpr = FORM[2]
+    i_first, i_count, i_new = due_tile(found + AT * B + i_b, found + (AT + 2) * B + i_b, i_t, M, BT)
+    if (i_first < i_count + i_new) & (i_new > 0):
+        s_h = SLOTS * D
+        if FORM[0] >= 8:
+            seal_plain(
+                codes, scale, table, tail, None, i_b, i_h, i_first, i_count, i_new, H * s_h, s_h, D, 1, H, N, M, SLOTS,
+                D, G, FORM[1], FORM[3], FORM[4], BT, FORM[5],
+            )  # fmt: skip
+        else:
+            seal_tokens(
+                codes, scale, zero, None, table, tail, None, None, i_b, i_h, i_bh, i_first, i_count, i_new, H * s_h,
+                s_h, D, 1, H, N, M, SLOTS, D, G, FORM[0], FORM[1], AT == 0, BT, FORM[3],
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["SPLITS", "B", "N", "MK", "MV", "WK", "WV"])
+def end_kernel(
+    part, part_top, part_sum, out, counters, found, table, tail_k, tail_v,
+    codes_k, scale_k, zero_k, codes_v, scale_v, zero_v, SPLITS, norm, B, H, N, MK, MV, WK, WV,
+    SINKS: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    ROTATE: tl.constexpr, PDL: tl.constexpr, DK: tl.constexpr, G: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """ROWS programs merge, as in `merge_kernel`; those behind them seal TILES tiles of keys, then values.
+
+    A row's counters are written by one program and read by none.
+    """
+    i_m = tl.program_id(0)
+    if i_m < ROWS:
+        merge_kernel(part, part_top, part_sum, None, out, SPLITS, norm, SINKS, ROWS, Q, DV, BS, BD, ROTATE, PDL)
+    else:
+        if PDL:
+            # Attention reads counters and tails.
+            tl.extra.cuda.gdc_wait()
+        if tl.program_id(2) == 0:
+            i_t, i_bh = i_m - ROWS, tl.program_id(1).to(tl.int64)
+            if (i_t == 0) & (i_bh % H == 0):
+                p_found = found + i_bh // H
+                p_sealed = counters + I_RUNS * B + i_bh // H
+                tl.store(p_sealed, tl.load(p_found) + tl.load(p_found + 2 * B))
+                tl.store(p_sealed + B, tl.load(p_found + B) + tl.load(p_found + 3 * B))
+            if i_t < TILES:
+                if codes_k is not None:
+                    seal_few(
+                        codes_k, scale_k, zero_k, table, tail_k, found, i_t, i_bh, 0, B, H, N, MK, WK, DK, G, KEYS
+                    )  # fmt: skip
+            elif codes_v is not None:
+                seal_few(
+                    codes_v, scale_v, zero_v, table, tail_v, found, i_t - TILES, i_bh, 1, B, H, N, MV, WV, DV, G, VALUES
+                )  # fmt: skip
+
+
+def _is_current(x: Tensor) -> bool:
+    return not x.is_cuda or x.get_device() == torch.cuda.current_device()
+
+
+class _Sums(NamedTuple):
+    """Where the sums of splits lie in one tensor: f32 in all, and which are tops, weights, and what is due."""
+
+    elements: int
+    tops: int
+    totals: int
+    found: int
+
+    def split(self, buffer: Tensor, part: tuple[int, ...]) -> list[Tensor]:
+        """Sums, tops and weights as tensors, and what is due, i32."""
+        places = ((0, part), (self.tops, part[:3]), (self.totals, part[:3]))
+        sums = [buffer[at : at + math.prod(shape)].view(shape) for at, shape in places]
+        return [*sums, buffer[self.found :].view(torch.int32)]
+
+
+def _sums(part: tuple[int, ...], rows: int) -> _Sums:
+    # Each begins at a multiple of sixteen bytes.
+    count = -(-part[0] * part[1] * part[2] // 4) * 4
+    found = count * part[3] + 2 * count
+    return _Sums(found + 4 * rows, count * part[3], count * (part[3] + 1), found)
+
+
+@lru_cache(maxsize=1024)
+def _begin_launch(
+    new: NewTokens,
+    form: StoreFormat,
+    sealing: Sealing | None,
+    query: tuple[tuple[int, ...], tuple[int, ...]] | None,
+) -> Launch:
+    """Takes keys, values, four windows, counters, what is due if it is counted, and queries, sums and counts if any.
+
+    ``query``: shape and stride of queries that are observed.
+    """
+    constants = append_constants(new.keys, new.values, form.rotate_keys, form.rotate_values)
+    batch, heads, _, head_dim = new.keys
+    counts, observes = sealing is not None, query is not None
+    shape, stride = query or ((batch, heads), (0, 0, 0, 0))
+    local, unit, _ = sealing or ((0, 0), (1, 1), (0, 0))
+    constants |= {"SHARE": shape[1] // heads, "BD": power(head_dim)}
+    numbers = (*stride, *local, *unit, *append_numbers(new, constants))
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        return *given[:7], given[7] if counts else None, *(given[-3:] if observes else (None, None, None))
+
+    return Launch(begin_kernel, (heads if observes else 1, batch), numbers, constants, new.device, nest)
+
+
+@lru_cache(maxsize=1024)
+def _end_launch(merge: Launch, new: NewTokens, form: StoreFormat, blocks: int, most: tuple[int, int]) -> Launch:
+    """Takes sums, tops, weights, the result, counters, what is due, both tails, table, and pages of keys and values.
+
+    Multiply-adds are fused as in a merge by itself; what seals asks for no sum of a product.
+    """
+    batch, heads = new.keys[:2]
+    dims = (new.keys[3], new.values[3])
+    sides: tuple[Side, Side] = ("keys", "values")
+    shapes, tiles, places, at = [], [], [], 9
+    for fmt, side, dim, tokens in zip(form.runs[0], sides, dims, most, strict=True):
+        shape, count = few_tokens(fmt, side, tokens, dim, new.device) if tokens else ((), 0)
+        shapes.append(shape)
+        tiles.append(count)
+        names = {name: at + i for i, name in enumerate(fmt.names)}
+        places += [names.get(name) if tokens else None for name in ("codes", "scale", "zero")]
+        at += len(names)
+    order = [0, 1, 2, 3, 4, 5, 8, 6, 7, *places]
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        if isinstance(given[0], Tensor):
+            # Not every GPU that Triton knows has an fp8 type.
+            given = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in given]
+        return tuple([None if i is None else given[i] for i in order])
+
+    rows, *rest = merge.grid
+    numbers = (*merge.numbers, batch, heads, blocks, *most, new.key_tail, new.value_tail)
+    constants = {
+        **merge.constants,
+        "DK": dims[0],
+        "DV": dims[1],
+        "G": form.runs[0][0].page_size,
+        "KEYS": shapes[0],
+        "VALUES": shapes[1],
+        "TILES": tiles[0],
+    }
+    return Launch(end_kernel, (rows + sum(tiles), *rest), numbers, constants, new.device, nest)
+
+
+class _Step(NamedTuple):
+    """A step's launches, and what they write beside the store.
+
+    Attributes:
+        begin: see `_begin_launch` and `append_launch`.
+        attend: see `decode_plan`.
+        end: see `_end_launch` and `merge_launch`.
+        sums: where the sums of splits and what is due lie.
+        part: shape of the sums.
+        out: shape of the result.
+        turned: whether that is (B, t, Hq, Dv): of one token it lies in memory as (B, Hq, t, Dv) does.
+        dtype: of the result.
+    """
+
+    begin: Launch
+    attend: Launch
+    end: Launch
+    sums: _Sums
+    part: tuple[int, ...]
+    out: tuple[int, ...]
+    turned: bool
+    dtype: torch.dtype
+
+
+@lru_cache(maxsize=1024)
+def _step(
+    store: str,
+    device: torch.device,
+    tail_dtype: torch.dtype,
+    windows: tuple[int, int, int],
+    blocks: tuple[int, ...],
+    query: tuple[int, ...],
+    query_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    keys: tuple[int, ...],
+    key_stride: tuple[int, ...],
+    key_dtype: torch.dtype,
+    values: tuple[int, ...],
+    value_stride: tuple[int, ...],
+    value_dtype: torch.dtype,
+    mask: MaskKind | None,
+    scaling: float,
+    softcap: float,
+    sealing: Sealing | None,
+    observes: bool,
+    edition: int,
+) -> _Step | None:
+    form = StoreFormat.parse(store)
+    new = NewTokens(keys, key_stride, values, value_stride, (key_dtype, value_dtype), tail_dtype, *windows, device)
+    held = (keys[1], values[3], new.key_tail, new.value_tail, new.held)
+    plan: Plan | None = decode_plan(
+        store, query, query_stride, dtype, held, blocks, mask, scaling, softcap, device, edition
+    )  # fmt: skip
+    if plan is None:
+        return None
+    if sealing is None and not observes:
+        begin = append_launch(new, form.rotate_keys, form.rotate_values)
+    else:
+        begin = _begin_launch(new, form, sealing, (query, query_stride) if observes else None)
+    end = plan.merge if sealing is None else _end_launch(plan.merge, new, form, blocks[0], sealing.most)
+    batch, heads, tokens, dim = plan.out
+    out = (batch, tokens, heads, dim) if tokens == 1 else plan.out
+    return _Step(begin, plan.launches[0], end, _sums(plan.part, batch), plan.part, out, tokens == 1, plan.dtype)
+
+
+_KIND = "hfkvq_kind"
+"""Attribute of a mask with `ROOM`: its `MaskKind`."""
+
+# Tensors on a GPU have asked for it already, so there is nothing to initialize.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+class _Noted:
+    """What steps remember of a `Held`: where its tensors lie, and the launches of the last step.
+
+    Attributes:
+        device: of the tensors.
+        index: its number, -1 for a CPU.
+        lie: addresses of counters, windows and runs.
+        bits: those that any of the addresses has.
+        held: the part of `_step`'s arguments that is theirs.
+        asked: what the last step was like.
+        step: its launches; None where it takes the operations themselves.
+        laid: those launches laid out; None where they have to go by `Launch.run`, or have not been launched yet.
+    """
+
+    __slots__ = ("asked", "bits", "device", "held", "index", "laid", "lie", "step")
+
+    def __init__(self, held: Held) -> None:
+        counters, windows, runs = held.counters, held.windows, held.runs
+        sink_k, _, tail_k, tail_v = windows
+        self.device, self.index = counters.device, counters.get_device()
+        self.lie = [x.data_ptr() for x in (counters, *windows, *runs)]
+        self.bits = reduce(or_, self.lie)
+        lengths = sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]
+        blocks = tuple([runs[at].shape[1] for at in table_places(held.store.spec)])
+        self.held = held.store.spec, self.device, tail_k.dtype, lengths, blocks
+        self.asked: tuple[Any, ...] | None = None
+        self.step: _Step | None = None
+        self.laid: tuple[Laid, Laid, Laid] | None = None
+
+    def ask(self, asked: tuple[Any, ...], keys: Tensor, held: Held) -> None:
+        """Looks up the launches of a step that is not like the last one."""
+        rotate = held.store.rotate_keys or held.store.rotate_values
+        own = None if self.index < 0 and is_misrounded(keys, held.windows[2], rotate) else _step(*self.held, *asked)
+        self.asked, self.step, self.laid = asked, own, None
+
+    def lay_out(self, masked: bool, seals: bool, observes: bool) -> tuple[Laid, Laid, Laid] | None:
+        """The step's launches, laid out for addresses in the order of `_addresses`."""
+        step = self.step
+        if step is None or None in (step.begin.direct, step.attend.direct, step.end.direct):
+            return None
+        later = [Later(which) for which in range(8 + masked + 2 * observes)]
+        begun, asked, ended = _addresses(later, self.lie, masked, seals, observes)
+        laid = step.begin.laid_out(begun), step.attend.laid_out(asked), step.end.laid_out(ended)
+        self.laid = None if None in laid else laid  # type: ignore[assignment]
+        return self.laid
+
+
+def _kind(mask: Tensor) -> MaskKind:
+    """`mask_kind`, once for all layers of a step's mask, whose `ROOM` nobody else's has."""
+    kind: MaskKind | None = getattr(mask, _KIND, None)
+    if kind is None:
+        kind = mask_kind(mask)
+        if has_room(mask):
+            setattr(mask, _KIND, kind)
+    return kind
+
+
+def _addresses(
+    new: Sequence[Any], lie: Sequence[Any], masked: bool, seals: bool, observes: bool
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """What begin, attention and end take, by where it lies.
+
+    Args:
+        new: queries, keys, values, the result, sums, tops and weights of splits, what is due; then the mask if there
+            is one, and sums and counts of queries that are observed.
+        lie: counters, windows and runs.
+        masked: whether there is a mask.
+        seals: whether what is due is sealed.
+        observes: whether queries are observed.
+    """
+    q, k, v, out, *parts, found = new[:8]
+    begun = [k, v, *lie[1:5], lie[0]]
+    asked = [q, *lie, *new[8 : 8 + masked], *parts]
+    ended = [*parts, out]
+    if seals:
+        begun.append(found)
+        ended += [lie[0], found, *lie[3:]]
+    if observes:
+        begun += [q, *new[-2:]]
+    return begun, asked, ended
+
+
+def append_attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    held: Held,
+    scaling: float,
+    softcap: float,
+    sealing: Sealing | None = None,
+    observing: Observing | None = None,
+    mask: Tensor | None = None,
+) -> Tensor | None:
+    """See `hfkvq.kernels.line.append_attend`; None where the operations have to go one by one, and nothing is done."""
+    noted: _Noted | None = held.noted
+    if noted is None:
+        noted = held.noted = _Noted(held)
+    index = noted.index
+    if q.get_device() != index or (index >= 0 and index != _current_device()):
+        return None
+    observes = observing is not None
+    asked = (
+        q.shape,
+        q.stride(),
+        q.dtype,
+        keys.shape,
+        keys.stride(),
+        keys.dtype,
+        values.shape,
+        values.stride(),
+        values.dtype,
+        None if mask is None else _kind(mask),
+        scaling,
+        softcap,
+        sealing,
+        observes,
+        edition(),
+    )
+    if asked != noted.asked:
+        noted.ask(asked, keys, held)
+    step = noted.step
+    if step is None:
+        return None
+    sums = step.sums
+    buffer = torch.empty(sums.elements, dtype=torch.float32, device=noted.device)
+    out = torch.empty(step.out, dtype=step.dtype, device=noted.device)
+    at = buffer.data_ptr()
+    new = [
+        q.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        out.data_ptr(),
+        at,
+        at + 4 * sums.tops,
+        at + 4 * sums.totals,
+        at + 4 * sums.found,
+    ]
+    if mask is not None:
+        new.append(mask.data_ptr())
+    if observing is not None:
+        new += [observing.sums.data_ptr(), observing.counts.data_ptr()]
+    aligned, watched = not reduce(or_, new, noted.bits) & 15, is_watched()
+    if aligned and not watched:
+        # As nearly always.
+        laid = noted.laid or noted.lay_out(mask is not None, sealing is not None, observes)
+        if laid is not None:
+            stream = driver.active.get_current_stream(index)
+            begin, attend, end = laid
+            begin(stream, new)
+            try:
+                attend(stream, new)
+                end(stream, new)
+            except BaseException:
+                _take_back(held.counters, keys)
+                raise
+            return out if step.turned else out.transpose(1, 2)
+    if not _run(step, _addresses(new, noted.lie, mask is not None, sealing is not None, observes), held, keys, watched):
+        counters, windows, runs = held.counters, held.windows, held.runs
+        tensors = sums.split(buffer, step.part)
+        begins = [keys, values, *windows, counters, *([] if sealing is None else tensors[3:]), *_seen(q, observing)]
+        asks = [q, counters, *windows, *runs, *([] if mask is None else [mask_words(mask)]), *tensors[:3]]
+        ends = [*tensors[:3], out] + ([] if sealing is None else [counters, tensors[3], *windows[2:], *runs])
+        _first((step.begin, begins), (step.attend, asks), (step.end, ends), counters, keys)
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
+    return out if step.turned else out.transpose(1, 2)
+
+
+def _run(
+    step: _Step, addresses: tuple[list[int], list[int], list[int]], held: Held, keys: Tensor, watched: bool
+) -> bool:
+    """Launches by `Launch.run`; False where some launch has not been needed yet, and nothing is done."""
+    ready = [launch.ready(own) for launch, own in zip((step.begin, step.attend, step.end), addresses, strict=True)]
+    if None in ready:
+        return False
+    stream = driver.active.get_current_stream(held.noted.index)
+    begun, asked, ended = addresses
+    step.begin.run(ready[0], begun, stream, watched)
+    try:
+        step.attend.run(ready[1], asked, stream, watched)
+        step.end.run(ready[2], ended, stream, watched)
+    except BaseException:
+        _take_back(held.counters, keys)
+        raise
+    return True
+
+
+def _seen(q: Tensor, observing: Observing | None) -> tuple[Tensor, ...]:
+    return () if observing is None else (q, *observing)
+
+
+def _first(
+    begin: tuple[Launch, list[Tensor]],
+    attend: tuple[Launch, list[Tensor]],
+    end: tuple[Launch, list[Tensor]],
+    counters: Tensor,
+    keys: Tensor,
+) -> None:
+    """Launches of which some have not been needed yet. What cannot be compiled or loaded fails before all of them."""
+    for launch, tensors in (begin, attend, end):
+        launch.prepare(tensors)
+    begin[0](*begin[1])
+    try:
+        attend[0](*attend[1])
+        end[0](*end[1])
+    except BaseException:
+        _take_back(counters, keys)
+        raise
+
+
+def _take_back(counters: Tensor, keys: Tensor) -> None:
+    """Counts new tokens as not stored: the step failed, and they will come again."""
+    counters[LENGTH] -= keys.shape[2]
+
+
+@lru_cache(maxsize=1024)
+def _seals(
+    store: str,
+    rule: str | None,
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: int,
+    local: tuple[int, int],
+    unit: tuple[int, int],
+    most: tuple[int, int],
+    positions: int | None,
+) -> tuple[Launch, tuple[Launch | None, ...]] | None:
+    """The launch that counts, and those that seal keys and values; None where a side has no kernel."""
+    form, tails = StoreFormat.parse(store), (shapes[0][2], shapes[1][2])
+    count = due_launch(shapes[0][0], form.sink, tails, local, unit, most, device, len(form.runs), positions)
+    sides: list[Launch | None] = []
+    for at, side in enumerate(("keys", "values")):
+        fmt = form.runs[-1][at]
+        made = None
+        if most[at]:
+            own = rule if fmt.raised and rule else ""
+            made = seal_launch(fmt, side, shapes[at], strides[at], dtype, device, blocks, most[at], own)
+            if made is None:
+                return None
+        sides.append(made)
+    return count, tuple(sides)
+
+
+def seal_tail(
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    run: RunView,
+    local: tuple[int, int],
+    unit: tuple[int, int],
+    most: tuple[int, int],
+    store: StoreFormat,
+    rule: str | None,
+) -> bool:
+    """See `hfkvq.kernels.line.seal_tail`; False where the operations have to go one by one, and nothing is done."""
+    device, tails = counters.device, windows[2:]
+    if not _is_current(counters):
+        return False
+    made = _seals(
+        store.spec,
+        rule,
+        (tails[0].shape, tails[1].shape),
+        (tails[0].stride(), tails[1].stride()),
+        tails[0].dtype,
+        device,
+        run.table.shape[1],
+        local,
+        unit,
+        most,
+        None if run.pos is None else run.pos.shape[1],
+    )
+    if made is None:
+        return False
+    count, sides = made
+    batch = counters.shape[1]
+    found = torch.empty(4 * batch + batch * sum(most), dtype=torch.int32, device=device)
+    at = found.data_ptr()
+    table = run.table.data_ptr()
+    counted = [counters.data_ptr(), at] if run.pos is None else [counters.data_ptr(), at, run.pos.data_ptr()]
+    ready = [count.ready(counted)]
+    given = []
+    index = at + 16 * batch
+    for i, (side, parts) in enumerate(zip(sides, (run.keys, run.values), strict=True)):
+        if side is not None:
+            own = [x.data_ptr() for x in parts]
+            own += [table, at + 4 * batch * i, at + 4 * batch * (2 + i), tails[i].data_ptr(), index]
+            given.append((side, own))
+            ready.append(side.ready(own))
+        index += 4 * batch * most[i]
+    if None in ready:
+        return False
+    stream, watched = driver.active.get_current_stream(device.index), is_watched()
+    count.run(ready[0], counted, stream, watched)
+    for (side, own), variant in zip(given, ready[1:], strict=True):
+        side.run(variant, own, stream, watched)
+    return True
