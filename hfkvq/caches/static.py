@@ -61,7 +61,6 @@ class StaticKVLayer(KVLayer):
 
     several = True
     trims = False
-    steps_plainly = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.buffer: Tensor | None = None
@@ -75,6 +74,11 @@ class StaticKVLayer(KVLayer):
         self.room = self.capacity or 0
         self.leads = True
         self.clock = Clock([self])
+
+    @property
+    def steps_plainly(self) -> bool:  # type: ignore[override]
+        """Whether an eager step goes as that of any layer: before there is a buffer."""
+        return self.buffer is None
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
