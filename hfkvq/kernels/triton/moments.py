@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..moments import LEAST
-from ._lib import cdiv, on_device, power
+from ._lib import cdiv, on_device
 
 BLOCK = 2048
 """Keys of a query that are summed at a time."""
@@ -116,10 +116,10 @@ def attention_moments_triton(logits: Tensor, sinks: Tensor | None, real: Tensor)
         weight_sums_kernel[(rows * share * queries,)](
             logits, None if sinks is None else sinks.float().contiguous(), tops, shares, columns,
             queries,
-            BLOCK=min(BLOCK, power(columns)),
+            BLOCK=BLOCK,
         )  # fmt: skip
         moments_kernel[(blocks, rows * share)](
             logits, tops, shares, real, out, entropy, columns, queries, share,
-            BN=KEYS, BQ=min(QUERIES, power(queries)),
+            BN=KEYS, BQ=QUERIES if queries > 1 else 1,
         )  # fmt: skip
     return out, entropy.sum(1)

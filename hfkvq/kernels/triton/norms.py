@@ -37,7 +37,7 @@ def spread(b_x, m_a):
     return b_high - tl.min(tl.where(m_a[:, None], b_x, float("inf")), 0)
 
 
-@triton.jit(do_not_specialize=["M", "L"])
+@triton.jit(do_not_specialize=["index", "new", "M", "L"])
 def page_norms_kernel(
     out, source, index, new, s_b, s_h, s_l, s_d, H, M, L,
     PER_CHANNEL: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,

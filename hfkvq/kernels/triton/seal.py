@@ -225,7 +225,7 @@ def place_width(
     return tl.reshape(tl.sum(m_before.to(tl.int32), 0), (F, C)), tl.sum(m_all.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_channel_kernel(
     codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
     given, s_b, s_h, s_l, s_d, H, N, M,
@@ -525,7 +525,7 @@ def seal_tokens(
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_token_kernel(
     codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
@@ -598,7 +598,7 @@ def seal_plain(
     tl.store(p_code, b_x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_plain_kernel(
     codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
@@ -722,7 +722,8 @@ def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
 
 def _slots(form: PageFormat, tokens: int, most: int) -> tuple[int, int]:
     """Slots of a tile, which lies within a page, and how many tiles new tokens can touch."""
-    block = min(form.page_size & -form.page_size, power(tokens), power(most))
+    # Every size is a variant to compile, so there are two: steps of a token, and all else.
+    block = 1 if tokens == 1 else min(form.page_size & -form.page_size, power(most))
     return block, (tokens + block - 2) // block + 1
 
 
