@@ -315,6 +315,8 @@ def _plan(
             # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
             # first: they have more to wait for.
             sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
+            # Only the first launch comes behind `advance`.
+            int(early and dependent and first == 0),
         )
         constants = {
             "FORMATS": (*(formats[i][0] for i in own), plain),
@@ -336,8 +338,6 @@ def _plan(
             "ROTATE": rotate,
             "ROTATED": form.rotate_keys > 0,
             "PDL": dependent,
-            # Only the first launch comes behind `advance`.
-            "EARLY": early and dependent and first == 0,
             "num_warps": 1,
             **({"launch_pdl": True} if dependent else {}),
             **({"maxnreg": registers} if registers else {}),

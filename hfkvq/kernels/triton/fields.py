@@ -306,6 +306,20 @@ def channels_of(f: tl.constexpr, o_e, E: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def of_heads(m_t, f: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BITS: tl.constexpr,
+             AXIS: tl.constexpr):  # fmt: skip
+    """A mask of tokens as one of field ``f``, whose channels lie along AXIS: those that the head does not have are out.
+
+    As it is where there are none: every operation less is less to compile.
+    """
+    if E == BE and channels_of(f, E - 1, E, BITS) < D:
+        return m_t
+    else:
+        o_e = tl.arange(0, BE)
+        return m_t & tl.expand_dims((o_e < E) & (channels_of(f, o_e, E, BITS) < D), AXIS)
+
+
+@triton.jit
 def query_fields(
     p_q, m_q, D: tl.constexpr, FIELDS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, ROTATE: tl.constexpr,
@@ -329,11 +343,10 @@ def query_fields(
         m_block = o_e[:, None] // WITHIN == o_e[None, :] // WITHIN
         b_turn = tl.where(m_block, 1.0 - 2.0 * (o_bits & 1).to(tl.float32), 0.0)
     b_qs = ()
+    p_x = p_q[:, None] + channels_of(0, o_e, E, BITS)[None, :]
     for f in tl.static_range(FIELDS):
-        o_c = channels_of(f, o_e, E, BITS)
-        m_c = (o_e < E) & (o_c < D)
         # [16, BE]
-        b_q = tl.load(p_q[:, None] + o_c[None, :], mask=m_q[:, None] & m_c[None, :], other=0.0)
+        b_q = tl.load(p_x + channels_of(f, 0, E, BITS), mask=of_heads(m_q[:, None], f, D, E, BE, BITS, 0), other=0.0)
         if b_q.dtype == tl.float32:
             if INTERPRETED:
                 b_q = tl.dot(b_q, b_turn, input_precision="ieee")
