@@ -62,6 +62,10 @@ def power(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()
 
 
+PARTS = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
+"""A side's tensors in the order in which `load_page` takes them."""
+
+
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None]:
     """A side's tensors in the order in which `load_page` takes them; fp8 codes as bytes."""
     assert all(part.is_contiguous() for part in parts), "pages are contiguous"
@@ -69,8 +73,15 @@ def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None
     if fmt.bits == 8:
         # Not every GPU that Triton knows has an fp8 type, but all have bytes.
         named["codes"] = named["codes"].view(torch.uint8)
-    names = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
-    return [named.get(name) for name in names]
+    return [named.get(name) for name in PARTS]
+
+
+def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype | None]:
+    """Dtypes of what `page_tensors` returns for pages of a model of ``dtype``."""
+    named = {name: kind or dtype for name, (_, kind) in fmt.shapes(side, heads, head_dim).items()}
+    if fmt.bits == 8:
+        named["codes"] = torch.uint8
+    return [named.get(name) for name in PARTS]
 
 
 def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]:

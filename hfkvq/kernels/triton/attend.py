@@ -17,8 +17,9 @@ from .fields import (
     channels_of,
     dotable,
     fields_of,
+    first_channel,
     key_unit,
-    of_heads,
+    of_head,
     put,
     query_fields,
     words_of,
@@ -499,13 +500,13 @@ def attend_loose(
             m_ring = m_t & (o_j >= n_k)
             p_x = p_ring_k + o_ring_k[:, None] * D + channels_of(0, tl.arange(0, BEK), EK, K_BITS)[None, :]
             for f in tl.static_range(K_FIELDS):
-                m_x = of_heads(m_ring[:, None], f, D, EK, BEK, K_BITS, 0)
-                b_rings_k = b_rings_k + (tl.load(p_x + channels_of(f, 0, EK, K_BITS), mask=m_x, other=0.0),)
+                m_x = of_head(m_ring[:, None], f, D, EK, BEK, K_BITS, 0)
+                b_rings_k = b_rings_k + (tl.load(p_x + first_channel(f, EK, K_BITS), mask=m_x, other=0.0),)
             m_ring = m_t & (o_j >= n_v)
             p_x = p_ring_v + o_ring_v[None, :] * DV + channels_of(0, tl.arange(0, BEV), EV, V_BITS)[:, None]
             for f in tl.static_range(V_FIELDS):
-                m_x = of_heads(m_ring[None, :], f, DV, EV, BEV, V_BITS, 1)
-                b_rings_v = b_rings_v + (tl.load(p_x + channels_of(f, 0, EV, V_BITS), mask=m_x, other=0.0),)
+                m_x = of_head(m_ring[None, :], f, DV, EV, BEV, V_BITS, 1)
+                b_rings_v = b_rings_v + (tl.load(p_x + first_channel(f, EV, V_BITS), mask=m_x, other=0.0),)
         m_page_k = m_t & (o_j < n_k)
         m_page_v = m_t & (o_j < n_v)
         i_slot = i_j % G

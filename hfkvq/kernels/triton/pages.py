@@ -21,8 +21,9 @@ from .fields import (
     channels_of,
     dotable,
     field_unit,
+    first_channel,
     key_unit,
-    of_heads,
+    of_head,
     paired,
     parted,
     put,
@@ -489,8 +490,8 @@ def store_part(
     """A split's part of the result: sums by channel, the maximum (in units of ln 2) and the sum of probabilities."""
     p_out = out + (i_row + o_m)[None, :] * DV + channels_of(0, tl.arange(0, BE), E, BITS)[:, None]
     for f in tl.static_range(len(b_outs)):
-        m_out = of_heads(m_m[None, :], f, DV, E, BE, BITS, 1)
-        tl.store(p_out + channels_of(f, 0, E, BITS), b_outs[f], mask=m_out)
+        m_out = of_head(m_m[None, :], f, DV, E, BE, BITS, 1)
+        tl.store(p_out + first_channel(f, E, BITS), b_outs[f], mask=m_out)
     tl.store(out_top + i_row + o_m, b_top, mask=m_m)
     tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
 

@@ -6,7 +6,7 @@ all of a group in few threads, so that ranges take few shuffles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..pages import PageFormat
 from ..seal import RULES, channel_widths, parse_rule
 from ..seal import SCORE_MAX as MOST
 from ._lib import F16_MAX, cdiv, fields_of, power
+from .ahead import Wanted
 from .fields import INTERPRETED
 from .launch import Launch
 
@@ -663,6 +664,34 @@ def seal_triton(
     )
     launch(*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given)
     return None
+
+
+def seal_wanted(
+    fmt: PageFormat,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    rule: str | None,
+    weighed: bool,
+) -> Iterator[Wanted]:
+    """The variant for a source (B, H, D) of the model's dtype: raised by a rule, with weights or not, or by widths."""
+    form, _, odd = _facts(fmt.spec)
+    if odd:
+        return
+    if rule and not _ranks_in_kernel(form, shape[2]):
+        rule = None
+    weighed = weighed and bool(rule)
+    given = (bool(form.raised) and not rule, weighed, torch.float16 if form.normed else None)
+    made = _launch(fmt.spec, side, shape, stride, dtype, dtype, device, 1, tokens, rule or "", given)
+    kinds = [kind or dtype for _, kind in form.shapes("keys" if side == "keys" else "values", *shape[1:]).values()]
+    if form.bits == 8:
+        kinds[form.names.index("codes")] = torch.uint8
+    kinds += [torch.int32] * 3 + [dtype, torch.int32]
+    kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=True) if has]
+    yield made.wanted(kinds)
 
 
 @lru_cache(maxsize=512)

@@ -84,7 +84,7 @@ def advance_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _advance_launch(
+def advance_launch(
     tokens: NewTokens,
     runs: int,
     capacity: int,
@@ -156,7 +156,7 @@ def advance_triton(
             keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values
         )
     assert all([x.is_contiguous() for x in (counters, *windows, *scratch)]), "written in place"
-    launch = _advance_launch(
+    launch = advance_launch(
         new_tokens(keys, values, windows),
         (counters.shape[0] - RUNS) // 2,
         capacity,
@@ -204,7 +204,7 @@ def observe_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _observe_launch(
+def observe_launch(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     dtype: torch.dtype,
@@ -231,7 +231,7 @@ def _observe_launch(
 
 def observe_triton(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    launch = _observe_launch(
+    launch = observe_launch(
         q.shape, q.stride(), q.dtype, q.device, sums.shape[1], sealed is not None, weight is not None
     )
     launch(q, sums, counts, *[x for x in (sealed, weight) if x is not None])
