@@ -10,7 +10,7 @@ from ..pages import PageFormat
 from ..step import SIDES, StepPlan
 from . import ahead
 from .ahead import Wanted
-from .append import NewTokens
+from .append import NewTokens, append_launch
 from .decode import decode_wanted
 from .due import due_launch
 from .hadamard import hadamard_wanted
@@ -40,10 +40,10 @@ def wanted(plan: StepPlan, query_heads: int, device: torch.device, rule: str | N
         # Kernels leave f64 to the reference.
         return []
     own = query_heads // plan.fold
+    # In the order of what they take: decode attention is most of it.
     found = list(decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device))
     found += _seals(plan, dtype, device, rule)
     found += _rest(plan, own, dtype, device)
-    # The same variant may be asked for by a prompt and by steps.
     return found
 
 
@@ -84,18 +84,18 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
         form.rotate_values,
     ).wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
     if plan.query == "sum":
-        shape = (plan.rows, query_heads, 1, plan.key_dim)
-        yield observe_launch(
-            shape, _step_stride(query_heads, plan.key_dim), dtype, device, plan.heads, True, True
-        ).wanted([dtype, torch.float64, I32, I32, torch.float32])
+        shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
+        observe = observe_launch(shape, stride, dtype, device, plan.heads, True, True)
+        yield observe.wanted([dtype, torch.float64, I32, I32, torch.float32])
     if plan.query == "keep":
         for queries in (1, WINDOW):
             for fmt, _ in form.runs:
                 yield from qk_wanted(fmt, plan.heads, plan.key_dim, dtype, query_heads * queries)
             yield from moments_wanted(queries)
-    yield due_launch(plan.rows, form.sink, plan.tails, plan.local, plan.unit, (0, 0), device, runs, positions).wanted(
-        [I32] * (2 if form.ordered else 3)
-    )
+        # Their steps are the host's, unless they are recorded.
+        append = append_launch(_new_tokens(plan, dtype, device), form.rotate_keys, form.rotate_values)
+        yield append.wanted([dtype] * 6 + [I32])
+    yield due_launch(plan.rows, form.sink, plan.tails, plan.local, plan.unit, (0, 0), device, runs).wanted([I32] * 2)
     for block in {form.rotate_keys, form.rotate_values} - {0}:
         yield hadamard_wanted(dtype, block)
 
