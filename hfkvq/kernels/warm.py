@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import logging
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from .step import StepPlan
-
-logger = logging.getLogger(__name__)
 
 
 def normal(plan: StepPlan) -> StepPlan:
@@ -35,6 +33,32 @@ def start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | No
     """
     if device.type == "cuda":
         _start(normal(plan), query_heads, device, rule)
+
+
+GPUS = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities, times ten, that need not be there to be compiled for."""
+
+
+def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], gpu: int | None = None) -> list[tuple[str, float]]:
+    """Compiles what layers of these plans will launch into Triton's cache, and waits for it.
+
+    Args:
+        plans: plan, query heads and rule of each layer, see `start`.
+        gpu: one of `GPUS`, which makes this process unable to launch anything; None for the current one.
+
+    Returns:
+        Name and seconds of each kernel, next to nothing for those that were there.
+
+    Raises:
+        ValueError: kernels are interpreted in this process.
+        RuntimeError: a kernel does not compile.
+    """
+    own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
+    done = own.compile_now([(normal(plan), heads, rule) for plan, heads, rule in plans], gpu)
+    for name, _, error in done:
+        if error is not None:
+            raise RuntimeError(f"{name} does not compile: {error}") from error
+    return [(name, seconds) for name, seconds, _ in done]
 
 
 @lru_cache(maxsize=1024)

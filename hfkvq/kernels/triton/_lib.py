@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,16 +24,49 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
+class Gpu(NamedTuple):
+    """What launchers ask about a GPU, by PyTorch's names."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_multiprocessor: int
+
+
+# A GPU that is not there, for a process that compiles and launches nothing.
+_ABSENT: list[Gpu] = []
+
+
+def stand_in(gpu: Gpu) -> None:
+    """From now on every GPU is this one, until the process ends: it can compile for it, and launch nothing."""
+    _ABSENT[:] = [gpu]
+
+
+def properties(device: torch.device) -> Any:
+    """What is known of a GPU: see `Gpu`."""
+    return _ABSENT[0] if _ABSENT else torch.cuda.get_device_properties(device)
+
+
+@lru_cache(maxsize=32)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) where there is none."""
+    if device.type != "cuda":
+        return 0, 0
+    found = properties(device)
+    return found.major, found.minor
+
+
 @lru_cache(maxsize=32)
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; the interpreter runs one program at a time and wants few of them."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache(maxsize=32)
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a multiprocessor."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
+    return properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
 
 
 def dot_dtype(x: Tensor) -> tl.dtype:

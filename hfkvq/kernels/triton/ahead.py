@@ -18,10 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from triton import AsyncCompileMode
+from triton.compiler import ASTSource
+from triton.runtime import driver
 
 logger = logging.getLogger(__name__)
 
 MOST_THREADS = 8
+
+_PARSING = threading.Lock()
 
 # Begun, but not told to Triton yet.
 _BEGUN: list[threading.Event] = []
@@ -53,6 +57,17 @@ class Compiled(NamedTuple):
     name: str
     seconds: float
     error: BaseException | None
+
+
+class _InTurn(ASTSource):
+    """What is compiled, but of all threads one at a time makes IR of Python.
+
+    Python's own parser (up to 3.12) fails now and then where several threads are in it, which would wait anyway.
+    """
+
+    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
+        with _PARSING:
+            return super().make_ir(*args, **kwargs)
 
 
 class _Timed(ThreadPoolExecutor):
@@ -98,7 +113,11 @@ def compile_all(wanted: Sequence[Wanted], told: Callable[[], None] = lambda: Non
         with AsyncCompileMode(executor, ignore_errors=True):
             for each in wanted:
                 executor.naming = each.kernel.__name__
-                each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
+                with _PARSING:
+                    # Chooses the class that stands for the source, which is ours from then on.
+                    each.kernel.device_caches[driver.active.get_current_device()]
+                    each.kernel.ASTSource = _InTurn
+                    each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
             told()
         return executor.done
 

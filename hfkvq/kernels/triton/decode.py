@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..hadamard import hadamard
 from ..pages import PageFormat, Side, StoreFormat
-from ._lib import cdiv, multiprocessors, power, shared_memory
+from ._lib import capability, cdiv, multiprocessors, power, shared_memory
 from .ahead import Wanted
 from .attend import decode_kernel
 from .configs import edition, key_of, lookup
@@ -289,7 +289,7 @@ def _plan(
     pairs = [range(at, min(at + 2, len(blocks))) for at in range(0, len(blocks), 2)]
     splits = sum(paged) + loose + sum(rests)
 
-    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    dependent = capability(device)[0] >= 9
     unquantized = PageFormat(16, "token", 1, page)
     plain, _ = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
     launches, first = [], 0

@@ -19,7 +19,7 @@ from ..dispatch import reference
 from ..pages import PageFormat
 from ..seal import RULES, channel_widths, parse_rule
 from ..seal import SCORE_MAX as MOST
-from ._lib import F16_MAX, cdiv, fields_of, power
+from ._lib import F16_MAX, capability, cdiv, fields_of, power
 from .ahead import Wanted
 from .fields import INTERPRETED
 from .launch import Launch
@@ -822,7 +822,7 @@ def _plain(form: PageFormat, is_keys: bool, tokens: int, head_dim: int, device: 
     group = form.group_size if form.bits == 8 else head_dim
     groups, width = power(head_dim // group), power(group)
     block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // (groups * width)))
-    native = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    native = torch.version.hip is None and capability(device) >= (8, 9)
     constants = {
         "GROUP": group,
         "BN": groups,

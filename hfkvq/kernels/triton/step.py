@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..decode import RUNS, START
 from ..dispatch import reference
-from ._lib import power
+from ._lib import capability, power
 from .append import NewTokens, append_constants, append_side, is_misrounded, new_rows, new_tokens
 from .due import I_LENGTH, I_RUNS, due_of, store_index
 from .launch import Launch
@@ -100,7 +100,7 @@ def advance_launch(
     constants = append_constants(tokens.keys, tokens.values, rotate_keys, rotate_values)
     batch, heads, count, _ = tokens.keys
     device = tokens.device
-    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    dependent = capability(device)[0] >= 9
     numbers = (
         *tokens.key_stride,
         *tokens.value_stride,

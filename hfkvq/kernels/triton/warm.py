@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from ..pages import PageFormat
 from ..step import SIDES, StepPlan
 from . import ahead
+from ._lib import Gpu, stand_in
 from .ahead import Wanted
 from .append import NewTokens, append_launch
 from .decode import decode_wanted
 from .due import due_launch
+from .fields import INTERPRETED
 from .hadamard import hadamard_wanted
 from .moments import moments_wanted
 from .norms import norms_wanted
@@ -30,7 +34,58 @@ WINDOW = 32
 
 def begin(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> None:
     """See `hfkvq.kernels.warm.start`."""
-    ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule), device)
+    if not INTERPRETED.value:
+        ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule), device)
+
+
+GPUS = {
+    80: Gpu("sm_80", 8, 0, 108, 164 << 10),
+    86: Gpu("sm_86", 8, 6, 84, 100 << 10),
+    89: Gpu("sm_89", 8, 9, 128, 100 << 10),
+    90: Gpu("sm_90", 9, 0, 132, 228 << 10),
+    100: Gpu("sm_100", 10, 0, 148, 228 << 10),
+    120: Gpu("sm_120", 12, 0, 188, 100 << 10),
+}
+"""By compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
+
+ORDER = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
+"""Kernels that take longest to compile, the longest first."""
+
+
+class Absent:
+    """Triton's driver of a GPU that is not there: it knows its target."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.target = GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)
+
+    def get_current_device(self) -> int:
+        """Of one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """None that is used."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return self.target
+
+
+def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], number: int | None) -> list[ahead.Compiled]:
+    """See `hfkvq.kernels.warm.compile_now`."""
+    if INTERPRETED.value:
+        raise ValueError("TRITON_INTERPRET: got 1, so kernels are interpreted and nothing is compiled; unset it.")
+    if number is not None:
+        stand_in(GPUS[number])
+        driver.set_active(Absent(GPUS[number]))
+    device = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
+    found = [each for plan, heads, rule in plans for each in wanted(plan, heads, device, rule)]
+    return ahead.compile_all(sorted(found, key=_rank))
+
+
+def _rank(each: Wanted) -> int:
+    name = each.kernel.__name__
+    return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
 def wanted(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> list[Wanted]:
@@ -40,11 +95,10 @@ def wanted(plan: StepPlan, query_heads: int, device: torch.device, rule: str | N
         # Kernels leave f64 to the reference.
         return []
     own = query_heads // plan.fold
-    # In the order of what they take: decode attention is most of it.
     found = list(decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device))
     found += _seals(plan, dtype, device, rule)
     found += _rest(plan, own, dtype, device)
-    return found
+    return sorted(found, key=_rank)
 
 
 def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str | None) -> Iterator[Wanted]:
