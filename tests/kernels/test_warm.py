@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,17 @@ def test_nothing_begins_without_a_gpu():
     before = warm._start.cache_info().currsize
     warm.start(plan, 32, torch.device("cpu"), None)
     assert warm._start.cache_info().currsize == before
+
+
+def test_launches_do_not_wait_for_what_goes_wrong():
+    ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
+    seen = threading.Event()
+
+    def wanted():
+        seen.set()
+        raise OSError("no room left")
+
+    ahead.compile_beside(wanted, torch.device("cpu"))
+    ahead.wait_until_told()
+    assert seen.is_set()
+    assert ahead._BEGUN == []
