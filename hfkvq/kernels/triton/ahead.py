@@ -109,17 +109,24 @@ def compile_all(wanted: Sequence[Wanted], told: Callable[[], None] = lambda: Non
     Returns:
         What has been compiled, or was in Triton's cache, in the order in which it was done.
     """
+    failed = None
     with _Timed(threads_here()) as executor:
-        with AsyncCompileMode(executor, ignore_errors=True):
-            for each in wanted:
-                executor.naming = each.kernel.__name__
-                with _PARSING:
-                    # Chooses the class that stands for the source, which is ours from then on.
-                    each.kernel.device_caches[driver.active.get_current_device()]
-                    each.kernel.ASTSource = _InTurn
-                    each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
-            told()
-        return executor.done
+        try:
+            with AsyncCompileMode(executor):
+                for each in wanted:
+                    executor.naming = each.kernel.__name__
+                    with _PARSING:
+                        # Chooses the class that stands for the source, which is ours from then on.
+                        each.kernel.device_caches[driver.active.get_current_device()]
+                        each.kernel.ASTSource = _InTurn
+                        each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
+                told()
+        except Exception as error:
+            # The first of those that are noted below, unless it is of another kind.
+            failed = error
+    if failed is not None and all(failed is not each.error for each in executor.done):
+        raise failed
+    return executor.done
 
 
 def compile_beside(wanted: Callable[[], Sequence[Wanted]], device: torch.device) -> None:
