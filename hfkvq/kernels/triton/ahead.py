@@ -113,9 +113,10 @@ def compile_all(wanted: Sequence[Wanted], told: Callable[[], None] = lambda: Non
     with _Timed(threads_here()) as executor:
         try:
             with AsyncCompileMode(executor):
-                for each in wanted:
-                    executor.naming = each.kernel.__name__
-                    with _PARSING:
+                # None begins before all are known: launches wait for that, and it parses, too.
+                with _PARSING:
+                    for each in wanted:
+                        executor.naming = each.kernel.__name__
                         # Chooses the class that stands for the source, which is ours from then on.
                         each.kernel.device_caches[driver.active.get_current_device()]
                         each.kernel.ASTSource = _InTurn
