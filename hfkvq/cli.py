@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, bench, tune, fit, calibrate, allocate, kld and reports."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, warm, bench, tune, fit, calibrate, allocate, kld, reports."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hfkvq.terminal import DType, check_files, fail, make_console, pick_device, 
 from hfkvq.tuning.cli import app as tuning_app
 from hfkvq.tuning.fit.cli import app as fit_app
 from hfkvq.tuning.search_cli import app as search_app
+from hfkvq.warm_cli import app as warm_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ app.add_typer(divergence_app)
 app.add_typer(report_app)
 app.add_typer(lm_eval_app)
 app.add_typer(search_app)
+app.add_typer(warm_app)
 
 
 def _version(value: bool) -> None:

@@ -74,6 +74,13 @@ def _share(config: PreTrainedConfig) -> int:
     return max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
 
 
+def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
+    """Query heads, KV heads and head dim of full attention; None if the config does not say it plainly."""
+    text = _text_config(config)
+    dim, heads = _head_dim(text), getattr(text, "num_attention_heads", None)
+    return None if dim is None or not heads else (heads, heads // _share(text), dim)
+
+
 # Between update and attention these compute with keys or values, which no graph of ours can follow.
 _TOUCHES_KEYS = {"bloom", "diffllama", "doge", "falcon", "gptj", "jetmoe"}
 

@@ -1,4 +1,4 @@
-"""The cache of any preset, for those who are told which one by somebody else."""
+"""The cache of any preset, for those who are told which one by somebody else, and what its kernels are."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig
 from transformers.cache_utils import Cache, DynamicCache
 
-from .cache import MixedKVCache
+from hfkvq.kernels.step import StepPlan
+
+from .cache import MixedKVCache, attention_shape
+from .layer import PaddingReader
 from .preset import Preset, get_preset
 from .scheme import Scheme
+from .static import static_class
 from .tags import Tagger
 from .triaxial import TriAxialCache
 
@@ -39,3 +45,34 @@ def make_cache(
         knobs = {name: value for name, value in preset.scheme.to_dict().items() if name != "scheme"}
         return TriAxialCache(model, tokenizer, tagger=tagger, layers=dict(preset.layers), **knobs)
     return MixedKVCache(model, preset)
+
+
+def model_shape(name: str) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim of a model: a folder, or a name on the Hub, whose config is all that is read.
+
+    Raises:
+        ValueError: its config does not say, or there is none.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {name!r} cannot be loaded: {error}") from error
+    found = attention_shape(config)
+    if found is None:
+        raise ValueError(f"model: the config of {name!r} names no head dim; give --heads, --kv-heads and --head-dim.")
+    return found
+
+
+def layer_plan(scheme: Scheme, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> StepPlan:
+    """What a layer of a fixed capacity would hold: all that its kernels depend on, whatever its rows and capacity.
+
+    Raises:
+        ValueError: the scheme cannot hold heads of this dimension.
+    """
+    scheme.layout(head_dim, head_dim).check(head_dim, head_dim)
+    layer = static_class(scheme)(scheme, PaddingReader(), 1)
+    layer.share = heads // kv_heads
+    token = torch.empty(1, kv_heads, 1, head_dim, dtype=dtype)
+    layer.lazy_initialization(token, token)
+    assert layer.plan is not None, "it is empty"
+    return layer.plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,16 +24,49 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
+class Gpu(NamedTuple):
+    """What launchers ask about a GPU, by PyTorch's names."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    shared_memory_per_multiprocessor: int
+
+
+# A GPU that is not there, for a process that compiles and launches nothing.
+_ABSENT: list[Gpu] = []
+
+
+def stand_in(gpu: Gpu) -> None:
+    """From now on every GPU is this one, until the process ends: it can compile for it, and launch nothing."""
+    _ABSENT[:] = [gpu]
+
+
+def properties(device: torch.device) -> Any:
+    """What is known of a GPU: see `Gpu`."""
+    return _ABSENT[0] if _ABSENT else torch.cuda.get_device_properties(device)
+
+
+@lru_cache(maxsize=32)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU; (0, 0) where there is none."""
+    if device.type != "cuda":
+        return 0, 0
+    found = properties(device)
+    return found.major, found.minor
+
+
 @lru_cache(maxsize=32)
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; the interpreter runs one program at a time and wants few of them."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @lru_cache(maxsize=32)
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory of a multiprocessor."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
+    return properties(device).shared_memory_per_multiprocessor if device.type == "cuda" else 65536
 
 
 def dot_dtype(x: Tensor) -> tl.dtype:
@@ -62,6 +95,10 @@ def power(x: int) -> int:
     return 1 << max(0, x - 1).bit_length()
 
 
+PARTS = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
+"""A side's tensors in the order in which `load_page` takes them."""
+
+
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None]:
     """A side's tensors in the order in which `load_page` takes them; fp8 codes as bytes."""
     assert all(part.is_contiguous() for part in parts), "pages are contiguous"
@@ -69,8 +106,15 @@ def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None
     if fmt.bits == 8:
         # Not every GPU that Triton knows has an fp8 type, but all have bytes.
         named["codes"] = named["codes"].view(torch.uint8)
-    names = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_index")
-    return [named.get(name) for name in names]
+    return [named.get(name) for name in PARTS]
+
+
+def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype | None]:
+    """Dtypes of what `page_tensors` returns for pages of a model of ``dtype``."""
+    named = {name: kind or dtype for name, (_, kind) in fmt.shapes(side, heads, head_dim).items()}
+    if fmt.bits == 8:
+        named["codes"] = torch.uint8
+    return [named.get(name) for name in PARTS]
 
 
 def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from .fields import (
     channels_of,
     dotable,
     fields_of,
+    first_channel,
     key_unit,
+    of_head,
     put,
     query_fields,
     words_of,
@@ -198,9 +200,11 @@ def attend_pages(
                         b_s = add_whole_logits(
                             b_s, b_wholes, k_full, i_head, i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM
                         )
-                    for r in tl.static_range(RANKS):
-                        b_q = b_raised[r] * b_risen[r * (G // SUB) + h * TILES + n][:, None]
-                        b_s = add_raised_logits(b_s, b_highs[r], b_q, (h * TILES + n) * COUNT, COUNT, SUB, BM)
+                    if N4 > 0:
+                        b_owns = ()
+                        for r in tl.static_range(RANKS):
+                            b_owns = b_owns + (b_raised[r] * b_risen[r * (G // SUB) + h * TILES + n][:, None],)
+                        b_s = add_raised_logits(b_s, b_highs, b_owns, (h * TILES + n) * COUNT, COUNT, SUB, BM)
                     b_s = add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, LATE, K_FIELDS)
                     if K_NORM > 0:
                         b_s = norm_logits(b_s, run[K_NORM], i_head, o_slot, m_sub, G, False)
@@ -346,18 +350,18 @@ def attend_split(
     FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
     H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
     BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Split ``i_split`` of SPLITS of a row's pages: whole pages or, if FINE, steps."""
     BT: tl.constexpr = FORMATS[I][7]
     K_BITS: tl.constexpr = FORMATS[I][0]
     # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
-    if not EARLY:
+    if not PDL:
         i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
     b_qs = query_fields(
         p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORMATS[I][11], K_BITS, BM, ROTATE
     )  # fmt: skip
-    if EARLY:
+    if PDL:
         if K_BITS < 8 and FORMATS[I][5] < 8:
             ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS, I, AT, H, D, DV, G)
         tl.extra.cuda.gdc_wait()
@@ -378,13 +382,39 @@ def attend_split(
 
 
 @triton.jit
+def query_rows(
+    q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, SHARE: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """Of BM queries of a KV head: which they are, which there are, and where they are and their masks.
+
+    Then, for as many as a product's left operand has rows, where they are and which there are.
+    """
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < SHARE * Q
+    p_head = q + i_b * s_qb + (i_h * SHARE + o_m // Q) * s_qh + o_m % Q * s_qt
+    o_w = tl.arange(0, 16)
+    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * Q)
+    o_w += i_m * BM
+    p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // Q) * s_qh + o_w % Q * s_qt
+    p_mask = q
+    o_mask = o_m
+    if MASK > 0:
+        p_mask = mask + i_b * s_mb
+        o_mask = (i_h * SHARE + o_m // Q) * s_mh + o_m % Q * s_mq
+    return o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w
+
+
+# A function of its own: some of Triton's passes take the square of what is reached from a load, and more. It ends the
+# program, so that nothing is kept beside it.
+@triton.jit(noinline=True)
 def attend_loose(
-    run, windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m, i_block, B,
-    n_table, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr,
-    AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr,
-    ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    run, windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, i_bh, i_m, i_row,
+    i_block, B, n_table, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr,
+    AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr,
+    ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of BR loose tokens.
 
@@ -414,12 +444,15 @@ def attend_loose(
     V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
     SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
     log2_scaling = scaling * LOG2E
+    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w = query_rows(
+        q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, SHARE, Q, BM, MASK
+    )
     o_r = tl.arange(0, BR)
-    o_k = tl.arange(0, BEK)
-    o_v = tl.arange(0, BEV)
 
     b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
-    if EARLY:
+    if PDL:
+        # Again where it has been done: then it takes no time.
         tl.extra.cuda.gdc_wait()
     i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, 0 if KIND == 1 else AT + I)
     if KIND == 1:
@@ -465,17 +498,15 @@ def attend_loose(
         b_rings_v = ()
         if KIND < 2:
             m_ring = m_t & (o_j >= n_k)
+            p_x = p_ring_k + o_ring_k[:, None] * D + channels_of(0, tl.arange(0, BEK), EK, K_BITS)[None, :]
             for f in tl.static_range(K_FIELDS):
-                o_c = channels_of(f, o_k, EK, K_BITS)
-                m_c = (o_k < EK) & (o_c < D)
-                p_x = p_ring_k + o_ring_k[:, None] * D + o_c[None, :]
-                b_rings_k = b_rings_k + (tl.load(p_x, mask=m_ring[:, None] & m_c[None, :], other=0.0),)
+                m_x = of_head(m_ring[:, None], f, D, EK, BEK, K_BITS, 0)
+                b_rings_k = b_rings_k + (tl.load(p_x + first_channel(f, EK, K_BITS), mask=m_x, other=0.0),)
             m_ring = m_t & (o_j >= n_v)
+            p_x = p_ring_v + o_ring_v[None, :] * DV + channels_of(0, tl.arange(0, BEV), EV, V_BITS)[:, None]
             for f in tl.static_range(V_FIELDS):
-                o_c = channels_of(f, o_v, EV, V_BITS)
-                m_c = (o_v < EV) & (o_c < DV)
-                p_x = p_ring_v + o_ring_v[None, :] * DV + o_c[:, None]
-                b_rings_v = b_rings_v + (tl.load(p_x, mask=m_ring[None, :] & m_c[:, None], other=0.0),)
+                m_x = of_head(m_ring[None, :], f, DV, EV, BEV, V_BITS, 1)
+                b_rings_v = b_rings_v + (tl.load(p_x + first_channel(f, EV, V_BITS), mask=m_x, other=0.0),)
         m_page_k = m_t & (o_j < n_k)
         m_page_v = m_t & (o_j < n_v)
         i_slot = i_j % G
@@ -510,11 +541,13 @@ def attend_loose(
                         b_own = add_whole_logits(b_own, b_wholes, run[7], i_head, i_slot, G, N16, BR, B16, BM)
                     if N4 > 0:
                         p_group = run[3] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
+                        b_risen = ()
+                        b_highs = ()
                         for r in tl.static_range((N4 + B4 - 1) // B4):
                             b_raised, b_channel = raised_queries(p_head, m_m, run[6] + i_head * N4, r * B4, N4, B4)
-                            b_q = b_raised * raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None]
-                            b_highs = raised_fields(run[5], i_head, i_slot, r * B4, G, N4, B4, BR)
-                            b_own = add_raised_logits(b_own, b_highs, b_q, 0, 8 * BR // G, BR, BM)
+                            b_risen = b_risen + (b_raised * raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None],)
+                            b_highs = b_highs + (raised_fields(run[5], i_head, i_slot, r * B4, G, N4, B4, BR),)
+                        b_own = add_raised_logits(b_own, b_highs, b_risen, 0, 8 * BR // G, BR, BM)
                     if K_NORM > 0:
                         b_own = norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
                         if N16 > 0:
@@ -564,16 +597,16 @@ def attend_loose(
 @triton.jit(
     do_not_specialize=[
         "B", "L", "WK", "WV", "SPLITS", "FIRST", "PAGES0", "PAGES1", "LOOSE", "REST0", "REST1", "TABLE0", "TABLE1",
-        "FINE", "TURN",
+        "FINE", "TURN", "EARLY", "s_mb", "s_mh", "s_mq",
     ]
 )  # fmt: skip
 def decode_kernel(
     q, counters, windows, runs, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN,
+    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN, EARLY,
     FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row and KV head against BM of the queries that share the head.
 
@@ -585,7 +618,7 @@ def decode_kernel(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if not EARLY:
+        if EARLY == 0:
             tl.extra.cuda.gdc_wait()
     i_bh, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
@@ -596,53 +629,43 @@ def decode_kernel(
     RESTS0: tl.constexpr = not ORDERED and FORMATS[0][18]
     RESTS1: tl.constexpr = COUNT > 1 and FORMATS[COUNT - 1][18]
     CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
-    o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < SHARE * Q
     i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * Q)
-    p_head = q + i_b * s_qb + (i_h * SHARE + o_m // Q) * s_qh + o_m % Q * s_qt
-    o_w = tl.arange(0, 16)
-    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * Q)
-    o_w += i_m * BM
-    p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // Q) * s_qh + o_w % Q * s_qt
-    p_mask = q
-    o_mask = o_m
-    if MASK > 0:
-        p_mask = mask + i_b * s_mb
-        o_mask = (i_h * SHARE + o_m // Q) * s_mh + o_m % Q * s_mq
+    o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w = query_rows(
+        q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, SHARE, Q, BM, MASK
+    )
 
     if i_s < PAGES0:
         attend_split(
             runs[0], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B,
             TABLE0, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, AT, H, Q, D, DV, S, G, BM, ORDERED,
-            MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
+            MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
                 runs[1], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0,
                 PAGES1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, AT, H, Q, D, DV, S, G,
-                BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, EARLY,
+                BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(
-            runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m, m_m,
-            i_s - PAGES0 - PAGES1, B, TABLE0, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap, FORMATS,
-            0 if ORDERED else COUNT, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, 0 if ORDERED else 1, MASK, ROWS, SOFTCAP,
-            DTYPE, ROTATE, ROTATED, EARLY,
+            runs[0], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, i_bh,
+            i_m, i_row, i_s - PAGES0 - PAGES1, B, TABLE0, L, WK, WV, scaling, softcap, FORMATS,
+            0 if ORDERED else COUNT, AT, TOTAL, H, SHARE, Q, D, DV, S, G, BM, BR, 0 if ORDERED else 1, MASK, ROWS,
+            SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
         if RESTS0:
             attend_loose(
-                runs[0], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
-                m_m, i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, p_mask, o_mask, s_ml, L, WK, WV, scaling, softcap,
-                FORMATS, 0, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
-                EARLY,
+                runs[0], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml,
+                i_bh, i_m, i_row, i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, L, WK, WV, scaling, softcap, FORMATS, 0,
+                AT, TOTAL, H, SHARE, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
             )  # fmt: skip
     else:
         if RESTS1:
             attend_loose(
-                runs[1], windows, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, i_bh, o_m,
-                m_m, i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, p_mask, o_mask, s_ml, L, WK, WV, scaling,
-                softcap, FORMATS, 1, AT, TOTAL, H, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
-                ROTATED, EARLY,
+                runs[1], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml,
+                i_bh, i_m, i_row, i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, L, WK, WV, scaling, softcap,
+                FORMATS, 1, AT, TOTAL, H, SHARE, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
+                ROTATED, PDL,
             )  # fmt: skip

@@ -20,6 +20,7 @@ from types import MappingProxyType
 import torch
 
 from ..pages import PageFormat
+from ._lib import properties
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +107,8 @@ def _merged(device: torch.device, kernel: str, key: str) -> Knobs:
 
 def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
     """Name and compute capability."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.name, (properties.major, properties.minor)
+    found = properties(device)
+    return found.name, (found.major, found.minor)
 
 
 def gpu_key(name: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..hadamard import hadamard
 from ..pages import PageFormat, Side, StoreFormat
-from ._lib import cdiv, multiprocessors, power, shared_memory
+from ._lib import capability, cdiv, multiprocessors, power, shared_memory
+from .ahead import Wanted
 from .attend import decode_kernel
 from .configs import edition, key_of, lookup
 from .general import general_decode
 from .launch import Launch, Nest
-from .merge import MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
+from .merge import SPLITS, MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -288,7 +289,7 @@ def _plan(
     pairs = [range(at, min(at + 2, len(blocks))) for at in range(0, len(blocks), 2)]
     splits = sum(paged) + loose + sum(rests)
 
-    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    dependent = capability(device)[0] >= 9
     unquantized = PageFormat(16, "token", 1, page)
     plain, _ = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
     launches, first = [], 0
@@ -315,6 +316,8 @@ def _plan(
             # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
             # first: they have more to wait for.
             sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
+            # Only the first launch comes behind `advance`.
+            int(early and dependent and first == 0),
         )
         constants = {
             "FORMATS": (*(formats[i][0] for i in own), plain),
@@ -336,8 +339,6 @@ def _plan(
             "ROTATE": rotate,
             "ROTATED": form.rotate_keys > 0,
             "PDL": dependent,
-            # Only the first launch comes behind `advance`.
-            "EARLY": early and dependent and first == 0,
             "num_warps": 1,
             **({"launch_pdl": True} if dependent else {}),
             **({"maxnreg": registers} if registers else {}),
@@ -438,6 +439,55 @@ def decode_plan(
         edition,
     )
     return plan if len(plan.launches) == 1 else None
+
+
+def decode_wanted(
+    form: StoreFormat,
+    heads: int,
+    query_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Wanted]:
+    """The variants for steps of one token without mask and sinks, in any number of rows of any length."""
+    store = form.spec
+    if not is_served(store, head_dim, value_dim, dtype):
+        return
+    rotate = _rotates(store, head_dim)
+    own = dtype if rotate == form.rotate_keys else torch.float32
+    plan = _plan(
+        store,
+        (1, query_heads, 1, head_dim),
+        (query_heads * head_dim, head_dim, query_heads * head_dim, 1),
+        own,
+        dtype,
+        device,
+        (heads, value_dim, BLOCK, BLOCK, dtype),
+        (1,) * len(form.runs),
+        None,
+        None,
+        head_dim**-0.5,
+        0.0,
+        rotate,
+        False,
+        edition(),
+    )
+    kinds = [own, torch.int32, *[dtype] * 4]
+    for keys, values in form.runs:
+        kinds += [torch.int32] * (1 if form.ordered else 2)
+        for fmt, side, dim in ((keys, "keys", head_dim), (values, "values", value_dim)):
+            found = [kind or dtype for _, kind in fmt.shapes(side, heads, dim).values()]
+            # Not every GPU that Triton knows has an fp8 type.
+            kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
+    sums = [torch.float32] * 3
+    for launch in plan.launches:
+        yield launch.wanted([*kinds, *sums])
+    rows, dependent = query_heads // heads, plan.merge.constants["PDL"]
+    for splits in SPLITS:
+        part = (heads, splits, rows, value_dim)
+        merge = merge_launch(part, 1, None, form.rotate_values, dependent, device, plan.dtype)
+        yield merge.wanted([*sums, plan.dtype])
 
 
 def decode_attention_triton(

@@ -295,14 +295,38 @@ def as_product(b_x, BT: tl.constexpr, BM: tl.constexpr):
     return b_x
 
 
+@triton.constexpr_function
+def first_channel(f, words, bits):
+    """Channel of the first element of field ``f`` of so many elements."""
+    # Of 8 bits two fields share words: the low and the high bytes.
+    return f // 2 * (2 * words) + f % 2 if bits == 8 else f * words
+
+
+@triton.constexpr_function
+def is_whole(f, head_dim, words, block, bits):
+    """Whether a field fills its tile and the head has all of its channels."""
+    return words == block and first_channel(f, words, bits) + (2 if bits == 8 else 1) * (words - 1) < head_dim
+
+
 @triton.jit
 def channels_of(f: tl.constexpr, o_e, E: tl.constexpr, BITS: tl.constexpr):
     """Channel of every element of field ``f`` of E elements."""
-    if BITS == 8:
-        # Two fields share E words: the low and the high bytes.
-        return f // 2 * (2 * E) + 2 * o_e + f % 2
+    return first_channel(f, E, BITS) + (2 if BITS == 8 else 1) * o_e
+
+
+@triton.jit
+def of_head(
+    m_t, f: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BITS: tl.constexpr, AXIS: tl.constexpr
+):
+    """A mask of tokens as one of field ``f``, whose channels lie along AXIS: those that the head lacks are left out.
+
+    It stays as it is where there are none: every operation less is less to compile.
+    """
+    if is_whole(f, D, E, BE, BITS):
+        return m_t
     else:
-        return f * E + o_e
+        o_e = tl.arange(0, BE)
+        return m_t & tl.expand_dims((o_e < E) & (channels_of(f, o_e, E, BITS) < D), AXIS)
 
 
 @triton.jit
@@ -329,11 +353,10 @@ def query_fields(
         m_block = o_e[:, None] // WITHIN == o_e[None, :] // WITHIN
         b_turn = tl.where(m_block, 1.0 - 2.0 * (o_bits & 1).to(tl.float32), 0.0)
     b_qs = ()
+    p_x = p_q[:, None] + channels_of(0, o_e, E, BITS)[None, :]
     for f in tl.static_range(FIELDS):
-        o_c = channels_of(f, o_e, E, BITS)
-        m_c = (o_e < E) & (o_c < D)
         # [16, BE]
-        b_q = tl.load(p_q[:, None] + o_c[None, :], mask=m_q[:, None] & m_c[None, :], other=0.0)
+        b_q = tl.load(p_x + first_channel(f, E, BITS), mask=of_head(m_q[:, None], f, D, E, BE, BITS, 0), other=0.0)
         if b_q.dtype == tl.float32:
             if INTERPRETED:
                 b_q = tl.dot(b_q, b_turn, input_precision="ieee")

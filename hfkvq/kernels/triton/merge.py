@@ -17,6 +17,9 @@ from .fields import LOG2E
 from .hadamard import butterflies
 from .launch import Launch
 
+SPLITS = (32, 128, 256)
+"""Splits that are merged at a time, where channels leave room for so many."""
+
 
 @triton.jit(do_not_specialize=["SPLITS"])
 def merge_kernel(
@@ -93,14 +96,15 @@ def merge_launch(
     programs, splits, rows, value_dim = part
     # Where splits are many and rows few, channels share the work; a rotation needs all of them.
     width = power(value_dim) if rotate or splits <= 32 else min(32, power(value_dim))
-    # All splits at once: rounds wait for each other.
+    # All splits at once, since rounds wait for each other; but every size is a variant to compile, so there are three.
+    size = next((most for most in SPLITS if splits <= most), SPLITS[-1])
     large = rotate > 0 and splits > 32
     constants = {
         "SINKS": sinks[0] if sinks else 1,
         "ROWS": rows,
         "Q": queries,
         "DV": value_dim,
-        "BS": max(16, min(power(splits), (32768 if large else 8192) // width)),
+        "BS": max(16, min(size, (32768 if large else 8192) // width)),
         "BD": width,
         "ROTATE": rotate,
         "PDL": dependent,

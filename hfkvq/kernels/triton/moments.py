@@ -5,6 +5,8 @@ The logits are read three times, and nothing of their size is written.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..moments import LEAST
-from ._lib import cdiv, on_device, power
+from ._lib import cdiv, on_device
+from .ahead import Wanted, wait_until_told
 
 BLOCK = 2048
 """Keys of a query that are summed at a time."""
@@ -113,13 +116,22 @@ def attention_moments_triton(logits: Tensor, sinks: Tensor | None, real: Tensor)
     out = torch.empty((3, rows, share, columns), dtype=torch.float32, device=logits.device)
     entropy = torch.empty((rows, share * blocks), dtype=torch.float32, device=logits.device)
     with on_device(logits):
+        wait_until_told()
         weight_sums_kernel[(rows * share * queries,)](
             logits, None if sinks is None else sinks.float().contiguous(), tops, shares, columns,
             queries,
-            BLOCK=min(BLOCK, power(columns)),
+            BLOCK=BLOCK,
         )  # fmt: skip
         moments_kernel[(blocks, rows * share)](
             logits, tops, shares, real, out, entropy, columns, queries, share,
-            BN=KEYS, BQ=min(QUERIES, power(queries)),
+            BN=KEYS, BQ=QUERIES if queries > 1 else 1,
         )  # fmt: skip
     return out, entropy.sum(1)
+
+
+def moments_wanted(queries: int) -> Iterator[Wanted]:
+    """The variants for so many queries, without sinks."""
+    f32 = torch.float32
+    yield Wanted(weight_sums_kernel, (f32, None, f32, f32, 1, queries), {"BLOCK": BLOCK})
+    constants = {"BN": KEYS, "BQ": QUERIES if queries > 1 else 1}
+    yield Wanted(moments_kernel, (f32, f32, f32, torch.bool, f32, f32, 1, queries, 1), constants)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +12,9 @@ from torch import Tensor
 
 from ..dispatch import reference
 from ..norms import LEAST
+from ..pages import PageFormat
 from ._lib import F16_MAX, on_device, power
+from .ahead import Wanted, wait_until_told
 
 MOST_ELEMENTS = 32768
 """Largest page that a program takes: it and its squares stay in registers, or nearly."""
@@ -37,7 +42,7 @@ def spread(b_x, m_a):
     return b_high - tl.min(tl.where(m_a[:, None], b_x, float("inf")), 0)
 
 
-@triton.jit(do_not_specialize=["M", "L"])
+@triton.jit(do_not_specialize=["index", "new", "M", "L"])
 def page_norms_kernel(
     out, source, index, new, s_b, s_h, s_l, s_d, H, M, L,
     PER_CHANNEL: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
@@ -109,6 +114,7 @@ def page_norms_triton(
     if not out.numel():
         return out
     with on_device(source):
+        wait_until_told()
         page_norms_kernel[(pages, batch * heads)](
             out,
             source,
@@ -118,15 +124,31 @@ def page_norms_triton(
             heads,
             index.shape[1],
             length,
-            PER_CHANNEL=axis == "channel",
-            D=head_dim,
-            G=page,
-            BD=power(head_dim),
-            BG=power(page),
-            ROUNDS=rounds,
-            # 252 registers for a page of 128 x 128; sixteen warps have 128 each, and spill.
-            num_warps=16 if elements > 16384 else max(4, min(8, elements // 1024)),
-            # The reference multiplies and adds, and rounds both.
-            enable_fp_fusion=False,
+            **_constants(axis, page, head_dim, rounds),
         )
     return out
+
+
+def _constants(axis: str, page: int, head_dim: int, rounds: int) -> dict[str, Any]:
+    elements = power(page) * power(head_dim)
+    return {
+        "PER_CHANNEL": axis == "channel",
+        "D": head_dim,
+        "G": page,
+        "BD": power(head_dim),
+        "BG": power(page),
+        "ROUNDS": rounds,
+        # 252 registers for a page of 128 x 128; sixteen warps have 128 each, and spill.
+        "num_warps": 16 if elements > 16384 else max(4, min(8, elements // 1024)),
+        # The reference multiplies and adds, and rounds both.
+        "enable_fp_fusion": False,
+    }
+
+
+def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, rounds: int, dtype: torch.dtype) -> Iterator[Wanted]:
+    """The variants for prompts and for steps."""
+    if power(fmt.page_size) * power(head_dim) <= MOST_ELEMENTS:
+        constants = _constants(fmt.axis, fmt.page_size, head_dim, rounds)
+        for new in (None, torch.int32):
+            tensors = (torch.float16, dtype, torch.int32, new)
+            yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)

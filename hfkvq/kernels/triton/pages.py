@@ -21,7 +21,9 @@ from .fields import (
     channels_of,
     dotable,
     field_unit,
+    first_channel,
     key_unit,
+    of_head,
     paired,
     parted,
     put,
@@ -249,12 +251,17 @@ def raised_fields(
 
 @triton.jit
 def add_raised_logits(
-    b_s, b_fields, b_q, FIRST: tl.constexpr, COUNT: tl.constexpr, SUB: tl.constexpr, BM: tl.constexpr
+    b_s, b_fields, b_qs, FIRST: tl.constexpr, COUNT: tl.constexpr, SUB: tl.constexpr, BM: tl.constexpr
 ):
-    """Raw logits [SUB, BM] with those of the upper bits added: fields FIRST to FIRST + COUNT, one below the other."""
+    """Raw logits [SUB, BM] with those of the upper bits added: fields FIRST to FIRST + COUNT, one below the other.
+
+    ``b_fields`` and ``b_qs`` hold those of some channels each.
+    """
     b_parts = unstacked(b_s, COUNT, BM)
-    for i in tl.static_range(COUNT):
-        b_parts = put(b_parts, i, tl.dot(b_fields[FIRST + i], b_q * weight(FIRST + i, 2), b_parts[i]))
+    for r in tl.static_range(len(b_qs)):
+        for i in tl.static_range(COUNT):
+            b_part = tl.dot(b_fields[r][FIRST + i], b_qs[r] * weight(FIRST + i, 2), b_parts[i])
+            b_parts = put(b_parts, i, b_part)
     return stacked(b_parts, SUB, BM)
 
 
@@ -481,11 +488,10 @@ def store_part(
     E: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """A split's part of the result: sums by channel, the maximum (in units of ln 2) and the sum of probabilities."""
-    o_e = tl.arange(0, BE)
+    p_out = out + (i_row + o_m)[None, :] * DV + channels_of(0, tl.arange(0, BE), E, BITS)[:, None]
     for f in tl.static_range(len(b_outs)):
-        o_c = channels_of(f, o_e, E, BITS)
-        m_c = (o_e < E) & (o_c < DV)
-        tl.store(out + (i_row + o_m)[None, :] * DV + o_c[:, None], b_outs[f], mask=m_c[:, None] & m_m[None, :])
+        m_out = of_head(m_m[None, :], f, DV, E, BE, BITS, 1)
+        tl.store(p_out + first_channel(f, E, BITS), b_outs[f], mask=m_out)
     tl.store(out_top + i_row + o_m, b_top, mask=m_m)
     tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
 

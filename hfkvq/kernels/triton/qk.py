@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -21,9 +22,11 @@ from ._lib import (
     on_device,
     page_block,
     page_constants,
+    page_kinds,
     page_tensors,
     power,
 )
+from .ahead import Wanted, wait_until_told
 
 PROGRAMS_PER_SM = 8
 
@@ -88,12 +91,12 @@ def qk_pages_triton(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Ten
     out = torch.empty((batch, heads, rows, blocks * form.page_size), dtype=torch.float32, device=q.device)
     if not out.numel():
         return out
-    block_t = page_block(form, head_dim, 4096 if q.dtype == torch.float32 else 8192, 16)
-    block_m = max(8, min(32 if head_dim <= 512 else 8, power(rows)))
-    tiles = cdiv(rows, block_m)
+    constants = _constants(form, head_dim, q.dtype, rows)
+    tiles = cdiv(rows, constants["BM"])
     aim = -(-multiprocessors(q.device) * PROGRAMS_PER_SM // (batch * heads * tiles))
-    splits = min(blocks * -(-form.page_size // block_t), aim)
+    splits = min(blocks * -(-form.page_size // constants["BT"]), aim)
     with on_device(q):
+        wait_until_told()
         qk_pages_kernel[(splits, batch * heads, tiles)](
             q,
             table.contiguous(),
@@ -106,9 +109,24 @@ def qk_pages_triton(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Ten
             splits,
             H=heads,
             DOT=dot_dtype(q),
-            num_warps=max(4, power(head_dim) // 64),
-            BT=block_t,
-            BM=block_m,
-            **page_constants(form, "keys", head_dim),
+            **constants,
         )
     return out
+
+
+def _constants(form: PageFormat, head_dim: int, dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    return {
+        "num_warps": max(4, power(head_dim) // 64),
+        "BT": page_block(form, head_dim, 4096 if dtype == torch.float32 else 8192, 16),
+        "BM": max(8, min(32 if head_dim <= 512 else 8, power(rows))),
+        **page_constants(form, "keys", head_dim),
+    }
+
+
+def qk_wanted(fmt: PageFormat, heads: int, head_dim: int, dtype: torch.dtype, rows: int) -> Iterator[Wanted]:
+    """The variant for f32 queries and pages of a model's dtype, if there is a kernel."""
+    if power(head_dim) <= 512:
+        constants = _constants(fmt, head_dim, torch.float32, rows) | {"H": heads, "DOT": tl.float32}
+        i32, f32 = torch.int32, torch.float32
+        tensors = (f32, i32, i32, *page_kinds(fmt, "keys", heads, head_dim, dtype), f32)
+        yield Wanted(qk_pages_kernel, (*tensors, head_dim, head_dim, head_dim, 1, rows, 1), constants)

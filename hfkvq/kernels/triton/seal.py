@@ -6,7 +6,7 @@ all of a group in few threads, so that ranges take few shuffles.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..dispatch import reference
 from ..pages import PageFormat
 from ..seal import RULES, channel_widths, parse_rule
 from ..seal import SCORE_MAX as MOST
-from ._lib import F16_MAX, cdiv, fields_of, power
+from ._lib import F16_MAX, capability, cdiv, fields_of, power
+from .ahead import Wanted
 from .fields import INTERPRETED
 from .launch import Launch
 
@@ -225,7 +226,7 @@ def place_width(
     return tl.reshape(tl.sum(m_before.to(tl.int32), 0), (F, C)), tl.sum(m_all.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_channel_kernel(
     codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
     given, s_b, s_h, s_l, s_d, H, N, M,
@@ -525,7 +526,7 @@ def seal_tokens(
     tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_token_kernel(
     codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
@@ -598,7 +599,7 @@ def seal_plain(
     tl.store(p_code, b_x, mask=m_x)
 
 
-@triton.jit(do_not_specialize=["N", "M"])
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_plain_kernel(
     codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
@@ -665,6 +666,34 @@ def seal_triton(
     return None
 
 
+def seal_wanted(
+    fmt: PageFormat,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    rule: str | None,
+    weighed: bool,
+) -> Iterator[Wanted]:
+    """The variant for a source (B, H, D) of the model's dtype: raised by a rule, with weights or not, or by widths."""
+    form, _, odd = _facts(fmt.spec)
+    if odd:
+        return
+    if rule and not _ranks_in_kernel(form, shape[2]):
+        rule = None
+    weighed = weighed and bool(rule)
+    given = (bool(form.raised) and not rule, weighed, torch.float16 if form.normed else None)
+    made = _launch(fmt.spec, side, shape, stride, dtype, dtype, device, 1, tokens, rule or "", given)
+    kinds = [kind or dtype for _, kind in form.shapes("keys" if side == "keys" else "values", *shape[1:]).values()]
+    if form.bits == 8:
+        kinds[form.names.index("codes")] = torch.uint8
+    kinds += [torch.int32] * 3 + [dtype, torch.int32]
+    kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=True) if has]
+    yield made.wanted(kinds)
+
+
 @lru_cache(maxsize=512)
 def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
     """A format, which of its tensors is in the model's dtype, and whether it has no kernel."""
@@ -722,7 +751,8 @@ def _ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
 
 def _slots(form: PageFormat, tokens: int, most: int) -> tuple[int, int]:
     """Slots of a tile, which lies within a page, and how many tiles new tokens can touch."""
-    block = min(form.page_size & -form.page_size, power(tokens), power(most))
+    # Every size is a variant to compile, so there are two: steps of a token, and all else.
+    block = 1 if tokens == 1 else min(form.page_size & -form.page_size, power(most))
     return block, (tokens + block - 2) // block + 1
 
 
@@ -792,7 +822,7 @@ def _plain(form: PageFormat, is_keys: bool, tokens: int, head_dim: int, device: 
     group = form.group_size if form.bits == 8 else head_dim
     groups, width = power(head_dim // group), power(group)
     block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // (groups * width)))
-    native = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    native = torch.version.hip is None and capability(device) >= (8, 9)
     constants = {
         "GROUP": group,
         "BN": groups,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..decode import RUNS, START
 from ..dispatch import reference
-from ._lib import power
+from ._lib import capability, power
 from .append import NewTokens, append_constants, append_side, is_misrounded, new_rows, new_tokens
 from .due import I_LENGTH, I_RUNS, due_of, store_index
 from .launch import Launch
@@ -84,7 +84,7 @@ def advance_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _advance_launch(
+def advance_launch(
     tokens: NewTokens,
     runs: int,
     capacity: int,
@@ -100,7 +100,7 @@ def _advance_launch(
     constants = append_constants(tokens.keys, tokens.values, rotate_keys, rotate_values)
     batch, heads, count, _ = tokens.keys
     device = tokens.device
-    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    dependent = capability(device)[0] >= 9
     numbers = (
         *tokens.key_stride,
         *tokens.value_stride,
@@ -156,7 +156,7 @@ def advance_triton(
             keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values
         )
     assert all([x.is_contiguous() for x in (counters, *windows, *scratch)]), "written in place"
-    launch = _advance_launch(
+    launch = advance_launch(
         new_tokens(keys, values, windows),
         (counters.shape[0] - RUNS) // 2,
         capacity,
@@ -204,7 +204,7 @@ def observe_kernel(
 
 
 @lru_cache(maxsize=1024)
-def _observe_launch(
+def observe_launch(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     dtype: torch.dtype,
@@ -231,7 +231,7 @@ def _observe_launch(
 
 def observe_triton(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    launch = _observe_launch(
+    launch = observe_launch(
         q.shape, q.stride(), q.dtype, q.device, sums.shape[1], sealed is not None, weight is not None
     )
     launch(q, sums, counts, *[x for x in (sealed, weight) if x is not None])

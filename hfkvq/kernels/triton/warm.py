@@ -1,0 +1,173 @@
+"""What a layer will launch: the variants that its launchers would choose, longest to compile first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ..pages import PageFormat
+from ..step import SIDES, StepPlan
+from . import ahead
+from ._lib import Gpu, stand_in
+from .ahead import Wanted
+from .append import NewTokens, append_launch
+from .decode import decode_wanted
+from .due import due_launch
+from .fields import INTERPRETED
+from .hadamard import hadamard_wanted
+from .moments import moments_wanted
+from .norms import norms_wanted
+from .qk import qk_wanted
+from .seal import seal_wanted
+from .step import advance_launch, observe_launch
+
+I32 = torch.int32
+
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+
+WINDOW = 32
+"""Queries at the end of a prompt that schemes with a budget judge its tokens by; more or fewer are another variant."""
+
+
+def begin(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> None:
+    """See `hfkvq.kernels.warm.start`."""
+    if not INTERPRETED.value:
+        ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule), device)
+
+
+GPUS = {
+    80: Gpu("sm_80", 8, 0, 108, 164 << 10),
+    86: Gpu("sm_86", 8, 6, 84, 100 << 10),
+    89: Gpu("sm_89", 8, 9, 128, 100 << 10),
+    90: Gpu("sm_90", 9, 0, 132, 228 << 10),
+    100: Gpu("sm_100", 10, 0, 148, 228 << 10),
+    120: Gpu("sm_120", 12, 0, 188, 100 << 10),
+}
+"""By compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
+
+ORDER = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
+"""Kernels that take longest to compile, the longest first."""
+
+
+class Absent:
+    """Triton's driver of a GPU that is not there: it knows its target."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.target = GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)
+
+    def get_current_device(self) -> int:
+        """Of one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """None that is used."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return self.target
+
+
+def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], number: int | None) -> list[ahead.Compiled]:
+    """See `hfkvq.kernels.warm.compile_now`."""
+    if INTERPRETED.value:
+        raise ValueError("TRITON_INTERPRET: got 1, so kernels are interpreted and nothing is compiled; unset it.")
+    if number is not None:
+        stand_in(GPUS[number])
+        driver.set_active(Absent(GPUS[number]))
+    device = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
+    found = [each for plan, heads, rule in plans for each in wanted(plan, heads, device, rule)]
+    return ahead.compile_all(sorted(found, key=_rank))
+
+
+def _rank(each: Wanted) -> int:
+    name = each.kernel.__name__
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def wanted(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> list[Wanted]:
+    """All that prompts and steps of one token launch for a layer; see `hfkvq.kernels.warm.start`."""
+    dtype = DTYPES.get(plan.dtype)
+    if dtype is None:
+        # Kernels leave f64 to the reference.
+        return []
+    own = query_heads // plan.fold
+    found = list(decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device))
+    found += _seals(plan, dtype, device, rule)
+    found += _rest(plan, own, dtype, device)
+    return sorted(found, key=_rank)
+
+
+def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str | None) -> Iterator[Wanted]:
+    """Prompts seal what came, or what has been rotated, and steps seal tails."""
+    dims, form = (plan.key_dim, plan.value_dim), plan.format
+    for i, formats in enumerate(form.runs):
+        for at, (side, fmt) in enumerate(zip(SIDES, formats, strict=True)):
+            shape = (plan.rows, plan.heads, dims[at])
+            # Strides are multiples of the head dim whatever the length, and nothing else is asked of them.
+            stride = (plan.heads * 64 * dims[at], 64 * dims[at], dims[at], 1)
+            whole = -(-4 * fmt.page_size // plan.unit[at]) * plan.unit[at]
+            ruled = rule if fmt.raised else None
+            weighed = ruled is not None and plan.query == "sum"
+            yield from seal_wanted(fmt, side, shape, stride, dtype, device, whole, ruled, weighed)
+            if i == len(form.runs) - 1 and plan.query != "keep":
+                ruled = plan.rule if fmt.raised and plan.rule else None
+                weighed = ruled is not None and plan.query == "sum"
+                due = plan.due(at, 1)
+                yield from seal_wanted(fmt, side, shape, stride, dtype, device, due, ruled, weighed)
+
+
+def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.device) -> Iterator[Wanted]:
+    form, runs = plan.format, len(plan.format.runs)
+    positions = None if form.ordered else 1
+    for fmt, dim, rounds in _normed(plan):
+        yield from norms_wanted(fmt, plan.heads, dim, rounds, dtype)
+    yield advance_launch(
+        _new_tokens(plan, dtype, device),
+        runs,
+        plan.capacity,
+        1,
+        positions,
+        plan.local,
+        plan.unit,
+        (plan.due(0, 1), plan.due(1, 1)),
+        form.rotate_keys,
+        form.rotate_values,
+    ).wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
+    if plan.query == "sum":
+        shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
+        observe = observe_launch(shape, stride, dtype, device, plan.heads, True, True)
+        yield observe.wanted([dtype, torch.float64, I32, I32, torch.float32])
+    if plan.query == "keep":
+        for queries in (1, WINDOW):
+            for fmt, _ in form.runs:
+                yield from qk_wanted(fmt, plan.heads, plan.key_dim, dtype, query_heads * queries)
+            yield from moments_wanted(queries)
+        # Their steps are the host's, unless they are recorded.
+        append = append_launch(_new_tokens(plan, dtype, device), form.rotate_keys, form.rotate_values)
+        yield append.wanted([dtype] * 6 + [I32])
+    yield due_launch(plan.rows, form.sink, plan.tails, plan.local, plan.unit, (0, 0), device, runs).wanted([I32] * 2)
+    for block in {form.rotate_keys, form.rotate_values} - {0}:
+        yield hadamard_wanted(dtype, block)
+
+
+def _normed(plan: StepPlan) -> list[tuple[PageFormat, int, int]]:
+    dims = (plan.key_dim, plan.value_dim)
+    formats = plan.format.runs[-1]
+    return [(f, d, b) for f, d, b in zip(formats, dims, plan.balance, strict=True) if f.normed]
+
+
+def _step_stride(heads: int, dim: int) -> tuple[int, ...]:
+    """As models make keys, values and queries of one token."""
+    return heads * dim, dim, heads * dim, 1
+
+
+def _new_tokens(plan: StepPlan, dtype: torch.dtype, device: torch.device) -> NewTokens:
+    shapes = [(plan.rows, plan.heads, 1, dim) for dim in (plan.key_dim, plan.value_dim)]
+    strides = [_step_stride(plan.heads, dim) for dim in (plan.key_dim, plan.value_dim)]
+    return NewTokens(
+        shapes[0], strides[0], shapes[1], strides[1], (dtype, dtype), dtype, plan.format.sink, *plan.tails, device
+    )

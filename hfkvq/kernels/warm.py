@@ -1,0 +1,69 @@
+"""Kernels compiled before they are needed: what a layer of a cache will launch follows from how it is held."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .step import StepPlan
+
+
+def normal(plan: StepPlan) -> StepPlan:
+    """The plan without what kernels do not depend on: rows, capacity and slots. Layers alike in the rest are one."""
+    return dataclasses.replace(plan, rows=plan.fold, blocks=(1,) * len(plan.blocks), tails=plan.unit, capacity=1)
+
+
+def start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> None:
+    """Begins to compile what a layer will launch, for its prompt and its steps, on other threads; returns at once.
+
+    A launch waits for its own kernel if that is not there yet. Nothing is done twice, nor where there is no GPU, nor
+    where Triton cannot be imported. What goes wrong is raised by the launch that meets it, not here.
+
+    Args:
+        plan: of the layer's buffer.
+        query_heads: of the model.
+        device: of the layer's tensors.
+        rule: by which the channels of prompts are raised, see `kernels.seal`; None where a scheme gives their widths.
+    """
+    if device.type == "cuda":
+        _start(normal(plan), query_heads, device, rule)
+
+
+GPUS = (80, 86, 89, 90, 100, 120)
+"""Compute capabilities, times ten, that need not be there to be compiled for."""
+
+
+def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], gpu: int | None = None) -> list[tuple[str, float]]:
+    """Compiles what layers of these plans will launch into Triton's cache, and waits for it.
+
+    Args:
+        plans: plan, query heads and rule of each layer, see `start`.
+        gpu: one of `GPUS`, which makes this process unable to launch anything; None for the current one.
+
+    Returns:
+        Name and seconds of each kernel, next to nothing for those that were there.
+
+    Raises:
+        ValueError: kernels are interpreted in this process.
+        RuntimeError: a kernel does not compile.
+    """
+    own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
+    done = own.compile_now([(normal(plan), heads, rule) for plan, heads, rule in plans], gpu)
+    for name, _, error in done:
+        if error is not None:
+            raise RuntimeError(f"{name} does not compile: {error}") from error
+    return [(name, seconds) for name, seconds, _ in done]
+
+
+@lru_cache(maxsize=1024)
+def _start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> None:
+    if importlib.util.find_spec("triton") is None:
+        return
+    own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
+    own.begin(plan, query_heads, device, rule)

@@ -1,0 +1,118 @@
+"""``hfkvq warm``: compiles a preset's kernels before anybody waits for them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from hfkvq.terminal import fail, make_console, split
+
+app = typer.Typer()
+
+CURRENT = "current"
+
+
+class Dtype(str, Enum):
+    """Choices of --dtype."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def pick_gpu(name: str) -> int | None:
+    """A compute capability times ten; None for the current GPU.
+
+    Raises:
+        ValueError: no such GPU, or none at all.
+    """
+    import torch
+
+    from hfkvq.kernels.warm import GPUS
+
+    known = ", ".join(f"sm_{number}" for number in GPUS)
+    if name == CURRENT:
+        if not torch.cuda.is_available():
+            raise ValueError(f"gpu: got {name!r}, but there is no GPU here; say which one it is for: {known}.")
+        return None
+    match = re.fullmatch(r"(?:sm_?)?(\d+)", name)
+    number = int(match[1]) if match else 0
+    if number not in GPUS:
+        raise ValueError(f"gpu: got {name!r}, allowed {CURRENT} or {known}.")
+    return number
+
+
+def pick_shape(
+    model: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim, from a model's config or as given.
+
+    Raises:
+        ValueError: neither is given, or both are, or they do not fit.
+    """
+    from hfkvq.caches.make import model_shape
+
+    if model is not None:
+        if any(x is not None for x in (heads, kv_heads, head_dim)):
+            raise ValueError("model: got --heads, --kv-heads or --head-dim, too; give the model or the three of them.")
+        return model_shape(model)
+    if heads is None or kv_heads is None or head_dim is None:
+        raise ValueError("model: got none; give --model, or --heads, --kv-heads and --head-dim.")
+    if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads:
+        raise ValueError(
+            f"heads: got {heads} query heads, {kv_heads} KV heads and a head dim of {head_dim}, allowed 1 or more, and "
+            "query heads that are a multiple of KV heads."
+        )
+    return heads, kv_heads, head_dim
+
+
+@app.command()
+def warm(
+    preset: Annotated[str, typer.Option(help="Presets by name, or .json files of presets, between commas.")],
+    model: Annotated[str | None, typer.Option(help="Model: a folder or a name on the Hub; its config is read.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads, instead of a model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads, likewise.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head, likewise.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the model.")] = Dtype.bfloat16,
+    gpu: Annotated[
+        str, typer.Option(help="Whom it is for: current, or sm_90 for one that need not be here.")
+    ] = CURRENT,
+) -> None:
+    """Compile the kernels of presets ahead, into Triton's cache, so that a first call need not wait for them."""
+    import torch
+
+    from hfkvq.caches.make import layer_plan
+    from hfkvq.caches.preset import get_preset
+    from hfkvq.kernels.warm import compile_now
+
+    names = split(preset)
+    if not names:
+        fail("preset: got none; give the names of presets, between commas (`hfkvq schemes` lists them).")
+    try:
+        number = pick_gpu(gpu)
+        shape = pick_shape(model, heads, kv_heads, head_dim)
+        schemes = list(dict.fromkeys(scheme for name in names for scheme in get_preset(name).schemes))
+        plans = [(layer_plan(one, *shape, getattr(torch, dtype.value)), shape[0], one.channel_rule) for one in schemes]
+    except ValueError as error:
+        fail(error)
+    if importlib.util.find_spec("triton") is None:
+        fail("triton: it is not installed, so there is nothing to compile; pip install triton (Linux).")
+    begun = time.perf_counter()
+    try:
+        done = compile_now(plans, number)
+    except (ValueError, RuntimeError) as error:
+        fail(error)
+    took = time.perf_counter() - begun
+    console = make_console()
+    for name, seconds in sorted(done, key=lambda each: -each[1]):
+        console.print(f"{seconds:7.2f} s  {name}", highlight=False)
+    total = sum(seconds for _, seconds in done)
+    console.print(
+        f"{len(done)} kernels for {gpu if number is None else f'sm_{number}'} in {took:.1f} s; one after the other "
+        f"{total:.1f} s. They are in Triton's cache now.",
+        highlight=False,
+    )

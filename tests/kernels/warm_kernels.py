@@ -1,0 +1,111 @@
+"""What runs of presets compile, and what is compiled ahead of them, for a GPU that need not be there.
+
+``python -m tests.kernels.warm_kernels PRESET,...``, without TRITON_INTERPRET, prints JSON: by preset, the variants of
+each run and those that `hfkvq.kernels.warm` would have compiled, as [kernel, key] pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.compiler import make_backend
+
+from hfkvq import kernels
+from hfkvq.caches import attention, static
+from hfkvq.caches.evict import EvictingLayer
+from hfkvq.caches.layer import PaddingReader
+from hfkvq.caches.make import layer_plan
+from hfkvq.caches.peers import Peers
+from hfkvq.caches.scheme import get_scheme
+from hfkvq.kernels import warm
+from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+
+RUNS = ((1, 1024, 4096), (4, 3000, 8192), (3, 417, 600), (7, 130, 1000))
+"""Rows, tokens of the prompt and capacity."""
+
+
+class Notes(FrontEnd):
+    """Notes what would be compiled, and compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("9.0", Path(os.devnull), {})
+        self.found: dict[tuple[str, str], None] = {}
+
+    def compile(self, src: Any, target: Any, options: dict[str, Any], **_: Any) -> Idle:
+        parsed = make_backend(target).parse_options(dict(options))
+        self.found[name_of(src.fn), src.hash() + parsed.hash()] = None
+        return Idle()
+
+
+class Attention(torch.nn.Module):
+    is_causal = True
+
+
+def run(preset: str, rows: int, tokens: int, capacity: int) -> None:
+    """A prompt, and two steps as graphs record them."""
+    scheme = get_scheme(preset)
+    layer = static.static_class(scheme)(scheme, PaddingReader(), capacity)
+    layer.share = HEADS // KV_HEADS
+    if isinstance(layer, EvictingLayer):
+        Peers([layer])
+    module = Attention()
+    for count in (tokens, 1, 1):
+        query, key, value = (tensor(rows, heads, count, DIM, BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        handles = layer.update(key, value)
+        attention.hfkvq_attention(module, query, *handles, None, scaling=DIM**-0.5)
+
+
+def forget() -> None:
+    """Lets all kernels be compiled anew."""
+    for module in [x for name, x in sys.modules.items() if name.startswith("hfkvq.kernels.triton")]:
+        for x in vars(module).values():
+            if isinstance(x, triton.runtime.jit.JITFunction):
+                x.device_caches.clear()
+            elif hasattr(x, "cache_clear"):
+                x.cache_clear()
+
+
+def main() -> None:
+    notes = Notes()
+    pretend(notes)
+    triton.compiler.compile = notes.compile
+    torch.cuda.is_current_stream_capturing = lambda: False
+    to, step = torch.Tensor.to, static.run_step
+    # There is no other device.
+    torch.Tensor.to = lambda self, *args, **kwargs: (
+        self if args and isinstance(args[0], torch.device) else to(self, *args, **kwargs)
+    )
+    # As graphs record steps: whatever is due.
+    static.run_step = lambda *args: step(*args[:9], True)
+    attention._plain = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
+    found: dict[str, dict[str, list[Any]]] = {}
+    with kernels.use_interpreter():
+        for preset in sys.argv[1].split(","):
+            found[preset] = own = {}
+            for case in RUNS:
+                forget()
+                notes.found = {}
+                run(preset, *case)
+                own[f"{case[0]} x {case[1]}"] = list(notes.found)
+            forget()
+            notes.found = {}
+            from hfkvq.kernels.triton.warm import wanted
+
+            scheme = get_scheme(preset)
+            plan = warm.normal(layer_plan(scheme, HEADS, KV_HEADS, DIM, BF16))
+            for each in wanted(plan, HEADS, torch.device("cuda", 0), scheme.channel_rule):
+                each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
+            own["ahead"] = list(notes.found)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
