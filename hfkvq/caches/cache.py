@@ -409,7 +409,8 @@ class MixedKVCache(Cache):
             # A model whose layers no scheme of ours holds.
             return
         if router is not None:
-            router.draft(make)
+            # The one that `generate` has made: it goes on with what the model returns.
+            router.draft(lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own)
 
     def between_steps(self, tokens: int = 1) -> None:
         """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from .callers import is_drafting
 
@@ -34,7 +33,7 @@ class Router:
         # The model keeps this.
         self._model = weakref.ref(model)
         self._hooks: list[Any] = []
-        self._draft_cache: Callable[[], Any] | None = None
+        self._draft_cache: Callable[[Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call: a step of a cache of ours may be replayed, all else goes on."""
@@ -44,19 +43,14 @@ class Router:
         if _THREAD.inside:
             return model._call_impl(*args, **kwargs)
         cache = kwargs.get("past_key_values")
-        if (
-            self._draft_cache is not None
-            and type(cache) is DynamicCache
-            and not cache.get_seq_length()
-            and is_drafting()
-        ):
-            kwargs["past_key_values"] = cache = self._draft_cache()
+        if self._draft_cache is not None and cache is not None and is_drafting():
+            kwargs["past_key_values"] = cache = self._draft_cache(cache)
         graphs = getattr(cache, "graphs", None)
         return model._call_impl(*args, **kwargs) if graphs is None else graphs.call(model, self, args, kwargs)
 
-    def draft(self, make: Callable[[], Any]) -> None:
-        """Where this model drafts for another one, it has a cache that ``make`` makes in place of a stock one."""
-        self._draft_cache = make
+    def draft(self, choose: Callable[[Any], Any]) -> None:
+        """Where this model drafts for another one, it is given what ``choose`` makes of its cache."""
+        self._draft_cache = choose
 
     def look_at_hooks(self) -> str | None:
         """Notes the model's hooks; why it cannot be captured for one of them."""

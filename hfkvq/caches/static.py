@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.kernels import warm
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
 
@@ -93,7 +94,7 @@ class StaticKVLayer(KVLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates for tensors of this shape, dtype and device."""
         self._initialize(key_states, value_states)
-        self._come_home()
+        self._come_home(key_states.shape[2])
 
     def _initialize(self, keys: Tensor, values: Tensor) -> None:
         layout = self.scheme.layout(keys.shape[-1], values.shape[-1])
@@ -102,8 +103,11 @@ class StaticKVLayer(KVLayer):
         self.heads, self.batch_size = keys.shape[1], keys.shape[0]
         self.is_initialized = True
 
-    def _come_home(self) -> None:
-        """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now."""
+    def _come_home(self, tokens: int) -> None:
+        """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now.
+
+        What the coming prompt of so many tokens and its steps launch is compiled meanwhile.
+        """
         if (
             self.capacity is None
             and self.buffer is not None
@@ -111,6 +115,14 @@ class StaticKVLayer(KVLayer):
         ):
             self.leave()
         self.home()
+        plan = self.plan
+        if plan is None and self.device.type == "cuda":
+            self.room = tokens + MAX_STEP
+            plan = self._make_plan()
+            self.room = 0
+        if plan is not None:
+            query_heads = self._fold() * self._held().heads * self.share
+            warm.start(plan, query_heads, self.device, self.scheme.channel_rule)
 
     def _blocks(self) -> tuple[int, ...] | None:
         """Pages of a row in each run; None while the store holds more than that."""
@@ -563,7 +575,7 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """See `EvictingLayer.lazy_initialization`."""
         EvictingLayer.lazy_initialization(self, key_states, value_states)
-        self._come_home()
+        self._come_home(key_states.shape[2])
 
     def _asks(self) -> str:
         return "keep"
