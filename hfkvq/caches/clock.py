@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from .homes import Home
+    from .scheme import Scheme
     from .static import StaticKVLayer
 
 
@@ -28,6 +30,9 @@ class Clock:
         ready: whether every row has a token that is no padding; from then on a step needs no mask.
         holes: whether columns within a row are padding, which are stored: from then on every step needs one.
         home: buffers of all layers and the graphs that were captured over them, or None.
+        warmed: schemes whose kernels are being compiled, or are there.
+        compiling: what is set when those are done.
+        captured: whether steps are captured, so that they go without kernels that are not there yet.
     """
 
     def __init__(self, layers: list[StaticKVLayer]) -> None:
@@ -36,6 +41,9 @@ class Clock:
         self.stale, self.steps, self.ready, self.holes = False, 0, False, False
         self.ahead = self.peak = 0
         self.home: Home | None = None
+        self.warmed: list[Scheme] = []
+        self.compiling: list[threading.Event] = []
+        self.captured = False
         for i, layer in enumerate(layers):
             layer.clock, layer.leads = self, i == 0
 
@@ -59,11 +67,17 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but graphs; references that can be saved."""
-        return self.__dict__ | {"home": None, "_layers": self.layers}
+        return self.__dict__ | {"home": None, "compiling": [], "_layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
         self.__dict__.update(state, _layers=[weakref.ref(layer) for layer in state["_layers"]])
+
+    def waits(self) -> bool:
+        """Whether kernels of steps are still being compiled: until then, steps go without them."""
+        if self.compiling:
+            self.compiling = [done for done in self.compiling if not done.is_set()]
+        return bool(self.compiling)
 
     def count(self, tokens: int) -> None:
         """Notes a graph step of so many tokens."""

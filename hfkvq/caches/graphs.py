@@ -90,6 +90,7 @@ class StepGraphs:
 
     def __init__(self, cache: MixedKVCache, clock: Clock, headroom: float) -> None:
         self.clock, self.headroom = clock, headroom
+        clock.captured = True
         # Another cache has taken over what this one lay in: the next home is its own.
         self.moved = False
         self.compiles = False
@@ -111,7 +112,7 @@ class StepGraphs:
         """Whether the `generate` that looks for something to compile was told to by its ``compile_config``."""
         asked = asked_to_compile()
         if asked is not None:
-            self.compiles = asked
+            self.compiles, self.clock.captured = asked, not asked
             if asked:
                 say_once(
                     "compile_config: steps are compiled as asked. That takes about 50 s for each batch size and "
@@ -187,6 +188,9 @@ class StepGraphs:
 
     def _run(self, model: Any, router: Router, cache: MixedKVCache, step: Step) -> tuple[bool, Any]:
         clock = self.clock
+        if clock.waits():
+            # Nobody waits for the compiler: see `KVLayer.waits`.
+            return False, None
         kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors), step.mask is None)
         if kind in self._failed:
             return False, None

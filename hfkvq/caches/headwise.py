@@ -129,9 +129,9 @@ class HeadwiseStore(KVStore):
         mask = self.folded_mask(mask, query.shape[1])
         return self.unfolded(super().attend(self.folded(query), mask, scaling, softcap, sinks))
 
-    def dense(self, side: Side, columns: int) -> Tensor:
+    def dense(self, side: Side, columns: int, plain: bool = False) -> Tensor:
         """See `KVStore.dense`; 0 where a head has evicted a token."""
-        return self.unfolded(super().dense(side, columns))
+        return self.unfolded(super().dense(side, columns, plain))
 
     def crop(self, tokens: int, seen: int) -> None:
         """See `KVStore.crop`.

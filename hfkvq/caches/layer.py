@@ -402,7 +402,7 @@ class KVLayer(CacheLayerMixin):
         """
         store = self._held()
         if self.staged is None:
-            return queries <= 16
+            return queries <= 16 and not self.waits()
         keys, values = self.staged
         tokens = keys.shape[2]
         # With shared keys and values, a later layer may come without a mask: what was found stays.
@@ -410,7 +410,8 @@ class KVLayer(CacheLayerMixin):
             self.padding = self.reader.read(mask, self.seen, tokens, store.row_lengths)
         if self._hold():
             store.reserve_tail(self._hold())
-        if store.longest == 0 or not store.fits(tokens) or (self.padding and self.padding.source is not None):
+        holes = self.padding is not None and self.padding.source is not None
+        if store.longest == 0 or not store.fits(tokens) or holes or self.waits():
             return False
         store.push(keys, values, self.padding)
         self.staged, self.uncommitted = None, True
@@ -450,6 +451,10 @@ class KVLayer(CacheLayerMixin):
         if due and not self.defer:
             self._settle()
         return out
+
+    def waits(self) -> bool:
+        """Whether kernels of steps are still being compiled: meanwhile a step attends to dense keys and values."""
+        return False
 
     def attend(
         self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None
@@ -593,7 +598,7 @@ class KVLayer(CacheLayerMixin):
         before = self.seen - self.staged_length
         if new is not None and not before:
             return new
-        old = store.dense(side, before)
+        old = store.dense(side, before, self.waits())
         return old if new is None else torch.cat([old, new], 2)
 
     def materialized(self, side: Side) -> Tensor:

@@ -78,8 +78,8 @@ class StaticKVLayer(KVLayer):
 
     @property
     def steps_plainly(self) -> bool:  # type: ignore[override]
-        """Whether an eager step goes as that of any layer: before there is a buffer."""
-        return self.buffer is None
+        """Whether an eager step goes as that of any layer: before there is a buffer, and once its kernels are there."""
+        return self.buffer is None and not self.clock.waits()
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -115,14 +115,26 @@ class StaticKVLayer(KVLayer):
         ):
             self.leave()
         self.home()
-        plan = self.plan
-        if plan is None and self.device.type == "cuda":
-            self.room = tokens + MAX_STEP
+        if self.device.type == "cuda" and self.scheme not in self.clock.warmed:
+            self.clock.warmed.append(self.scheme)
+            self._warm(tokens)
+
+    def _warm(self, tokens: int) -> None:
+        """Begins to compile what this layer, and others of its scheme, will launch."""
+        before, self.room = self.room, self.room or tokens + MAX_STEP
+        try:
             plan = self._make_plan()
-            self.room = 0
+        finally:
+            self.room = before
         if plan is not None:
             query_heads = self._fold() * self._held().heads * self.share
-            warm.start(plan, query_heads, self.device, self.scheme.channel_rule)
+            done = warm.start(plan, query_heads, self.device, self.scheme.channel_rule)
+            if done is not None and self.clock.captured:
+                self.clock.compiling.append(done)
+
+    def waits(self) -> bool:
+        """See `KVLayer.waits`."""
+        return self.clock.waits()
 
     def _blocks(self) -> tuple[int, ...] | None:
         """Pages of a row in each run; None while the store holds more than that."""
@@ -140,7 +152,8 @@ class StaticKVLayer(KVLayer):
         if hold:
             store.reserve_tail(hold)
         for side in SIDES:
-            store._grow_tail(side, store.tail_limit[side])
+            # While nothing is there, nothing has to move.
+            store._grow_tail(side, store.tail_limit[side], store.longest == 0)
         keys, values = store.layout.keys, store.layout.values
         rule = self.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
         return StepPlan(
@@ -349,7 +362,10 @@ class StaticKVLayer(KVLayer):
 
     def plain_steps(self) -> bool:
         """Whether steps need no mask: nothing that is stored is padding, and every row has something stored."""
-        return self.capacity is not None and self.buffer is not None and self.clock.ready and not self.clock.holes
+        if self.capacity is None or self.buffer is None or self.clock.waits():
+            # Dense keys and values have padding among them.
+            return False
+        return self.clock.ready and not self.clock.holes
 
     def get_query_offset(self) -> Any:
         """Column of the coming forward's first query: i64 (1,) on the device where steps need no mask.
@@ -450,7 +466,7 @@ class StaticKVLayer(KVLayer):
 
     def takes_step(self, queries: int, mask: Tensor | None) -> bool:
         """Whether the staged tokens can go through `step_now`."""
-        if self.staged is None or self.state is None:
+        if self.staged is None or self.state is None or self.clock.waits():
             return False
         tokens = self.staged[0].shape[2]
         if tokens > self.takes_several():

@@ -660,9 +660,9 @@ class KVStore:
             query, self.counters, self.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
         )
 
-    def dense(self, side: Side, columns: int) -> Tensor:
-        """(B, H, columns, D) in logical order, rotated back; 0 at padding."""
-        return kernels.gather_rows(self.counters, self.windows, self.flat_runs(), columns, self.format, side)
+    def dense(self, side: Side, columns: int, plain: bool = False) -> Tensor:
+        """(B, H, columns, D) in logical order, rotated back; 0 at padding; by PyTorch's operations if ``plain``."""
+        return kernels.gather_rows(self.counters, self.windows, self.flat_runs(), columns, self.format, side, plain)
 
     # Rows and lengths change.
 

@@ -9,6 +9,7 @@ import copy
 import gc
 import logging
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -352,6 +353,39 @@ def test_compile_config_compiles(caplog):
     assert not used
     assert PythonGraph.made > before
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["full", "kitty", "saw-int4-kv", "mixkvq", "triaxial", "arkv"])
+@pytest.mark.parametrize("length", [None, 120])
+def test_steps_do_not_wait_for_the_compiler(name, length):
+    """While kernels are being compiled steps attend to dense tensors; afterwards they are captured."""
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    want = MixedKVCache(model.config, SCHEMES[name], max_cache_len=length, graphs=False)
+    cache, done = MixedKVCache(model.config, SCHEMES[name], max_cache_len=length), threading.Event()
+    cache.layers[0].clock.compiling.append(done)
+    logits = {}
+    for which, each in (("ours", cache), ("plain", want)):
+        found, now = [], mask
+        with torch.no_grad():
+            places = (mask.cumsum(1) - 1).clamp(min=0)
+            model(ids, attention_mask=mask, position_ids=places, past_key_values=each)
+            for i in range(60):
+                if i == 40 and which == "ours":
+                    # Nothing was captured so far.
+                    assert not PythonGraph.made
+                    done.set()
+                now = torch.cat([now, now.new_ones(2, 1)], 1)
+                out = model(
+                    ids[:, i % 30, None], attention_mask=now, position_ids=places[:, -1:] + 1 + i, past_key_values=each
+                )
+                found.append(out.logits)
+        logits[which] = torch.cat(found, 1)
+        done.clear()
+    # A budget is kept by what attention in pages observes.
+    if name != "arkv":
+        torch.testing.assert_close(logits["ours"], logits["plain"], rtol=1e-3, atol=1e-3)
+    assert PythonGraph.made
+    assert cache.get_seq_length() == want.get_seq_length() == 90
 
 
 @pytest.mark.parametrize("value", ["0", "off"])

@@ -85,6 +85,8 @@ def main() -> None:
     )
     # As graphs record steps: whatever is due.
     static.run_step = lambda *args: step(*args[:9], True)
+    # What it would have compiled is asked for by itself.
+    warm.start = lambda *_: None
     attention._plain = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
     found: dict[str, dict[str, list[Any]]] = {}
     with kernels.use_interpreter():

@@ -70,6 +70,15 @@ class _InTurn(ASTSource):
             return super().make_ir(*args, **kwargs)
 
 
+def _make_launcher(compiled: Any) -> None:
+    """Has Triton build the launcher in C (up to 3.6: half a second a kernel), which the first launch finds built."""
+    make = getattr(driver.active, "launcher_cls", None)
+    if make is not None:
+        # A launch builds it where this does not.
+        with contextlib.suppress(Exception):
+            make(compiled.src, compiled.metadata)
+
+
 class _Timed(ThreadPoolExecutor):
     """Notes how long each task takes, by the name that was set before it was submitted."""
 
@@ -83,7 +92,9 @@ class _Timed(ThreadPoolExecutor):
         def timed() -> Any:
             begun, error = time.perf_counter(), None
             try:
-                return function(*args, **kwargs)
+                compiled = function(*args, **kwargs)
+                _make_launcher(compiled)
+                return compiled
             except BaseException as raised:
                 error = raised
                 raise
@@ -130,9 +141,9 @@ def compile_all(wanted: Sequence[Wanted], told: Callable[[], None] = lambda: Non
     return executor.done
 
 
-def compile_beside(wanted: Callable[[], Sequence[Wanted]], device: torch.device) -> None:
-    """Has everything compiled for a GPU by other threads; returns at once."""
-    told = threading.Event()
+def compile_beside(wanted: Callable[[], Sequence[Wanted]], device: torch.device) -> threading.Event:
+    """Has everything compiled for a GPU by other threads; returns at once what is set when that is done."""
+    told, finished = threading.Event(), threading.Event()
     _BEGUN.append(told)
 
     def done() -> None:
@@ -150,8 +161,10 @@ def compile_beside(wanted: Callable[[], Sequence[Wanted]], device: torch.device)
             logger.debug("compiling ahead has failed", exc_info=True)
         finally:
             done()
+            finished.set()
 
     threading.Thread(target=work, name="hfkvq-ahead", daemon=True).start()
+    return finished
 
 
 def wait_until_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,10 +33,11 @@ WINDOW = 32
 """Queries at the end of a prompt that schemes with a budget judge its tokens by; more or fewer are another variant."""
 
 
-def begin(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> None:
+def begin(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> threading.Event | None:
     """See `hfkvq.kernels.warm.start`."""
-    if not INTERPRETED.value:
-        ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule), device)
+    if INTERPRETED.value:
+        return None
+    return ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule), device)
 
 
 GPUS = {
