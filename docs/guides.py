@@ -2,6 +2,8 @@
 
 .. include:: choosing.md
 
+.. include:: speed.md
+
 .. include:: evaluation.md
 
 .. include:: tuning.md
