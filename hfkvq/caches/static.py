@@ -139,11 +139,23 @@ class StaticKVLayer(KVLayer):
     def _blocks(self) -> tuple[int, ...] | None:
         """Pages of a row in each run; None while the store holds more than that."""
         store = self._held()
+        if self.capacity is None and len(store.runs) > 1:
+            return self._blocks_ahead(self.room)
         rest = max(self.room - store.layout.sink, 0)
         return tuple(
             max(-(-rest // keys.page_size), view.table.shape[1])
             for view, (keys, _) in zip(store.runs, store.format.runs, strict=True)
         )
+
+    def _blocks_ahead(self, most: int) -> tuple[int, ...]:
+        """Pages of a row in several runs of a layer that grows: steps seal into the last one only, up to ``most``."""
+        store = self._held()
+        have = [view.table.shape[1] for view in store.runs]
+        if self.plan is not None and all(a <= b for a, b in zip(have, self.plan.blocks, strict=True)):
+            # Those of the buffer, until it has no room.
+            return self.plan.blocks
+        held = min(store._wide_most + max(self.room - self.seen, 0), most)
+        return (*have[:-1], max(have[-1], -(-held // store.format.runs[-1][0].page_size)))
 
     def _make_plan(self) -> StepPlan | None:
         store, blocks, hold = self._held(), self._blocks(), self._hold()
@@ -610,11 +622,8 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
         most = [-(-min(tokens + slack, self.room) // page) for tokens in (low, whole)]
         have = [view.table.shape[1] for view in store.runs]
         if self.capacity is None:
-            if self.plan is not None and all(a <= b for a, b in zip(have, self.plan.blocks, strict=True)):
-                return self.plan.blocks
-            # Steps seal into the last run only; a budget that is not used up is not paid for.
-            last = -(-(store._wide_most + max(self.room - self.seen, 0)) // page)
-            return (*have[:-1], max(have[-1], min(most[-1], last)))
+            # A budget that is not used up is not paid for.
+            return self._blocks_ahead(most[-1] * page)
         if any(a > b for a, b in zip(have, most, strict=True)):
             return None
         return tuple(most)
