@@ -30,7 +30,7 @@ class Clock:
         ready: whether every row has a token that is no padding; from then on a step needs no mask.
         holes: whether columns within a row are padding, which are stored: from then on every step needs one.
         home: buffers of all layers and the graphs that were captured over them, or None.
-        warmed: schemes whose kernels are being compiled, or are there.
+        warmed: schemes whose kernels are being compiled, or are there; and whether for steps of several tokens.
         compiling: what is set when those are done.
         captured: whether steps are captured, so that they go without kernels that are not there yet.
     """
@@ -41,7 +41,7 @@ class Clock:
         self.stale, self.steps, self.ready, self.holes = False, 0, False, False
         self.ahead = self.peak = 0
         self.home: Home | None = None
-        self.warmed: list[Scheme] = []
+        self.warmed: list[tuple[Scheme, bool]] = []
         self.compiling: list[threading.Event] = []
         self.captured = False
         for i, layer in enumerate(layers):

@@ -115,12 +115,14 @@ class StaticKVLayer(KVLayer):
         ):
             self.leave()
         self.home()
-        if self.device.type == "cuda" and self.scheme not in self.clock.warmed:
-            self.clock.warmed.append(self.scheme)
-            self._warm(tokens)
+        self._warm(tokens)
 
     def _warm(self, tokens: int) -> None:
         """Begins to compile what this layer, and others of its scheme, will launch."""
+        kind = self.scheme, self.record_past
+        if self.device.type != "cuda" or kind in self.clock.warmed:
+            return
+        self.clock.warmed.append(kind)
         before, self.room = self.room, self.room or tokens + MAX_STEP
         try:
             plan = self._make_plan()
@@ -128,7 +130,7 @@ class StaticKVLayer(KVLayer):
             self.room = before
         if plan is not None:
             query_heads = self._fold() * self._held().heads * self.share
-            done = warm.start(plan, query_heads, self.device, self.scheme.channel_rule)
+            done = warm.start(plan, query_heads, self.device, self.scheme.channel_rule, self.record_past)
             if done is not None and self.clock.captured:
                 self.clock.compiling.append(done)
 
@@ -450,6 +452,8 @@ class StaticKVLayer(KVLayer):
             super().activate_past_recording()
             # Tails are longer from now on.
             self.home()
+            if self.store is not None:
+                self._warm(self.seen)
 
     def reset(self) -> None:
         """Forgets everything; buffer and address stay."""

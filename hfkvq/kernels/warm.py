@@ -20,7 +20,9 @@ def normal(plan: StepPlan) -> StepPlan:
     return dataclasses.replace(plan, rows=plan.fold, blocks=(1,) * len(plan.blocks), tails=plan.unit, capacity=1)
 
 
-def start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> threading.Event | None:
+def start(
+    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool = False
+) -> threading.Event | None:
     """Begins to compile what a layer will launch, for its prompt and its steps, on other threads; returns at once.
 
     A launch waits for its own kernel if that is not there yet. Nothing is done twice, nor where there is no GPU, nor
@@ -31,11 +33,12 @@ def start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | No
         query_heads: of the model.
         device: of the layer's tensors.
         rule: by which the channels of prompts are raised, see `kernels.seal`; None where a scheme gives their widths.
+        several: whether steps may have several tokens, as in assisted decoding.
 
     Returns:
         What is set when all is there, or has failed; None where there is nothing to wait for.
     """
-    return _start(normal(plan), query_heads, device, rule) if device.type == "cuda" else None
+    return _start(normal(plan), query_heads, device, rule, several) if device.type == "cuda" else None
 
 
 GPUS = (80, 86, 89, 90, 100, 120)
@@ -65,8 +68,10 @@ def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], gpu: int | No
 
 
 @lru_cache(maxsize=1024)
-def _start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> threading.Event | None:
+def _start(
+    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool
+) -> threading.Event | None:
     if importlib.util.find_spec("triton") is None:
         return None
     own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
-    return own.begin(plan, query_heads, device, rule)
+    return own.begin(plan, query_heads, device, rule, several)

@@ -70,15 +70,15 @@ def row_counters(counters, i_b, B, RUN: tl.constexpr):
 
 @triton.jit
 def loop_tokens(
-    n_k, n_v, i_length, Q: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr,
-    OPEN: tl.constexpr,
+    n_k, n_v, i_length, n_q, SEVERAL: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr,
+    MASK: tl.constexpr, OPEN: tl.constexpr,
 ):  # fmt: skip
     """Tokens that the loop takes: sealed on both sides, and seen by all queries; those of whole pages unless OPEN."""
     n_tokens = n_k
     if ORDERED:
         n_tokens = tl.minimum(n_k, n_v)
-        if Q > 1 and MASK == 0:
-            n_tokens = tl.minimum(n_tokens, tl.maximum(i_length - Q - S + 1, 0))
+        if SEVERAL and MASK == 0:
+            n_tokens = tl.minimum(n_tokens, tl.maximum(i_length - n_q - S + 1, 0))
     if OPEN:
         return n_tokens
     else:
@@ -86,12 +86,12 @@ def loop_tokens(
 
 
 @triton.jit
-def last_visible(i_length, o_m, m_m, Q: tl.constexpr, MASK: tl.constexpr):
+def last_visible(i_length, o_m, m_m, n_q, MASK: tl.constexpr):
     """The last position that each query sees, masks aside; rows of padding see nothing."""
     if MASK > 0:
         return tl.where(m_m, 1073741824, -1)
     else:
-        return tl.where(m_m, i_length - Q + o_m % Q, -1)
+        return tl.where(m_m, i_length - n_q + o_m % n_q, -1)
 
 
 @triton.jit
@@ -347,8 +347,8 @@ def ask_for_page(
 @triton.jit
 def attend_split(
     run, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table,
-    FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
-    H: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    FINE, p_mask, o_mask, s_ml, L, scaling, softcap, n_q, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
+    H: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
     BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
     CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -366,14 +366,14 @@ def attend_split(
             ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS, I, AT, H, D, DV, G)
         tl.extra.cuda.gdc_wait()
         i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
-    n_tokens = loop_tokens(n_k, n_v, i_length, Q, S, G, ORDERED, MASK, FORMATS[I][17])
+    n_tokens = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, ORDERED, MASK, FORMATS[I][17])
     n_share = share_of(n_tokens, SPLITS, FINE, BT, G)
     i_first = i_split * n_share
     i_end = tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
     if i_first >= i_end:
         tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
     else:
-        o_last = last_visible(i_length, o_m, m_m, Q, MASK)
+        o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
         attend_pages(
             run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table,
             i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK,
@@ -383,7 +383,7 @@ def attend_split(
 
 @triton.jit
 def query_rows(
-    q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, SHARE: tl.constexpr, Q: tl.constexpr, BM: tl.constexpr,
+    q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, n_q, SHARE: tl.constexpr, BM: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
     """Of BM queries of a KV head: which they are, which there are, and where they are and their masks.
@@ -391,17 +391,17 @@ def query_rows(
     Then, for as many as a product's left operand has rows, where they are and which there are.
     """
     o_m = i_m * BM + tl.arange(0, BM)
-    m_m = o_m < SHARE * Q
-    p_head = q + i_b * s_qb + (i_h * SHARE + o_m // Q) * s_qh + o_m % Q * s_qt
+    m_m = o_m < SHARE * n_q
+    p_head = q + i_b * s_qb + (i_h * SHARE + o_m // n_q) * s_qh + o_m % n_q * s_qt
     o_w = tl.arange(0, 16)
-    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * Q)
+    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * n_q)
     o_w += i_m * BM
-    p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // Q) * s_qh + o_w % Q * s_qt
+    p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // n_q) * s_qh + o_w % n_q * s_qt
     p_mask = q
     o_mask = o_m
     if MASK > 0:
         p_mask = mask + i_b * s_mb
-        o_mask = (i_h * SHARE + o_m // Q) * s_mh + o_m % Q * s_mq
+        o_mask = (i_h * SHARE + o_m // n_q) * s_mh + o_m % n_q * s_mq
     return o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w
 
 
@@ -410,8 +410,8 @@ def query_rows(
 @triton.jit(noinline=True)
 def attend_loose(
     run, windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, i_bh, i_m, i_row,
-    i_block, B, n_table, L, WK, WV, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr,
-    AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, D: tl.constexpr,
+    i_block, B, n_table, L, WK, WV, scaling, softcap, n_q, FORMATS: tl.constexpr, I: tl.constexpr,
+    AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr,
     MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr,
     ROTATED: tl.constexpr, PDL: tl.constexpr,
@@ -446,7 +446,7 @@ def attend_loose(
     log2_scaling = scaling * LOG2E
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
     o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w = query_rows(
-        q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, SHARE, Q, BM, MASK
+        q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, n_q, SHARE, BM, MASK
     )
     o_r = tl.arange(0, BR)
 
@@ -463,8 +463,8 @@ def attend_loose(
     else:
         if KIND == 2:
             n_v = n_k
-        i_from = loop_tokens(n_k, n_v, i_length, Q, S, G, KIND == 0, MASK, FORMATS[I][17])
-    o_last = last_visible(i_length, o_m, m_m, Q, MASK)
+        i_from = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, KIND == 0, MASK, FORMATS[I][17])
+    o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
 
     # Run tokens of the block, and where their keys and values stand.
     i_j = (i_from if KIND == 1 else i_from // BR * BR) + (i_block - SINKS) * BR
@@ -597,14 +597,14 @@ def attend_loose(
 @triton.jit(
     do_not_specialize=[
         "B", "L", "WK", "WV", "SPLITS", "FIRST", "PAGES0", "PAGES1", "LOOSE", "REST0", "REST1", "TABLE0", "TABLE1",
-        "FINE", "TURN", "EARLY", "s_mb", "s_mh", "s_mq",
+        "FINE", "TURN", "EARLY", "QUERIES", "s_mb", "s_mh", "s_mq",
     ]
 )  # fmt: skip
 def decode_kernel(
     q, counters, windows, runs, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
-    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN, EARLY,
+    B, L, WK, WV, SPLITS, FIRST, PAGES0, PAGES1, LOOSE, REST0, REST1, TABLE0, TABLE1, FINE, TURN, EARLY, QUERIES,
     FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
-    Q: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
     ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -614,7 +614,7 @@ def decode_kernel(
     pages; LOOSE blocks of what is loose; where tokens have positions, REST0 and REST1 blocks of what the runs have in
     pages that are not full, unless there are none or the loop takes them. The first programs take what is TURN places
     further on. FORMATS: of the runs, then of unquantized tokens. EARLY: queries are asked for before the launch before
-    this one has ended.
+    this one has ended. QUERIES: of a row and head, if they are SEVERAL; one has a variant of its own.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -628,44 +628,46 @@ def decode_kernel(
     # Whether blocks take what a run has in pages that are not full.
     RESTS0: tl.constexpr = not ORDERED and FORMATS[0][18]
     RESTS1: tl.constexpr = COUNT > 1 and FORMATS[COUNT - 1][18]
-    CAUSAL: tl.constexpr = not ORDERED and Q > 1 and MASK == 0
-    i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * Q)
+    CAUSAL: tl.constexpr = not ORDERED and SEVERAL and MASK == 0
+    n_q = QUERIES if SEVERAL else 1
+    i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * n_q)
     o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w = query_rows(
-        q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, SHARE, Q, BM, MASK
+        q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, n_q, SHARE, BM, MASK
     )
 
     if i_s < PAGES0:
         attend_split(
             runs[0], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B,
-            TABLE0, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 0, AT, H, Q, D, DV, S, G, BM, ORDERED,
-            MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
+            TABLE0, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, n_q, FORMATS, 0, AT, H, SEVERAL, D, DV, S, G, BM,
+            ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
                 runs[1], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0,
-                PAGES1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, 1, AT, H, Q, D, DV, S, G,
-                BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
+                PAGES1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, n_q, FORMATS, 1, AT, H, SEVERAL, D,
+                DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(
             runs[0], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, i_bh,
-            i_m, i_row, i_s - PAGES0 - PAGES1, B, TABLE0, L, WK, WV, scaling, softcap, FORMATS,
-            0 if ORDERED else COUNT, AT, TOTAL, H, SHARE, Q, D, DV, S, G, BM, BR, 0 if ORDERED else 1, MASK, ROWS,
+            i_m, i_row, i_s - PAGES0 - PAGES1, B, TABLE0, L, WK, WV, scaling, softcap, n_q, FORMATS,
+            0 if ORDERED else COUNT, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 0 if ORDERED else 1, MASK, ROWS,
             SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
         if RESTS0:
             attend_loose(
                 runs[0], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml,
-                i_bh, i_m, i_row, i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, L, WK, WV, scaling, softcap, FORMATS, 0,
-                AT, TOTAL, H, SHARE, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
+                i_bh, i_m, i_row, i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, L, WK, WV, scaling, softcap, n_q, FORMATS,
+                0, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
+                PDL,
             )  # fmt: skip
     else:
         if RESTS1:
             attend_loose(
                 runs[1], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml,
                 i_bh, i_m, i_row, i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, L, WK, WV, scaling, softcap,
-                FORMATS, 1, AT, TOTAL, H, SHARE, Q, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE,
-                ROTATED, PDL,
+                n_q, FORMATS, 1, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE,
+                ROTATE, ROTATED, PDL,
             )  # fmt: skip

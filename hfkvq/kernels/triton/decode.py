@@ -318,6 +318,7 @@ def _plan(
             sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
             # Only the first launch comes behind `advance`.
             int(early and dependent and first == 0),
+            queries,
         )
         constants = {
             "FORMATS": (*(formats[i][0] for i in own), plain),
@@ -325,7 +326,7 @@ def _plan(
             "TOTAL": len(blocks),
             "H": heads,
             "SHARE": query_heads // heads,
-            "Q": queries,
+            "SEVERAL": queries > 1,
             "D": head_dim,
             "DV": value_dim,
             "S": form.sink,
@@ -449,8 +450,9 @@ def decode_wanted(
     value_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    queries: int = 1,
 ) -> Iterator[Wanted]:
-    """The variants for steps of one token without mask and sinks, in any number of rows of any length."""
+    """The variants for steps of so many tokens without mask and sinks, in any number of rows of any length."""
     store = form.spec
     if not is_served(store, head_dim, value_dim, dtype):
         return
@@ -458,8 +460,8 @@ def decode_wanted(
     own = dtype if rotate == form.rotate_keys else torch.float32
     plan = _plan(
         store,
-        (1, query_heads, 1, head_dim),
-        (query_heads * head_dim, head_dim, query_heads * head_dim, 1),
+        (1, query_heads, queries, head_dim),
+        (queries * query_heads * head_dim, head_dim, query_heads * head_dim, 1),
         own,
         dtype,
         device,
@@ -483,10 +485,10 @@ def decode_wanted(
     sums = [torch.float32] * 3
     for launch in plan.launches:
         yield launch.wanted([*kinds, *sums])
-    rows, dependent = query_heads // heads, plan.merge.constants["PDL"]
+    rows, dependent = query_heads // heads * queries, plan.merge.constants["PDL"]
     for splits in SPLITS:
         part = (heads, splits, rows, value_dim)
-        merge = merge_launch(part, 1, None, form.rotate_values, dependent, device, plan.dtype)
+        merge = merge_launch(part, queries, None, form.rotate_values, dependent, device, plan.dtype)
         yield merge.wanted([*sums, plan.dtype])
 
 

@@ -93,27 +93,30 @@ def seal_few(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["SPLITS", "B", "N", "MK", "MV", "WK", "WV"])
+@triton.jit(do_not_specialize=["SPLITS", "QUERIES", "B", "N", "MK", "MV", "WK", "WV"])
 def end_kernel(
     part, part_top, part_sum, out, counters, found, table, tail_k, tail_v,
-    codes_k, scale_k, zero_k, codes_v, scale_v, zero_v, SPLITS, norm, B, H, N, MK, MV, WK, WV,
-    SINKS: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    ROTATE: tl.constexpr, PDL: tl.constexpr, DK: tl.constexpr, G: tl.constexpr,
+    codes_k, scale_k, zero_k, codes_v, scale_v, zero_v, SPLITS, norm, QUERIES, B, H, N, MK, MV, WK, WV,
+    SINKS: tl.constexpr, SHARE: tl.constexpr, SEVERAL: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
+    BD: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr, DK: tl.constexpr, G: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """ROWS programs merge, as in `merge_kernel`; those behind them seal TILES tiles of keys, then values.
+    """SHARE * QUERIES programs merge, as in `merge_kernel`; those behind them seal TILES tiles of keys, then values.
 
     A row's counters are written by one program and read by none.
     """
     i_m = tl.program_id(0)
-    if i_m < ROWS:
-        merge_kernel(part, part_top, part_sum, None, out, SPLITS, norm, SINKS, ROWS, Q, DV, BS, BD, ROTATE, PDL)
+    n_rows = SHARE * QUERIES if SEVERAL else SHARE
+    if i_m < n_rows:
+        merge_kernel(
+            part, part_top, part_sum, None, out, SPLITS, norm, QUERIES, SINKS, SHARE, SEVERAL, DV, BS, BD, ROTATE, PDL
+        )  # fmt: skip
     else:
         if PDL:
             # Attention reads counters and tails.
             tl.extra.cuda.gdc_wait()
         if tl.program_id(2) == 0:
-            i_t, i_bh = i_m - ROWS, tl.program_id(1).to(tl.int64)
+            i_t, i_bh = i_m - n_rows, tl.program_id(1).to(tl.int64)
             if (i_t == 0) & (i_bh % H == 0):
                 p_found = found + i_bh // H
                 p_sealed = counters + I_RUNS * B + i_bh // H

@@ -21,18 +21,21 @@ SPLITS = (32, 128, 256)
 """Splits that are merged at a time, where channels leave room for so many."""
 
 
-@triton.jit(do_not_specialize=["SPLITS"])
+@triton.jit(do_not_specialize=["SPLITS", "QUERIES"])
 def merge_kernel(
-    part, part_top, part_sum, sinks, out, SPLITS, norm,
-    SINKS: tl.constexpr, ROWS: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
-    ROTATE: tl.constexpr, PDL: tl.constexpr,
+    part, part_top, part_sum, sinks, out, SPLITS, norm, QUERIES,
+    SINKS: tl.constexpr, SHARE: tl.constexpr, SEVERAL: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
+    BD: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BD channels of one query: splits weighted by 2^(top - common top), over the sum of weights and the sink logit.
 
-    The sum is rotated back in blocks of ROTATE channels (0: not at all); then BD holds them all.
+    SHARE query heads share a head, of QUERIES tokens each if those are SEVERAL. The sum is rotated back in blocks of
+    ROTATE channels (0: not at all); then BD holds them all.
     """
     i_m, i_bh, i_d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    i_row = i_bh * SPLITS * ROWS + i_m
+    n_q = QUERIES if SEVERAL else 1
+    n_rows = SHARE * n_q
+    i_row = i_bh * SPLITS * n_rows + i_m
     o_s = tl.arange(0, BS)
     o_d = i_d * BD + tl.arange(0, BD)
     if PDL:
@@ -41,11 +44,11 @@ def merge_kernel(
     b_sum = tl.zeros([1], tl.float32)
     b_top = tl.full([1], float("-inf"), tl.float32)
     if sinks is not None:
-        i_hq = i_bh * (ROWS // Q) % SINKS + i_m // Q
+        i_hq = i_bh * SHARE % SINKS + i_m // n_q
         b_top = tl.zeros([1], tl.float32) + tl.load(sinks + i_hq).to(tl.float32) * LOG2E
         b_sum += 1.0
     for i_s in range(0, SPLITS, BS):
-        p_s = i_row + (i_s + o_s) * ROWS
+        p_s = i_row + (i_s + o_s) * n_rows
         b_tops = tl.load(part_top + p_s, mask=i_s + o_s < SPLITS, other=float("-inf"))
         # Asked for without waiting for the maxima. [BS, BD]
         m_part = (i_s + o_s < SPLITS)[:, None] & (o_d < DV)[None, :]
@@ -64,7 +67,7 @@ def merge_kernel(
     b_acc = b_acc / tl.maximum(b_sum, 1e-30)
     if ROTATE > 0:
         b_acc = tl.reshape(butterflies(tl.reshape(b_acc, (BD // ROTATE, ROTATE)), ROTATE, BD // ROTATE), (BD,)) * norm
-    p_out = out + (i_bh * ROWS + i_m) * DV + o_d
+    p_out = out + (i_bh * n_rows + i_m) * DV + o_d
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
 
 
@@ -101,8 +104,8 @@ def merge_launch(
     large = rotate > 0 and splits > 32
     constants = {
         "SINKS": sinks[0] if sinks else 1,
-        "ROWS": rows,
-        "Q": queries,
+        "SHARE": rows // queries,
+        "SEVERAL": queries > 1,
         "DV": value_dim,
         "BS": max(16, min(size, (32768 if large else 8192) // width)),
         "BD": width,
@@ -112,7 +115,7 @@ def merge_launch(
         **({"launch_pdl": True} if dependent else {}),
     }
     grid = (rows, programs, cdiv(value_dim, width))
-    numbers = (splits, rotate**-0.5 if rotate else 1.0)
+    numbers = (splits, rotate**-0.5 if rotate else 1.0, queries)
     return Launch(merge_kernel, grid, numbers, constants, device, None if sinks else _without_sinks)
 
 

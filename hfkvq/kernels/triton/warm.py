@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ..pages import PageFormat
-from ..step import SIDES, StepPlan
+from ..step import MAX_STEP, SIDES, StepPlan
 from . import ahead
 from ._lib import Gpu, stand_in
 from .ahead import Wanted
@@ -33,11 +33,13 @@ WINDOW = 32
 """Queries at the end of a prompt that schemes with a budget judge its tokens by; more or fewer are another variant."""
 
 
-def begin(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> threading.Event | None:
+def begin(
+    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool
+) -> threading.Event | None:
     """See `hfkvq.kernels.warm.start`."""
     if INTERPRETED.value:
         return None
-    return ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule), device)
+    return ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule, several), device)
 
 
 GPUS = {
@@ -90,14 +92,19 @@ def _rank(each: Wanted) -> int:
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
-def wanted(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None) -> list[Wanted]:
-    """All that prompts and steps of one token launch for a layer; see `hfkvq.kernels.warm.start`."""
+def wanted(
+    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool = False
+) -> list[Wanted]:
+    """All that prompts and steps launch for a layer; see `hfkvq.kernels.warm.start`."""
     dtype = DTYPES.get(plan.dtype)
     if dtype is None:
         # Kernels leave f64 to the reference.
         return []
     own = query_heads // plan.fold
-    found = list(decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device))
+    found = []
+    # Of several tokens there are two variants, for few queries of a head and for many.
+    for queries in (1, 2, MAX_STEP) if several else (1,):
+        found += decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device, queries)
     found += _seals(plan, dtype, device, rule)
     found += _rest(plan, own, dtype, device)
     return sorted(found, key=_rank)
