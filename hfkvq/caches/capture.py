@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,6 +66,9 @@ class CapturedGraph:
                 stack.enter_context(torch.cuda.use_mem_pool(memory, other.device))
             # Last, since it makes its device the current one.
             stack.enter_context(torch.cuda.stream(side))
+            # To destroy another graph meanwhile would end the capture.
+            collects = gc.isenabled()
+            gc.disable()
             try:
                 # Not `torch.cuda.graph`, which empties the allocator's cache first: that takes longer than the capture.
                 self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
@@ -79,6 +83,9 @@ class CapturedGraph:
                 # It waits for the end of the capture, and nobody could sample from it.
                 generator.graphsafe_set_state(state)
                 raise
+            finally:
+                if collects:
+                    gc.enable()
         current.wait_stream(side)
         leaves, self._spec = pytree.tree_flatten(outputs)
         # The cache keeps its graphs, which must not keep the cache.

@@ -89,8 +89,12 @@ class Clock:
         if self.peak:
             ahead, peak = self.ahead, self.peak
             self.ahead = self.peak = 0
-            for layer in self.layers:
+            layers = self.layers
+            for layer in layers:
                 layer.note_steps(ahead, peak)
+            # What the last of them has left to the host.
+            for layer in layers:
+                layer.between_steps()
 
     def catch_up(self) -> None:
         """Lets the layers know how long rows are, and does what steps have left to do.

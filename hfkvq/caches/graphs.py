@@ -103,7 +103,8 @@ class StepGraphs:
 
     def _release(self) -> None:
         self.family.members -= 1
-        # With another stream's work still under way nobody could move in at once.
+        if self.clock.home is not None:
+            self.clock.home.last = self._last
         self.family.vacate(self.clock.home)
 
     # Who calls.
@@ -133,7 +134,7 @@ class StepGraphs:
     def call(self, model: Any, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
-        step = self._read(model, args, kwargs)
+        step = self._read(model, args, kwargs, cache._attached)
         if isinstance(step, str):
             say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run as without graphs.")
         if isinstance(step, Step):
@@ -144,7 +145,9 @@ class StepGraphs:
         with inside():
             return model._call_impl(*args, **kwargs)
 
-    def _read(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | str | None:
+    def _read(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cache_attached: bool
+    ) -> Step | str | None:
         """The step that a call is; why it cannot be captured, or None if it is none."""
         if args:
             kwargs = dict(zip(parameters(type(model)), args, strict=False)) | kwargs
@@ -156,6 +159,8 @@ class StepGraphs:
             return None
         rows, tokens = main.shape[:2]
         if first.store is None or not self.clock.ready or not 1 <= tokens <= MAX_STEP or rows != first.batch_size:
+            return None
+        if not cache_attached:
             return None
         if any(layer.takes_several() < tokens for layer in layers):
             if first.record_past:
@@ -206,15 +211,22 @@ class StepGraphs:
             plain, padded = home.hides_padding_only(step.mask, clock.layers[0])
             # Without a mask a model that is not told positions takes padding for tokens.
             masked = not plain or (padded and "position_ids" not in step.tensors)
-            if masked and (step.tokens > 1 or clock.layers[0].trims):
+            # A model that works out positions from a mask would do so from one that is as wide as the buffer.
+            unplaced = "position_ids" not in step.tensors
+            if masked and (step.tokens > 1 or clock.layers[0].trims or unplaced):
+                return False, None
+            if step.mask.shape[0] != clock.layers[0].batch_size:
                 return False, None
         tensors = dict(step.tensors)
         if masked and step.mask is not None:
             tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, home.room - step.mask.shape[1]))
         key = (*kind, masked)
         recorded = home.recordings.get(key)
-        if recorded is not None and recorded.hooks == router.hooks():
+        if recorded is not None and recorded.model() is model and recorded.looks == router.looks():
             return True, self._replay(recorded, tensors, cache, step)
+        if recorded is not None:
+            # Of a model that is another now.
+            del home.recordings[key]
         reason = router.look_at_hooks()
         if reason is not None:
             self._give_up(model, kind, reason)
@@ -227,12 +239,22 @@ class StepGraphs:
                 return True, self._replay(recorded, tensors, cache, step)
             if runs > TRIES:
                 self._give_up(model, kind, self._why)
-        return True, self._first(model, cache, tensors, step)
+        try:
+            return True, self._first(model, cache, tensors, step)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            # The cache is as it was: a forward that cannot do with what a recorded step is given runs without.
+            self._give_up(model, kind, f"its forward cannot be recorded ({type(error).__name__}: {error})")
+            return False, None
 
     def _setting(self, model: Any) -> Any:
         """What a model's arithmetic depends on beside its arguments."""
         config = getattr(model, "config", None)
+        stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
         return (
+            stream,
+            getattr(config, "output_hidden_states", None),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
             getattr(config, "_experts_implementation_internal", None),
@@ -282,7 +304,10 @@ class StepGraphs:
         def run(cache: Any) -> Any:
             return reference()._call_impl(**inputs, **rest, past_key_values=cache)  # type: ignore[union-attr]
 
+        # Casts of weights that autocast keeps would be gone with its context.
+        cached = torch.is_autocast_cache_enabled()
         try:
+            torch.set_autocast_cache_enabled(False)
             with inside(), recording():
                 graph = RECORDERS[device.type](self._devices(device), run, cache)
         except Exception as error:
@@ -290,8 +315,9 @@ class StepGraphs:
             self._why = f"its forward cannot be captured ({type(error).__name__}: {str(error).splitlines()[0]})"
             return None
         finally:
+            torch.set_autocast_cache_enabled(cached)
             self.clock.stale = False
-        return Recording(graph, inputs, router.hooks())
+        return Recording(graph, inputs, reference, router.looks())
 
     def _devices(self, first: torch.device) -> list[torch.device]:
         """Where a step runs, the device of its input first."""
@@ -310,8 +336,7 @@ class StepGraphs:
         clock.prepare(tokens)
         layers = clock.layers
         need, home = clock.seen + tokens, clock.home
-        stream = torch.cuda.current_stream(layers[0].device).cuda_stream if layers[0].device.type == "cuda" else 0
-        self._last = (threading.get_ident(), stream)
+        self._last = _where(layers[0].device)
         if home is not None and need <= home.room and home.is_of(layers):
             return home
         clock.settle()
@@ -334,8 +359,14 @@ class StepGraphs:
                     layer.move_in(*lot, found.room)
                 return found
             room = need + max(LEAST_HEADROOM, int(need * self.headroom))
-            for layer in layers:
-                layer.make_room(room)
+            try:
+                for layer in layers:
+                    layer.make_room(room)
+            except torch.OutOfMemoryError:
+                for layer in layers:
+                    layer.leave()
+                say_once("There is no memory for the buffers of captured steps; this step runs as without graphs.")
+                return None
         else:
             for layer in layers:
                 layer.home()
@@ -348,7 +379,7 @@ class StepGraphs:
             owner = None if home.owner is None else home.owner()
             if owner is self or (owner is not None and (owner._last != self._last or owner.moved)):
                 continue
-            if not home.suits(layers, need):
+            if (owner is None and home.last != self._last) or not home.suits(layers, need):
                 continue
             if owner is not None:
                 owner.moved = True
@@ -363,7 +394,9 @@ class StepGraphs:
         clock = self.clock
         home, self.family.vacant = self.family.vacant, None
         layers = clock.layers
-        if home is None or clock.home is not None or layers[0].capacity is not None:
+        # What stood in the way may be gone.
+        self._failed.clear()
+        if home is None or home.last != _where(keys.device) or clock.home is not None or layers[0].capacity is not None:
             return
         plan = home.lots[0].plan
         alike = (plan.rows, plan.heads, plan.key_dim, plan.dtype) == (
@@ -374,8 +407,7 @@ class StepGraphs:
         )
         if alike and home.lots[0].buffer.device == keys.device and home.has_room(keys.shape[2] + 1):
             for layer, lot in zip(layers, home.lots, strict=True):
-                layer.buffer, layer.state, layer.plan = lot
-                layer.spec, layer.room = lot.plan.spec, home.room
+                layer.take(*lot, home.room)
             clock.home = home
             self.family.settle(home, self)
 
@@ -392,6 +424,11 @@ class StepGraphs:
             torch._foreach_sub_(home.lengths, tokens)  # pyright: ignore[reportPrivateImportUsage]
             clock.ahead -= tokens
         return True
+
+
+def _where(device: torch.device) -> tuple[int, int]:
+    """The current thread and stream: homes pass from one cache to another only within them."""
+    return threading.get_ident(), torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _shapes(tensors: dict[str, Tensor]) -> tuple[Any, ...]:

@@ -35,12 +35,14 @@ class Recording(NamedTuple):
     Attributes:
         graph: runs it; see `hfkvq.caches.capture.CapturedGraph`.
         inputs: what the graph reads, by argument.
-        hooks: how many hooks the model had.
+        model: whose step it is, weakly.
+        looks: what the model was like; see `hfkvq.caches.router.Router.looks`.
     """
 
     graph: Any
     inputs: dict[str, Tensor]
-    hooks: int
+    model: weakref.ref[Any]
+    looks: Any
 
     def replay(self, given: dict[str, Tensor], cache: Any) -> Any:
         """One step with these arguments: what the model would return."""
@@ -59,6 +61,7 @@ class Home:
         recordings: captured steps.
         runs: how often each step has run in Python, or failed to be captured.
         owner: of the cache that lies here, weakly; None if nobody does.
+        last: thread and stream of the last one that has.
     """
 
     def __init__(self, layers: list[StaticKVLayer]) -> None:
@@ -67,6 +70,7 @@ class Home:
         self.recordings: dict[Any, Recording] = {}
         self.runs: dict[Any, int] = {}
         self.owner: weakref.ref[StepGraphs] | None = None
+        self.last: Any = None
         # i32 (B,) in all layers, parts of the buffers.
         self.lengths = [lot.state.counters[LENGTH] for lot in self.lots]
         self._visible: tuple[Any, Tensor, bool] | None = None
@@ -137,6 +141,8 @@ class Family:
     def settle(self, home: Home, owner: StepGraphs) -> None:
         """Notes who lies where."""
         home.owner = weakref.ref(owner)
+        # Another owner's padding.
+        home._visible = None
         self.homes.add(home)
         if self.vacant is home:
             self.vacant = None

@@ -16,6 +16,8 @@ import torch
 from .callers import is_drafting
 
 # Hooks of these do on the device what they do, or nothing in a step.
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters")
+
 _KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
 
 
@@ -33,6 +35,8 @@ class Router:
         # The model keeps this.
         self._model = weakref.ref(model)
         self._hooks: list[Any] = []
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._adapters: list[weakref.ref[Any]] = []
         self._draft_cache: Callable[[Any], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +60,10 @@ class Router:
         """Notes the model's hooks; why it cannot be captured for one of them."""
         model: Any = self._model()
         self._hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+        # Whoever moves or replaces weights does so to many; adapters are switched all together.
+        tensors = [*model.parameters(), *model.buffers()]
+        self._tensors = [weakref.ref(x) for x in (*tensors[:: max(1, len(tensors) // 24)], *tensors[-1:])]
+        self._adapters = [weakref.ref(m) for m in model.modules() if hasattr(m, "merged_adapters")][:2]
         for module in model.modules():
             if getattr(getattr(module, "_hf_hook", None), "offload", False):
                 return "weights are offloaded"
@@ -64,9 +72,20 @@ class Router:
                 return f"the model has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
         return None
 
-    def hooks(self) -> int:
-        """How many hooks there are now, in the modules that were looked at."""
-        return sum(map(len, self._hooks))
+    def looks(self) -> Any:
+        """What a graph depends on of the model, where it was looked at: hooks, where weights lie, adapters at work.
+
+        What a module does by a flag of its own is not seen.
+        """
+        model: Any = self._model()
+        hooks = tuple(key for own in self._hooks if own for key, hook in own.items() if not _is_known(hook))
+        tensors = [ref() for ref in self._tensors]
+        places = tuple([0 if x is None else x.data_ptr() for x in tensors])
+        adapters = [getattr(model, "_hf_peft_config_loaded", None), len(getattr(model, "peft_config", None) or ())]
+        for ref in self._adapters:
+            own = ref()
+            adapters += [str(getattr(own, name, None)) for name in _ADAPTERS]
+        return hooks, hash(places), tuple(adapters)
 
 
 @contextlib.contextmanager

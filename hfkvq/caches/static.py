@@ -224,11 +224,14 @@ class StaticKVLayer(KVLayer):
         fresh = plan != self.plan or self.buffer is None or self.buffer.device != store.device
         if fresh:
             # Zeros: see `PageFormat.allocate`.
-            buffer = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
+            with torch.inference_mode(False):
+                # Or no step outside of inference mode could write there.
+                buffer = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=store.device)
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(buffer)
             self.buffer, self.plan, self.spec = buffer, plan, plan.spec
-            self.state = carve(buffer, plan)
+            with torch.inference_mode(False):
+                self.state = carve(buffer, plan)
             LAYERS[buffer.data_ptr()] = self
             self.clock.home = None
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
@@ -256,8 +259,14 @@ class StaticKVLayer(KVLayer):
     def make_room(self, room: int) -> None:
         """Moves into a buffer for so many logical columns, which may be the first one."""
         self.close()
+        before = self.room, self.plan
         self.room, self.plan = room, None
-        self.home()
+        try:
+            self.home()
+        except BaseException:
+            # Out of memory, most likely: the layer stays where it is.
+            self.room, self.plan = before
+            raise
 
     def leave(self) -> None:
         """Takes what is stored out of the buffer, and grows like any layer until a step is recorded again."""
@@ -267,13 +276,17 @@ class StaticKVLayer(KVLayer):
         self.buffer = self.state = self.plan = None
         self.room, self.clock.home = self.capacity or 0, None
 
-    def move_in(self, buffer: Tensor, state: StepState, plan: StepPlan, room: int) -> None:
-        """Takes over a buffer that no layer uses, and brings there what is stored; see `hfkvq.caches.homes`."""
-        store = self._held()
+    def take(self, buffer: Tensor, state: StepState, plan: StepPlan, room: int) -> None:
+        """Takes over a buffer, for what is about to be stored; nothing of its last owner's steps is left pending."""
         for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
             part.zero_()
         self.buffer, self.state, self.plan, self.spec, self.room = buffer, state, plan, plan.spec, room
         LAYERS[buffer.data_ptr()] = self
+
+    def move_in(self, buffer: Tensor, state: StepState, plan: StepPlan, room: int) -> None:
+        """Takes over a buffer that no layer uses, and brings there what is stored; see `hfkvq.caches.homes`."""
+        store = self._held()
+        self.take(buffer, state, plan, room)
         for side in SIDES:
             store._grow_tail(side, plan.tails[side == "values"])
         _adopt(store, state, plan)
@@ -471,6 +484,7 @@ class StaticKVLayer(KVLayer):
         self._host()
         super().offload()
         self.buffer = self.state = self.plan = None
+        self.room, self.clock.home = self.capacity or 0, None
 
     def prefetch(self) -> None:
         """See `KVLayer.prefetch`."""

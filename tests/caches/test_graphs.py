@@ -160,6 +160,73 @@ def test_one_capture_serves_reset_copies_and_new_caches():
     assert PythonGraph.made == made
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("count", [11, 16, 27])
+def test_what_the_last_owner_left_pending_is_not_the_next_ones(name, count):
+    """A cache for each request, made before the last one goes: it moves into buffers whose last step has sealed."""
+    model = build("llama")
+    for seed in range(3):
+        cache = MixedKVCache(model.config, SCHEMES[name])
+        got = _generate(model, cache, prompt(1, 40, seed), max_new_tokens=count)
+        want = MixedKVCache(model.config, SCHEMES[name], graphs=False)
+        assert torch.equal(got, _generate(model, want, prompt(1, 40, seed), max_new_tokens=count))
+
+
+@pytest.mark.parametrize("change", ["data", "parameter", "detach", "sdpa"])
+def test_changes_of_the_model_are_noticed(change):
+    """Weights that lie elsewhere, and another attention: the graphs of before are not replayed."""
+    model = copy.deepcopy(build("llama"))
+    cache, plain = MixedKVCache(model.config, FULL), DynamicCache(config=model.config)
+    for each in (cache, plain):
+        steps(model, each, 5)
+    made = PythonGraph.made
+    head = model.lm_head
+    if change == "data":
+        head.weight.data = head.weight.data * 2
+    elif change == "parameter":
+        head.weight = torch.nn.Parameter(head.weight.detach() * 2)
+    elif change == "detach":
+        cache.detach()
+    else:
+        model.set_attn_implementation("sdpa")
+    found = [steps(model, each, 5, prompt(1, 1)) for each in (cache, plain)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made == made + (change in ("data", "parameter"))
+
+
+def test_no_memory_for_buffers(monkeypatch):
+    """The step runs as without graphs, and the cache goes on."""
+    model = build("llama")
+    cache, plain = (MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False))
+    home, count = StaticKVLayer.home, []
+
+    def full(layer):
+        count.append(layer)
+        if layer.room and layer.buffer is None and len(count) % 2 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        home(layer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StaticKVLayer, "home", full)
+        first = [steps(model, each, 3) for each in (cache, plain)]
+    torch.testing.assert_close(*first, rtol=1e-4, atol=1e-4)
+    second = [steps(model, each, 5, prompt(1, 30)) for each in (cache, plain)]
+    torch.testing.assert_close(*second, rtol=1e-4, atol=1e-4)
+    assert PythonGraph.made
+
+
+def test_inference_mode_and_then_no_grad():
+    """A home that was made in inference mode serves a cache that is not."""
+    model = build("llama")
+    cache = MixedKVCache(model.config, SCHEMES["kitty"])
+    with torch.inference_mode():
+        _generate(model, cache)
+    new = MixedKVCache(model.config, SCHEMES["kitty"])
+    want = steps(model, MixedKVCache(model.config, SCHEMES["kitty"], graphs=False), 20)
+    del cache
+    torch.testing.assert_close(steps(model, new, 20), want, rtol=1e-4, atol=1e-4)
+
+
 def test_copies_of_a_prefix_share_a_capture():
     model, ids = build("llama"), prompt(1, 30)
     prefix = MixedKVCache(model.config, SCHEMES["mixkvq"])
