@@ -334,9 +334,13 @@ class StaticKVLayer(KVLayer):
             state.flag.zero_()
         return bool(flag)
 
+    def has_more_to_do(self) -> bool:
+        """Whether anything is left of the last update."""
+        return self.staged is not None or self.uncommitted
+
     def finish_update(self) -> None:
         """Does what is left of an update whose attention never called `finish`."""
-        if self.staged is not None or self.uncommitted:
+        if self.has_more_to_do():
             self._settle()
 
     def spare_bytes(self) -> int:
@@ -559,7 +563,7 @@ class StaticKVLayer(KVLayer):
 
     def _settle(self, commit: bool = True) -> None:
         # Nothing is left of a step, and what it has sealed the next one counts.
-        if self.staged is None and not self.uncommitted:
+        if not self.has_more_to_do():
             return
         self.close()
         super()._settle(commit)
@@ -659,6 +663,10 @@ class StaticEvictingLayer(StaticKVLayer, EvictingLayer):
             self.share = query.shape[1] // self.heads
         self.asked = (query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
         super().finish(query, mask, scaling, softcap, sinks)
+
+    def has_more_to_do(self) -> bool:
+        """See `StaticKVLayer.has_more_to_do`: a prompt's tokens may be stored, and not be judged yet."""
+        return super().has_more_to_do() or self.pending is not None
 
     def takes_several(self) -> int:
         """See `StaticKVLayer.takes_several`: a trim judges by one query."""

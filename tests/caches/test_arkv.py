@@ -29,6 +29,7 @@ from tests.caches.driver import (
     join,
     make,
     row,
+    small,
     stored,
     tensors_of,
 )
@@ -768,3 +769,17 @@ def test_sinks_of_folded_heads():
         layer.finish(queries[:, :, 30:31])
     assert_close(outs[0], outs[1])
     assert (outs[0] - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("length", [None, 400])
+def test_a_second_prompt_is_judged(length):
+    """Growing and of fixed capacity: turns that are longer than a step keep the budget."""
+    model = build("llama")
+    cache = MixedKVCache(model, small("arkv", budget_tokens=40), max_cache_len=length)
+    plain = MixedKVCache(model, small("arkv", budget_tokens=40), graphs=False)
+    with torch.no_grad():
+        for seed in range(4):
+            got, want = (model(prompt(1, 60, seed), past_key_values=each).logits for each in (cache, plain))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for each in cache.layers:
+        assert int(each.store.row_lengths.max()) <= 40

@@ -188,11 +188,9 @@ def test_what_moves_before_tiers_are_final():
         if change == "reorder":
             first.reorder_cache(torch.tensor([1, 0]))
         elif change == "copy":
-            first = copy.deepcopy(first)
-            last = first.peers.layers[1]
+            first, last = copy.deepcopy(layers)
         elif change == "pickle":
-            first = pickle.loads(pickle.dumps(first))
-            last = first.peers.layers[1]
+            first, last = pickle.loads(pickle.dumps(layers))
         else:
             forward(first, *tensors(0, 2, 1, 2))
         forward(last, *tensors(1, 2, 90, 3))
