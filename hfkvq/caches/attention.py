@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling as _is_compiling
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hfkvq.kernels.masks import has_room, step_mask
 
 from .handle import layer_of
-from .recorded import is_recorded
+from .recorded import is_captured, is_recorded
 from .static import StaticKVLayer
 from .store import MAX_STEP
 from .traced import StepKV, traced_attention
@@ -177,7 +176,7 @@ def hfkvq_mask(
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         # Ours, of fixed capacity. Leading padding is not stored, so plain steps, which must look alike, need no mask.
         plain = mask_function is causal_mask_function
-        if plain and q_length == 1 and attention_mask is not None and is_recorded() and not _is_compiling():
+        if plain and q_length == 1 and attention_mask is not None and is_captured():
             # A step that is being captured is shown a mask only where it hides more than leading padding.
             return attention_mask[:, None, None, kv_offset : kv_offset + kv_length]
         if plain and (q_length == 1 or (attention_mask is None and is_recorded())):
@@ -189,7 +188,7 @@ def hfkvq_mask(
             return None
         columns = attention_mask[:, kv_offset : kv_offset + kv_length]
         if columns.shape[1] == kv_length:
-            return columns[:, None, None, :] if _is_compiling() else step_mask(columns)
+            return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
     if q_length > 1 and kv_length != q_length:
         allow_is_causal_skip = False
     return sdpa_mask(

@@ -93,6 +93,8 @@ class StepGraphs:
         clock.captured = True
         # Another cache has taken over what this one lay in: the next home is its own.
         self.moved = False
+        # Of the last capture that has failed.
+        self._why = ""
         self.compiles = False
         self._last: Any = None
         self._failed: dict[Any, str] = {}
@@ -162,7 +164,7 @@ class StepGraphs:
             return None
         if not cache_attached:
             return None
-        if any(layer.takes_several() < tokens for layer in layers):
+        if tokens > 1 and any(layer.takes_several() < tokens for layer in layers):
             if first.record_past:
                 return "a budget of tokens is judged by the query of a step of one token"
             return None
@@ -198,7 +200,7 @@ class StepGraphs:
         if clock.waits():
             # Nobody waits for the compiler: see `KVLayer.waits`.
             return False, None
-        kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors), step.mask is None)
+        kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors))
         if kind in self._failed:
             return False, None
         if clock.stale:
@@ -209,11 +211,11 @@ class StepGraphs:
         masked = False
         if step.mask is not None:
             plain, padded = home.hides_padding_only(step.mask, clock.layers[0])
-            # Without a mask a model that is not told positions takes padding for tokens.
-            masked = not plain or (padded and "position_ids" not in step.tensors)
-            # A model that works out positions from a mask would do so from one that is as wide as the buffer.
-            unplaced = "position_ids" not in step.tensors
-            if masked and (step.tokens > 1 or clock.layers[0].trims or unplaced):
+            masked, placed = not plain, "position_ids" in step.tensors
+            # A model that is not told positions may work them out from the mask, which is left out or widened here.
+            if (masked or padded) and not placed:
+                return False, None
+            if masked and (step.tokens > 1 or clock.layers[0].trims):
                 return False, None
             if step.mask.shape[0] != clock.layers[0].batch_size:
                 return False, None
@@ -233,7 +235,7 @@ class StepGraphs:
             return False, None
         runs = home.runs[key] = home.runs.get(key, 0) + 1
         if runs > 1:
-            recorded = self._capture(model, router, cache, tensors, step, final=runs > TRIES)
+            recorded = self._capture(model, router, cache, tensors, step)
             if recorded is not None:
                 home.recordings[key] = recorded
                 return True, self._replay(recorded, tensors, cache, step)
@@ -292,7 +294,7 @@ class StepGraphs:
         return out
 
     def _capture(
-        self, model: Any, router: Router, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step, final: bool
+        self, model: Any, router: Router, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step
     ) -> Recording | None:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
@@ -322,8 +324,6 @@ class StepGraphs:
     def _devices(self, first: torch.device) -> list[torch.device]:
         """Where a step runs, the device of its input first."""
         return list(dict.fromkeys([first, *(layer.device for layer in self.clock.layers)]))
-
-    _why = ""
 
     def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: MixedKVCache, step: Step) -> Any:
         return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))

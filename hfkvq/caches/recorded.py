@@ -26,6 +26,11 @@ def is_recorded() -> bool:
     return torch.compiler.is_compiling() or _STATE.recording
 
 
+def is_captured() -> bool:
+    """Whether the running forward is a step for a CUDA graph, which the compiler does not trace."""
+    return not torch.compiler.is_compiling() and _STATE.recording
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
     """Forwards of this thread are recorded steps within this context."""

@@ -15,9 +15,10 @@ import torch
 
 from .callers import is_drafting
 
-# Hooks of these do on the device what they do, or nothing in a step.
+# What PEFT's layers say of their adapters.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters")
 
+# Hooks of these do on the device what they do, or nothing in a step.
 _KNOWN_HOOKS = ("transformers.", "hfkvq.", "torch.distributed.")
 
 
@@ -42,9 +43,7 @@ class Router:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call: a step of a cache of ours may be replayed, all else goes on."""
         model: Any = self._model()
-        if torch.compiler.is_compiling():
-            return model._call_impl(*args, **kwargs)
-        if _THREAD.inside:
+        if torch.compiler.is_compiling() or _THREAD.inside:
             return model._call_impl(*args, **kwargs)
         cache = kwargs.get("past_key_values")
         if self._draft_cache is not None and cache is not None and is_drafting():

@@ -23,7 +23,7 @@ from .dense import dense_attention
 from .evict import EvictingLayer
 from .layer import KVLayer
 from .observe import Observation
-from .recorded import is_recorded
+from .recorded import is_captured, is_recorded
 from .scheme import Scheme
 from .states import RowState
 from .store import SIDES, KVStore
@@ -403,7 +403,7 @@ class StaticKVLayer(KVLayer):
 
         Where they do, a number, on the device (without axes) in a compiled step.
         """
-        if self.plain_steps() or (is_recorded() and not torch.compiler.is_compiling()):
+        if self.plain_steps() or is_captured():
             return self._seen_on_device()
         if is_recorded() and self.buffer is not None:
             return self._seen_on_device()[0]

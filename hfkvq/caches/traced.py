@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hfkvq.kernels.step import MAX_STEP, step
 
-from .recorded import is_recorded
+from .recorded import is_captured
 
 if TYPE_CHECKING:
     from .static import StaticKVLayer
@@ -79,6 +79,6 @@ def traced_attention(
     unwatched = layer.trims and layer.clock.holes
     if layer.clock.ready and (queries == 1 or several) and not unwatched:
         return step(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, layer.spec)
-    if is_recorded() and not torch.compiler.is_compiling():
+    if is_captured():
         raise RuntimeError("A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens.")
     return _prompt(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, causal)
