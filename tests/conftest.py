@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from hfkvq.kernels import use_interpreter
+from hfkvq.kernels import use_interpreter, warm
 
 # PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones below.
 with torch.device("meta"):
@@ -71,6 +71,12 @@ def poisoned_memory(monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True)
+def kernels_at_their_launch(monkeypatch):
+    """Kernels are compiled when they are launched: what a test computes does not depend on what has been before."""
+    monkeypatch.setattr(warm, "_start", lambda *_: None)
 
 
 @pytest.fixture(params=["reference", "interpret", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
+    from hfkvq.kernels.triton.ahead import Beside
+
     from .homes import Home
     from .scheme import Scheme
     from .static import StaticKVLayer
@@ -31,7 +32,8 @@ class Clock:
         holes: whether columns within a row are padding, which are stored: from then on every step needs one.
         home: buffers of all layers and the graphs that were captured over them, or None.
         warmed: schemes whose kernels are being compiled, or are there; and whether for steps of several tokens.
-        compiling: what is set when those are done.
+        compiling: those that are on their way.
+        waits: whether the running forward does without them, and so attends to dense keys and values.
         captured: whether steps are captured, so that they go without kernels that are not there yet.
     """
 
@@ -42,8 +44,8 @@ class Clock:
         self.ahead = self.peak = 0
         self.home: Home | None = None
         self.warmed: list[tuple[Scheme, bool]] = []
-        self.compiling: list[threading.Event] = []
-        self.captured = False
+        self.compiling: list[Beside] = []
+        self.waits = self.captured = False
         for i, layer in enumerate(layers):
             layer.clock, layer.leads = self, i == 0
 
@@ -67,17 +69,23 @@ class Clock:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but graphs; references that can be saved."""
-        return self.__dict__ | {"home": None, "compiling": [], "_layers": self.layers}
+        return self.__dict__ | {"home": None, "compiling": [], "waits": False, "_layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
         self.__dict__.update(state, _layers=[weakref.ref(layer) for layer in state["_layers"]])
 
-    def waits(self) -> bool:
-        """Whether kernels of steps are still being compiled: until then, steps go without them."""
+    def wait_for(self, kernels: Beside) -> None:
+        """Forwards do without these kernels until they are there; the running one does in any case."""
+        if not kernels.is_done():
+            self.compiling.append(kernels)
+            self.waits = True
+
+    def look(self) -> None:
+        """Sees, before a forward, whether kernels are there: within one, nothing changes."""
         if self.compiling:
-            self.compiling = [done for done in self.compiling if not done.is_set()]
-        return bool(self.compiling)
+            self.compiling = [kernels for kernels in self.compiling if not kernels.is_ready()]
+            self.waits = bool(self.compiling)
 
     def count(self, tokens: int) -> None:
         """Notes a graph step of so many tokens."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
+from hfkvq.kernels import dispatch
 from hfkvq.kernels.step import MAX_STEP
 
 from .callers import asked_to_compile, calling_model
@@ -136,6 +137,7 @@ class StepGraphs:
     def call(self, model: Any, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
+        self.clock.look()
         step = self._read(model, args, kwargs, cache._attached)
         if isinstance(step, str):
             say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run as without graphs.")
@@ -197,7 +199,7 @@ class StepGraphs:
 
     def _run(self, model: Any, router: Router, cache: MixedKVCache, step: Step) -> tuple[bool, Any]:
         clock = self.clock
-        if clock.waits():
+        if clock.waits:
             # Nobody waits for the compiler: see `KVLayer.waits`.
             return False, None
         kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors))
@@ -229,6 +231,9 @@ class StepGraphs:
         if recorded is not None:
             # Of a model that is another now.
             del home.recordings[key]
+        if dispatch.compiling:
+            # Another cache's, whose references go instead: they are nothing to capture.
+            return False, None
         reason = router.look_at_hooks()
         if reason is not None:
             self._give_up(model, kind, reason)

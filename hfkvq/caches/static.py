@@ -24,6 +24,7 @@ from .evict import EvictingLayer
 from .layer import KVLayer
 from .observe import Observation
 from .recorded import is_captured, is_recorded
+from .router import is_inside
 from .scheme import Scheme
 from .states import RowState
 from .store import SIDES, KVStore
@@ -79,7 +80,7 @@ class StaticKVLayer(KVLayer):
     @property
     def steps_plainly(self) -> bool:  # type: ignore[override]
         """Whether an eager step goes as that of any layer: before there is a buffer, and once its kernels are there."""
-        return self.buffer is None and not self.clock.waits()
+        return self.buffer is None and not self.clock.waits
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -132,11 +133,11 @@ class StaticKVLayer(KVLayer):
             query_heads = self._fold() * self._held().heads * self.share
             done = warm.start(plan, query_heads, self.device, self.scheme.channel_rule, self.record_past)
             if done is not None and self.clock.captured:
-                self.clock.compiling.append(done)
+                self.clock.wait_for(done)
 
     def waits(self) -> bool:
         """See `KVLayer.waits`."""
-        return self.clock.waits()
+        return self.clock.waits
 
     def _blocks(self) -> tuple[int, ...] | None:
         """Pages of a row in each run; None while the store holds more than that."""
@@ -374,6 +375,8 @@ class StaticKVLayer(KVLayer):
             if self.leads:
                 self.clock.stale = True
             return StepKV(self, key_states, value_states), StepKV(self, key_states, value_states)
+        if self.leads and not is_inside():
+            self.clock.look()
         self.clock.catch_up()
         if self.capacity is None and self.buffer is not None and self.seen + key_states.shape[2] > self.room:
             self.leave()
@@ -393,7 +396,7 @@ class StaticKVLayer(KVLayer):
 
     def plain_steps(self) -> bool:
         """Whether steps need no mask: nothing that is stored is padding, and every row has something stored."""
-        if self.capacity is None or self.buffer is None or self.clock.waits():
+        if self.capacity is None or self.buffer is None or self.clock.waits:
             # Dense keys and values have padding among them.
             return False
         return self.clock.ready and not self.clock.holes
@@ -500,7 +503,7 @@ class StaticKVLayer(KVLayer):
 
     def takes_step(self, queries: int, mask: Tensor | None) -> bool:
         """Whether the staged tokens can go through `step_now`."""
-        if self.staged is None or self.state is None or self.clock.waits():
+        if self.staged is None or self.state is None or self.clock.waits:
             return False
         tokens = self.staged[0].shape[2]
         if tokens > self.takes_several():

@@ -6,11 +6,23 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+
+
+class Compiling(Protocol):
+    """Kernels that are being compiled beside."""
+
+    def lacks(self, module: str) -> bool:
+        """Whether one of this module is not there yet."""
+        ...
+
+
+compiling: list[Compiling] = []
+"""What is being compiled beside, see `hfkvq.kernels.warm`."""
 
 _OPS: dict[str, CustomOpDef] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
@@ -18,6 +30,8 @@ _INTERPRETED: set[str] = set()
 _LAUNCHERS: dict[str, Callable[..., Any]] = {}
 # Device types on which ops that have a kernel take it.
 _KERNELS_ON = {"cuda": True, "cpu": False}
+# In which module of `hfkvq.kernels.triton` the kernel of an op is.
+_MODULES: dict[str, str] = {}
 # Leaving these contexts would switch the kernels on again, so they are kept.
 _SWITCHED_OFF: list[contextlib.AbstractContextManager[None]] = []
 
@@ -54,7 +68,7 @@ def triton_slot(name: str, launcher: str) -> None:
         return found()(*args)
 
     op = _OPS[name]
-    _LAUNCHERS[name] = run
+    _LAUNCHERS[name], _MODULES[name] = run, module
     op.register_kernel("cuda")(run)
     op.register_kernel("cpu")(run)
     off = op.set_kernel_enabled("cpu", enabled=False)
@@ -67,7 +81,8 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
     """Calls an op as ``op(*args)``, past PyTorch's dispatcher where nothing looks on.
 
     The dispatcher takes some twenty microseconds for an op like these, more than a launch. It is needed while a graph
-    is recorded, for tensor subclasses, and where gradients are.
+    is recorded, for tensor subclasses, and where gradients are. While a kernel is being compiled beside, the reference
+    goes instead.
 
     Args:
         op: what `define` returned.
@@ -77,9 +92,13 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
     if not _is_unobserved(first):
         return op(*args)
     name = op._name
-    if name in _LAUNCHERS and _is_kernels_own(first):
+    if name in _LAUNCHERS and _is_kernels_own(first) and not _is_on_its_way(name):
         return _LAUNCHERS[name](*args)
     return _REFERENCES[name](*args)
+
+
+def _is_on_its_way(name: str) -> bool:
+    return bool(compiling) and any(each.lacks(_MODULES[name]) for each in list(compiling))
 
 
 def _is_unobserved(first: Tensor) -> bool:
@@ -88,8 +107,8 @@ def _is_unobserved(first: Tensor) -> bool:
 
 
 def launches(first: Tensor) -> bool:
-    """Whether `call` would go straight to a kernel."""
-    return _is_kernels_own(first) and _is_unobserved(first)
+    """Whether `call` would go straight to a kernel, whichever it is."""
+    return _is_kernels_own(first) and _is_unobserved(first) and not compiling
 
 
 def _is_kernels_own(first: Tensor) -> bool:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .step import StepPlan
+
+if TYPE_CHECKING:
+    from .triton.ahead import Beside
 
 
 def normal(plan: StepPlan) -> StepPlan:
@@ -22,11 +24,12 @@ def normal(plan: StepPlan) -> StepPlan:
 
 def start(
     plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool = False
-) -> threading.Event | None:
-    """Begins to compile what a layer will launch, for its prompt and its steps, on other threads; returns at once.
+) -> Beside | None:
+    """Begins to compile what a layer will launch, for its prompt and its steps, in other processes; returns at once.
 
-    A launch waits for its own kernel if that is not there yet. Nothing is done twice, nor where there is no GPU, nor
-    where Triton cannot be imported. What goes wrong is raised by the launch that meets it, not here.
+    Until a kernel is there, its operation goes by the torch reference (see `hfkvq.kernels.dispatch.call`). Nothing is
+    done twice, nor where there is no GPU, nor where Triton cannot be imported. What goes wrong is raised by the launch
+    that meets it, not here.
 
     Args:
         plan: of the layer's buffer.
@@ -36,7 +39,7 @@ def start(
         several: whether steps may have several tokens, as in assisted decoding.
 
     Returns:
-        What is set when all is there, or has failed; None where there is nothing to wait for.
+        What knows when all is there, or has failed; None where there is nothing to wait for.
     """
     return _start(normal(plan), query_heads, device, rule, several) if device.type == "cuda" else None
 
@@ -50,7 +53,7 @@ def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], gpu: int | No
 
     Args:
         plans: plan, query heads and rule of each layer, see `start`.
-        gpu: one of `GPUS`, which makes this process unable to launch anything; None for the current one.
+        gpu: one of `GPUS`; None for the current one.
 
     Returns:
         Name and seconds of each kernel, next to nothing for those that were there.
@@ -60,18 +63,16 @@ def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], gpu: int | No
         RuntimeError: a kernel does not compile.
     """
     own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
-    done = own.compile_now([(normal(plan), heads, rule) for plan, heads, rule in plans], gpu)
+    done = own.compile_now([own.Order(normal(plan), heads, rule, False) for plan, heads, rule in plans], gpu)
     for name, _, error in done:
-        if error is not None:
-            raise RuntimeError(f"{name} does not compile: {error}") from error
+        if error:
+            raise RuntimeError(f"{name} does not compile: {error}")
     return [(name, seconds) for name, seconds, _ in done]
 
 
 @lru_cache(maxsize=1024)
-def _start(
-    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool
-) -> threading.Event | None:
+def _start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool) -> Beside | None:
     if importlib.util.find_spec("triton") is None:
         return None
     own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
-    return own.begin(plan, query_heads, device, rule, several)
+    return own.begin(own.Order(plan, query_heads, rule, several), device)

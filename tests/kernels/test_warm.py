@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from hfkvq import kernels
 from hfkvq.caches.make import layer_plan
 from hfkvq.caches.scheme import get_scheme
-from hfkvq.kernels import warm
+from hfkvq.kernels import dispatch, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,10 +26,15 @@ PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kivi-2", "kva
 def found(tmp_path_factory):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    # A process of its own, since Triton decides when it is imported whether it compiles.
+    tuning = str(tmp_path_factory.mktemp("tuning") / "none.json")
+    return _run("tests.kernels.warm_kernels", ",".join(PRESETS), {"HFKVQ_TUNING": tuning})
+
+
+def _run(module, argument, variables):
+    """In a process of its own, since Triton decides when it is imported whether it compiles."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env |= {"HFKVQ_TUNING": str(tmp_path_factory.mktemp("tuning") / "none.json"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.warm_kernels", ",".join(PRESETS)]
+    env |= {"OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", module, argument]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -64,23 +69,63 @@ def test_layers_alike_but_for_rows_and_capacity_are_one():
     assert warm.normal(plan).capacity == 1
 
 
-def test_nothing_begins_without_a_gpu():
+def test_nothing_begins_without_a_gpu(monkeypatch):
     plan = layer_plan(get_scheme("arkv"), 32, 8, 128, torch.float16)
     assert (plan.fold, plan.heads, plan.query_heads) == (8, 1, 32)
-    before = warm._start.cache_info().currsize
+    begun = []
+    monkeypatch.setattr(warm, "_start", lambda *given: begun.append(given))
     warm.start(plan, 32, torch.device("cpu"), None)
-    assert warm._start.cache_info().currsize == before
+    assert not begun
+    warm.start(plan, 32, torch.device("cuda", 0), None)
+    assert begun == [(warm.normal(plan), 32, torch.device("cuda", 0), None, False)]
 
 
-def test_launches_do_not_wait_for_what_goes_wrong():
+def test_what_goes_wrong_is_nobodys_concern():
     ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
-    seen = threading.Event()
 
     def wanted():
-        seen.set()
         raise OSError("no room left")
 
-    ahead.compile_beside(wanted, torch.device("cpu"))
-    ahead.wait_until_told()
-    assert seen.is_set()
-    assert ahead._BEGUN == []
+    beside = ahead.Beside(wanted, lambda: None, torch.device("cpu")).start()
+    assert beside.is_ready()
+    assert not beside.lacks("seal")
+    assert dispatch.compiling == []
+
+
+def test_another_process_compiles_what_is_not_there(tmp_path):
+    """Meanwhile it is lacking; afterwards all is found on disk."""
+    done = _run(
+        "tests.kernels.beside", "full", {"TRITON_CACHE_DIR": str(tmp_path), "HFKVQ_TUNING": str(tmp_path / "no")}
+    )
+    assert done["while"] == [False, True, False, 1]
+    assert done["after"] == [True, False, False, 0]
+    assert done["errors"] == []
+    assert done["compiled"] == done["wanted"]
+    assert "decode_kernel" in done["compiled"]
+    assert all(done["found"])
+    # Found, so not compiled.
+    assert done["again"] == [True, True, False]
+
+
+class OnItsWay:
+    """Kernels of some modules that are being compiled."""
+
+    def __init__(self, *modules):
+        self.modules = modules
+
+    def lacks(self, module):
+        return module in self.modules
+
+
+@pytest.mark.parametrize("module", ["hadamard", "seal"])
+def test_the_reference_stands_in_for_a_kernel_that_is_not_there(module, monkeypatch):
+    used = []
+    run = dispatch._LAUNCHERS["hadamard"]
+    monkeypatch.setitem(dispatch._LAUNCHERS, "hadamard", lambda *args: used.append(1) or run(*args))
+    x = torch.randn(4, 64)
+    monkeypatch.setattr(dispatch, "compiling", [OnItsWay(module)])
+    with kernels.use_interpreter():
+        assert not dispatch.launches(x)
+        got = kernels.hadamard(x, 32)
+    assert bool(used) == (module != "hadamard")
+    torch.testing.assert_close(got, kernels.hadamard(x, 32))

@@ -103,7 +103,7 @@ def main() -> None:
 
             scheme = get_scheme(preset)
             plan = warm.normal(layer_plan(scheme, HEADS, KV_HEADS, DIM, BF16))
-            for each in wanted(plan, HEADS, torch.device("cuda", 0), scheme.channel_rule):
+            for each in wanted(plan, HEADS, scheme.channel_rule, False, torch.device("cuda", 0)):
                 each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
             own["ahead"] = list(notes.found)
     print(json.dumps(found))

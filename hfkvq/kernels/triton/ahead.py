@@ -1,34 +1,25 @@
-"""Compiles kernels before they are launched, side by side, while the process does something else.
+"""Kernels compiled before they are launched, by other processes, while this one goes on.
 
-In threads: Triton lets go of Python's lock wherever it takes long, and another process would first have to import all
-that this one has. What is launched while it is on its way is waited for, not compiled a second time: Triton's own
-`AsyncCompileMode` sees to that, once it has been told of a kernel.
+Not by threads: compiling is Python for the most part, and a thread that holds its lock keeps a model's steps waiting,
+three times as long a step on the machine where this was measured. The other processes leave what they have compiled in
+Triton's cache, on disk, where it is looked for first and from where it is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from triton import AsyncCompileMode
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from .. import dispatch
+
 logger = logging.getLogger(__name__)
-
-MOST_THREADS = 8
-
-_PARSING = threading.Lock()
-
-# Begun, but not told to Triton yet.
-_BEGUN: list[threading.Event] = []
 
 
 class Wanted(NamedTuple):
@@ -45,129 +36,114 @@ class Wanted(NamedTuple):
     constants: Mapping[str, Any]
 
 
-class Compiled(NamedTuple):
-    """A kernel that is there now, or why it is not.
-
-    Attributes:
-        name: of the kernel.
-        seconds: how long that took: next to nothing if it was in Triton's cache.
-        error: None if all went well.
-    """
-
-    name: str
-    seconds: float
-    error: BaseException | None
+class _Missing(Exception):
+    """A kernel is not in Triton's cache."""
 
 
-class _InTurn(ASTSource):
-    """What is compiled, but of all threads one at a time makes IR of Python.
+class _Thread(threading.local):
+    looks = False
 
-    Python's own parser (up to 3.12) fails now and then where several threads are in it, which would wait anyway.
-    """
+
+_THREAD = _Thread()
+
+
+class _Source(ASTSource):
+    """What is compiled; of a thread that only looks, nothing is."""
 
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-        with _PARSING:
-            return super().make_ir(*args, **kwargs)
+        # Triton gets here once it has not found the kernel in its cache.
+        if _THREAD.looks:
+            raise _Missing
+        return super().make_ir(*args, **kwargs)
 
 
-def _make_launcher(compiled: Any) -> None:
-    """Has Triton build the launcher in C (up to 3.6: half a second a kernel), which the first launch finds built."""
-    make = getattr(driver.active, "launcher_cls", None)
-    if make is not None:
-        # A launch builds it where this does not.
-        with contextlib.suppress(Exception):
-            make(compiled.src, compiled.metadata)
+@contextlib.contextmanager
+def _looking() -> Iterator[None]:
+    _THREAD.looks = True
+    try:
+        yield
+    finally:
+        _THREAD.looks = False
 
 
-class _Timed(ThreadPoolExecutor):
-    """Notes how long each task takes, by the name that was set before it was submitted."""
-
-    def __init__(self, threads: int) -> None:
-        super().__init__(threads, thread_name_prefix="hfkvq-compile")
-        self.naming, self.done = "", list[Compiled]()
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        name = self.naming
-
-        def timed() -> Any:
-            begun, error = time.perf_counter(), None
-            try:
-                compiled = function(*args, **kwargs)
-                _make_launcher(compiled)
-                return compiled
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                self.done.append(Compiled(name, time.perf_counter() - begun, error))
-
-        return super().submit(timed)
+def compile_one(each: Wanted) -> Any:
+    """Compiles a kernel for the current device, or finds it in Triton's cache."""
+    # Chooses the class that stands for the source, which is ours from then on.
+    each.kernel.device_caches[driver.active.get_current_device()]
+    each.kernel.ASTSource = _Source
+    return each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
 
 
-def threads_here() -> int:
-    """Threads that compile: as many as there are cores for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_THREADS, cores))
+def find(each: Wanted) -> bool:
+    """Whether a kernel is in Triton's cache; it is loaded then."""
+    try:
+        with _looking():
+            compiled = compile_one(each)
+    except _Missing:
+        return False
+    # A launch says what is wrong, where the GPU has no room for it.
+    with contextlib.suppress(Exception):
+        compiled.run  # noqa: B018
+    return True
 
 
-def compile_all(wanted: Sequence[Wanted], told: Callable[[], None] = lambda: None) -> list[Compiled]:
-    """Compiles for the current device, in the order given, and waits.
+class Beside:
+    """Kernels on their way: they are looked for, compiled by another process if need be, and loaded.
 
     Args:
-        wanted: the variants.
-        told: called once Triton knows of all of them.
-
-    Returns:
-        What has been compiled, or was in Triton's cache, in the order in which it was done.
+        wanted: which they are.
+        compile_them: compiles them into Triton's cache, without this process, and waits for it.
+        device: whose they are.
     """
-    failed = None
-    with _Timed(threads_here()) as executor:
+
+    def __init__(
+        self, wanted: Callable[[], Sequence[Wanted]], compile_them: Callable[[], None], device: torch.device
+    ) -> None:
+        self._wanted, self._compile, self._device = wanted, compile_them, device
+        self._looked, self._done = threading.Event(), threading.Event()
+        # The modules of those that were not there.
+        self._missing: frozenset[str] = frozenset()
+
+    def start(self) -> Beside:
+        """Begins, and returns at once."""
+        dispatch.compiling.append(self)
+        threading.Thread(target=self._work, name="hfkvq-compile", daemon=True).start()
+        return self
+
+    def is_done(self) -> bool:
+        """Whether all are there, or something went wrong."""
+        return self._done.is_set()
+
+    def is_ready(self) -> bool:
+        """`is_done`, but what has to be loaded only is waited for: some tenths of a second at the most.
+
+        So what a cache computes depends on time only where kernels are compiled; with PyTorch's deterministic
+        algorithms, that is waited for, too.
+        """
+        self._looked.wait()
+        if not self._missing or torch.are_deterministic_algorithms_enabled():
+            self._done.wait()
+        return self.is_done()
+
+    def lacks(self, module: str) -> bool:
+        """Whether a kernel of this module, by its last name, is still being compiled; see `is_ready`."""
+        return not self.is_ready() and module in self._missing
+
+    def _work(self) -> None:
         try:
-            with AsyncCompileMode(executor):
-                # None begins before all are known: launches wait for that, and it parses, too.
-                with _PARSING:
-                    for each in wanted:
-                        executor.naming = each.kernel.__name__
-                        # Chooses the class that stands for the source, which is ours from then on.
-                        each.kernel.device_caches[driver.active.get_current_device()]
-                        each.kernel.ASTSource = _InTurn
-                        each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
-                told()
-        except Exception as error:
-            # The first of those that are noted below, unless it is of another kind.
-            failed = error
-    if failed is not None and all(failed is not each.error for each in executor.done):
-        raise failed
-    return executor.done
-
-
-def compile_beside(wanted: Callable[[], Sequence[Wanted]], device: torch.device) -> threading.Event:
-    """Has everything compiled for a GPU by other threads; returns at once what is set when that is done."""
-    told, finished = threading.Event(), threading.Event()
-    _BEGUN.append(told)
-
-    def done() -> None:
-        if not told.is_set():
-            _BEGUN.remove(told)
-            told.set()
-
-    def work() -> None:
-        try:
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-                found = compile_all(wanted(), done)
-            logger.debug("compiled ahead: %s", found)
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+                missing = [each for each in self._wanted() if not find(each)]
+                self._missing = frozenset(each.kernel.__module__.rpartition(".")[2] for each in missing)
+                self._looked.set()
+                if missing:
+                    self._compile()
+                    missing = [each.kernel.__name__ for each in missing if not find(each)]
+            if missing:
+                logger.debug("not compiled ahead: %s", missing)
         except Exception:
             # Nobody waits here. A launch that needs what is missing compiles it, and raises what is wrong.
             logger.debug("compiling ahead has failed", exc_info=True)
         finally:
-            done()
-            finished.set()
-
-    threading.Thread(target=work, name="hfkvq-ahead", daemon=True).start()
-    return finished
-
-
-def wait_until_told() -> None:
-    """Waits until Triton knows of everything that has been begun: moments, whatever that takes to compile."""
-    for told in list(_BEGUN):
-        told.wait()
+            dispatch.compiling.remove(self)
+            self._done.set()
+            self._looked.set()

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ._lib import cdiv, on_device
-from .ahead import Wanted, wait_until_told
+from .ahead import Wanted
 
 
 @triton.jit
@@ -42,7 +42,6 @@ def hadamard_triton(x: Tensor, block: int) -> Tensor:
     rows = max(1, 2048 // block)
     if blocks.shape[0]:
         with on_device(x):
-            wait_until_told()
             hadamard_kernel[(cdiv(blocks.shape[0], rows),)](blocks, out, blocks.shape[0], block**-0.5, H=block, BR=rows)
     return out.to(x.dtype).view(x.shape)
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import FutureKernel, knobs
+from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
-from .ahead import Wanted, wait_until_told
+from .ahead import Wanted
 
 Nest = Callable[[Sequence[Any]], tuple[Any, ...]]
 
@@ -81,7 +81,6 @@ class Launch:
         """Compiles, for the current device, the variant for tensors like these, and launches nothing."""
         addresses = [x.data_ptr() for x in tensors]
         if self.ready(addresses) is None:
-            wait_until_told()
             own = tuple(tensors) if self._nest is None else self._nest(tensors)
             self._note(self._kernel.warmup(*own, *self.numbers, grid=self.grid, **self.constants), own, addresses)
 
@@ -110,13 +109,10 @@ class Launch:
 
     def _prepare(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """The first launch, through Triton; notes the variant that it took."""
-        wait_until_told()
         own = tuple(tensors) if self._nest is None else self._nest(tensors)
         self._note(self._kernel[self.grid](*own, *self.numbers, **self.constants), own, addresses)
 
     def _note(self, compiled: Any | None, own: Sequence[Any], addresses: Sequence[int]) -> None:
-        if isinstance(compiled, FutureKernel):
-            compiled = compiled.result()
         # The interpreter compiles nothing.
         if compiled is not None:
             # Loads it, where only the compiler has been asked: what a GPU has no room for is known before any launch.

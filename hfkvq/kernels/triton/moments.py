@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dispatch import reference
 from ..moments import LEAST
 from ._lib import cdiv, on_device
-from .ahead import Wanted, wait_until_told
+from .ahead import Wanted
 
 BLOCK = 2048
 """Keys of a query that are summed at a time."""
@@ -116,7 +116,6 @@ def attention_moments_triton(logits: Tensor, sinks: Tensor | None, real: Tensor)
     out = torch.empty((3, rows, share, columns), dtype=torch.float32, device=logits.device)
     entropy = torch.empty((rows, share * blocks), dtype=torch.float32, device=logits.device)
     with on_device(logits):
-        wait_until_told()
         weight_sums_kernel[(rows * share * queries,)](
             logits, None if sinks is None else sinks.float().contiguous(), tops, shares, columns,
             queries,

@@ -14,7 +14,7 @@ from ..dispatch import reference
 from ..norms import LEAST
 from ..pages import PageFormat
 from ._lib import F16_MAX, on_device, power
-from .ahead import Wanted, wait_until_told
+from .ahead import Wanted
 
 MOST_ELEMENTS = 32768
 """Largest page that a program takes: it and its squares stay in registers, or nearly."""
@@ -114,7 +114,6 @@ def page_norms_triton(
     if not out.numel():
         return out
     with on_device(source):
-        wait_until_told()
         page_norms_kernel[(pages, batch * heads)](
             out,
             source,

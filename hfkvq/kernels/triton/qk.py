@@ -26,7 +26,7 @@ from ._lib import (
     page_tensors,
     power,
 )
-from .ahead import Wanted, wait_until_told
+from .ahead import Wanted
 
 PROGRAMS_PER_SM = 8
 
@@ -96,7 +96,6 @@ def qk_pages_triton(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Ten
     aim = -(-multiprocessors(q.device) * PROGRAMS_PER_SM // (batch * heads * tiles))
     splits = min(blocks * -(-form.page_size // constants["BT"]), aim)
     with on_device(q):
-        wait_until_told()
         qk_pages_kernel[(splits, batch * heads, tiles)](
             q,
             table.contiguous(),

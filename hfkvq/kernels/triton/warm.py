@@ -1,19 +1,16 @@
-"""What a layer will launch: the variants that its launchers would choose, longest to compile first."""
+"""What a layer will launch: the variants that its launchers would choose."""
 
 from __future__ import annotations
 
-import threading
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from ..pages import PageFormat
 from ..step import MAX_STEP, SIDES, StepPlan
-from . import ahead
-from ._lib import Gpu, stand_in
-from .ahead import Wanted
+from ._lib import Gpu, properties
+from .ahead import Beside, Wanted
 from .append import NewTokens, append_launch
 from .decode import decode_wanted
 from .due import due_launch
@@ -24,6 +21,9 @@ from .norms import norms_wanted
 from .qk import qk_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
+from .worker import Compiled, Order, compile_elsewhere
+
+logger = logging.getLogger(__name__)
 
 I32 = torch.int32
 
@@ -31,15 +31,6 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bf
 
 WINDOW = 32
 """Queries at the end of a prompt that schemes with a budget judge its tokens by; more or fewer are another variant."""
-
-
-def begin(
-    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool
-) -> threading.Event | None:
-    """See `hfkvq.kernels.warm.start`."""
-    if INTERPRETED.value:
-        return None
-    return ahead.compile_beside(lambda: wanted(plan, query_heads, device, rule, several), device)
 
 
 GPUS = {
@@ -52,49 +43,35 @@ GPUS = {
 }
 """By compute capability. Nothing that is compiled depends on how many multiprocessors there are."""
 
-ORDER = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
-"""Kernels that take longest to compile, the longest first."""
+
+def begin(order: Order, device: torch.device) -> Beside | None:
+    """See `hfkvq.kernels.warm.start`."""
+    if INTERPRETED.value:
+        return None
+    gpu = _gpu(device)
+
+    def compile_them() -> None:
+        for name, _, error in compile_elsewhere([order], gpu):
+            if error:
+                logger.debug("%s: %s", name, error)
+
+    return Beside(lambda: wanted(*order, device), compile_them, device).start()
 
 
-class Absent:
-    """Triton's driver of a GPU that is not there: it knows its target."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self.target = GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)
-
-    def get_current_device(self) -> int:
-        """Of one."""
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        """None that is used."""
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
-        return self.target
-
-
-def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], number: int | None) -> list[ahead.Compiled]:
+def compile_now(orders: Sequence[Order], number: int | None) -> list[Compiled]:
     """See `hfkvq.kernels.warm.compile_now`."""
     if INTERPRETED.value:
         raise ValueError("TRITON_INTERPRET: got 1, so kernels are interpreted and nothing is compiled; unset it.")
-    if number is not None:
-        stand_in(GPUS[number])
-        driver.set_active(Absent(GPUS[number]))
-    device = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
-    found = [each for plan, heads, rule in plans for each in wanted(plan, heads, device, rule)]
-    return ahead.compile_all(sorted(found, key=_rank))
+    current = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
+    return compile_elsewhere(orders, GPUS[number] if number is not None else _gpu(current))
 
 
-def _rank(each: Wanted) -> int:
-    name = each.kernel.__name__
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+def _gpu(device: torch.device) -> Gpu:
+    found = properties(device)
+    return Gpu(*(getattr(found, name) for name in Gpu._fields))
 
 
-def wanted(
-    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool = False
-) -> list[Wanted]:
+def wanted(plan: StepPlan, query_heads: int, rule: str | None, several: bool, device: torch.device) -> list[Wanted]:
     """All that prompts and steps launch for a layer; see `hfkvq.kernels.warm.start`."""
     dtype = DTYPES.get(plan.dtype)
     if dtype is None:
@@ -107,7 +84,7 @@ def wanted(
         found += decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device, queries)
     found += _seals(plan, dtype, device, rule)
     found += _rest(plan, own, dtype, device)
-    return sorted(found, key=_rank)
+    return found
 
 
 def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str | None) -> Iterator[Wanted]:

@@ -1,0 +1,168 @@
+"""The processes that compile: one that imports what it needs, and its children, a kernel each at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import MockTensor
+
+from ..step import StepPlan
+from ._lib import Gpu, stand_in
+from .ahead import Wanted, compile_one
+
+MOST = 8
+"""Kernels that are compiled at a time."""
+
+ORDER = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
+"""Kernels that take longest to compile, the longest first."""
+
+# The package without its own `__init__`, which imports Transformers: that takes longer than to compile.
+_START = """
+import sys, types
+package = types.ModuleType("hfkvq")
+package.__path__ = [sys.argv[1]]
+sys.modules["hfkvq"] = package
+from hfkvq.kernels.triton.worker import main
+main()
+"""
+
+
+class Order(NamedTuple):
+    """A layer whose kernels are to be compiled; see `hfkvq.kernels.warm.start`."""
+
+    plan: StepPlan
+    query_heads: int
+    rule: str | None
+    several: bool
+
+
+class Compiled(NamedTuple):
+    """What has become of a kernel.
+
+    Attributes:
+        name: of the kernel.
+        seconds: how long that took: next to nothing if it was in Triton's cache.
+        error: what went wrong, or "".
+    """
+
+    name: str
+    seconds: float
+    error: str
+
+
+class Absent:
+    """Triton's driver of a GPU that this process leaves alone: it knows its target."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.target = GPUTarget("cuda", 10 * gpu.major + gpu.minor, 32)
+
+    def get_current_device(self) -> int:
+        """Of one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """None that is used."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """What is compiled for."""
+        return self.target
+
+
+def compile_elsewhere(orders: Sequence[Order], gpu: Gpu) -> list[Compiled]:
+    """Compiles what layers launch into Triton's cache, by other processes, and waits for it.
+
+    Raises:
+        RuntimeError: no process could be started, or it has failed.
+    """
+    package = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join([str(package.parent), *(part for part in sys.path if part)])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _START, str(package)],
+            input=pickle.dumps((list(orders), gpu)),
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+    except OSError as error:
+        raise RuntimeError(f"no process that compiles could be started: {error}") from error
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        told = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"the process that compiles ended with {done.returncode}: {told[-1] if told else ''}")
+    return [Compiled(*each) for each in json.loads(lines[-1])]
+
+
+def main() -> None:
+    """The first process: is told on its standard input what to compile, and says on its output how it went."""
+    orders, gpu = pickle.load(sys.stdin.buffer)
+    sys.stdout.write(json.dumps(compile_all(orders, gpu)) + "\n")
+
+
+_FOUND: list[Wanted] = []
+
+
+def compile_all(orders: Sequence[Order], gpu: Gpu) -> list[Compiled]:
+    """Compiles for a GPU that need not be there, by children; from now on this process can launch nothing."""
+    from .warm import wanted
+
+    stand_in(gpu)
+    driver.set_active(Absent(gpu))
+    device = torch.device("cuda", 0)
+    every = {_key(each): each for order in orders for each in wanted(*order, device)}
+    _FOUND[:] = sorted(every.values(), key=_rank)
+    children = max(1, min(MOST, _cores(), len(_FOUND)))
+    # They find here what has been imported, and nothing of this process is in their way: it has one thread.
+    with multiprocessing.get_context("fork").Pool(children) as pool:
+        return list(pool.imap_unordered(_compile, range(len(_FOUND))))
+
+
+def _compile(at: int) -> Compiled:
+    each, begun, error = _FOUND[at], time.perf_counter(), ""
+    try:
+        _make_launcher(compile_one(each))
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return Compiled(each.kernel.__name__, time.perf_counter() - begun, error)
+
+
+def _make_launcher(compiled: Any) -> None:
+    """Has Triton build the launcher in C (up to 3.6: half a second a kernel), which the first launch finds built."""
+    # A launch builds it where this does not.
+    with contextlib.suppress(Exception):
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+def _rank(each: Wanted) -> int:
+    name = each.kernel.__name__
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def _key(each: Wanted) -> Any:
+    """Equal for what is one kernel; a few that are one may differ."""
+    return each.kernel.__name__, _plain(each.arguments), _plain(tuple(sorted(each.constants.items())))
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_plain(part) for part in x)
+    return str(x.dtype) if isinstance(x, MockTensor) else x if isinstance(x, (int, float, str, bool)) else str(x)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
