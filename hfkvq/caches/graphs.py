@@ -99,6 +99,7 @@ class StepGraphs:
         self.compiles = False
         self._last: Any = None
         self._failed: dict[Any, str] = {}
+        self._preset = repr(cache.preset)
         self.family = Family.of(cache.config, repr((cache.preset, clock.layers[0].capacity)))
         self.family.members += 1
         release = weakref.finalize(cache, StepGraphs._release, self)
@@ -239,10 +240,11 @@ class StepGraphs:
             self._give_up(model, kind, reason)
             return False, None
         runs = home.runs[key] = home.runs.get(key, 0) + 1
-        if runs > 1:
+        if runs > 1 or (self._preset, key) in router.captured:
             recorded = self._capture(model, router, cache, tensors, step)
             if recorded is not None:
                 home.recordings[key] = recorded
+                router.captured.add((self._preset, key))
                 return True, self._replay(recorded, tensors, cache, step)
             if runs > TRIES:
                 self._give_up(model, kind, self._why)

@@ -39,6 +39,8 @@ class Router:
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._adapters: list[weakref.ref[Any]] = []
         self._draft_cache: Callable[[Any], Any] | None = None
+        # Steps that have been captured: all that they launch is loaded.
+        self.captured: set[Any] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call: a step of a cache of ours may be replayed, all else goes on."""
