@@ -60,14 +60,14 @@ class Router:
     def look_at_hooks(self) -> str | None:
         """Notes the model's hooks; why it cannot be captured for one of them."""
         model: Any = self._model()
-        self._hooks = [x for m in model.modules() for x in (m._forward_hooks, m._forward_pre_hooks)]
+        modules: list[Any] = list(model.modules())
+        self._hooks = [x for m in modules for x in (m._forward_hooks, m._forward_pre_hooks)]
         # Whoever moves or replaces weights does so to many; adapters are switched all together.
-        tensors = [*model.parameters(), *model.buffers()]
+        tensors = [x for m in modules for x in (*m._parameters.values(), *m._buffers.values()) if x is not None]
         self._tensors = [weakref.ref(x) for x in (*tensors[:: max(1, len(tensors) // 24)], *tensors[-1:])]
-        self._adapters = [weakref.ref(m) for m in model.modules() if hasattr(m, "merged_adapters")][:2]
-        for module in model.modules():
-            if getattr(getattr(module, "_hf_hook", None), "offload", False):
-                return "weights are offloaded"
+        self._adapters = [weakref.ref(m) for m in modules if hasattr(m, "merged_adapters")][:2]
+        if any(getattr(getattr(m, "_hf_hook", None), "offload", False) for m in modules):
+            return "weights are offloaded"
         for hook in (hook for hooks in self._hooks for hook in hooks.values()):
             if not _is_known(hook):
                 return f"the model has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"

@@ -17,6 +17,7 @@ from hfkvq.kernels import warm
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
 
+from .capture import RECORDERS
 from .clock import Clock
 from .cut import Tiers
 from .dense import dense_attention
@@ -103,6 +104,9 @@ class StaticKVLayer(KVLayer):
         self.dtype, self.device = keys.dtype, keys.device
         self.heads, self.batch_size = keys.shape[1], keys.shape[0]
         self.is_initialized = True
+        for side in SIDES if self.device.type in RECORDERS else ():
+            # As long as in a buffer, while nothing has to move for it.
+            self.store._grow_tail(side, self.store.tail_limit[side], True)
 
     def _come_home(self, tokens: int) -> None:
         """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now.

@@ -30,8 +30,10 @@ from torch import Tensor
 
 from hfkvq import kernels
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count
+from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.line import Held, Observing, Sealing
 from hfkvq.kernels.pages import RunView, Side
+from hfkvq.kernels.qk import table_pages
 
 from .routing import ColumnTags, Counters, Ground, Route, Source, Tally, sealed_widely, work_out
 from .scheme import Layout, Scheme, SideLayout
@@ -662,7 +664,33 @@ class KVStore:
 
     def dense(self, side: Side, columns: int, plain: bool = False) -> Tensor:
         """(B, H, columns, D) in logical order, rotated back; 0 at padding; by PyTorch's operations if ``plain``."""
+        alike = len(self.states) == 1 and self.longest == columns
+        if plain and alike and self.format.ordered:
+            return self._dense_alike(side)
         return kernels.gather_rows(self.counters, self.windows, self.flat_runs(), columns, self.format, side, plain)
+
+    def _dense_alike(self, side: Side) -> Tensor:
+        """`dense` of rows that hold all columns, whose order the host knows: without one operation for positions."""
+        (state,) = self.states
+        at, sealed, sink = SIDES.index(side), state.sealed(side), self.layout.sink
+        first, tail = self.windows[at], self.windows[2 + at]
+        block = self.format.rotate_keys if side == "keys" else self.format.rotate_values
+        # In the model's dtype at once, where nothing is computed from it.
+        dtype = torch.float32 if block else self.dtype
+        parts = [first[:, :, : min(sink, state.length)]]
+        if sealed:
+            view, fmt = self.runs[0], self.format.runs[0][at]
+            table = view.table[:, : -(-sealed // fmt.page_size)]
+            pages = table_pages(view.keys if side == "keys" else view.values, table, fmt, side, self.dims[side])
+            parts.append(pages.transpose(1, 2).flatten(2, 3)[:, :, :sealed])
+        ring, behind = tail.shape[2], sealed
+        while behind < state.length - sink:
+            slot = behind % ring
+            count = min(ring - slot, state.length - sink - behind)
+            parts.append(tail[:, :, slot : slot + count])
+            behind += count
+        dense = torch.cat([part.to(dtype) for part in parts], 2)
+        return reference("hadamard")(dense, block).to(self.dtype) if block else dense
 
     # Rows and lengths change.
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
 
-from hfkvq import MixedKVCache, TriAxialCache
+from hfkvq import MixedKVCache, TriAxialCache, kernels
 from hfkvq.caches import graphs
 from hfkvq.caches.static import StaticKVLayer
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -157,6 +157,23 @@ def test_one_capture_serves_reset_copies_and_new_caches():
     del cache, other
     torch.testing.assert_close(steps(model, new, 20), expected, rtol=1e-4, atol=1e-4)
     assert PythonGraph.made == made
+
+
+def test_a_step_that_was_captured_before_is_captured_at_once():
+    """By another cache, which has left nothing: no step runs in Python first. Of another preset, one does."""
+    model = build("llama")
+    found = []
+    for name in ("full", "full", "kitty", "full"):
+        before = PythonGraph.made
+        for _ in range(2):
+            gc.collect()
+            # One step.
+            logits = steps(model, MixedKVCache(model.config, SCHEMES[name]), 1)
+            found.append(PythonGraph.made - before)
+        expected = steps(model, MixedKVCache(model.config, SCHEMES[name], graphs=False), 1)
+        torch.testing.assert_close(logits, expected)
+        steps(model, MixedKVCache(model.config, SCHEMES[name]), 2)
+    assert found == [0, 0, 1, 2, 0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -467,6 +484,24 @@ def test_steps_do_not_wait_for_the_compiler(name, length):
         torch.testing.assert_close(logits["ours"], logits["plain"], rtol=1e-3, atol=1e-3)
     assert PythonGraph.made
     assert cache.get_seq_length() == want.get_seq_length() == 90
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_dense_tensors_of_rows_alike_need_no_positions(name, monkeypatch):
+    """Past every border: within the sink, while nothing is sealed, and where a tail begins anew."""
+    model, ids = build("llama"), prompt(2, 3)
+    cache = MixedKVCache(model.config, SCHEMES[name], graphs=False)
+    gather, asked = kernels.gather_rows, []
+    monkeypatch.setattr(kernels, "gather_rows", lambda *given: asked.append(given[-1]) or gather(*given))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        for i in range(90):
+            model(prompt(2, 1 if i < 80 else 7), past_key_values=cache)
+            store, seen = cache.layers[0].store, cache.get_seq_length()
+            for side in ("keys", "values"):
+                assert torch.equal(store.dense(side, seen, True), store.dense(side, seen))
+    # Where tokens have gone, or lie in several runs, the device has to say which.
+    assert any(asked) == (not store.format.ordered or name == "arkv")
 
 
 @pytest.mark.parametrize("value", ["0", "off"])
