@@ -25,7 +25,6 @@ from .capture import RECORDERS
 from .clock import Clock
 from .evict import EvictingLayer, layer_class
 from .graphs import StepGraphs, say_once, wanted
-from .handle import Spare
 from .layer import KVLayer, PaddingReader
 from .memory import MemoryReport
 from .peers import Peers
@@ -229,7 +228,6 @@ class MixedKVCache(Cache):
                 type(config).__name__,
             )
         super().__init__(layers=held)
-        self._share_handles()
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._stock_state: dict[int, dict[str, Any]] = {}
         self.graphs = StepGraphs(self, fixed[0].clock, headroom) if captured else None
@@ -237,14 +235,6 @@ class MixedKVCache(Cache):
             install(model_or_config)
         if attach:
             self._attach(text)
-
-    def _share_handles(self) -> None:
-        """Lets layers that do not yet use the same handles, one after the other."""
-        readers = [layer.reader for layer in self.compressed_layers if layer.reader.spare() is None]
-        if readers:
-            self._spare = Spare()
-        for reader in readers:
-            reader.spare = weakref.ref(self._spare)
 
     @staticmethod
     def _why_not_static(
@@ -520,7 +510,6 @@ class MixedKVCache(Cache):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
-        new._share_handles()
         if self.graphs is not None:
             new.graphs = StepGraphs(new, new.layers[0].clock, self.graphs.headroom)  # type: ignore[union-attr]
         return new
@@ -535,5 +524,4 @@ class MixedKVCache(Cache):
         self.__dict__.update(state, config=PreTrainedConfig())
         if state["graphs"] is not None:
             self.graphs = StepGraphs(self, self.layers[0].clock, state["graphs"])  # type: ignore[union-attr]
-        self._share_handles()
         register()

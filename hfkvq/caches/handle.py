@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
-from sys import getrefcount
 from typing import TYPE_CHECKING, Any
-from weakref import getweakrefcount
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +40,6 @@ class LazyKV(torch.Tensor):
         form: "bhsd", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
     """
 
-    # Not in `__dict__`, so that what is there is somebody else's: see `Spare`.
-    __slots__ = ("_edition", "_layer", "form", "repeats", "side")
     _layer: KVLayer
     _edition: int
     side: Side
@@ -55,7 +50,9 @@ class LazyKV(torch.Tensor):
     def __new__(
         cls, layer: KVLayer, side: Side, repeats: int = 1, form: str = "bhsd", shape: tuple[int, ...] | None = None
     ) -> LazyKV:
-        handle = _handle(layer, side, layer.logical_shape(side) if shape is None else shape)
+        shape = layer.logical_shape(side) if shape is None else shape
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)
+        handle._layer, handle._edition, handle.side = layer, layer.edition, side
         handle.repeats, handle.form = repeats, form
         return handle
 
@@ -126,80 +123,14 @@ class LazyKV(torch.Tensor):
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
 
 
-def _handle(layer: KVLayer, side: Side, shape: tuple[int, ...]) -> LazyKV:
-    handle = torch.Tensor._make_wrapper_subclass(LazyKV, shape, dtype=layer.dtype, device=layer.device)
-    handle._layer, handle._edition, handle.side = layer, layer.edition, side
-    handle.repeats, handle.form = 1, "bhsd"
-    return handle
-
-
-# Without a GIL, counts of references are not exact.
-_COUNTS = hasattr(torch._C.TensorBase, "_use_count") and not sysconfig.get_config_var("Py_GIL_DISABLED")
-_use_count: Any = getattr(torch._C.TensorBase, "_use_count", None)
-
-
-class Spare:
-    """The last pair of handles of a cache, for the next update of any of its layers if nobody else holds it.
-
-    To make a tensor takes longer than all else that an update does in a step, and models have let go of a layer's
-    handles when the next layer comes, whose handles look the same. A pair that anybody holds stays as it is.
-
-    A cache keeps it, and its layers refer to it weakly: handles keep their layer, which must not keep itself.
-    """
-
-    __slots__ = ("__weakref__", "alone", "keys", "kind", "uses", "values")
-
-    def __init__(self) -> None:
-        self.kind: tuple[Any, ...] | None = None
-        self.keys: Any = None
-        self.values: Any = None
-        self.uses = (0, 0)
-        # As nobody else can hold it, its count of references is that of a handle that nobody else holds: whatever the
-        # release of Python counts, and whoever traces it.
-        self.alone = object()
-
-    def __reduce__(self) -> tuple[type[Spare], tuple[()]]:
-        """A fresh one, for copies too: handles belong to the layers of one cache."""
-        return Spare, ()
-
-    def take(self, kind: tuple[Any, ...]) -> tuple[LazyKV, LazyKV] | None:
-        """The pair, if it is of this kind and nobody holds it, by a weak reference or in C++ either."""
-        if kind != self.kind:
-            return None
-        keys, values, alone = self.keys, self.values, self.alone
-        if (
-            getrefcount(keys) == getrefcount(values) == getrefcount(alone)
-            and (_use_count(keys), _use_count(values)) == self.uses
-            and not (getweakrefcount(keys) or getweakrefcount(values) or keys.__dict__ or values.__dict__)
-        ):
-            return keys, values
-        return None
-
-    def keep(self, kind: tuple[Any, ...], pair: tuple[LazyKV, LazyKV]) -> None:
-        """Takes a new pair in place of the old one."""
-        self.keys, self.values = pair
-        self.uses = _use_count(self.keys), _use_count(self.values)
-        self.kind = kind
-
-
 def handles(layer: KVLayer, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
-    """Both handles of a layer that has seen so many tokens: what its update returns, with little to do in a step."""
-    spare = None if torch.compiler.is_compiling() else layer.reader.spare()
-    if spare is None or not _COUNTS:
-        keys = _handle(layer, "keys", (batch, heads, seen, key_dim))
-        return keys, _handle(layer, "values", (batch, heads, seen, value_dim))
-    # Tensors of inference mode are of another kind.
-    kind = (batch, heads, seen, key_dim, value_dim, layer.dtype, layer.device, torch.is_inference_mode_enabled())
-    pair = spare.take(kind)
-    if pair is None:
-        keys = _handle(layer, "keys", (batch, heads, seen, key_dim))
-        pair = keys, _handle(layer, "values", (batch, heads, seen, value_dim))
-        spare.keep(kind, pair)
-    else:
-        keys, values = pair
-        keys._layer = values._layer = layer
-        keys._edition = values._edition = layer.edition
-    return pair
+    """Both handles of a layer that has seen so many tokens: what its update returns."""
+    keys = LazyKV(layer, "keys", shape=(batch, heads, seen, key_dim))
+    return keys, LazyKV(layer, "values", shape=(batch, heads, seen, value_dim))
+
+
+# Nothing any more; `hfkvq.caches.layer` still imports it, for an annotation.
+Spare = object
 
 
 def layer_of(key: Any, value: Any) -> KVLayer | None:

@@ -324,7 +324,7 @@ class KVStore:
             (B, t, Hq, Dv), and whether anything is due now; None where it takes `push` and `attend` themselves, or the
             tokens do not fit: nothing is done then.
         """
-        tokens, held = keys.shape[2], self._held or self.held
+        tokens, held = keys.shape[2], self.held
         then = ahead(self.states, self._sizes, tokens)
         # What a row begins with may be padding, if there is a mask.
         if not self._is_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):

@@ -29,7 +29,7 @@ from hfkvq.kernels.triton import decode as decode_module
 from hfkvq.kernels.triton import launch as launch_module
 from hfkvq.kernels.triton import merge as merge_module
 from hfkvq.kernels.triton import step as step_module
-from hfkvq.kernels.triton.launch import Later, Launch
+from hfkvq.kernels.triton.launch import Launch
 from tests.kernels import test_append, test_due, test_seal, test_step
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
 
@@ -173,7 +173,7 @@ def test_nests_are_made_of_tensors_and_of_addresses(streams):
 def test_what_is_prepared_is_compiled_and_not_launched(streams):
     kernel = Kernel("a b n SIZE WIDE")
     launch = Launch(kernel, (3, 2), (7,), {"WIDE": True, "num_warps": 4, "SIZE": 16}, CPU, lambda given: given[::-1])
-    assert launch.aligned is None
+    assert launch.ready([0, 16]) is None
     own, odd = (floats(0), floats(4)), (floats(0), floats(5))
     for given in (own, own, odd, (floats(8), floats(12))):
         launch.prepare(given)
@@ -186,7 +186,9 @@ def test_what_is_prepared_is_compiled_and_not_launched(streams):
     for variant, given in ((-1, own), (-2, odd)):
         launch(*given)
         assert kernel.past.pop() == (variant, (3, 2, 1), (given[1].data_ptr(), given[0].data_ptr(), 7, 16, True))
-    assert launch.aligned.variant == -1
+    assert launch.ready([0, 16]).variant == -1
+    assert launch.ready([0, 4]).variant == -2
+    assert launch.ready([4, 0]) is None
     assert not kernel.through
 
 
@@ -194,7 +196,7 @@ def test_the_interpreter_has_nothing_to_prepare():
     kernel = Kernel("a n SIZE", interpreted=True)
     launch = Launch(kernel, (2,), (3,), {"SIZE": 4}, CPU)
     launch.prepare([floats(0)])
-    assert launch.aligned is None
+    assert launch.ready([0]) is None
     launch(floats(0))
     assert len(kernel.through) == 1
 
@@ -260,157 +262,6 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, streams, index, 
         seen.clear()
     assert (len(kernel.through), len(kernel.past)) == (1, 1)
     assert kernel.streams == [f"stream of {index or 0}"]
-
-
-# Past Triton's launcher.
-
-
-class Allocation:
-    """Stands for `triton.runtime._allocation`."""
-
-    _allocator = _profile_allocator = None
-
-
-_allocation = Allocation
-
-
-class Launcher36:
-    """As Triton 3.6 has it."""
-
-    def __init__(self, launch, scratch=0, profile=0):
-        self.num_ctas, self.launch = 1, launch
-        self.global_scratch_size, self.profile_scratch_size = scratch, profile
-        self.global_scratch_align = self.profile_scratch_align = 16
-        self.launch_cooperative_grid, self.launch_pdl = False, True
-
-    def __call__(self, gridX, gridY, gridZ, stream, function, *args):
-        def allocate_scratch(size, align, allocator):
-            return allocator.get()(gridX * gridY * gridZ * self.num_ctas * size, align, stream) if size > 0 else None
-
-        scratch = allocate_scratch(self.global_scratch_size, self.global_scratch_align, _allocation._allocator)
-        profile = allocate_scratch(
-            self.profile_scratch_size, self.profile_scratch_align, _allocation._profile_allocator
-        )
-        self.launch(
-            gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, scratch, profile,
-            *args,
-        )  # fmt: skip
-
-
-class Launcher37(Launcher36):
-    """As Triton 3.7 has it: in another order, and with the kernel's arguments in one."""
-
-    arg_annotations, kernel_signature = ["annotation"], b"signature"
-
-    def __call__(self, gridX, gridY, gridZ, stream, function, packed, metadata, enter, leave, *args):
-        self.launch(
-            gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, packed, metadata,
-            enter, leave, None, None, self.arg_annotations, self.kernel_signature, args,
-        )  # fmt: skip
-
-
-class LauncherOfSomebody(Launcher36):
-    """Does more."""
-
-    def __call__(self, *args):
-        self.count = getattr(self, "count", 0) + 1
-        self.launch(*args)
-
-
-class LauncherThatDoubles(Launcher36):
-    """Hands on in a way of its own."""
-
-    def __call__(self, *args):
-        self.launch(*args[:3], args[3], args[3], *args[4:])
-
-
-LAUNCHERS = [Launcher36, Launcher37]
-ADDRESSES = [MEMORY.data_ptr() + 16 * i for i in range(4)]
-
-
-def launched(kind, nest=None, given=("a", "b", "c"), **scratch):
-    """A launch that is ready, and what its launcher in C was given."""
-    seen = []
-    compiled = SimpleNamespace(function=77, packed_metadata=(4, 1, 0))
-    compiled.run = kind(lambda *args: seen.append([list(x) if isinstance(x, tuple) else x for x in args]), **scratch)
-
-    class Compiles(Kernel):
-        def warmup(self, *args, grid, **constants):
-            return compiled
-
-    launch = Launch(Compiles("a b c n SIZE"), (3, 2), (7,), {"SIZE": 16}, CPU, nest)
-    launch.prepare([floats(0)] * len(given))
-    assert not seen
-    return launch, compiled, seen
-
-
-def backwards(given):
-    return (given[1], given[1]), given[2], given[0]
-
-
-@pytest.mark.parametrize("nest", [None, backwards])
-@pytest.mark.parametrize("kind", LAUNCHERS)
-def test_what_is_laid_out_is_launched_alike(kind, nest):
-    launch, compiled, seen = launched(kind, nest)
-    laid = launch.laid_out([Later(0), ADDRESSES[1], Later(1)])
-    for stream, (first, last) in ((5, ADDRESSES[:2]), (6, ADDRESSES[2:])):
-        launch.run(compiled, [first, ADDRESSES[1], last], stream, False)
-        laid(stream, [first, last])
-        expected, got = seen
-        assert got == expected
-        assert got[3] == stream
-        seen.clear()
-
-
-def test_one_address_may_stand_in_several_places():
-    launch, compiled, seen = launched(Launcher36, lambda given: (given[0], given[2], given[0]))
-    launch.laid_out([Later(1), 9, Later(0)])(5, ADDRESSES)
-    launch.run(compiled, [ADDRESSES[1], 9, ADDRESSES[0]], 5, False)
-    assert seen[0] == seen[1]
-
-
-def test_what_lies_within_a_tuple_cannot_be_put():
-    launch, _, _ = launched(Launcher36, backwards)
-    assert launch.laid_out([Later(0), Later(1), Later(2)]) is None
-    assert launch.laid_out([Later(0), 5, Later(1)]) is not None
-
-
-@pytest.mark.parametrize(
-    ("kind", "scratch"),
-    [
-        (LauncherOfSomebody, {}),
-        (LauncherThatDoubles, {}),
-        (Launcher36, {"scratch": 8}),
-        (Launcher37, {"profile": 8}),
-        (lambda launch: lambda *args: launch(*args), {}),
-        (lambda launch: print, {}),
-    ],
-)
-def test_other_launchers_are_called_themselves(kind, scratch):
-    launch, _, _ = launched(kind, **scratch)
-    assert launch.direct is None
-    assert launch.laid_out([Later(0), 5, 6]) is None
-
-
-def test_other_alignments_are_not_laid_out():
-    kernel = Kernel("a")
-    launch = Launch(kernel, (1,), (), {}, CPU)
-    launch.prepare([floats(1)])
-    assert launch.direct is None
-
-
-def test_the_launcher_of_this_triton_hands_on():
-    """Or steps take a microsecond longer a launch: look at what it does, and whether `_HANDS_ON` may say so."""
-    module = pytest.importorskip("triton.backends.nvidia.driver")
-    assert launch_module._names(module.CudaLauncher.__call__.__code__) <= launch_module._HANDS_ON
-    launcher = object.__new__(module.CudaLauncher)
-    vars(launcher).update(vars(Launcher37(print)), arg_annotations=[], kernel_signature=b"")
-    compiled = SimpleNamespace(function=77, packed_metadata=(4, 1, 0), run=launcher)
-    way = launch_module.way_past(compiled, (3, 2, 1), 4)
-    assert way.launch is print
-    assert way.arguments[:3] == (3, 2, 1)
-    assert (4, 1, 0) in way.arguments
-    assert launcher.launch is print
 
 
 # Launchers and their plans: nothing runs, but all that would is noted.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +37,7 @@ class Launch:
             dtype. None takes them as they come.
     """
 
-    __slots__ = ("_index", "_kernel", "_nest", "_ready", "_rest", "aligned", "constants", "direct", "grid", "numbers")
+    __slots__ = ("_index", "_kernel", "_nest", "_ready", "_rest", "constants", "grid", "numbers")
 
     def __init__(
         self,
@@ -55,12 +53,8 @@ class Launch:
         self.numbers, self.constants = tuple(numbers), dict(constants)
         self._index = (0 if device.index is None else device.index) if device.type == "cuda" else None
         self._rest: tuple[Any, ...] = ()
-        # By which tensors begin at a multiple of sixteen bytes: all that Triton asks of an address.
+        # By which tensors begin at a multiple of sixteen bytes (`_alignment`): all that Triton asks of an address.
         self._ready: dict[tuple[bool, ...], Any] = {}
-        # The one where all do; None before a launch has needed it.
-        self.aligned: Any | None = None
-        # And how it is launched without Triton's own Python, where it can be.
-        self.direct: Direct | None = None
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches, on the tensors' device and its current stream."""
@@ -94,8 +88,6 @@ class Launch:
 
     def ready(self, addresses: Sequence[int]) -> Any | None:
         """The variant for tensors at these addresses, or None if no launch has needed it yet."""
-        if not reduce(or_, addresses) & 15:
-            return self.aligned
         return self._ready.get(_alignment(addresses))
 
     def run(self, ready: Any, addresses: Sequence[int], stream: int, watched: bool) -> None:
@@ -119,113 +111,12 @@ class Launch:
             compiled.run  # noqa: B018
             names = self._kernel.arg_names[len(own) + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
-            aligned = _alignment(addresses)
-            self._ready[aligned] = compiled
-            if all(aligned):
-                self.aligned = compiled
-                self.direct = way_past(compiled, self.grid, len(own) + len(self._rest))
-
-    def laid_out(self, addresses: Sequence[int | Later]) -> Laid | None:
-        """The launch of the aligned variant with these addresses; None where it has to go by `run`."""
-        if self.direct is None:
-            return None
-        own = tuple(addresses) if self._nest is None else self._nest(addresses)
-        places = [(at, x.which) for at, x in enumerate(own) if isinstance(x, Later)]
-        later = [x.which for x in addresses if isinstance(x, Later)]
-        # Within a tuple it could not be put.
-        return Laid(self.direct, (*own, *self._rest), places) if {x for _, x in places} == set(later) else None
-
-
-class Later(NamedTuple):
-    """Stands for an address that differs from one launch to the next: the ``which``-th of those."""
-
-    which: int
-
-
-class Laid:
-    """A launch whose arguments stand in a row already, but for its stream and a few addresses."""
-
-    __slots__ = ("_arguments", "_launch", "_own", "_places", "_stream")
-
-    def __init__(self, way: Direct, own: Sequence[Any], places: Sequence[tuple[int, int]]) -> None:
-        self._launch, self._arguments, self._stream = way.launch, list(way.arguments), way.stream
-        if way.together:
-            self._own = list(own)
-            self._arguments.append(self._own)
-            first = 0
-        else:
-            self._own = self._arguments
-            first = len(self._arguments)
-            self._arguments.extend(own)
-        self._places = tuple([(first + at, which) for at, which in places])
-
-    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launches on a stream of the current device."""
-        own = self._own
-        for at, which in self._places:
-            own[at] = addresses[which]
-        self._arguments[self._stream] = stream
-        self._launch(*self._arguments)
-
-
-class Direct(NamedTuple):
-    """The way past the last layer of Triton that is in Python.
-
-    Attributes:
-        launch: Triton's launcher in C.
-        arguments: what it takes before the kernel's own arguments.
-        stream: where the stream stands in them.
-        together: whether the kernel's own are one argument; otherwise each is one.
-    """
-
-    launch: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    stream: int
-    together: bool
-
-
-# All that the `__call__` of Triton's `CudaLauncher` looks up (3.6 and 3.7): where it has nothing to allocate, it only
-# hands on. One that looks at anything else does more.
-_HANDS_ON = frozenset(
-    "global_scratch_size global_scratch_align profile_scratch_size profile_scratch_align _allocation _allocator "
-    "_profile_allocator num_ctas get launch launch_cooperative_grid launch_pdl arg_annotations kernel_signature".split()
-)
-
-
-def way_past(compiled: Any, grid: tuple[int, ...], count: int) -> Direct | None:
-    """How a kernel of ``count`` arguments is launched past Triton's launcher; None if that does more than hand on."""
-    launcher = compiled.run
-    # Of a function in C there is none.
-    code = getattr(type(launcher).__call__, "__code__", None)
-    if code is None or not _names(code) <= _HANDS_ON:
-        return None
-    sizes = [getattr(launcher, name, None) for name in ("global_scratch_size", "profile_scratch_size")]
-    if sizes != [0, 0] or not callable(getattr(launcher, "launch", None)):
-        return None
-    # What it hands on differs between releases: asked of itself.
-    handed: list[tuple[Any, ...]] = []
-    asked = copy.copy(launcher)
-    asked.launch = lambda *given: handed.append(given)
-    stream, own = object(), tuple([object() for _ in range(count)])
-    asked(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *own)
-    if len(handed) != 1 or not count:
-        return None
-    (given,) = handed
-    together = given[-1] == own
-    if not together and given[-count:] != own:
-        return None
-    first = given[: -1 if together else -count]
-    places = [at for at, x in enumerate(first) if x is stream]
-    return Direct(launcher.launch, first, places[0], together) if len(places) == 1 else None
-
-
-def _names(code: CodeType) -> set[str]:
-    """What a function looks up in modules and objects, and those within it."""
-    return set(code.co_names).union(*(_names(x) for x in code.co_consts if isinstance(x, CodeType)))
+            self._ready[_alignment(addresses)] = compiled
 
 
 def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:
-    return tuple([not x & 15 for x in addresses])
+    """Which addresses are multiples of sixteen; nothing where all are, as nearly always."""
+    return () if not reduce(or_, addresses) & 15 else tuple([not x & 15 for x in addresses])
 
 
 def is_watched() -> bool:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, reduce
-from operator import or_
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -30,7 +29,7 @@ from .append import NewTokens, append_constants, append_launch, append_numbers, 
 from .configs import edition
 from .decode import Plan, decode_plan, table_places
 from .due import I_LENGTH, I_RUNS, due_launch, due_of
-from .launch import Laid, Later, Launch, is_watched
+from .launch import Launch, is_watched
 from .merge import MaskKind, mask_kind, mask_words, merge_kernel
 from .seal import due_tile, few_tokens, seal_launch, seal_plain, seal_tokens
 from .step import observe_kernel
@@ -291,6 +290,8 @@ def _step(
 _KIND = "hfkvq_kind"
 """Attribute of a mask with `ROOM`: its `MaskKind`."""
 
+_Where = TypeVar("_Where", int, Tensor)
+
 # Tensors on a GPU have asked for it already, so there is nothing to initialize.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
@@ -302,44 +303,29 @@ class _Noted:
         device: of the tensors.
         index: its number, -1 for a CPU.
         lie: addresses of counters, windows and runs.
-        bits: those that any of the addresses has.
         held: the part of `_step`'s arguments that is theirs.
         asked: what the last step was like.
         step: its launches; None where it takes the operations themselves.
-        laid: those launches laid out; None where they have to go by `Launch.run`, or have not been launched yet.
     """
 
-    __slots__ = ("asked", "bits", "device", "held", "index", "laid", "lie", "step")
+    __slots__ = ("asked", "device", "held", "index", "lie", "step")
 
     def __init__(self, held: Held) -> None:
         counters, windows, runs = held.counters, held.windows, held.runs
         sink_k, _, tail_k, tail_v = windows
         self.device, self.index = counters.device, counters.get_device()
         self.lie = [x.data_ptr() for x in (counters, *windows, *runs)]
-        self.bits = reduce(or_, self.lie)
         lengths = sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]
         blocks = tuple([runs[at].shape[1] for at in table_places(held.store.spec)])
         self.held = held.store.spec, self.device, tail_k.dtype, lengths, blocks
         self.asked: tuple[Any, ...] | None = None
         self.step: _Step | None = None
-        self.laid: tuple[Laid, Laid, Laid] | None = None
 
     def ask(self, asked: tuple[Any, ...], keys: Tensor, held: Held) -> None:
         """Looks up the launches of a step that is not like the last one."""
         rotate = held.store.rotate_keys or held.store.rotate_values
         own = None if self.index < 0 and is_misrounded(keys, held.windows[2], rotate) else _step(*self.held, *asked)
-        self.asked, self.step, self.laid = asked, own, None
-
-    def lay_out(self, masked: bool, seals: bool, observes: bool) -> tuple[Laid, Laid, Laid] | None:
-        """The step's launches, laid out for addresses in the order of `_addresses`."""
-        step = self.step
-        if step is None or None in (step.begin.direct, step.attend.direct, step.end.direct):
-            return None
-        later = [Later(which) for which in range(8 + masked + 2 * observes)]
-        begun, asked, ended = _addresses(later, self.lie, masked, seals, observes)
-        laid = step.begin.laid_out(begun), step.attend.laid_out(asked), step.end.laid_out(ended)
-        self.laid = None if None in laid else laid  # type: ignore[assignment]
-        return self.laid
+        self.asked, self.step = asked, own
 
 
 def _kind(mask: Tensor) -> MaskKind:
@@ -352,10 +338,10 @@ def _kind(mask: Tensor) -> MaskKind:
     return kind
 
 
-def _addresses(
-    new: Sequence[Any], lie: Sequence[Any], masked: bool, seals: bool, observes: bool
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """What begin, attention and end take, by where it lies.
+def _given(
+    new: Sequence[_Where], lie: Sequence[_Where], masked: bool, seals: bool, observes: bool
+) -> tuple[list[_Where], list[_Where], list[_Where]]:
+    """What begin, attention and end are given: tensors or their addresses.
 
     Args:
         new: queries, keys, values, the result, sums, tops and weights of splits, what is due; then the mask if there
@@ -395,7 +381,6 @@ def append_attend(
     index = noted.index
     if q.get_device() != index or (index >= 0 and index != _current_device()):
         return None
-    observes = observing is not None
     asked = (
         q.shape,
         q.stride(),
@@ -410,7 +395,7 @@ def append_attend(
         scaling,
         softcap,
         sealing,
-        observes,
+        observing is not None,
         edition(),
     )
     if asked != noted.asked:
@@ -436,69 +421,39 @@ def append_attend(
         new.append(mask.data_ptr())
     if observing is not None:
         new += [observing.sums.data_ptr(), observing.counts.data_ptr()]
-    aligned, watched = not reduce(or_, new, noted.bits) & 15, is_watched()
-    if aligned and not watched:
-        # As nearly always.
-        laid = noted.laid or noted.lay_out(mask is not None, sealing is not None, observes)
-        if laid is not None:
-            stream = driver.active.get_current_stream(index)
-            begin, attend, end = laid
-            begin(stream, new)
-            try:
-                attend(stream, new)
-                end(stream, new)
-            except BaseException:
-                _take_back(held.counters, keys)
-                raise
-            return out if step.turned else out.transpose(1, 2)
-    if not _run(step, _addresses(new, noted.lie, mask is not None, sealing is not None, observes), held, keys, watched):
-        counters, windows, runs = held.counters, held.windows, held.runs
-        tensors = sums.split(buffer, step.part)
-        begins = [keys, values, *windows, counters, *([] if sealing is None else tensors[3:]), *_seen(q, observing)]
-        asks = [q, counters, *windows, *runs, *([] if mask is None else [mask_words(mask)]), *tensors[:3]]
-        ends = [*tensors[:3], out] + ([] if sealing is None else [counters, tensors[3], *windows[2:], *runs])
-        _first((step.begin, begins), (step.attend, asks), (step.end, ends), counters, keys)
+    which = mask is not None, sealing is not None, observing is not None
+    given, launches = _given(new, noted.lie, *which), (step.begin, step.attend, step.end)
+    ready = [launch.ready(own) for launch, own in zip(launches, given, strict=True)]
+    if None in ready:
+        # Some have not been needed yet, or there is nothing to compile for.
+        tensors = [q, keys, values, out, *sums.split(buffer, step.part)]
+        tensors += [] if mask is None else [mask_words(mask)]
+        tensors += observing or ()
+        _first(launches, _given(tensors, [held.counters, *held.windows, *held.runs], *which), held.counters, keys)
         out = out if out.dtype == q.dtype else out.to(q.dtype)
+    else:
+        stream, watched = driver.active.get_current_stream(index), is_watched()
+        step.begin.run(ready[0], given[0], stream, watched)
+        try:
+            step.attend.run(ready[1], given[1], stream, watched)
+            step.end.run(ready[2], given[2], stream, watched)
+        except BaseException:
+            _take_back(held.counters, keys)
+            raise
     return out if step.turned else out.transpose(1, 2)
 
 
-def _run(
-    step: _Step, addresses: tuple[list[int], list[int], list[int]], held: Held, keys: Tensor, watched: bool
-) -> bool:
-    """Launches by `Launch.run`; False where some launch has not been needed yet, and nothing is done."""
-    ready = [launch.ready(own) for launch, own in zip((step.begin, step.attend, step.end), addresses, strict=True)]
-    if None in ready:
-        return False
-    stream = driver.active.get_current_stream(held.noted.index)
-    begun, asked, ended = addresses
-    step.begin.run(ready[0], begun, stream, watched)
-    try:
-        step.attend.run(ready[1], asked, stream, watched)
-        step.end.run(ready[2], ended, stream, watched)
-    except BaseException:
-        _take_back(held.counters, keys)
-        raise
-    return True
-
-
-def _seen(q: Tensor, observing: Observing | None) -> tuple[Tensor, ...]:
-    return () if observing is None else (q, *observing)
-
-
 def _first(
-    begin: tuple[Launch, list[Tensor]],
-    attend: tuple[Launch, list[Tensor]],
-    end: tuple[Launch, list[Tensor]],
-    counters: Tensor,
-    keys: Tensor,
+    launches: tuple[Launch, Launch, Launch], given: tuple[list[Tensor], ...], counters: Tensor, keys: Tensor
 ) -> None:
-    """Launches of which some have not been needed yet. What cannot be compiled or loaded fails before all of them."""
-    for launch, tensors in (begin, attend, end):
+    """Begins, attends and ends with tensors. What cannot be compiled or loaded fails before anything is launched."""
+    for launch, tensors in zip(launches, given, strict=True):
         launch.prepare(tensors)
-    begin[0](*begin[1])
+    begin, attend, end = launches
+    begin(*given[0])
     try:
-        attend[0](*attend[1])
-        end[0](*end[1])
+        attend(*given[1])
+        end(*given[2])
     except BaseException:
         _take_back(counters, keys)
         raise
