@@ -129,10 +129,6 @@ def handles(layer: KVLayer, batch: int, heads: int, seen: int, key_dim: int, val
     return keys, LazyKV(layer, "values", shape=(batch, heads, seen, value_dim))
 
 
-# Nothing any more; `hfkvq.caches.layer` still imports it, for an annotation.
-Spare = object
-
-
 def layer_of(key: Any, value: Any) -> KVLayer | None:
     """The layer whose keys and values these are handles of, in the shape of its own; None of anything else.
 

@@ -6,7 +6,6 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import MAX_STEP, observe
 
 from .demote import demote
-from .handle import LazyKV, Spare, handles
+from .handle import LazyKV, handles
 from .routing import ColumnTags
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
@@ -40,10 +39,6 @@ def _warn_without_tags(scheme: str) -> None:
     )
 
 
-def _nothing() -> None:
-    return None
-
-
 class PaddingReader:
     """Finds the padding in attention masks, once per mask: all layers of a forward are given the same one."""
 
@@ -51,8 +46,6 @@ class PaddingReader:
         self._mask: weakref.ref[Tensor] | None = None
         self._key: tuple[int, int, int] | None = None
         self.found: Padding | None = None
-        # Handles that the layers of a cache share, while there is a cache.
-        self.spare: Callable[[], Spare | None] = _nothing
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddingReader:
         """A fresh reader: it holds nothing worth copying."""
