@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 import weakref
 
 import pytest
@@ -14,7 +16,7 @@ from hfkvq.bench.generate.cases import Case, Settings
 from hfkvq.bench.generate.decode import Decoder, measure_decode
 from hfkvq.bench.generate.engines import parse_engines
 from hfkvq.bench.generate.fill import chunk_tokens, fill, length
-from hfkvq.bench.generate.models import Heads, build
+from hfkvq.bench.generate.models import Heads, apply_liger, build
 from hfkvq.bench.generate.run import Bench
 from hfkvq.bench.generate.turns import Turn
 from hfkvq.kernels.decode import run_count
@@ -247,7 +249,7 @@ def test_cudnn_is_as_it_was_afterwards(model):
 @pytest.mark.parametrize("name", ["dynamic", "kitty", "triaxial:fixed"])
 def test_a_prefill_row(model, monkeypatch, name):
     seen = []
-    monkeypatch.setattr(run, "sweep", lambda device: None)
+    monkeypatch.setattr(run, "sweep", lambda device, compiled=False: None)
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -263,7 +265,7 @@ def test_a_prefill_row(model, monkeypatch, name):
     "name", ["dynamic", "static", "static-compiled", "kitty", "kitty:fixed", "kitty:compiled", "kitty:eager"]
 )
 def test_a_whole_row(model, monkeypatch, name):
-    monkeypatch.setattr(run, "sweep", lambda device: None)
+    monkeypatch.setattr(run, "sweep", lambda device, compiled=False: None)
     row = Bench(model, SETTINGS).whole(engine(name), Case(2, 40), 4)
     assert "error" not in row, row
     assert row["new_tokens"] == 4
@@ -296,7 +298,7 @@ def test_a_full_memory_is_told_from_other_failures(model, monkeypatch, error, fu
         raise error
 
     monkeypatch.setattr(run, "fill", fail)
-    monkeypatch.setattr(run, "sweep", lambda device: None)
+    monkeypatch.setattr(run, "sweep", lambda device, compiled=False: None)
     row = Bench(model, SETTINGS).decode(engine("dynamic"), CASE)
     assert row.get("oom", False) is full
     assert type(error).__name__ in row["error"]
@@ -316,6 +318,25 @@ def test_a_failure_keeps_no_tensor_alive(model, monkeypatch):
     Bench(model, SETTINGS).decode(engine("dynamic"), CASE)
     run.sweep(CPU)
     assert held[0]() is None
+
+
+# Liger.
+
+
+def test_liger_is_applied_to_the_model_that_is_measured(model, monkeypatch):
+    given = {}
+    liger = types.ModuleType("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_qwen3 = lambda **kwargs: given.update(kwargs)
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    apply_liger(model)
+    assert given == {"fused_linear_cross_entropy": False, "model": model}
+    del liger.apply_liger_kernel_to_qwen3
+    with pytest.raises(ValueError, match="liger: this release of liger-kernel has nothing for qwen3"):
+        apply_liger(model)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(ValueError, match="pip install liger-kernel"):
+        apply_liger(model)
 
 
 # Experts.

@@ -38,7 +38,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr("hfkvq.bench.cli._bench_device", lambda: CPU)
     monkeypatch.setattr("hfkvq.bench.measure.copy_bandwidth", lambda device: (10**6, Timing(1, 1, 1, 1, 1, 1)))
-    monkeypatch.setattr("hfkvq.bench.generate.run.sweep", lambda device: None)
+    monkeypatch.setattr("hfkvq.bench.generate.run.sweep", lambda device, compiled=False: None)
 
 
 @pytest.fixture
@@ -78,6 +78,7 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
         (["--schemes", "kity"], "did you mean 'kitty'"),
         (["--schemes", "kitty:grow"], "whose mode is unknown"),
         (["--cold", "kitty"], "cold: got 'kitty', allowed all or what is measured: dynamic,"),
+        (["--cold", "all", "--liger"], "liger: first calls (--cold) are those of the model as it is"),
         (["--cold", "all", "--cold-cases", "6"], "cases: got '6', allowed ROWSxTOKENS"),
         (["--cases", "2x1k", "--assisted"], "a draft guesses for one row; add a size such as 1x1k"),
         (["--assisted", "--draft", "llama-3.1-8b"], "llama-3.1-8b has 128256 tokens and the model 151936"),

@@ -202,6 +202,9 @@ def generate_command(
     experts: Annotated[
         Experts, typer.Option(help="How a mixture of experts is computed; auto as generate does.")
     ] = Experts.auto,
+    liger: Annotated[
+        bool, typer.Option("--liger", help="Norms, rotary embedding and activations by liger-kernel, for all caches.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens, keys and values.")] = 0,
     json_file: Annotated[
         Path | None,
@@ -255,6 +258,7 @@ def generate_command(
     from .cases import Settings, compile_arguments, parse_cases
     from .cold import Order
     from .meeting import Meeting
+    from .models import apply_liger
     from .run import Bench, sweep
     from .session import Plan, Session, cold_rows, failures
 
@@ -288,6 +292,8 @@ def generate_command(
         )
         meeting = None if meet is None else Meeting(meet, of)
         draft_config = _draft_config(draft, config) if assisted else None
+        if liger and cold:
+            raise ValueError("liger: first calls (--cold) are those of the model as it is; leave one of the two out.")
         if turns and all(engine.compiled for engine in chosen):
             raise ValueError("turns: every cache asked for is compiled; add dynamic, or a scheme without :compiled.")
     except ValueError as error:
@@ -300,7 +306,7 @@ def generate_command(
         # Weights come after first calls, whose processes have their own.
         shape = _build(config, torch.device("meta"), dtype, seed, experts)
         options = {"prefill_batch": prefill_batch, "prefill_chunk": prefill_chunk, "experts": experts.value}
-        options |= {"draft": draft if assisted else None}
+        options |= {"draft": draft if assisted else None, "liger": liger}
         record = records.new_record(device, commit, model, shape, chosen, settings, copied, **options)
         json_file, plot_file, markdown_file = (
             path and records.file_name(path, model, record["gpu"], suffix)
@@ -328,6 +334,11 @@ def generate_command(
             if plan.warm:
                 status.update("making weights")
                 built = _build(config, device, dtype, seed, experts)
+                if liger:
+                    try:
+                        apply_liger(built)
+                    except ValueError as error:
+                        fail(error)
                 guesses = None if draft_config is None else _build(draft_config, device, dtype, seed, Experts.auto)
                 bench = Bench(built, settings, meeting, guesses)
                 for rows in Session(bench, chosen, plan, record, keep, status.update).groups():

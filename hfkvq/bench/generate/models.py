@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,24 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, se
         # `generate` must not stop early.
         model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def apply_liger(model: Any) -> None:
+    """Has Liger-Kernel compute a model's norms, rotary embedding and activations: one launch each in place of several.
+
+    Raises:
+        ValueError: it is not installed, or does not know the architecture.
+    """
+    kind = model.config.get_text_config(decoder=True).model_type
+    try:
+        liger: Any = importlib.import_module("liger_kernel.transformers")
+    except ImportError as error:
+        raise ValueError(f"liger: liger-kernel cannot be imported ({error}); pip install liger-kernel.") from error
+    apply = getattr(liger, f"apply_liger_kernel_to_{kind}", None)
+    if apply is None:
+        raise ValueError(f"liger: this release of liger-kernel has nothing for {kind}; leave it out.")
+    # What is fused of a loss would replace the whole forward.
+    apply(fused_linear_cross_entropy=False, model=model)
 
 
 def weight_bytes(model: nn.Module) -> tuple[int, int | None]:

@@ -37,7 +37,7 @@ METHOD = (
     "empty folders for compiled kernels; calls_s are its first calls, after imports and weights, the cache's making "
     "included. Bytes are those of PyTorch's allocator: cache_bytes what filling added, peak_bytes the most at any "
     "time, weights, filling and compiling included, above_bytes what of it came after the weights, steady_bytes the "
-    "most while steps were timed. agrees: leading tokens of the first row that are those of another cache's."
+    "most while steps were timed, reserved_bytes the most that it had of the GPU, earlier lines' included. agrees: leading tokens of the first row that are those of another cache's."
 )
 
 
@@ -136,6 +136,7 @@ def _conditions(record: Record) -> dict[str, Any]:
     """What figures that stand side by side must share, as JSON has it: tuples are lists there."""
     settings = record.get("settings", {})
     shared = {name: record.get(name) for name in _SAME} | {name: settings.get(name) for name in _SAME_SETTINGS}
+    shared["liger"] = bool(settings.get("liger"))
     # Of the bandwidth, which is measured each time.
     shared["model"] = {name: x for name, x in (shared["model"] or {}).items() if name != "weight_ms_of_a_step"}
     return json.loads(json.dumps(shared))

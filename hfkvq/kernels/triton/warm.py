@@ -51,7 +51,7 @@ def begin(order: Order, device: torch.device) -> Beside | None:
     gpu = _gpu(device)
 
     def compile_them() -> None:
-        for name, _, error in compile_elsewhere([order], gpu):
+        for name, _, error in compile_elsewhere([order], gpu, beside=True):
             if error:
                 logger.debug("%s: %s", name, error)
 

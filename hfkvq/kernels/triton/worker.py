@@ -26,6 +26,9 @@ from .ahead import Wanted, compile_one
 MOST = 8
 """Kernels that are compiled at a time."""
 
+MOST_BESIDE = 4
+"""The same beside a model whose steps want cores, too: the longest takes as long as all others of a preset."""
+
 ORDER = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
 """Kernels that take longest to compile, the longest first."""
 
@@ -82,8 +85,13 @@ class Absent:
         return self.target
 
 
-def compile_elsewhere(orders: Sequence[Order], gpu: Gpu) -> list[Compiled]:
+def compile_elsewhere(orders: Sequence[Order], gpu: Gpu, beside: bool = False) -> list[Compiled]:
     """Compiles what layers launch into Triton's cache, by other processes, and waits for it.
+
+    Args:
+        orders: the layers.
+        gpu: for which it is.
+        beside: whether others come first: fewer processes then, of low priority.
 
     Raises:
         RuntimeError: no process could be started, or it has failed.
@@ -93,7 +101,7 @@ def compile_elsewhere(orders: Sequence[Order], gpu: Gpu) -> list[Compiled]:
     try:
         done = subprocess.run(
             [sys.executable, "-c", _START, str(package)],
-            input=pickle.dumps((list(orders), gpu)),
+            input=pickle.dumps((list(orders), gpu, beside)),
             capture_output=True,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
@@ -108,15 +116,17 @@ def compile_elsewhere(orders: Sequence[Order], gpu: Gpu) -> list[Compiled]:
 
 def main() -> None:
     """The first process: is told on its standard input what to compile, and says on its output how it went."""
-    orders, gpu = pickle.load(sys.stdin.buffer)
-    sys.stdout.write(json.dumps(compile_all(orders, gpu)) + "\n")
+    orders, gpu, beside = pickle.load(sys.stdin.buffer)
+    if beside:
+        os.nice(10)
+    sys.stdout.write(json.dumps(compile_all(orders, gpu, MOST_BESIDE if beside else MOST)) + "\n")
 
 
 _FOUND: list[Wanted] = []
 
 
-def compile_all(orders: Sequence[Order], gpu: Gpu) -> list[Compiled]:
-    """Compiles for a GPU that need not be there, by children; from now on this process can launch nothing."""
+def compile_all(orders: Sequence[Order], gpu: Gpu, most: int) -> list[Compiled]:
+    """Compiles for a GPU that need not be there, ``most`` at a time; from now on this process can launch nothing."""
     from .warm import wanted
 
     stand_in(gpu)
@@ -124,7 +134,7 @@ def compile_all(orders: Sequence[Order], gpu: Gpu) -> list[Compiled]:
     device = torch.device("cuda", 0)
     every = {_key(each): each for order in orders for each in wanted(*order, device)}
     _FOUND[:] = sorted(every.values(), key=_rank)
-    children = max(1, min(MOST, _cores(), len(_FOUND)))
+    children = max(1, min(most, _cores(), len(_FOUND)))
     # They find here what has been imported, and nothing of this process is in their way: it has one thread.
     with multiprocessing.get_context("fork").Pool(children) as pool:
         return list(pool.imap_unordered(_compile, range(len(_FOUND))))
