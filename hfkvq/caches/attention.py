@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,9 +81,21 @@ def hfkvq_attention(
         out = layer.attend(query, mask, scaling, softcap, sinks).transpose(1, 2).contiguous()
     else:
         keys, values = key.materialize(), value.materialize()  # type: ignore[union-attr]
-        out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
+        with _without_cudnn() if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
+            out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
     layer.finish(query, mask, scaling, softcap, sinks)
     return out, None
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """PyTorch's attention without cuDNN, which plans anew for every length: that takes longer than a whole step."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _traced(

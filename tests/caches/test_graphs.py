@@ -486,6 +486,29 @@ def test_steps_do_not_wait_for_the_compiler(name, length):
     assert cache.get_seq_length() == want.get_seq_length() == 90
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_dense_steps_go_without_cudnn(before, monkeypatch):
+    """It makes a plan for every length. A prompt keeps it, and what the user has set is set again."""
+    model, seen = build("llama"), []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query, *args, **kwargs):
+        seen.append((query.shape[2], torch.backends.cuda.cudnn_sdp_enabled()))
+        return attend(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    cache = MixedKVCache(model.config, SCHEMES["kitty"])
+    cache.layers[0].clock.wait_for(Kernels())
+    own = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        steps(model, cache, 2, prompt(1, 20))
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(own)
+    assert set(seen) == {(20, before), (1, False)}
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_dense_tensors_of_rows_alike_need_no_positions(name, monkeypatch):
     """Past every border: within the sink, while nothing is sealed, and where a tail begins anew."""
