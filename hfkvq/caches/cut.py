@@ -137,21 +137,20 @@ def store_best(store: HeadwiseStore, keys: Tensor, values: Tensor, best: Tensor,
     slots, table = _padded(best, fmt)
     sides = [[_pages(_gathered(x, slots), fmt, table)] for x in (keys, values)]
     run = RunView(table, (slots - evicted).to(torch.int32), *sides)
-    before = store.states, store.windows
-    store.states, store.windows = frozenset({RowState(kept + tail, kept, kept)}), list(store.windows)
+    before = store.state
+    store.replace(states=frozenset({RowState(kept + tail, kept, kept)}))
     try:
         store._grow_tails(1, empty=True)
         store._copy_to_windows(keys[:, :, -tail:], values[:, :, -tail:])
     except BaseException:
         # Out of memory, most likely.
-        store.states, store.windows = before
+        store.replace(states=before.states, windows=before.windows)
         raise
-    store.runs = [*store.runs[:-1], run]
     store.counters[START].fill_(evicted)
     store.counters[LENGTH].fill_(kept + tail)
     store.counters[-2:].fill_(kept)
     store.dropped.fill_(evicted)
-    store.know_wide(kept)
+    store.replace(runs=[*store.runs[:-1], run], widest=kept)
     return Cut(run, store.states, kept, tail)
 
 
@@ -287,13 +286,11 @@ def store_tiers(store: HeadwiseStore, cut: Cut, tiers: Tiers) -> None:
         tiers: of it.
     """
     store.counters.copy_(tiers.counters)
-    if tiers.runs is not None:
-        store.runs = tiers.runs
+    changes: dict[str, Any] = {} if tiers.runs is None else {"runs": tiers.runs}
     if tiers.windows is not None:
-        store.windows = [*store.windows[:2], *tiers.windows]
+        changes["windows"] = [*store.windows[:2], *tiers.windows]
     if tiers.evicted is not None:
-        store.dropped = store.dropped + tiers.evicted
+        changes["dropped"] = store.dropped + tiers.evicted
     low, whole = tiers.kept
     states = {RowState(a + b + cut.tail, a + b, a + b) for a, b in zip(low, whole, strict=True)}
-    store.states = frozenset(states)
-    store.know_wide(max(whole))
+    store.replace(states=frozenset(states), widest=max(whole), **changes)

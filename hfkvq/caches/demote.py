@@ -77,10 +77,9 @@ def demote(store: KVStore, tags: Tensor) -> bool:
     room = blocks * formats[1][0].page_size - most_left
     pos = torch.nn.functional.pad(wide.pos.gather(1, staying), (0, room))
     grown = _place(grown, wide.pos.gather(1, leaving), have, gone, page)
-    store.runs = [grown, RunView(table, pos, *rebuilt)]
     store.counters[RUNS : RUNS + 2] += gone
     store.counters[RUNS + 2 : RUNS + 4] -= gone
-    store.know_wide(most_left)
+    store.replace(runs=[grown, RunView(table, pos, *rebuilt)], widest=most_left)
     return True
 
 

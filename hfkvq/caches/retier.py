@@ -187,8 +187,12 @@ def retier(store: KVStore, target: Tensor, where: Tensor | None = None) -> None:
     before = moved_slots(sealed, evicted, windows[2].shape[2])[:, None, :, None]
     for at in (2, 3):
         windows[at] = windows[at].gather(2, before.expand(-1, store.heads, -1, windows[at].shape[3]))
-    store.counters, store.windows, store.runs = counters, windows, runs
-    store.dropped = store.dropped + evicted
-    store.states = frozenset(RowState(a, b, b) for a, b in zip(told[0], told[1], strict=True))
-    # Of the last run.
-    store.know_wide(most)
+    store.replace(
+        counters=counters,
+        windows=windows,
+        runs=runs,
+        dropped=store.dropped + evicted,
+        states=frozenset(RowState(a, b, b) for a, b in zip(told[0], told[1], strict=True)),
+        # Of the last run.
+        widest=most,
+    )

@@ -161,7 +161,7 @@ class StaticKVLayer(KVLayer):
         if self.plan is not None and all(a <= b for a, b in zip(have, self.plan.blocks, strict=True)):
             # Those of the buffer, until it has no room.
             return self.plan.blocks
-        held = min(store._wide_most + max(self.room - self.seen, 0), most)
+        held = min(store.state.wide_most + max(self.room - self.seen, 0), most)
         return (*have[:-1], max(have[-1], -(-held // store.format.runs[-1][0].page_size)))
 
     def _make_plan(self) -> StepPlan | None:
@@ -305,7 +305,7 @@ class StaticKVLayer(KVLayer):
         then = store.ahead(peak, self._hold()).sealed
         if peak > tokens:
             then = frozenset(state._replace(length=state.length - (peak - tokens)) for state in then)
-        store.states = then
+        store.replace(states=then)
         self.seen += tokens
         self.edition += 1
         self.open = True
@@ -331,7 +331,7 @@ class StaticKVLayer(KVLayer):
         rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
         keys = [sum(column) for column in zip(*rows[RUNS::2], strict=True)]
         values = [sum(column) for column in zip(*rows[RUNS + 1 :: 2], strict=True)]
-        store.states = frozenset(RowState(*state) for state in zip(rows[LENGTH], keys, values, strict=True))
+        store.replace(states=frozenset(RowState(*state) for state in zip(rows[LENGTH], keys, values, strict=True)))
         self.seen = rows[START][0] + rows[LENGTH][0]
         self.edition += 1
         self._note_rows()
@@ -532,7 +532,7 @@ class StaticKVLayer(KVLayer):
             # The tokens may be stored or not; the device knows.
             self.clock.stale = True
             raise
-        store.states = then.sealed
+        store.replace(states=then.sealed)
         return out
 
     def attend_prompt(
@@ -707,11 +707,11 @@ def _adopt(store: KVStore, state: StepState, plan: StepPlan) -> None:
     """Copies a store's tensors into a buffer's, where they are not those already, and gives the store the latter."""
     if store.counters is not state.counters:
         state.counters.copy_(store.counters)
-        store.counters = state.counters
+        store.replace(counters=state.counters)
     for at, (own, new) in enumerate(zip(store.windows, state.windows, strict=True)):
         if own is not new:
             new.copy_(own)
-            store.windows = [*store.windows[:at], new, *store.windows[at + 1 :]]
+            store.replace(windows=[*store.windows[:at], new, *store.windows[at + 1 :]])
     for i, (own, new) in enumerate(zip(store.runs, state.runs, strict=True)):
         blocks, have = plan.blocks[i], own.table.shape[1]
         pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
@@ -727,4 +727,4 @@ def _adopt(store: KVStore, state: StepState, plan: StepPlan) -> None:
                 raw[target] = held[source]
         if own.pos is not None and new.pos is not None and own.pos is not new.pos:
             new.pos[:, : own.pos.shape[1]].copy_(own.pos)
-        store.runs = [*store.runs[:i], new, *store.runs[i + 1 :]]
+        store.replace(runs=[*store.runs[:i], new, *store.runs[i + 1 :]])

@@ -16,6 +16,7 @@ from hfkvq.bench.generate.engines import SpreadTags
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.caches.routing import Tally
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.tokens import TokenRecord
@@ -186,7 +187,7 @@ def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
     assert asked[id(one.store)] == (5 if name == "triaxial" else 1)
     assert asked[id(other.store)] > 6
     narrow, wide = (int(run_count(one.store.counters, run, "keys").max()) for run in (0, 1))
-    assert one.store._wide_most >= wide > 0
+    assert one.store.state.wide_most >= wide > 0
     assert narrow > 0 or name == "arkv"
 
 
@@ -219,7 +220,7 @@ def test_crops_of_what_is_no_whole_unit(monkeypatch):
         sealed = [int(run_count(layer.store.counters, run, "keys").sum()) for run in (0, 1)]
         assert int(layer.store.counters[LENGTH]) == state.length == layer.seen
         assert sum(sealed) == state.keys <= state.length
-        assert sealed[1] <= layer.store._wide_most
+        assert sealed[1] <= layer.store.state.wide_most
 
 
 @pytest.mark.parametrize("name", ["saw-int4", "triaxial", "arkv", "kivi-2"])
@@ -478,8 +479,36 @@ def test_stores_are_given_tensors_in_one_place():
             parts[0] = new
     for name in ("counters", "windows", "runs"):
         held = store.held
-        setattr(store, name, getattr(store, name))
+        with pytest.raises(AttributeError):
+            setattr(store, name, getattr(store, name))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(store.state, name, getattr(store, name))
+        assert store.held is held
+        store.replace(**{name: getattr(store, name)})
         assert store.held is not held
+
+
+def test_what_the_host_knows_goes_with_what_it_is_of():
+    """Tokens that change runs end the copy of the counters, and bound the last run anew; a step does neither."""
+    layer, generator = layer_of(get_scheme("triaxial")), torch.Generator().manual_seed(0)
+    step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
+    store = layer.store
+    tally = Tally.empty(store.counters, store.states)
+    store.replace(tally=tally)
+    held, before = store.held, store.state
+    store.replace(states=store.ahead(3).joined)
+    assert store.tally is tally
+    assert store.held is held
+    assert store.longest == before.longest + 3
+    assert store.state.wide_most == before.wide_most + 3
+    store.replace(widest=7)
+    assert store.tally is None
+    assert store.state.wide_most == 7 + max(store.ahead().needs)
+    store.replace(widest=5, tally=tally)
+    assert store.tally is tally
+    # The value from before is as it was.
+    assert before.tally is tally
+    assert before.longest == store.longest - 3
 
 
 def test_tensors_that_were_replaced_are_given_back():
@@ -491,7 +520,7 @@ def test_tensors_that_were_replaced_are_given_back():
     old = [weakref.ref(x) for x in (store.runs[0].table, *store.runs[0].keys, store.windows[2], store.counters)]
     store._grow(0, store.runs[0].table.shape[1] + 5)
     store._grow_tail("keys", store.windows[2].shape[2] + 1)
-    store.counters = store.counters.clone()
+    store.replace(counters=store.counters.clone())
     assert [x() for x in old] == [None] * len(old)
     assert store.held.noted is None
 
@@ -554,7 +583,7 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
         if at % 7 == 3:
             store._grow(0, store.runs[0].table.shape[1] + 1)
         if at % 7 == 5:
-            store.counters = store.counters.clone()
+            store.replace(counters=store.counters.clone())
         then = store.ahead(1)
         plain = any(then.due) and line.seals_with_steps(store.format, then.due)
         sealing = line.Sealing(store._sizes.local, store._sizes.unit, then.due) if plain else None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,12 +32,13 @@ from hfkvq import kernels
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.line import Held, Observing, Sealing
-from hfkvq.kernels.pages import RunView, Side
+from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.qk import table_pages
 
-from .routing import ColumnTags, Counters, Ground, Route, Source, Tally, sealed_widely, work_out
-from .scheme import Layout, Scheme, SideLayout
-from .states import Ahead, RowState, WindowSizes, ahead
+from ..routing import ColumnTags, Counters, Ground, Route, Source, Tally, sealed_widely, work_out
+from ..scheme import Layout, Scheme, SideLayout
+from ..states import Ahead, RowState, WindowSizes, ahead
+from .state import StoreState
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -131,33 +132,34 @@ class KVStore:
         layout.check(keys.shape[-1], values.shape[-1])
         self.layout, self.format, self.scheme = layout, layout.store, scheme
         self._sizes = WindowSizes.of(layout)
-        self.batch, self.heads = keys.shape[:2]
+        batch, self.heads = keys.shape[:2]
         self.dims = {"keys": keys.shape[-1], "values": values.shape[-1]}
-        self.dtype, self.device, self.capacity = keys.dtype, keys.device, capacity
-        runs = self.format.runs
-        self.counters = torch.zeros(RUNS + 2 * len(runs), self.batch, dtype=torch.int32, device=self.device)
-        # Tokens of each row that a trim has evicted.
-        self.dropped = torch.zeros(self.batch, dtype=torch.int32, device=self.device)
-        self.windows = [
-            self._window(layout.sink, "keys"),
-            self._window(layout.sink, "values"),
-            self._window(MAX_STEP, "keys"),
-            self._window(MAX_STEP, "values"),
-        ]
-        self.runs = [
-            RunView(
-                torch.empty(self.batch, 0, dtype=torch.int32, device=self.device),
-                None if self.format.ordered else torch.empty(self.batch, 0, dtype=torch.int32, device=self.device),
-                key_format.allocate("keys", 0, self.heads, self.dims["keys"], self.dtype, self.device),
-                value_format.allocate("values", 0, self.heads, self.dims["values"], self.dtype, self.device),
-            )
-            for key_format, value_format in runs
-        ]
-        self.states = frozenset({RowState(0, 0, 0)})
-        self.tally = self._empty_tally()
-        # Of several runs: no row had more tokens in its last run and its tail when the longest row had so many. What
-        # came since may be there as well.
-        self.wide_bound = (0, 0)
+        self.dtype, self.capacity = keys.dtype, capacity
+        runs, device = self.format.runs, keys.device
+
+        def window(length: int, dim: int) -> Tensor:
+            return torch.zeros(batch, self.heads, length, dim, dtype=self.dtype, device=device)
+
+        def empty(formats: Sequence[PageFormat]) -> RunView:
+            table = torch.empty(batch, 0, dtype=torch.int32, device=device)
+            parts = [
+                fmt.allocate(side, 0, self.heads, self.dims[side], self.dtype, device)
+                for side, fmt in zip(SIDES, formats, strict=True)
+            ]
+            return RunView(table, None if self.format.ordered else table.clone(), *parts)
+
+        counters = torch.zeros(RUNS + 2 * len(runs), batch, dtype=torch.int32, device=device)
+        states = frozenset({RowState(0, 0, 0)})
+        self.state = StoreState(
+            self.format,
+            self._sizes,
+            counters,
+            torch.zeros(batch, dtype=torch.int32, device=device),
+            tuple(window(length, dim) for length in (layout.sink, MAX_STEP) for dim in self.dims.values()),
+            tuple(empty(formats) for formats in runs),
+            states,
+            self._empty_tally(counters, states),
+        )
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
         self.tail_limit: dict[Side, int] = {"keys": 0, "values": 0}
         self.reserve_tail(0)
@@ -170,49 +172,60 @@ class KVStore:
     def _window(self, length: int, side: Side) -> Tensor:
         return torch.zeros(self.batch, self.heads, length, self.dims[side], dtype=self.dtype, device=self.device)
 
-    # Whoever gives a store another tensor does it here, since what is known of tensors is forgotten here.
+    def replace(self, widest: int | None = None, **changes: Any) -> None:
+        """Gives the store other tensors, or another view of its rows: see `StoreState.replace`."""
+        self.state = self.state.replace(widest, **changes)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.state.counters.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.state.counters.device
 
     @property
     def counters(self) -> Tensor:
         """i32 (2 + 2*runs, B)."""
-        return self._counters
+        return self.state.counters
 
-    @counters.setter
-    def counters(self, counters: Tensor) -> None:
-        self._counters, self._held = counters, None
+    @property
+    def dropped(self) -> Tensor:
+        """i32 (B,): tokens of each row that a trim has evicted."""
+        return self.state.dropped
 
     @property
     def windows(self) -> tuple[Tensor, ...]:
         """Sink keys, sink values, tail keys, tail values."""
-        return self._windows
-
-    @windows.setter
-    def windows(self, windows: Sequence[Tensor]) -> None:
-        self._windows, self._held = tuple(windows), None
+        return self.state.windows
 
     @property
     def runs(self) -> tuple[RunView, ...]:
         """Pages of each run."""
-        return self._runs
+        return self.state.runs
 
-    @runs.setter
-    def runs(self, runs: Sequence[RunView]) -> None:
-        self._runs, self._held = tuple(runs), None
+    @property
+    def states(self) -> frozenset[RowState]:
+        """What rows may be like, as the host knows them."""
+        return self.state.states
 
-    def _set_window(self, at: int, window: Tensor) -> None:
-        self.windows = [*self.windows[:at], window, *self.windows[at + 1 :]]
-
-    def _set_run(self, run: int, **parts: Any) -> None:
-        self.runs = [*self.runs[:run], replace(self.runs[run], **parts), *self.runs[run + 1 :]]
+    @property
+    def tally(self) -> Tally | None:
+        """The counters, where the host has an exact copy of them."""
+        return self.state.tally
 
     @property
     def held(self) -> Held:
         """Counters, windows and runs, with what steps remember of them."""
-        held = self._held
-        if held is None:
-            runs = [tensor for run in self.runs for tensor in run.flat()]
-            held = self._held = Held(self.counters, self.windows, runs, self.format)
-        return held
+        return self.state.held
+
+    def _set_window(self, at: int, window: Tensor) -> None:
+        self.state = self.state.with_window(at, window)
+
+    def _set_run(self, run: int, **parts: Any) -> None:
+        self.state = self.state.with_run(run, **parts)
 
     def flat_runs(self) -> list[Tensor]:
         """All runs' tensors in the order ops take them."""
@@ -220,12 +233,12 @@ class KVStore:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor the store holds."""
-        return [self.counters, self.dropped, *self.windows, *self.flat_runs()]
+        return [*self.state.tensors()]
 
     @property
     def longest(self) -> int:
         """Most tokens that a row may hold."""
-        return max(state.length for state in self.states)
+        return self.state.longest
 
     @property
     def row_lengths(self) -> Tensor:
@@ -259,9 +272,9 @@ class KVStore:
             for lead in padding.amounts
         )
 
-    def _empty_tally(self) -> Tally | None:
-        """Of counters that are all 0, where somebody may ask: only tags lead layers alike."""
-        return Tally.empty(self.counters, self.states) if "tags" in self.scheme.needs else None
+    def _empty_tally(self, counters: Tensor, states: frozenset[RowState]) -> Tally | None:
+        """Of an empty store; None where nobody asks for it: routing by tags alone does."""
+        return Tally.empty(counters, states) if "tags" in self.scheme.needs else None
 
     def _counted(self) -> Counters | None:
         """The counters, if the host knows them."""
@@ -269,12 +282,12 @@ class KVStore:
 
     def _advance(self, tokens: int, padding: Padding | None) -> None:
         """Counts new tokens, on the device and among the host's states."""
-        self.states = self._later(tokens, padding)
+        self.replace(states=self._later(tokens, padding))
         if padding is None:
             self.counters[LENGTH].add_(tokens)
         else:
             # Which row has how much of it, the host does not know.
-            self.tally = None
+            self.replace(tally=None)
             self.counters[START].add_(padding.lead)
             self.counters[LENGTH].add_(tokens - padding.lead)
 
@@ -290,7 +303,7 @@ class KVStore:
         if padding is None:
             # Counts on the device as well.
             kernels.append(keys, values, self.counters, self.windows, self.format)
-            self.states = self._later(keys.shape[2], None)
+            self.replace(states=self._later(keys.shape[2], None))
             return
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         old = self.counters[LENGTH].clone()
@@ -341,7 +354,7 @@ class KVStore:
         out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
         if out is None:
             return None
-        self.states = then.joined if sealing is None else then.sealed
+        self.replace(states=then.joined if sealing is None else then.sealed)
         return out, due and sealing is None
 
     def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
@@ -427,7 +440,7 @@ class KVStore:
         except BaseException:
             # Out of memory, most likely. What was written lies in pages that nobody reads yet.
             self.counters.copy_(counters)
-            self.states, self.tally = states, tally
+            self.replace(states=states, tally=tally)
             raise
         self._fill_windows(keys, values, counters[LENGTH], padding)
 
@@ -466,9 +479,8 @@ class KVStore:
         plain = tags is None and self._seals_widely and (from_tail or keys.first is not None)
         if not self.format.ordered and not plain:
             route = self._seal_by_width((keys, values), most[0], hold, tags, ground)
-            self.states = then.sealed
-            self.know_wide(route.held)
-            self.tally = None if tags is None else Tally(route.after, self.states)
+            tally = None if tags is None else Tally(route.after, then.sealed)
+            self.replace(states=then.sealed, widest=route.held, tally=tally)
             return True
         known = self._counted()
         sink, (keys_local, values_local), unit = self._sizes
@@ -476,7 +488,7 @@ class KVStore:
         run, sealed = len(self.runs) - 1, then.most
         if not self.format.ordered:
             # A row that seals keeps its newest tokens in the tail; others have room for what they hold.
-            sealed = min(max(self._wide_most - local[0], 0), sealed)
+            sealed = min(max(self.state.wide_most - local[0], 0), sealed)
         self._grow(run, self._blocks(sealed))
         view = self.runs[run]
         if from_tail and (not self.format.ordered or (q_abs is None and self._seals_plainly)):
@@ -499,20 +511,9 @@ class KVStore:
             except BaseException:
                 found.take_back(self.counters)
                 raise
-        self.states = then.sealed
-        self.tally = None if known is None else Tally(sealed_widely(known, self._sizes, hold), self.states)
+        tally = None if known is None else Tally(sealed_widely(known, self._sizes, hold), then.sealed)
+        self.replace(states=then.sealed, tally=tally)
         return True
-
-    @property
-    def _wide_most(self) -> int:
-        """The most tokens that any row has in its last run and its tail."""
-        held, longest = self.wide_bound
-        return held + self.longest - longest
-
-    def know_wide(self, held: int) -> None:
-        """Notes that tokens have come to other runs, and that no row's last one holds more than ``held`` now."""
-        self.wide_bound = held + max(self.ahead().needs), self.longest
-        self.tally = None
 
     @cached_property
     def _seals_plainly(self) -> bool:
@@ -713,7 +714,7 @@ class KVStore:
             )
             states.add(RowState(left, keys, values))
         reopens = any(max(state.length - tokens - sink, 0) < max(state[1:]) for state in self.states)
-        wide = self._wide_most
+        wide = self.state.wide_most
         if reopens and not self.format.ordered:
             self._drop_sealed(length)
         elif reopens:
@@ -721,10 +722,10 @@ class KVStore:
                 self._reopen(at, side, layout, rest)  # type: ignore[arg-type]
         self.counters[LENGTH] = length
         self.counters[START] = self.counters[START].clamp(max=seen - tokens)
-        self.states, self.tally = frozenset(states), None
+        self.replace(states=frozenset(states), tally=None)
         if reopens:
             # Those that are gone may have been in another run.
-            self.wide_bound = wide, self.longest
+            self.replace(wide_bound=(wide, self.longest))
             # A page that was full, and so may be shared, takes new tokens again.
             self._part()
 
@@ -783,9 +784,15 @@ class KVStore:
             pos = self.runs[run].pos
             if pos is not None:
                 self._set_run(run, pos=pos[rows])
-        self.counters, self.dropped = self.counters[:, rows].contiguous(), self.dropped[rows]
-        self.windows = [window[rows] for window in self.windows]
-        self.batch, self.tally = rows.shape[0], None
+        self._take_rows(rows)
+
+    def _take_rows(self, rows: Tensor) -> None:
+        self.replace(
+            counters=self.counters[:, rows].contiguous(),
+            dropped=self.dropped[rows],
+            windows=[window[rows] for window in self.windows],
+            tally=None,
+        )
 
     def _part(self) -> None:
         """Gives every page that is not full to one row only."""
@@ -835,9 +842,7 @@ class KVStore:
             own = torch.arange(ids.shape[0], dtype=torch.int32, device=self.device)
             own = own.view(rows.shape[0], table.shape[1])
             self._set_run(run, table=own, pos=None if pos is None else pos[rows])
-        self.counters, self.dropped = self.counters[:, rows].contiguous(), self.dropped[rows]
-        self.windows = [window[rows] for window in self.windows]
-        self.batch, self.tally = rows.shape[0], None
+        self._take_rows(rows)
 
     @staticmethod
     def _rows(part: Tensor, ids: Tensor) -> Tensor:
@@ -849,16 +854,17 @@ class KVStore:
         """Forgets all tokens; keeps the allocation."""
         self.counters.zero_()
         self.dropped.zero_()
-        self.states = frozenset({RowState(0, 0, 0)})
-        self.tally = self._empty_tally()
-        self.wide_bound = (0, 0)
+        states = frozenset({RowState(0, 0, 0)})
+        self.replace(states=states, tally=self._empty_tally(self.counters, states), wide_bound=(0, 0))
         self._part()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Moves every tensor."""
-        self.counters = self.counters.to(device, non_blocking=non_blocking)
-        self.dropped = self.dropped.to(device, non_blocking=non_blocking)
-        self.windows = [window.to(device, non_blocking=non_blocking) for window in self.windows]
+        self.replace(
+            counters=self.counters.to(device, non_blocking=non_blocking),
+            dropped=self.dropped.to(device, non_blocking=non_blocking),
+            windows=[window.to(device, non_blocking=non_blocking) for window in self.windows],
+        )
         for run in range(len(self.runs)):
             table, pos = self.runs[run].table, self.runs[run].pos
             table, pos = (None if x is None else x.to(device, non_blocking=non_blocking) for x in (table, pos))
@@ -866,23 +872,25 @@ class KVStore:
             for name in ("keys", "values"):
                 parts = [part.to(device, non_blocking=non_blocking) for part in getattr(self.runs[run], name)]
                 self._set_run(run, **{name: parts})
-        self.device = self.counters.device
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
         """Independent tensors, shared layout and scheme."""
         new = copy.copy(self)
         new.tail_limit = dict(self.tail_limit)
-        new.counters, new.dropped = self.counters.clone(), self.dropped.clone()
-        new.windows = [window.clone() for window in self.windows]
-        new.runs = [
-            RunView(
-                view.table.clone(),
-                None if view.pos is None else view.pos.clone(),
-                [part.clone() for part in view.keys],
-                [part.clone() for part in view.values],
-            )
-            for view in self.runs
-        ]
+        new.replace(
+            counters=self.counters.clone(),
+            dropped=self.dropped.clone(),
+            windows=[window.clone() for window in self.windows],
+            runs=[
+                RunView(
+                    view.table.clone(),
+                    None if view.pos is None else view.pos.clone(),
+                    [part.clone() for part in view.keys],
+                    [part.clone() for part in view.values],
+                )
+                for view in self.runs
+            ],
+        )
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -892,7 +900,7 @@ class KVStore:
             return [part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in parts]
 
         runs = [RunView(view.table, view.pos, plain(view.keys), plain(view.values)) for view in self.runs]
-        return self.__dict__ | {"_runs": tuple(runs), "_held": None}
+        return self.__dict__ | {"state": self.state.replace(runs=runs)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
