@@ -1,6 +1,7 @@
 """One layer's storage: `KVStore`, whose tensors and host's knowledge are one value, `StoreState`."""
 
-from .kvstore import GROWTH, MAX_STEP, SIDES, KVStore, Padding, StoreBytes, clipped
+from .accounting import StoreBytes
+from .kvstore import GROWTH, MAX_STEP, SIDES, KVStore, Padding, clipped
 from .state import StoreState
 
 __all__ = ["GROWTH", "MAX_STEP", "SIDES", "KVStore", "Padding", "StoreBytes", "StoreState", "clipped"]

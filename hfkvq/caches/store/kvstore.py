@@ -38,6 +38,9 @@ from hfkvq.kernels.qk import table_pages
 from ..routing import ColumnTags, Counters, Ground, Route, Source, Tally, sealed_widely, work_out
 from ..scheme import Layout, Scheme, SideLayout
 from ..states import Ahead, RowState, WindowSizes, ahead
+from . import accounting
+from .accounting import StoreBytes
+from .rows import pages_of, share_pages, take_rows
 from .state import StoreState
 
 SIDES: tuple[Side, Side] = ("keys", "values")
@@ -62,40 +65,6 @@ class Padding:
     lead: Tensor
     amounts: frozenset[int]
     source: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoreBytes:
-    """Bytes a store holds, by kind; their sum is the sum of its tensors.
-
-    Attributes:
-        codes: payload of pages, raised channels included.
-        metadata: scales, zeros and channel indices.
-        windows: sink and tail.
-        tables: page tables, positions and counters.
-        reserved: the part of codes and metadata in pages that hold no token yet.
-    """
-
-    codes: int = 0
-    metadata: int = 0
-    windows: int = 0
-    tables: int = 0
-    reserved: int = 0
-
-    @property
-    def total(self) -> int:
-        """All bytes."""
-        return self.codes + self.metadata + self.windows + self.tables
-
-    def __add__(self, other: StoreBytes) -> StoreBytes:
-        """Sum by kind."""
-        return StoreBytes(
-            self.codes + other.codes,
-            self.metadata + other.metadata,
-            self.windows + other.windows,
-            self.tables + other.tables,
-            self.reserved + other.reserved,
-        )
 
 
 def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
@@ -780,75 +749,37 @@ class KVStore:
         for run in range(len(self.runs)):
             if grown > 0:
                 self._enlarge(run, grown * self.runs[run].table.shape[1])
-            self._share(run, rows)
+            self.state = share_pages(self.state, run, rows, self._slack)
             pos = self.runs[run].pos
             if pos is not None:
                 self._set_run(run, pos=pos[rows])
-        self._take_rows(rows)
-
-    def _take_rows(self, rows: Tensor) -> None:
-        self.replace(
-            counters=self.counters[:, rows].contiguous(),
-            dropped=self.dropped[rows],
-            windows=[window[rows] for window in self.windows],
-            tally=None,
-        )
+        self.state = take_rows(self.state, rows)
 
     def _part(self) -> None:
         """Gives every page that is not full to one row only."""
         rows = torch.arange(self.batch, device=self.device)
         for run in range(len(self.runs)):
-            self._share(run, rows)
+            self.state = share_pages(self.state, run, rows, self._slack)
 
-    def _share(self, run: int, rows: Tensor) -> None:
-        """New table after a reorder: full pages as they are, every other block a page that nobody reads."""
-        view = self.runs[run]
-        blocks = view.table.shape[1]
-        if not blocks:
-            self._set_run(run, table=view.table[rows])
-            return
-        page = self.format.runs[run][0].page_size
-        counts = torch.stack([run_count(self.counters, run, "keys"), run_count(self.counters, run, "values")])
-        full = (counts.amin(0) // page)[rows]
-        table = view.table[rows]
-        shared = torch.arange(blocks, device=self.device) < full[:, None]
-        pages = view.keys[0].shape[0]
-        used = torch.zeros(pages + 1, dtype=torch.int8, device=self.device)
-        used[torch.where(shared, table, pages).long().flatten()] = 1
-        free = torch.argsort(used[:pages], stable=True)
-        rank = (~shared).flatten().cumsum(0) - 1
-        fresh = free[rank.clamp(min=0)].view(table.shape).to(torch.int32)
-        own = torch.where(shared, table, fresh)
-        self._set_run(run, table=own)
-        # Keys run ahead of values by at most the local window and a seal unit; those blocks are copied.
-        ahead = max(self.layout.keys.local, self.layout.values.local)
-        ahead += max(self.layout.keys.unit, self.layout.values.unit)
-        offset = torch.arange(min(-(-ahead // page) + 1, blocks), device=self.device)
-        block = (full[:, None] + offset).clamp(max=blocks - 1).long()
-        source, target = table.gather(1, block).long(), own.gather(1, block).long()
-        for part in (*view.keys, *view.values):
-            raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
-            raw[target.flatten()] = raw[source.flatten()]
+    @property
+    def _slack(self) -> int:
+        """Tokens by which keys are ahead of values at the most: the local window and a seal unit."""
+        keys, values = self.layout.keys, self.layout.values
+        return max(keys.local, values.local) + max(keys.unit, values.unit)
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back."""
         rows = rows.to(self.device)
         # One side after the other, and no longer name for what is given back.
         for run in range(len(self.runs)):
+            ids = self.runs[run].table[rows].flatten().long()
+            for name in SIDES:
+                self._set_run(run, **{name: [pages_of(part, ids) for part in getattr(self.runs[run], name)]})
             table, pos = self.runs[run].table, self.runs[run].pos
-            ids = table[rows].flatten().long()
-            self._set_run(run, keys=[self._rows(part, ids) for part in self.runs[run].keys])
-            self._set_run(run, values=[self._rows(part, ids) for part in self.runs[run].values])
             own = torch.arange(ids.shape[0], dtype=torch.int32, device=self.device)
             own = own.view(rows.shape[0], table.shape[1])
             self._set_run(run, table=own, pos=None if pos is None else pos[rows])
-        self._take_rows(rows)
-
-    @staticmethod
-    def _rows(part: Tensor, ids: Tensor) -> Tensor:
-        if part.dtype == torch.float8_e4m3fn:
-            return part.view(torch.uint8)[ids].view(part.dtype)
-        return part[ids]
+        self.state = take_rows(self.state, rows)
 
     def clear(self) -> None:
         """Forgets all tokens; keeps the allocation."""
@@ -915,51 +846,15 @@ class KVStore:
 
     def nbytes(self) -> StoreBytes:
         """Exact bytes by kind (asks the device for the rows' lengths)."""
-        codes = metadata = tables = 0
-        reserved = 0.0
-        for i, (view, formats) in enumerate(zip(self.runs, self.format.runs, strict=True)):
-            tables += view.table.nbytes + (0 if view.pos is None else view.pos.nbytes)
-            size = 0
-            for fmt, parts in zip(formats, (view.keys, view.values), strict=True):
-                for name, part in zip(fmt.names, parts, strict=True):
-                    size += part.nbytes
-                    if name in ("codes", "high", "full"):
-                        codes += part.nbytes
-                    else:
-                        metadata += part.nbytes
-            pages = view.keys[0].shape[0]
-            if pages:
-                held = torch.maximum(run_count(self.counters, i, "keys"), run_count(self.counters, i, "values"))
-                blocks = -(-held // formats[0].page_size)
-                inside = torch.arange(view.table.shape[1], device=self.device) < blocks[:, None]
-                used = view.table[inside].unique().numel()
-                reserved += size * (pages - used) / pages
-        windows = sum(window.nbytes for window in self.windows)
-        tables += self.counters.nbytes + self.dropped.nbytes
-        return StoreBytes(codes, metadata, windows, tables, round(reserved))
+        return accounting.nbytes(self.state)
 
     def elements(self) -> int:
         """Key and value elements of all tokens, those that a trim has evicted included (asks the device)."""
-        tokens = int((self.counters[LENGTH] + self.dropped).sum())
-        return tokens * self.heads * (self.dims["keys"] + self.dims["values"])
+        return accounting.elements(self.state, self.heads, self.dims)
 
     def code_bits(self) -> float:
         """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
 
         While nothing is sealed: of the widest run.
         """
-        own = 8 * torch.empty((), dtype=self.dtype).element_size()
-        total = bits = 0.0
-        for i, formats in enumerate(self.format.runs):
-            for side, fmt in zip(("keys", "values"), formats, strict=True):
-                dim = self.dims[side]
-                weight = float(run_count(self.counters, i, side).sum()) * dim  # type: ignore[arg-type]
-                total += weight
-                bits += weight * (own if fmt.bits == 16 else fmt.code_bits(dim))
-        if total:
-            return bits / total
-        keys, values = self.format.runs[-1]
-        width = [
-            own if fmt.bits == 16 else fmt.code_bits(self.dims[s]) for s, fmt in (("keys", keys), ("values", values))
-        ]
-        return (width[0] * self.dims["keys"] + width[1] * self.dims["values"]) / sum(self.dims.values())
+        return accounting.code_bits(self.state, self.dims, self.dtype)

@@ -1,0 +1,97 @@
+"""Bytes and bits of what a store holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hfkvq.kernels.decode import LENGTH, run_count
+
+from .state import StoreState
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBytes:
+    """Bytes a store holds, by kind; their sum is the sum of its tensors.
+
+    Attributes:
+        codes: payload of pages, raised channels included.
+        metadata: scales, zeros and channel indices.
+        windows: sink and tail.
+        tables: page tables, positions and counters.
+        reserved: the part of codes and metadata in pages that hold no token yet.
+    """
+
+    codes: int = 0
+    metadata: int = 0
+    windows: int = 0
+    tables: int = 0
+    reserved: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.codes + self.metadata + self.windows + self.tables
+
+    def __add__(self, other: StoreBytes) -> StoreBytes:
+        """Sum by kind."""
+        return StoreBytes(
+            self.codes + other.codes,
+            self.metadata + other.metadata,
+            self.windows + other.windows,
+            self.tables + other.tables,
+            self.reserved + other.reserved,
+        )
+
+
+def nbytes(state: StoreState) -> StoreBytes:
+    """Exact bytes by kind (asks the device for the rows' lengths)."""
+    codes = metadata = tables = 0
+    reserved = 0.0
+    for i, (view, formats) in enumerate(zip(state.runs, state.format.runs, strict=True)):
+        tables += view.table.nbytes + (0 if view.pos is None else view.pos.nbytes)
+        size = 0
+        for fmt, parts in zip(formats, (view.keys, view.values), strict=True):
+            for name, part in zip(fmt.names, parts, strict=True):
+                size += part.nbytes
+                if name in ("codes", "high", "full"):
+                    codes += part.nbytes
+                else:
+                    metadata += part.nbytes
+        pages = view.keys[0].shape[0]
+        if pages:
+            held = torch.maximum(run_count(state.counters, i, "keys"), run_count(state.counters, i, "values"))
+            blocks = -(-held // formats[0].page_size)
+            inside = torch.arange(view.table.shape[1], device=state.counters.device) < blocks[:, None]
+            used = view.table[inside].unique().numel()
+            reserved += size * (pages - used) / pages
+    windows = sum(window.nbytes for window in state.windows)
+    tables += state.counters.nbytes + state.dropped.nbytes
+    return StoreBytes(codes, metadata, windows, tables, round(reserved))
+
+
+def elements(state: StoreState, heads: int, dims: dict[str, int]) -> int:
+    """Key and value elements of all tokens, those that a trim has evicted included (asks the device)."""
+    tokens = int((state.counters[LENGTH] + state.dropped).sum())
+    return tokens * heads * (dims["keys"] + dims["values"])
+
+
+def code_bits(state: StoreState, dims: dict[str, int], dtype: torch.dtype) -> float:
+    """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
+
+    While nothing is sealed: of the widest run.
+    """
+    own = 8 * torch.empty((), dtype=dtype).element_size()
+    total = bits = 0.0
+    for i, formats in enumerate(state.format.runs):
+        for side, fmt in zip(("keys", "values"), formats, strict=True):
+            dim = dims[side]
+            weight = float(run_count(state.counters, i, side).sum()) * dim  # type: ignore[arg-type]
+            total += weight
+            bits += weight * (own if fmt.bits == 16 else fmt.code_bits(dim))
+    if total:
+        return bits / total
+    keys, values = state.format.runs[-1]
+    width = [own if fmt.bits == 16 else fmt.code_bits(dims[s]) for s, fmt in (("keys", keys), ("values", values))]
+    return (width[0] * dims["keys"] + width[1] * dims["values"]) / sum(dims.values())
