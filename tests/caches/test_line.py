@@ -18,7 +18,7 @@ from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
 from hfkvq.caches.routing import Tally
 from hfkvq.caches.schemes import TriAxial
-from hfkvq.caches.store import KVStore
+from hfkvq.caches.store import KVStore, sealing
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels import append, decode_attention, line, use_interpreter
 from hfkvq.kernels.decode import LENGTH, run_count
@@ -41,7 +41,7 @@ def layer_of(scheme, plainly=True):
 
 def seal_one_by_one(layer):
     """From now on."""
-    layer.store.__dict__ |= {"_seals_plainly": False, "_seals_widely": False}
+    layer.store.__dict__ |= {"seals_plainly": False, "seals_widely": False}
 
 
 def states(rows, tokens, dim, dtype, device, generator, odd=False):
@@ -166,8 +166,8 @@ def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
         asked[id(store)] = asked.get(id(store), 0) + 1
         return real(store, *given)
 
-    real = KVStore._seal_by_width
-    monkeypatch.setattr(KVStore, "_seal_by_width", by_width)
+    real = sealing.seal_by_width
+    monkeypatch.setattr(sealing, "seal_by_width", by_width)
     if name == "triaxial":
         one.tokens, other.tokens = TokenRecord(SpreadTags()), TokenRecord(SpreadTags())
     ids = torch.randint(100, (2, 300), generator=generator)
@@ -397,7 +397,7 @@ def test_steps_of_another_kind_are_asked_about(monkeypatch):
     assert len(asked) == 1
     # Other tensors of the store.
     layer.store._set_window(2, layer.store.windows[2][:, :, :32].contiguous())
-    layer.store._grow(0, 50)
+    layer.store.grow(0, 50)
     lines.append_attend(held=layer.store.held, **plain)
     assert len(set(asked)) == 2
 
@@ -518,7 +518,7 @@ def test_tensors_that_were_replaced_are_given_back():
     store = layer.store
     store.held.noted = "something"
     old = [weakref.ref(x) for x in (store.runs[0].table, *store.runs[0].keys, store.windows[2], store.counters)]
-    store._grow(0, store.runs[0].table.shape[1] + 5)
+    store.grow(0, store.runs[0].table.shape[1] + 5)
     store._grow_tail("keys", store.windows[2].shape[2] + 1)
     store.replace(counters=store.counters.clone())
     assert [x() for x in old] == [None] * len(old)
@@ -581,12 +581,12 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
         q, k, v = states(1, 1, 128, torch.bfloat16, "cpu", generator)
         mask = padded([2], columns, "cpu") if masked else None
         if at % 7 == 3:
-            store._grow(0, store.runs[0].table.shape[1] + 1)
+            store.grow(0, store.runs[0].table.shape[1] + 1)
         if at % 7 == 5:
             store.replace(counters=store.counters.clone())
         then = store.ahead(1)
         plain = any(then.due) and line.seals_with_steps(store.format, then.due)
-        sealing = line.Sealing(store._sizes.local, store._sizes.unit, then.due) if plain else None
+        sealing = line.Sealing(store.sizes.local, store.sizes.unit, then.due) if plain else None
         given = (q, k, v, store.held, 0.1 if at % 3 else 0.2, 0.0, sealing, sums, mask)
         # The first may make ready.
         lines.append_attend(*given)

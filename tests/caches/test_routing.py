@@ -65,7 +65,7 @@ def alone(cache):
 
 def told(layer):
     """Counters as the host knows them, and as they are."""
-    return layer.store._counted(), tuple(map(tuple, layer.store.counters.tolist()))
+    return layer.store.counted(), tuple(map(tuple, layer.store.counters.tolist()))
 
 
 def forward(model, cache, ids, mask=None):
@@ -555,7 +555,7 @@ def test_without_a_record_each_layer_goes_its_own_way():
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, monkeypatch):
     """Neither of the two runs, whichever had no room; the next attempt has the route, or works it out again."""
-    cache, other, grow, calls = make(model), make(model), KVStore._grow, []
+    cache, other, grow, calls = make(model), make(model), KVStore.grow, []
     generator = torch.Generator().manual_seed(3)
     if steps:
         first = torch.randint(3, 100, (2, 40), generator=generator)
@@ -569,7 +569,7 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
             raise torch.OutOfMemoryError("none left")
         grow(store, run, blocks)
 
-    monkeypatch.setattr(KVStore, "_grow", no_room)
+    monkeypatch.setattr(KVStore, "grow", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         forward(model, cache, ids)
     layer = cache.layers[0]
@@ -577,7 +577,7 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
     host, device = told(layer)
     assert host == device
     assert device[LENGTH] == ((40, 40) if steps else (0, 0))
-    monkeypatch.setattr(KVStore, "_grow", grow)
+    monkeypatch.setattr(KVStore, "grow", grow)
     layer._settle()
     forward(model, other, ids)
     for row in range(2):

@@ -22,7 +22,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,15 +34,14 @@ from hfkvq.kernels.line import Held, Observing, Sealing
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.qk import table_pages
 
-from ..routing import ColumnTags, Counters, Ground, Route, Source, Tally, sealed_widely, work_out
+from ..routing import ColumnTags, Counters, Ground, Source, Tally
 from ..scheme import Layout, Scheme, SideLayout
 from ..states import Ahead, RowState, WindowSizes, ahead
 from . import accounting
 from .accounting import StoreBytes
 from .rows import pages_of, share_pages, take_rows
-from .state import StoreState
-
-SIDES: tuple[Side, Side] = ("keys", "values")
+from .sealing import seal, seals_plainly, seals_widely
+from .state import SIDES, StoreState
 
 MAX_STEP = 16
 """Most tokens that a step may append to the tail before attention; longer input is a prompt."""
@@ -67,23 +65,6 @@ class Padding:
     source: Tensor | None
 
 
-def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
-    """Vectors ``index`` of a source, each clipped at the entry of rank ``floor(share * D)`` among its magnitudes.
-
-    Args:
-        source: (B, H, T, D).
-        index: i32 (B, m), columns of the source.
-        share: 0 < share <= 1.
-
-    Returns:
-        (B, H, m, D).
-    """
-    x = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
-    rank = max(1, int(share * x.shape[-1]))
-    limit = x.abs().float().kthvalue(rank, dim=-1, keepdim=True).values.to(x.dtype)
-    return torch.minimum(torch.maximum(x, -limit), limit)
-
-
 class KVStore:
     """Storage of one layer.
 
@@ -100,7 +81,8 @@ class KVStore:
     ) -> None:
         layout.check(keys.shape[-1], values.shape[-1])
         self.layout, self.format, self.scheme = layout, layout.store, scheme
-        self._sizes = WindowSizes.of(layout)
+        self.sizes = WindowSizes.of(layout)
+        self.seals_plainly, self.seals_widely = seals_plainly(layout, scheme), seals_widely(layout, scheme)
         batch, self.heads = keys.shape[:2]
         self.dims = {"keys": keys.shape[-1], "values": values.shape[-1]}
         self.dtype, self.capacity = keys.dtype, capacity
@@ -121,7 +103,7 @@ class KVStore:
         states = frozenset({RowState(0, 0, 0)})
         self.state = StoreState(
             self.format,
-            self._sizes,
+            self.sizes,
             counters,
             torch.zeros(batch, dtype=torch.int32, device=device),
             tuple(window(length, dim) for length in (layout.sink, MAX_STEP) for dim in self.dims.values()),
@@ -136,7 +118,7 @@ class KVStore:
             for side in ("keys", "values"):
                 self._grow_tail(side, self.tail_limit[side])
             for run in range(len(runs)):
-                self._grow(run, -(-max(capacity - layout.sink, 0) // runs[run][0].page_size))
+                self.grow(run, -(-max(capacity - layout.sink, 0) // runs[run][0].page_size))
 
     def _window(self, length: int, side: Side) -> Tensor:
         return torch.zeros(self.batch, self.heads, length, self.dims[side], dtype=self.dtype, device=self.device)
@@ -218,7 +200,7 @@ class KVStore:
 
     def ahead(self, tokens: int = 0, hold: int = 0) -> Ahead:
         """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.states.ahead`."""
-        return ahead(self.states, self._sizes, tokens, hold)
+        return ahead(self.states, self.sizes, tokens, hold)
 
     def fits(self, tokens: int) -> bool:
         """Whether ``tokens`` more can join the tail before anything is sealed."""
@@ -245,9 +227,9 @@ class KVStore:
         """Of an empty store; None where nobody asks for it: routing by tags alone does."""
         return Tally.empty(counters, states) if "tags" in self.scheme.needs else None
 
-    def _counted(self) -> Counters | None:
+    def counted(self) -> Counters | None:
         """The counters, if the host knows them."""
-        return None if self.tally is None else self.tally.now(self.states, self._sizes)
+        return None if self.tally is None else self.tally.now(self.states, self.sizes)
 
     def _advance(self, tokens: int, padding: Padding | None) -> None:
         """Counts new tokens, on the device and among the host's states."""
@@ -307,7 +289,7 @@ class KVStore:
             tokens do not fit: nothing is done then.
         """
         tokens, held = keys.shape[2], self.held
-        then = ahead(self.states, self._sizes, tokens)
+        then = ahead(self.states, self.sizes, tokens)
         # What a row begins with may be padding, if there is a mask.
         if not self._is_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):
             return None
@@ -315,11 +297,11 @@ class KVStore:
             self._grow_tails(tokens)
             held = self.held
         due, sealing = then.due != (0, 0), None
-        if seals and due and self._seals_plainly:
+        if seals and due and self.seals_plainly:
             # With more pages attention would share them out in another way, and `commit` makes them afterwards.
-            room = held.blocks >= self._blocks(then.most)
+            room = held.blocks >= self.blocks(then.most)
             if room and kernels.line.seals_with_steps(self.format, then.due):
-                sealing = Sealing(self._sizes.local, self._sizes.unit, then.due)
+                sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)
         out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
         if out is None:
             return None
@@ -395,7 +377,7 @@ class KVStore:
             values = values.gather(2, source.expand_as(values))
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         counters, states, tally, fresh = self.counters.clone(), self.states, self.tally, self.longest == 0
-        ground = None if tags is None else Ground(counters, self._counted(), padding)
+        ground = None if tags is None else Ground(counters, self.counted(), padding)
         self._advance(keys.shape[2], padding)
         alike = fresh and padding is None and len(states) == 1
 
@@ -404,7 +386,7 @@ class KVStore:
             return Source(x if fresh else torch.cat([tail, x], 2), 0 if fresh else tail.shape[2], x.shape[2], first)
 
         try:
-            self._seal(source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, ground)
+            seal(self, source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, ground)
             self._grow_tails(1, fresh)
         except BaseException:
             # Out of memory, most likely. What was written lies in pages that nobody reads yet.
@@ -425,143 +407,19 @@ class KVStore:
             Whether a seal was due in some row.
         """
         keys, values = (Source(tail, tail.shape[2]) for tail in self.windows[2:])
-        return self._seal(keys, values, hold, q_abs, tags)
+        return seal(self, keys, values, hold, q_abs, tags)
 
     def is_due(self, hold: int = 0) -> bool:
         """Whether some row has something to seal now."""
         return any(self.ahead(hold=hold).due)
 
-    def _seal(
-        self,
-        keys: Source,
-        values: Source,
-        hold: int,
-        q_abs: Tensor | None,
-        tags: ColumnTags | None,
-        ground: Ground | None = None,
-    ) -> bool:
-        then = self.ahead(hold=hold)
-        most = then.due
-        if not any(most):
-            return False
-        from_tail = not keys.tokens
-        plain = tags is None and self._seals_widely and (from_tail or keys.first is not None)
-        if not self.format.ordered and not plain:
-            route = self._seal_by_width((keys, values), most[0], hold, tags, ground)
-            tally = None if tags is None else Tally(route.after, then.sealed)
-            self.replace(states=then.sealed, widest=route.held, tally=tally)
-            return True
-        known = self._counted()
-        sink, (keys_local, values_local), unit = self._sizes
-        local = max(keys_local, hold), max(values_local, hold)
-        run, sealed = len(self.runs) - 1, then.most
-        if not self.format.ordered:
-            # A row that seals keeps its newest tokens in the tail; others have room for what they hold.
-            sealed = min(max(self.state.wide_most - local[0], 0), sealed)
-        self._grow(run, self._blocks(sealed))
-        view = self.runs[run]
-        if from_tail and (not self.format.ordered or (q_abs is None and self._seals_plainly)):
-            rule = self.scheme.channel_rule
-            kernels.seal_tail(self.counters, self.windows, view, local, unit, most, self.format, rule)
-        else:
-            # Slots of the tail, where it is tails that are sealed from.
-            asked = most if from_tail else (0, 0)
-            tails = (self.windows[2].shape[2], self.windows[3].shape[2])
-            found = kernels.due(self.counters, sink, tails, local, unit, asked)
-            try:
-                for at, (side, source) in enumerate(zip(SIDES, (keys, values), strict=True)):
-                    if most[at]:
-                        count = found.count[at]
-                        length = self.counters[LENGTH]
-                        index = found.index[at] if from_tail else source.oldest(count, most[at], length, sink)
-                        self._seal_run(run, side, count, found.new[at], source.tensor, index, q_abs)
-                if view.pos is not None:
-                    view.pos[:, : most[0]] = torch.arange(sink, sink + most[0], device=self.device)
-            except BaseException:
-                found.take_back(self.counters)
-                raise
-        tally = None if known is None else Tally(sealed_widely(known, self._sizes, hold), then.sealed)
-        self.replace(states=then.sealed, tally=tally)
-        return True
-
-    @cached_property
-    def _seals_plainly(self) -> bool:
-        """Whether sealing takes nothing but the tokens and, perhaps, a rule."""
-        plain = all(
-            layout.clip >= 1.0 and not fmt.normed and (not fmt.raised or self.scheme.channel_rule)
-            for layout, fmt in zip((self.layout.keys, self.layout.values), self.format.runs[0], strict=True)
-        )
-        return plain and self.format.ordered
-
-    @cached_property
-    def _seals_widely(self) -> bool:
-        """Whether tokens without a tag go to the last of several runs, and nothing else has to be known of them."""
-        plain = all(
-            layout.clip >= 1.0 and not fmt.normed and not fmt.raised and not fmt.whole
-            for layout, fmt in zip((self.layout.keys, self.layout.values), self.format.runs[-1], strict=True)
-        )
-        return plain and self.scheme.untagged_is_wide
-
-    def _seal_run(
-        self,
-        run: int,
-        side: Side,
-        count: Tensor,
-        new: Tensor,
-        source: Tensor,
-        index: Tensor,
-        q_abs: Tensor | None = None,
-    ) -> None:
-        fmt = self.format.runs[run][side == "values"]
-        view = self.runs[run]
-        layout = self.layout.keys if side == "keys" else self.layout.values
-        if layout.clip < 1.0:
-            source = clipped(source, index, layout.clip)
-            index = torch.arange(index.shape[1], dtype=torch.int32, device=self.device).expand_as(index)
-        widths, rule = None, self.scheme.channel_rule if fmt.raised else None
-        if fmt.raised and rule is None:
-            pages = source.gather(2, index.long()[:, None, :, None].expand(-1, self.heads, -1, source.shape[3]))
-            widths = self.scheme.channel_bits(pages.unflatten(2, (-1, fmt.page_size)), q_abs)
-        parts = view.keys if side == "keys" else view.values
-        norm = kernels.page_norms(source, index, fmt.axis, fmt.page_size, layout.balance) if fmt.normed else None
-        weight = q_abs if rule else None
-        kernels.seal(parts, view.table, count, new, source, index, widths, fmt, side, rule, weight, norm)
-
-    def _seal_by_width(
-        self,
-        sources: tuple[Source, Source],
-        bound: int,
-        hold: int,
-        tags: ColumnTags | None,
-        ground: Ground | None,
-    ) -> Route:
-        """Sends the tokens that leave the tail to the run of their width; counts them when all are there."""
-        if tags is None or self.scheme.reads_tokens:
-            codes = None if tags is None else tags.codes
-            route = work_out(self.counters, self.layout, self.scheme, sources, bound, hold, codes)
-        else:
-            ground = Ground(self.counters, self._counted(), None) if ground is None else ground
-            route = tags.route(self.counters, self.layout, self.scheme, sources, bound, hold, ground)
-        for i, path in enumerate(route.paths):
-            if path is None:
-                continue
-            self._grow(i, -(-path.held // self.format.runs[i][0].page_size))
-            view, count = self.runs[i], run_count(self.counters, i, "keys")
-            if view.pos is None:
-                raise AssertionError("a run of several has positions")
-            view.pos.index_put_(path.place, path.position)
-            for side, source, index in zip(SIDES, sources, path.columns, strict=True):
-                self._seal_run(i, side, count, path.taken, source.tensor, index)
-        self.counters[RUNS:].add_(route.added)
-        return route
-
     # Room.
 
-    def _blocks(self, tokens: int) -> int:
+    def blocks(self, tokens: int) -> int:
         """Pages that so many tokens of a row take in the last run, which often is the only one."""
         return -(-tokens // self.format.runs[-1][0].page_size)
 
-    def _grow(self, run: int, blocks: int) -> None:
+    def grow(self, run: int, blocks: int) -> None:
         """Reserves at least ``blocks`` pages a row; existing pages keep their numbers."""
         view = self.runs[run]
         have = view.table.shape[1]

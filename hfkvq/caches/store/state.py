@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from hfkvq.kernels.line import Held
-from hfkvq.kernels.pages import RunView, StoreFormat
+from hfkvq.kernels.pages import RunView, Side, StoreFormat
 
 from ..routing import Tally
 from ..states import RowState, WindowSizes, ahead
+
+SIDES: tuple[Side, Side] = ("keys", "values")
 
 _TENSORS = frozenset({"counters", "windows", "runs"})
 
