@@ -24,6 +24,7 @@ from .retier import moved_slots
 from .scheme import Layout
 from .states import RowState
 from .store import SIDES
+from .store.windows import copy_to_windows
 
 if TYPE_CHECKING:
     from .evict import EvictingLayer
@@ -140,8 +141,8 @@ def store_best(store: HeadwiseStore, keys: Tensor, values: Tensor, best: Tensor,
     before = store.state
     store.replace(states=frozenset({RowState(kept + tail, kept, kept)}))
     try:
-        store._grow_tails(1, empty=True)
-        store._copy_to_windows(keys[:, :, -tail:], values[:, :, -tail:])
+        store.grow_tails(1, empty=True)
+        copy_to_windows(store, keys[:, :, -tail:], values[:, :, -tail:])
     except BaseException:
         # Out of memory, most likely.
         store.replace(states=before.states, windows=before.windows)

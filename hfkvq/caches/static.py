@@ -106,7 +106,7 @@ class StaticKVLayer(KVLayer):
         self.is_initialized = True
         for side in SIDES if self.device.type in RECORDERS else ():
             # As long as in a buffer, while nothing has to move for it.
-            self.store._grow_tail(side, self.store.tail_limit[side], True)
+            self.store.grow_tail(side, self.store.tail_limit[side], True)
 
     def _come_home(self, tokens: int) -> None:
         """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now.
@@ -172,7 +172,7 @@ class StaticKVLayer(KVLayer):
             store.reserve_tail(hold)
         for side in SIDES:
             # While nothing is there, nothing has to move.
-            store._grow_tail(side, store.tail_limit[side], store.longest == 0)
+            store.grow_tail(side, store.tail_limit[side], store.longest == 0)
         keys, values = store.layout.keys, store.layout.values
         rule = self.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
         return StepPlan(
@@ -293,7 +293,7 @@ class StaticKVLayer(KVLayer):
         store = self._held()
         self.take(buffer, state, plan, room)
         for side in SIDES:
-            store._grow_tail(side, plan.tails[side == "values"])
+            store.grow_tail(side, plan.tails[side == "values"])
         _adopt(store, state, plan)
         self._tell_queries()
 

@@ -18,7 +18,7 @@ from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
 from hfkvq.caches.routing import Tally
 from hfkvq.caches.schemes import TriAxial
-from hfkvq.caches.store import KVStore, sealing
+from hfkvq.caches.store import sealing
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels import append, decode_attention, line, use_interpreter
 from hfkvq.kernels.decode import LENGTH, run_count
@@ -396,7 +396,7 @@ def test_steps_of_another_kind_are_asked_about(monkeypatch):
         lines.append_attend(held=held, **plain)
     assert len(asked) == 1
     # Other tensors of the store.
-    layer.store._set_window(2, layer.store.windows[2][:, :, :32].contiguous())
+    layer.store.set_window(2, layer.store.windows[2][:, :, :32].contiguous())
     layer.store.grow(0, 50)
     lines.append_attend(held=layer.store.held, **plain)
     assert len(set(asked)) == 2
@@ -519,7 +519,7 @@ def test_tensors_that_were_replaced_are_given_back():
     store.held.noted = "something"
     old = [weakref.ref(x) for x in (store.runs[0].table, *store.runs[0].keys, store.windows[2], store.counters)]
     store.grow(0, store.runs[0].table.shape[1] + 5)
-    store._grow_tail("keys", store.windows[2].shape[2] + 1)
+    store.grow_tail("keys", store.windows[2].shape[2] + 1)
     store.replace(counters=store.counters.clone())
     assert [x() for x in old] == [None] * len(old)
     assert store.held.noted is None
@@ -651,9 +651,9 @@ def test_kernels_of_steps_are_those_of_the_operations(name, prompt, monkeypatch)
             assert torch.equal(step(one, given), step(other, given))
     assert_same(one, other)
     assert len(done) == 3
-    for sealing, observing in done:
+    for sealed, observing in done:
         assert (observing is not None) == (name == "mixkvq")
-        assert (sealing is not None) == (name != "mixkvq")
+        assert (sealed is not None) == (name != "mixkvq")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")

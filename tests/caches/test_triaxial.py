@@ -15,7 +15,7 @@ from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme, kernels
 from hfkvq.caches import BitTable
 from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.schemes import TriAxial
-from hfkvq.caches.store import KVStore
+from hfkvq.caches.store import sealing
 from hfkvq.caches.table import Origin, config_hash, template_hash
 from hfkvq.caches.tags import PAD, TAGS, parse_tag
 from tests.caches.driver import assert_same_bits, stored, tensors_of
@@ -166,8 +166,8 @@ def test_generated_tokens_get_int4(model):
 def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
     """Between units a step seals nothing. Widths are looked at, and the device asked, for tokens of a prompt only."""
     widths, tails = [], []
-    by_width, seal_tail = KVStore._seal_by_width, kernels.seal_tail
-    monkeypatch.setattr(KVStore, "_seal_by_width", lambda *args: (widths.append(1), by_width(*args))[1])
+    by_width, seal_tail = sealing.seal_by_width, kernels.seal_tail
+    monkeypatch.setattr(sealing, "seal_by_width", lambda *args: (widths.append(1), by_width(*args))[1])
     monkeypatch.setattr(kernels, "seal_tail", lambda *args: (tails.append(1), seal_tail(*args))[1])
     cache = make(model)
     ids, layers = prompt(1, 60), len(cache.layers)

@@ -21,48 +21,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions, dense_columns, run_count
-from hfkvq.kernels.dispatch import reference
+from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.line import Held, Observing, Sealing
 from hfkvq.kernels.pages import PageFormat, RunView, Side
-from hfkvq.kernels.qk import table_pages
 
 from ..routing import ColumnTags, Counters, Ground, Source, Tally
-from ..scheme import Layout, Scheme, SideLayout
+from ..scheme import Layout, Scheme
 from ..states import Ahead, RowState, WindowSizes, ahead
 from . import accounting
 from .accounting import StoreBytes
+from .cropping import crop
+from .reading import dense_alike
 from .rows import pages_of, share_pages, take_rows
 from .sealing import seal, seals_plainly, seals_widely
 from .state import SIDES, StoreState
+from .windows import Padding, fill_windows, grow_tail
 
 MAX_STEP = 16
 """Most tokens that a step may append to the tail before attention; longer input is a prompt."""
 
 GROWTH = 1.25
 """Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """Padding among newly arrived tokens.
-
-    Attributes:
-        lead: i32 (B,), new columns before each row's first real token.
-        amounts: the distinct values of ``lead``, on the host.
-        source: i64 (B, t), new column whose vector each new column takes, or None if there are no holes.
-    """
-
-    lead: Tensor
-    amounts: frozenset[int]
-    source: Tensor | None
 
 
 class KVStore:
@@ -116,11 +101,12 @@ class KVStore:
         self.reserve_tail(0)
         if capacity is not None:
             for side in ("keys", "values"):
-                self._grow_tail(side, self.tail_limit[side])
+                self.grow_tail(side, self.tail_limit[side])
             for run in range(len(runs)):
                 self.grow(run, -(-max(capacity - layout.sink, 0) // runs[run][0].page_size))
 
-    def _window(self, length: int, side: Side) -> Tensor:
+    def new_window(self, length: int, side: Side) -> Tensor:
+        """An empty window of so many slots."""
         return torch.zeros(self.batch, self.heads, length, self.dims[side], dtype=self.dtype, device=self.device)
 
     def replace(self, widest: int | None = None, **changes: Any) -> None:
@@ -172,7 +158,8 @@ class KVStore:
         """Counters, windows and runs, with what steps remember of them."""
         return self.state.held
 
-    def _set_window(self, at: int, window: Tensor) -> None:
+    def set_window(self, at: int, window: Tensor) -> None:
+        """Gives the store another sink or tail."""
         self.state = self.state.with_window(at, window)
 
     def _set_run(self, run: int, **parts: Any) -> None:
@@ -250,7 +237,7 @@ class KVStore:
             values: (B, H, t, Dv).
             padding: padding among them, or None.
         """
-        self._grow_tails(keys.shape[2])
+        self.grow_tails(keys.shape[2])
         if padding is None:
             # Counts on the device as well.
             kernels.append(keys, values, self.counters, self.windows, self.format)
@@ -259,7 +246,7 @@ class KVStore:
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         old = self.counters[LENGTH].clone()
         self._advance(keys.shape[2], padding)
-        self._fill_windows(keys, values, old, padding)
+        fill_windows(self, keys, values, old, padding)
 
     def step(
         self,
@@ -294,7 +281,7 @@ class KVStore:
         if not self._is_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):
             return None
         if then.needs[0] > held.tails[0] or then.needs[1] > held.tails[1]:
-            self._grow_tails(tokens)
+            self.grow_tails(tokens)
             held = self.held
         due, sealing = then.due != (0, 0), None
         if seals and due and self.seals_plainly:
@@ -307,50 +294,6 @@ class KVStore:
             return None
         self.replace(states=then.joined if sealing is None else then.sealed)
         return out, due and sealing is None
-
-    def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
-        """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any."""
-        sink = self.layout.sink
-        if padding is None and len(self.states) == 1:
-            self._copy_to_windows(keys, values)
-            return
-        # Column of row token x among the new ones.
-        shift = (0 if padding is None else padding.lead) - old
-        rest = (self.counters[LENGTH] - sink)[:, None]
-        found: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
-        for at, x in enumerate((keys, values, keys, values)):
-            window = self.windows[at]
-            # The same for keys and values, where their tails are of one length.
-            kind = at >= 2, window.shape[2]
-            if not window.shape[2] or not x.shape[2]:
-                continue
-            if kind not in found:
-                token = slot = torch.arange(window.shape[2], dtype=torch.int32, device=self.device)[None]
-                if at >= 2:
-                    behind = rest - 1 - (rest - 1 - slot) % window.shape[2]
-                    token = torch.where(behind >= 0, behind + sink, -1)
-                column = token + shift[:, None]
-                new = (token >= old[:, None]) & (column >= 0) & (column < x.shape[2])
-                found[kind] = column.clamp(0, x.shape[2] - 1).long()[:, None, :, None], new[:, None, :, None]
-            index, new = found[kind]
-            picked = x.gather(2, index.expand(-1, self.heads, -1, x.shape[3]))
-            window.copy_(torch.where(new, picked, window))
-
-    def _copy_to_windows(self, keys: Tensor, values: Tensor) -> None:
-        """The same where all rows are alike, so that the host knows the slots: a few copies of what lies together."""
-        (state,) = self.states
-        sink, tokens = self.layout.sink, keys.shape[2]
-        old, rest = state.length - tokens, state.length - sink
-        for x, held, tail in ((keys, self.windows[0], self.windows[2]), (values, self.windows[1], self.windows[3])):
-            if old < sink:
-                held[:, :, old : state.length].copy_(x[:, :, : sink - old])
-            ring = tail.shape[2]
-            behind = max(rest - ring, old - sink, 0)
-            while behind < rest:
-                slot, column = behind % ring, behind + sink - old
-                count = min(ring - slot, rest - behind)
-                tail[:, :, slot : slot + count].copy_(x[:, :, column : column + count])
-                behind += count
 
     def extend(
         self,
@@ -387,13 +330,13 @@ class KVStore:
 
         try:
             seal(self, source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, ground)
-            self._grow_tails(1, fresh)
+            self.grow_tails(1, fresh)
         except BaseException:
             # Out of memory, most likely. What was written lies in pages that nobody reads yet.
             self.counters.copy_(counters)
             self.replace(states=states, tally=tally)
             raise
-        self._fill_windows(keys, values, counters[LENGTH], padding)
+        fill_windows(self, keys, values, counters[LENGTH], padding)
 
     def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: ColumnTags | None = None) -> bool:
         """Seals what has left the windows; does nothing, and asks the device nothing, when nothing is due.
@@ -451,29 +394,20 @@ class KVStore:
             limit = max(layout.local, hold) + layout.unit - 1 + MAX_STEP
             self.tail_limit[side] = max(self.tail_limit[side], limit)
 
-    def _grow_tails(self, tokens: int, empty: bool = False) -> None:
+    def grow_tails(self, tokens: int, empty: bool = False) -> None:
         """Makes room for ``tokens`` more; ``empty`` if nothing that the tails hold is wanted."""
         for side, need in zip(SIDES, self.ahead(tokens).needs, strict=True):
-            self._grow_tail(side, need, empty)
+            self.grow_tail(side, need, empty)
 
-    def _grow_tail(self, side: Side, need: int, empty: bool = False) -> None:
-        """Makes the tail at least ``need`` slots long, by doubling, up to its limit; tokens move to their new slots."""
-        at = 2 if side == "keys" else 3
-        tail = self.windows[at]
-        have = tail.shape[2]
-        if need <= have:
-            return
-        # A crop may leave more in the tail than the layout would, hence the outer max.
-        need = max(need, min(2 * have, self.tail_limit[side]))
-        if empty:
-            self._set_window(at, self._window(need, side))
-            return
-        where = column_positions(self.format, self.counters, self.runs, have, side)[:, -have:]
-        # Slots that hold nothing share one target outside the window and are cut off with it.
-        slot = torch.where(where > ABSENT, (where - self.layout.sink) % need, need).long()
-        grown = torch.nn.functional.pad(self._window(need, side), (0, 0, 0, 1))
-        grown.scatter_(2, slot[:, None, :, None].expand(-1, self.heads, -1, tail.shape[3]), tail)
-        self._set_window(at, grown[:, :, :need].contiguous())
+    def grow_tail(self, side: Side, need: int, empty: bool = False) -> None:
+        """Makes the tail at least ``need`` slots long, by doubling, up to its limit; tokens move to their new slots.
+
+        Args:
+            side: "keys" or "values".
+            need: slots.
+            empty: whether nothing that the tail holds is wanted.
+        """
+        grow_tail(self, side, need, empty)
 
     # Reading.
 
@@ -494,31 +428,8 @@ class KVStore:
         """(B, H, columns, D) in logical order, rotated back; 0 at padding; by PyTorch's operations if ``plain``."""
         alike = len(self.states) == 1 and self.longest == columns
         if plain and alike and self.format.ordered:
-            return self._dense_alike(side)
+            return dense_alike(self, side)
         return kernels.gather_rows(self.counters, self.windows, self.flat_runs(), columns, self.format, side, plain)
-
-    def _dense_alike(self, side: Side) -> Tensor:
-        """`dense` of rows that hold all columns, whose order the host knows: without one operation for positions."""
-        (state,) = self.states
-        at, sealed, sink = SIDES.index(side), state.sealed(side), self.layout.sink
-        first, tail = self.windows[at], self.windows[2 + at]
-        block = self.format.rotate_keys if side == "keys" else self.format.rotate_values
-        # In the model's dtype at once, where nothing is computed from it.
-        dtype = torch.float32 if block else self.dtype
-        parts = [first[:, :, : min(sink, state.length)]]
-        if sealed:
-            view, fmt = self.runs[0], self.format.runs[0][at]
-            table = view.table[:, : -(-sealed // fmt.page_size)]
-            pages = table_pages(view.keys if side == "keys" else view.values, table, fmt, side, self.dims[side])
-            parts.append(pages.transpose(1, 2).flatten(2, 3)[:, :, :sealed])
-        ring, behind = tail.shape[2], sealed
-        while behind < state.length - sink:
-            slot = behind % ring
-            count = min(ring - slot, state.length - sink - behind)
-            parts.append(tail[:, :, slot : slot + count])
-            behind += count
-        dense = torch.cat([part.to(dtype) for part in parts], 2)
-        return reference("hadamard")(dense, block).to(self.dtype) if block else dense
 
     # Rows and lengths change.
 
@@ -527,78 +438,7 @@ class KVStore:
 
         Tokens of a page that is cut return to the tail as that page has them (exact for 16-bit pages).
         """
-        sink = self.layout.sink
-        length = (self.counters[LENGTH] - tokens).clamp(min=0)
-        rest = (length - sink).clamp(min=0)
-        states = set()
-        for state in self.states:
-            left = max(state.length - tokens, 0)
-            behind = max(left - sink, 0)
-            # Of several runs, no page is taken apart, so that what a row has sealed need not be whole units.
-            keys, values = (
-                min(state.sealed(side), behind // layout.unit * layout.unit if self.format.ordered else behind)
-                for side, layout in zip(SIDES, (self.layout.keys, self.layout.values), strict=True)
-            )
-            states.add(RowState(left, keys, values))
-        reopens = any(max(state.length - tokens - sink, 0) < max(state[1:]) for state in self.states)
-        wide = self.state.wide_most
-        if reopens and not self.format.ordered:
-            self._drop_sealed(length)
-        elif reopens:
-            for at, side, layout in ((2, "keys", self.layout.keys), (3, "values", self.layout.values)):
-                self._reopen(at, side, layout, rest)  # type: ignore[arg-type]
-        self.counters[LENGTH] = length
-        self.counters[START] = self.counters[START].clamp(max=seen - tokens)
-        self.replace(states=frozenset(states), tally=None)
-        if reopens:
-            # Those that are gone may have been in another run.
-            self.replace(wide_bound=(wide, self.longest))
-            # A page that was full, and so may be shared, takes new tokens again.
-            self._part()
-
-    def _drop_sealed(self, length: Tensor) -> None:
-        """Takes tokens at row positions from ``length`` (i32 (B,)) on out of several runs, if all runs can do that.
-
-        Each run has its tokens in order of position, or its pages in order of their newest tokens, so the first ones of
-        each stay. Asks the device once.
-        """
-        counts, torn = [], torch.zeros((), dtype=torch.bool, device=self.device)
-        for i, (view, (fmt, _)) in enumerate(zip(self.runs, self.format.runs, strict=True)):
-            if view.pos is None:
-                raise AssertionError("a run of several has positions")
-            count = run_count(self.counters, i, "keys")
-            slot = torch.arange(view.pos.shape[1], device=self.device)
-            stays = (slot < count[:, None]) & (view.pos < length[:, None])
-            left = stays.sum(1, dtype=torch.int32)
-            counts.append(left)
-            if fmt.whole:
-                # Pages that `demote` has made may hold tokens on both sides of the cut.
-                torn = torn | (left % fmt.page_size != 0).any() | (stays & (slot >= left[:, None])).any()
-        if bool(torn):
-            raise NotImplementedError(
-                "crop: cannot remove tokens that are already sealed where tokens have widths of their own and a page "
-                "per channel would be cut; crop less, or start the conversation again from a copy (copy.deepcopy) of "
-                "the cache."
-            )
-        for i, left in enumerate(counts):
-            self.counters[RUNS + 2 * i : RUNS + 2 * i + 2] = left
-
-    def _reopen(self, at: int, side: Side, layout: SideLayout, rest: Tensor) -> None:
-        count = run_count(self.counters, 0, side)
-        kept = torch.minimum(count, rest // layout.unit * layout.unit)
-        pages = dense_columns(self.format, self.windows, self.runs, side)
-        pages = pages[:, :, self.layout.sink : pages.shape[2] - self.windows[at].shape[2]]
-        self._grow_tail(side, layout.unit)
-        behind = kept[:, None] + torch.arange(layout.unit, dtype=torch.int32, device=self.device)
-        index = behind.clamp(0, max(pages.shape[2] - 1, 0)).long()
-        back = behind < torch.minimum(count, rest)[:, None]
-        tail = self.windows[at]
-        values = pages.gather(2, index[:, None, :, None].expand(-1, self.heads, -1, pages.shape[3])).to(self.dtype)
-        padded = torch.nn.functional.pad(tail, (0, 0, 0, 1))
-        slot = torch.where(back, behind % tail.shape[2], tail.shape[2]).long()
-        padded.scatter_(2, slot[:, None, :, None].expand_as(values), values)
-        self._set_window(at, padded[:, :, : tail.shape[2]].contiguous())
-        self.counters[RUNS + (side == "values")] = kept
+        crop(self, tokens, seen)
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
@@ -613,7 +453,7 @@ class KVStore:
                 self._set_run(run, pos=pos[rows])
         self.state = take_rows(self.state, rows)
 
-    def _part(self) -> None:
+    def part_pages(self) -> None:
         """Gives every page that is not full to one row only."""
         rows = torch.arange(self.batch, device=self.device)
         for run in range(len(self.runs)):
@@ -645,7 +485,7 @@ class KVStore:
         self.dropped.zero_()
         states = frozenset({RowState(0, 0, 0)})
         self.replace(states=states, tally=self._empty_tally(self.counters, states), wide_bound=(0, 0))
-        self._part()
+        self.part_pages()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Moves every tensor."""

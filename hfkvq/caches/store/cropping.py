@@ -1,0 +1,99 @@
+"""The newest tokens are taken back, pages that are cut included."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.decode import LENGTH, RUNS, START, dense_columns, run_count
+from hfkvq.kernels.pages import Side
+
+from ..scheme import SideLayout
+from ..states import RowState
+from .state import SIDES
+
+if TYPE_CHECKING:
+    from .kvstore import KVStore
+
+
+def crop(store: KVStore, tokens: int, seen: int) -> None:
+    """Forgets the newest ``tokens`` logical columns of ``seen``.
+
+    Tokens of a page that is cut return to the tail as that page has them (exact for 16-bit pages).
+    """
+    sink = store.layout.sink
+    length = (store.counters[LENGTH] - tokens).clamp(min=0)
+    rest = (length - sink).clamp(min=0)
+    states = set()
+    for state in store.states:
+        left = max(state.length - tokens, 0)
+        behind = max(left - sink, 0)
+        # Of several runs, no page is taken apart, so that what a row has sealed need not be whole units.
+        keys, values = (
+            min(state.sealed(side), behind // layout.unit * layout.unit if store.format.ordered else behind)
+            for side, layout in zip(SIDES, (store.layout.keys, store.layout.values), strict=True)
+        )
+        states.add(RowState(left, keys, values))
+    reopens = any(max(state.length - tokens - sink, 0) < max(state[1:]) for state in store.states)
+    wide = store.state.wide_most
+    if reopens and not store.format.ordered:
+        _drop_sealed(store, length)
+    elif reopens:
+        for at, side, layout in ((2, "keys", store.layout.keys), (3, "values", store.layout.values)):
+            _reopen(store, at, side, layout, rest)  # type: ignore[arg-type]
+    store.counters[LENGTH] = length
+    store.counters[START] = store.counters[START].clamp(max=seen - tokens)
+    store.replace(states=frozenset(states), tally=None)
+    if reopens:
+        # Those that are gone may have been in another run.
+        store.replace(wide_bound=(wide, store.longest))
+        # A page that was full, and so may be shared, takes new tokens again.
+        store.part_pages()
+
+
+def _drop_sealed(store: KVStore, length: Tensor) -> None:
+    """Takes tokens at row positions from ``length`` (i32 (B,)) on out of several runs, if all runs can do that.
+
+    Each run has its tokens in order of position, or its pages in order of their newest tokens, so the first ones of
+    each stay. Asks the device once.
+    """
+    counts, torn = [], torch.zeros((), dtype=torch.bool, device=store.device)
+    for i, (view, (fmt, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
+        if view.pos is None:
+            raise AssertionError("a run of several has positions")
+        count = run_count(store.counters, i, "keys")
+        slot = torch.arange(view.pos.shape[1], device=store.device)
+        stays = (slot < count[:, None]) & (view.pos < length[:, None])
+        left = stays.sum(1, dtype=torch.int32)
+        counts.append(left)
+        if fmt.whole:
+            # Pages that `demote` has made may hold tokens on both sides of the cut.
+            torn = torn | (left % fmt.page_size != 0).any() | (stays & (slot >= left[:, None])).any()
+    if bool(torn):
+        raise NotImplementedError(
+            "crop: cannot remove tokens that are already sealed where tokens have widths of their own and a page "
+            "per channel would be cut; crop less, or start the conversation again from a copy (copy.deepcopy) of "
+            "the cache."
+        )
+    for i, left in enumerate(counts):
+        store.counters[RUNS + 2 * i : RUNS + 2 * i + 2] = left
+
+
+def _reopen(store: KVStore, at: int, side: Side, layout: SideLayout, rest: Tensor) -> None:
+    count = run_count(store.counters, 0, side)
+    kept = torch.minimum(count, rest // layout.unit * layout.unit)
+    pages = dense_columns(store.format, store.windows, store.runs, side)
+    pages = pages[:, :, store.layout.sink : pages.shape[2] - store.windows[at].shape[2]]
+    store.grow_tail(side, layout.unit)
+    behind = kept[:, None] + torch.arange(layout.unit, dtype=torch.int32, device=store.device)
+    index = behind.clamp(0, max(pages.shape[2] - 1, 0)).long()
+    back = behind < torch.minimum(count, rest)[:, None]
+    tail = store.windows[at]
+    values = pages.gather(2, index[:, None, :, None].expand(-1, store.heads, -1, pages.shape[3])).to(store.dtype)
+    padded = torch.nn.functional.pad(tail, (0, 0, 0, 1))
+    slot = torch.where(back, behind % tail.shape[2], tail.shape[2]).long()
+    padded.scatter_(2, slot[:, None, :, None].expand_as(values), values)
+    store.set_window(at, padded[:, :, : tail.shape[2]].contiguous())
+    store.counters[RUNS + (side == "values")] = kept
