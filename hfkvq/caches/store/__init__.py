@@ -1,4 +1,11 @@
-"""One layer's storage: `KVStore`, whose tensors and host's knowledge are one value, `StoreState`."""
+"""One layer's storage.
+
+- `state`: all that changes, tensors and what the host knows of them, as one value with one ``replace``.
+- `kvstore`: `KVStore`, its verbs.
+- `windows`: tokens come into sink and tail. `sealing`: they leave the tail, or a prompt, for pages.
+- `cropping`: the newest are taken back. `rows`: rows are reordered, shared and dropped.
+- `reading`: dense tensors. `accounting`: bytes and bits.
+"""
 
 from .accounting import StoreBytes
 from .kvstore import GROWTH, MAX_STEP, KVStore
