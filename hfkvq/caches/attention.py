@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 import torch
@@ -81,21 +81,36 @@ def hfkvq_attention(
         out = layer.attend(query, mask, scaling, softcap, sinks).transpose(1, 2).contiguous()
     else:
         keys, values = key.materialize(), value.materialize()  # type: ignore[union-attr]
-        with _without_cudnn() if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
+        with _WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
             out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
     layer.finish(query, mask, scaling, softcap, sinks)
     return out, None
 
 
-@contextlib.contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """PyTorch's attention without cuDNN, which plans anew for every length: that takes longer than a whole step."""
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+class _WithoutCudnn:
+    """A context in which PyTorch's attention goes without cuDNN, in whichever threads are in it.
+
+    cuDNN plans anew for every length, which takes longer than a whole step.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._enabled = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._enabled = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.cuda.enable_cudnn_sdp(self._enabled)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
 
 
 def _traced(

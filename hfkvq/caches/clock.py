@@ -64,12 +64,13 @@ class Clock:
         """Of the same layers' copies, which have no buffers yet."""
         new = memo[id(self)] = copy.copy(self)
         new.home = None
+        new.compiling, new.waits, new.warmed = list(self.compiling), self.waits, list(self.warmed)
         new._layers = [weakref.ref(copy.deepcopy(layer, memo)) for layer in self.layers]
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but graphs; references that can be saved."""
-        return self.__dict__ | {"home": None, "compiling": [], "waits": False, "_layers": self.layers}
+        return self.__dict__ | {"home": None, "compiling": [], "waits": False, "warmed": [], "_layers": self.layers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""

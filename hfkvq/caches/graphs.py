@@ -233,7 +233,7 @@ class StepGraphs:
             # Of a model that is another now.
             del home.recordings[key]
         if dispatch.compiling:
-            # Another cache's, whose references go instead: they are nothing to capture.
+            # Kernels of another cache are on their way: a graph might record the references that go in their place.
             return False, None
         reason = router.look_at_hooks()
         if reason is not None:

@@ -105,7 +105,7 @@ class StaticKVLayer(KVLayer):
         self.heads, self.batch_size = keys.shape[1], keys.shape[0]
         self.is_initialized = True
         for side in SIDES if self.device.type in RECORDERS else ():
-            # As long as in a buffer, while nothing has to move for it.
+            # As long as in a buffer, while nothing is there that would have to move.
             self.store.grow_tail(side, self.store.tail_limit[side], True)
 
     def _come_home(self, tokens: int) -> None:

@@ -24,6 +24,9 @@ class Compiling(Protocol):
 compiling: list[Compiling] = []
 """What is being compiled beside, see `hfkvq.kernels.warm`."""
 
+MOST_BYTES = 32 << 20
+"""Of an op's first tensor, for which the reference goes while the kernel is being compiled."""
+
 _OPS: dict[str, CustomOpDef] = {}
 _REFERENCES: dict[str, Callable[..., Any]] = {}
 _INTERPRETED: set[str] = set()
@@ -81,8 +84,9 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
     """Calls an op as ``op(*args)``, past PyTorch's dispatcher where nothing looks on.
 
     The dispatcher takes some twenty microseconds for an op like these, more than a launch. It is needed while a graph
-    is recorded, for tensor subclasses, and where gradients are. While a kernel is being compiled beside, the reference
-    goes instead.
+    is recorded, for tensor subclasses, and where gradients are. While a kernel of the op's own module is being compiled
+    beside, the reference goes instead. That is so of what prompts need. Attention's kernels have modules of their own:
+    cache layers see to their steps themselves.
 
     Args:
         op: what `define` returned.
@@ -92,13 +96,16 @@ def call(op: CustomOpDef, first: Tensor, *args: Any) -> Any:
     if not _is_unobserved(first):
         return op(*args)
     name = op._name
-    if name in _LAUNCHERS and _is_kernels_own(first) and not _is_on_its_way(name):
+    if name in _LAUNCHERS and _is_kernels_own(first) and not _is_on_its_way(name, first):
         return _LAUNCHERS[name](*args)
     return _REFERENCES[name](*args)
 
 
-def _is_on_its_way(name: str) -> bool:
-    return bool(compiling) and any(each.lacks(_MODULES[name]) for each in list(compiling))
+def _is_on_its_way(name: str, first: Tensor) -> bool:
+    # A reference takes some twelve times the memory of what it is given: for a long prompt, the kernel is waited for.
+    if not compiling or first.nbytes > MOST_BYTES:
+        return False
+    return any(each.lacks(_MODULES[name]) for each in list(compiling))
 
 
 def _is_unobserved(first: Tensor) -> bool:

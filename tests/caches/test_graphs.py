@@ -16,7 +16,7 @@ import torch
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, kernels
-from hfkvq.caches import graphs
+from hfkvq.caches import attention, graphs
 from hfkvq.caches.static import StaticKVLayer
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import FAMILIES, build, prompt
@@ -507,6 +507,34 @@ def test_dense_steps_go_without_cudnn(before, monkeypatch):
     finally:
         torch.backends.cuda.enable_cudnn_sdp(own)
     assert set(seen) == {(20, before), (1, False)}
+
+
+def test_cudnn_comes_back_when_the_last_thread_is_out():
+    own, context = torch.backends.cuda.cudnn_sdp_enabled(), attention._WITHOUT_CUDNN
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        context.__enter__()
+        with context:
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        context.__exit__()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(own)
+
+
+def test_copies_wait_as_their_original_does():
+    model, kernels_of_both = build("llama"), Kernels()
+    cache = MixedKVCache(model.config, SCHEMES["kitty"])
+    clock = cache.layers[0].clock
+    clock.wait_for(kernels_of_both)
+    steps(model, cache, 1)
+    other = copy.deepcopy(cache).layers[0].clock
+    assert other.waits
+    assert other.compiling == [kernels_of_both]
+    assert other.warmed is not clock.warmed
+    saved = pickle.loads(pickle.dumps(cache)).layers[0].clock
+    assert (saved.waits, saved.compiling, saved.warmed) == (False, [], [])
 
 
 @pytest.mark.parametrize("name", SCHEMES)

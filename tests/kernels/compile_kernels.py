@@ -54,7 +54,10 @@ GPUS = {"8.0": ("A100", 108, 164 << 10), "9.0": ("H200", 132, 228 << 10), "10.0"
 class Idle:
     """A compiled kernel that does nothing."""
 
-    function = packed_metadata = None
+    name, function, packed_metadata = "idle", "function", None
+
+    def _init_handles(self) -> None:
+        """Nothing has to be loaded."""
 
     def run(self, *_: Any) -> None:
         return None

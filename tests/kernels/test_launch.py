@@ -65,7 +65,10 @@ class Kernel:
 class Compiled:
     """What a `Kernel` compiles to; variants are numbered in the order in which they went through Triton."""
 
-    function, packed_metadata = "function", "metadata"
+    name, function, packed_metadata = "kernel", "function", "metadata"
+
+    def _init_handles(self):
+        """Nothing has to be loaded."""
 
     def __init__(self, kernel: Kernel, variant: int) -> None:
         self.kernel, self.variant = kernel, variant
@@ -350,7 +353,10 @@ class NotedVariant:
     def __init__(self, launch, kinds):
         self.launch, self.kinds = launch, kinds
 
-    function = packed_metadata = None
+    name, function, packed_metadata = "noted", "function", None
+
+    def _init_handles(self):
+        """Nothing has to be loaded."""
 
     def run(self, *args):
         self[args[:3]](*args[9:])

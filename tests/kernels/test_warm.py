@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import types
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -107,6 +109,52 @@ def test_another_process_compiles_what_is_not_there(tmp_path):
     assert done["again"] == [True, True, False]
 
 
+class Deadly:
+    """A kernel whose compiler is killed."""
+
+    @property
+    def device_caches(self):
+        os._exit(9)
+
+
+def test_a_compiler_that_dies_is_not_waited_for(monkeypatch):
+    worker = pytest.importorskip("hfkvq.kernels.triton.worker")
+    monkeypatch.setattr(worker, "_JOBS", [types.SimpleNamespace(kernel=Deadly())] * 3)
+    with pytest.raises(BrokenProcessPool):
+        worker._side_by_side(2)
+
+
+def test_what_lies_in_the_folder_is_not_imported(tmp_path, monkeypatch):
+    """And what a process prints is not its answer; one that fails says why."""
+    worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert worker.compile_elsewhere([], warm_kernels.GPUS[90]) == []
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(RuntimeError, match="no interpreter of its own"):
+        worker.compile_elsewhere([], warm_kernels.GPUS[90])
+
+
+def test_no_thread_to_be_had(monkeypatch):
+    ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
+
+    def no_thread(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ahead.threading.Thread, "start", no_thread)
+    beside = ahead.Beside(list, lambda: None, torch.device("cpu")).start()
+    assert beside.is_ready()
+    assert dispatch.compiling == []
+
+
+def test_a_kernel_that_could_not_be_loaded_is_not_launched():
+    """Triton has a launcher then, and no function."""
+    ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
+    compiled = types.SimpleNamespace(name="decode_kernel", function=None, _init_handles=lambda: None)
+    with pytest.raises(RuntimeError, match="decode_kernel: this kernel could not be loaded"):
+        ahead.load(compiled)
+
+
 class OnItsWay:
     """Kernels of some modules that are being compiled."""
 
@@ -129,3 +177,9 @@ def test_the_reference_stands_in_for_a_kernel_that_is_not_there(module, monkeypa
         got = kernels.hadamard(x, 32)
     assert bool(used) == (module != "hadamard")
     torch.testing.assert_close(got, kernels.hadamard(x, 32))
+    # Of much, it would take too much memory.
+    monkeypatch.setattr(dispatch, "MOST_BYTES", x.nbytes - 1)
+    used.clear()
+    with kernels.use_interpreter():
+        kernels.hadamard(x, 32)
+    assert used

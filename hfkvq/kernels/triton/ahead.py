@@ -1,8 +1,8 @@
 """Kernels compiled before they are launched, by other processes, while this one goes on.
 
-Not by threads: compiling is Python for the most part, and a thread that holds its lock keeps a model's steps waiting,
-three times as long a step on the machine where this was measured. The other processes leave what they have compiled in
-Triton's cache, on disk, where it is looked for first and from where it is loaded.
+A thread of this process looks for them in Triton's cache, which is on disk; has another process compile into that cache
+what is not there (`hfkvq.kernels.triton.worker`); and loads it. `Beside` says how far that is. The thread does not
+compile by itself: compiling is Python for the most part, and would hold the GIL while a model's steps want it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class _Thread(threading.local):
 
 _THREAD = _Thread()
 
+# Two threads may meet the same kernel.
+_LOADING = threading.Lock()
+
 
 class _Source(ASTSource):
     """What is compiled; of a thread that only looks, nothing is."""
@@ -74,6 +77,20 @@ def compile_one(each: Wanted) -> Any:
     return each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
 
 
+def load(compiled: Any) -> None:
+    """Loads a compiled kernel onto the current device, and has its launcher made.
+
+    Raises:
+        RuntimeError: Triton has no function for it, since loading it has failed before.
+        Exception: what Triton raises where the GPU has no room for it.
+    """
+    # Not its property `run`, which is there before the function is.
+    with _LOADING:
+        compiled._init_handles()
+    if compiled.function is None:
+        raise RuntimeError(f"{compiled.name}: this kernel could not be loaded onto the GPU; see the error before.")
+
+
 def find(each: Wanted) -> bool:
     """Whether a kernel is in Triton's cache; it is loaded then."""
     try:
@@ -83,7 +100,7 @@ def find(each: Wanted) -> bool:
         return False
     # A launch says what is wrong, where the GPU has no room for it.
     with contextlib.suppress(Exception):
-        compiled.run  # noqa: B018
+        load(compiled)
     return True
 
 
@@ -101,13 +118,17 @@ class Beside:
     ) -> None:
         self._wanted, self._compile, self._device = wanted, compile_them, device
         self._looked, self._done = threading.Event(), threading.Event()
-        # The modules of those that were not there.
+        # Modules of kernels that were not there.
         self._missing: frozenset[str] = frozenset()
 
     def start(self) -> Beside:
         """Begins, and returns at once."""
         dispatch.compiling.append(self)
-        threading.Thread(target=self._work, name="hfkvq-compile", daemon=True).start()
+        try:
+            threading.Thread(target=self._work, name="hfkvq-compile", daemon=True).start()
+        except RuntimeError:
+            # No thread to be had: launches compile, as they do without this.
+            self._end()
         return self
 
     def is_done(self) -> bool:
@@ -140,10 +161,13 @@ class Beside:
                     missing = [each.kernel.__name__ for each in missing if not find(each)]
             if missing:
                 logger.debug("not compiled ahead: %s", missing)
-        except Exception:
-            # Nobody waits here. A launch that needs what is missing compiles it, and raises what is wrong.
-            logger.debug("compiling ahead has failed", exc_info=True)
+        except Exception as error:
+            # A launch that needs what is missing compiles it, and raises what is wrong.
+            logger.warning("Kernels were not compiled ahead (%s); each is compiled when it is launched first.", error)
         finally:
-            dispatch.compiling.remove(self)
-            self._done.set()
-            self._looked.set()
+            self._end()
+
+    def _end(self) -> None:
+        dispatch.compiling.remove(self)
+        self._done.set()
+        self._looked.set()

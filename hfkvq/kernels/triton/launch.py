@@ -13,7 +13,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
-from .ahead import Wanted
+from .ahead import Wanted, load
 
 Nest = Callable[[Sequence[Any]], tuple[Any, ...]]
 
@@ -108,7 +108,7 @@ class Launch:
         # The interpreter compiles nothing.
         if compiled is not None:
             # Loads it, where only the compiler has been asked: what a GPU has no room for is known before any launch.
-            compiled.run  # noqa: B018
+            load(compiled)
             names = self._kernel.arg_names[len(own) + len(self.numbers) :]
             self._rest = (*self.numbers, *(self.constants[name] for name in names))
             self._ready[_alignment(addresses)] = compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,6 +26,10 @@ from .worker import Compiled, Order, compile_elsewhere
 
 logger = logging.getLogger(__name__)
 
+# One process at a time: what is asked for meanwhile goes with the next one.
+_ONE = threading.Lock()
+_WAITING: list[tuple[Order, Gpu]] = []
+
 I32 = torch.int32
 
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
@@ -46,14 +51,20 @@ GPUS = {
 
 def begin(order: Order, device: torch.device) -> Beside | None:
     """See `hfkvq.kernels.warm.start`."""
-    if INTERPRETED.value:
+    if INTERPRETED.value or torch.version.hip is not None:
         return None
     gpu = _gpu(device)
 
     def compile_them() -> None:
-        for name, _, error in compile_elsewhere([order], gpu, beside=True):
-            if error:
-                logger.debug("%s: %s", name, error)
+        _WAITING.append((order, gpu))
+        with _ONE:
+            orders = [own for own, other in _WAITING if other == gpu]
+            # Another thread's process may have taken it along.
+            if order in orders:
+                _WAITING[:] = [each for each in _WAITING if each[1] != gpu]
+                for name, _, error in compile_elsewhere(orders, gpu, beside=True):
+                    if error:
+                        logger.debug("%s: %s", name, error)
 
     return Beside(lambda: wanted(*order, device), compile_them, device).start()
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,18 +30,26 @@ MOST = 8
 MOST_BESIDE = 4
 """The same beside a model whose steps want cores, too: the longest takes as long as all others of a preset."""
 
-ORDER = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
+SLOWEST = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_token_kernel")
 """Kernels that take longest to compile, the longest first."""
 
-# The package without its own `__init__`, which imports Transformers: that takes longer than to compile.
+# With the path of the process that asks, and the package without its own `__init__`, which imports Transformers: that
+# takes longer than to compile.
 _START = """
-import sys, types
+import pickle, sys, types
+sys.path[:], where = pickle.load(sys.stdin.buffer)
 package = types.ModuleType("hfkvq")
-package.__path__ = [sys.argv[1]]
+package.__path__ = [where]
 sys.modules["hfkvq"] = package
 from hfkvq.kernels.triton.worker import main
 main()
 """
+
+_ANSWER = "hfkvq compiled "
+"""How the line begins that says how it went: imports may print, too."""
+
+LONGEST = 600.0
+"""Seconds after which a process beside a model is given up."""
 
 
 class Order(NamedTuple):
@@ -96,22 +105,28 @@ def compile_elsewhere(orders: Sequence[Order], gpu: Gpu, beside: bool = False) -
     Raises:
         RuntimeError: no process could be started, or it has failed.
     """
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise RuntimeError("no process that compiles could be started: this Python has no interpreter of its own")
     package = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(package.parent), *(part for part in sys.path if part)])
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _START, str(package)],
-            input=pickle.dumps((list(orders), gpu, beside)),
+            # Isolated: neither the current folder nor the environment has a say in what is imported.
+            [sys.executable, "-I", "-c", _START],
+            input=pickle.dumps((sys.path, str(package))) + pickle.dumps((list(orders), gpu, beside)),
             capture_output=True,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            timeout=LONGEST if beside else None,
+            # An interrupt is meant for the model.
+            start_new_session=beside,
         )
-    except OSError as error:
-        raise RuntimeError(f"no process that compiles could be started: {error}") from error
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"the process that compiles has failed: {error}") from error
+    lines = done.stdout.decode(errors="replace").splitlines()
+    answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
+    if done.returncode or not answers:
         told = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(f"the process that compiles ended with {done.returncode}: {told[-1] if told else ''}")
-    return [Compiled(*each) for each in json.loads(lines[-1])]
+    return [Compiled(*each) for each in json.loads(answers[-1])]
 
 
 def main() -> None:
@@ -119,10 +134,11 @@ def main() -> None:
     orders, gpu, beside = pickle.load(sys.stdin.buffer)
     if beside:
         os.nice(10)
-    sys.stdout.write(json.dumps(compile_all(orders, gpu, MOST_BESIDE if beside else MOST)) + "\n")
+    found = compile_all(orders, gpu, MOST_BESIDE if beside else MOST)
+    sys.stdout.write(f"\n{_ANSWER}{json.dumps(found)}\n")
 
 
-_FOUND: list[Wanted] = []
+_JOBS: list[Wanted] = []
 
 
 def compile_all(orders: Sequence[Order], gpu: Gpu, most: int) -> list[Compiled]:
@@ -133,15 +149,20 @@ def compile_all(orders: Sequence[Order], gpu: Gpu, most: int) -> list[Compiled]:
     driver.set_active(Absent(gpu))
     device = torch.device("cuda", 0)
     every = {_key(each): each for order in orders for each in wanted(*order, device)}
-    _FOUND[:] = sorted(every.values(), key=_rank)
-    children = max(1, min(most, _cores(), len(_FOUND)))
+    _JOBS[:] = sorted(every.values(), key=_rank)
+    children = max(1, min(most, _cores(), len(_JOBS)))
     # They find here what has been imported, and nothing of this process is in their way: it has one thread.
-    with multiprocessing.get_context("fork").Pool(children) as pool:
-        return list(pool.imap_unordered(_compile, range(len(_FOUND))))
+    return _side_by_side(children)
+
+
+def _side_by_side(children: int) -> list[Compiled]:
+    """All jobs; a child that dies fails them all (`multiprocessing.Pool` would wait for its job for ever)."""
+    with ProcessPoolExecutor(children, multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(_compile, range(len(_JOBS))))
 
 
 def _compile(at: int) -> Compiled:
-    each, begun, error = _FOUND[at], time.perf_counter(), ""
+    each, begun, error = _JOBS[at], time.perf_counter(), ""
     try:
         _make_launcher(compile_one(each))
     except Exception as raised:
@@ -160,11 +181,11 @@ def _make_launcher(compiled: Any) -> None:
 
 def _rank(each: Wanted) -> int:
     name = each.kernel.__name__
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+    return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
 
 
 def _key(each: Wanted) -> Any:
-    """Equal for what is one kernel; a few that are one may differ."""
+    """Equal for what is one kernel only. What Triton takes for one may have two keys: then it is compiled twice."""
     return each.kernel.__name__, _plain(each.arguments), _plain(tuple(sorted(each.constants.items())))
 
 
