@@ -139,13 +139,10 @@ class TestChoosing:
                 found += [f"{one.cache / GIB:.2f} GiB", f"{one.left / GIB:.2f} GiB", str(one.batch or "none")]
             assert cells == found, name
 
-    def test_presets_are_those_of_the_registry(self):
-        """What is advised exists, and what `hfkvq fit` shows has a row of costs."""
-        known = list_schemes()
-        for _, taken, *_ in (line.split(" | ") for line in self.TEXT.splitlines() if line.count(" | ") == 2):
-            assert set(re.findall("`([a-z0-9-]+)`", taken)) <= known.keys()
-        costs = {known[name.strip("`")] for name in rows(self.TEXT, "| cache | bits | KLD")}
-        assert {known[name] for name in registry.listed("fit")} == costs
+    def test_what_is_advised_exists(self):
+        taken = [line.split(" | ")[1] for line in self.TEXT.splitlines() if line.count(" | ") == 2]
+        named = {name for each in taken for name in re.findall("`([a-z0-9-]+)`", each)}
+        assert {"kitty-pro", "full"} <= named <= list_schemes().keys()
 
     def test_costs_are_those_of_the_readme(self):
         measured, speed = rows(self.README, "| cache | code bits"), rows(self.README, "| cache | 32 x 32k")
