@@ -15,7 +15,6 @@ from hfkvq.caches import registry
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
 from hfkvq.caches.static import why_not, why_several_launches
-from hfkvq.caches.store import KVStore
 from hfkvq.demo.run import choose_schemes
 from hfkvq.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
 from hfkvq.divergence.naming import parse_schemes
@@ -540,23 +539,22 @@ def test_layout_checks_what_the_store_relies_on():
 
 
 @pytest.mark.parametrize(
-    "scheme",
+    ("scheme", "reason"),
     [
-        *list_schemes().values(),
-        get_scheme("kitty", score="qk_abs"),
-        get_scheme("kitty", token_norm=True),
-        get_scheme("kitty", clip_values=0.9),
-        get_scheme("mixkvq", salience="error_only", most_bf16=0.0, most_int4=0.0),
+        *((get_scheme(name), None) for name in ("full", "kitty", "kivi-2", "saw-int4", "triaxial", "arkv")),
+        (get_scheme("kitty", score="qk_abs"), "queries weigh"),
+        (get_scheme("kitty", token_norm=True), "pages have factors"),
+        (get_scheme("kvarn"), "pages have factors"),
+        (get_scheme("kitty", clip_values=0.9), "clipped"),
+        (get_scheme("mixkvq"), "says which channels are raised"),
+        (get_scheme("mixkvq", salience="error_only", most_bf16=0.0, most_int4=0.0), None),
     ],
     ids=str,
 )
-def test_what_seals_in_several_launches_is_what_the_store_does(scheme):
-    layout = scheme.layout(128, 128)
-    store = KVStore(layout, scheme, *[torch.zeros(1, 1, 1, 128)] * 2)
-    at_once = store._seals_plainly if layout.store.ordered else store._seals_widely
-    # Queries that are shown are weights, which that kernel does not take.
-    at_once = at_once and "query" not in scheme.needs
-    assert (why_several_launches(scheme, 128, 128) is None) == at_once
+def test_why_steps_seal_in_several_launches(scheme, reason):
+    found = why_several_launches(scheme, 128, 128)
+    assert found is None if reason is None else reason in found
+    assert describe("", scheme)["several_launches"] == found
 
 
 def test_choices_that_steps_lose_by():
