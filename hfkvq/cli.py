@@ -62,10 +62,14 @@ def _main(
 @app.command()
 def schemes(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of the README.")] = False,
 ) -> None:
-    """List every preset: layout, bits and knobs."""
-    from hfkvq.demo.schemes import HEAD_DIM, describe_all, schemes_table
+    """List every preset: whom it is for, layout, bits, knobs, and what steps lose by its choices."""
+    from hfkvq.demo.schemes import HEAD_DIM, describe_all, schemes_markdown, schemes_table
 
+    if as_markdown:
+        typer.echo(schemes_markdown())
+        return
     if as_json:
         typer.echo(json.dumps(describe_all(), indent=2))
         return

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import torch
 import typer
 from transformers import Qwen3Config
 
-from hfkvq.caches import get_scheme
+from hfkvq.caches import get_scheme, list_schemes, registry
 from hfkvq.cli import app
-from hfkvq.demo.schemes import describe
+from hfkvq.demo.schemes import describe, schemes_markdown
 from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival
 
@@ -84,6 +85,27 @@ def test_guides_and_modules_of_the_reference_exist():
             assert importlib.util.find_spec(name) is not None, name
 
 
+def test_readme_has_the_presets_of_the_registry():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    expected = schemes_markdown()
+    found = re.search(r"<!-- presets: begin -->\n(.*?)\n<!-- presets: end -->", text, re.DOTALL)[1]
+    assert found == expected, f"README's table is to be that of `hfkvq schemes --markdown`:\n{expected}"
+
+
+def test_the_scheme_of_contributing_runs_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    path = tmp_path / "example.py"
+    path.write_text(code, encoding="utf-8")
+    done = runpy.run_path(str(path))
+    assert "torch.Size([1, 48])" in capsys.readouterr().out
+    assert get_scheme("lean-2") == done["Lean"](bits=2)
+    assert done["cache"].memory().code_bits == 2
+    assert "lean" in registry.listed("demo")
+    assert "| `lean-2` | The same in half the bytes. |" in schemes_markdown()
+
+
 def rows(text, heading):
     """Cells by first cell of the table whose header begins so."""
     table = text[text.index(heading) :].split("\n\n")[0]
@@ -116,6 +138,11 @@ class TestChoosing:
                 one = plan(model, "", preset, weights, 24 * GIB, context, 1, None, GIB, Arrival(0, 0, 2048))
                 found += [f"{one.cache / GIB:.2f} GiB", f"{one.left / GIB:.2f} GiB", str(one.batch or "none")]
             assert cells == found, name
+
+    def test_what_is_advised_exists(self):
+        taken = [line.split(" | ")[1] for line in self.TEXT.splitlines() if line.count(" | ") == 2]
+        named = {name for each in taken for name in re.findall("`([a-z0-9-]+)`", each)}
+        assert {"kitty-pro", "full"} <= named <= list_schemes().keys()
 
     def test_costs_are_those_of_the_readme(self):
         measured, speed = rows(self.README, "| cache | code bits"), rows(self.README, "| cache | 32 x 32k")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hfkvq.caches.registry import entry_of, listed
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes, nearest
 from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels.decode import LENGTH, run_count, sealed_count
@@ -140,10 +141,12 @@ RAW: dict[str, tuple[str, Callable[[int], Scheme]]] = {
 }
 """Formats that no preset has: description, and scheme for a head dim."""
 
-DEFAULT_FORMATS = (
-    *("2-bit", "kitty", "kitty-pro", "kivi-2", "kivi-4", "saw-int4", "int4", "full"),
-    *("mixkvq-pages", "triaxial-pages", "fp8+16"),
-)
+
+def default_formats() -> tuple[str, ...]:
+    """What is timed unless something else is asked for: presets, the lossless control behind them, and `RAW`."""
+    plain, *others = RAW
+    presets = sorted(listed("bench kernels"), key=lambda name: entry_of(name)[1].group == "control")
+    return plain, *presets, *others
 
 
 def scheme_of(name: str, head_dim: int) -> Scheme:

@@ -79,7 +79,7 @@ def _bench_cases(
         else:
             sizes = list(cases.DEFAULT_SHAPES)
         shapes = [cases.Shape(rows, tokens, **heads) for rows, tokens in sizes]  # type: ignore[arg-type]
-        names = cases.DEFAULT_FORMATS if formats is None else split(formats)
+        names = cases.default_formats() if formats is None else split(formats)
         cases.check(names, shapes)
     except ValueError as error:
         fail(error)

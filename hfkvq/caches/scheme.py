@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,9 +12,8 @@ from torch import Tensor
 from hfkvq.kernels.hadamard import check_rotation
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 
-_SCHEMES: dict[str, type[Scheme]] = {}
-_PRESETS: dict[str, tuple[type[Scheme], Mapping[str, Any]]] = {}
-
+from . import registry
+from .registry import Entry, nearest
 
 UNTAGGED = 255
 """Tag of tokens of which none is known: generated ones, and all where nobody showed the token ids."""
@@ -110,25 +108,24 @@ class Scheme:
 
     A subclass registers itself under ``name``, and its ``presets`` under their names. It defines ``layout`` and at most
     one of ``channel_rule``, ``channel_bits`` and ``token_bits``.
+
+    Attributes:
+        name: of the scheme, and of the preset of its defaults; without one a class registers nothing.
+        paper: where it comes from.
+        presets: what each preset is, by name, the scheme's own included: an `Entry`, or knobs alone.
+        place: where lists and tables show its presets: low ones first.
     """
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    presets: ClassVar[Mapping[str, Entry | Mapping[str, Any]]] = {}
+    place: ClassVar[int] = 100
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Registers the scheme and its presets; a name can be taken once."""
         super().__init_subclass__(**kwargs)
-        if not cls.name:
-            return
-        for name in (cls.name, *cls.presets):
-            owner = _PRESETS.get(name)
-            if owner is not None and owner[0].__qualname__ != cls.__qualname__:
-                raise ValueError(f"preset: {name!r} is taken by {owner[0].__name__}; choose another name.")
-        _SCHEMES[cls.name] = cls
-        _PRESETS.setdefault(cls.name, (cls, {}))
-        for name, knobs in cls.presets.items():
-            _PRESETS[name] = (cls, knobs)
+        if cls.name:
+            registry.register(cls)
 
     def __post_init__(self) -> None:
         """Checks every knob against its range."""
@@ -239,16 +236,9 @@ class Scheme:
         return get_scheme(knobs.pop("scheme"), **knobs)
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """A sentence naming the nearest known names, then all of them."""
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"{hint}Known: {', '.join(known)}."
-
-
 def list_schemes() -> dict[str, Scheme]:
     """Every preset by name, with the scheme it stands for."""
-    return {name: get_scheme(name) for name in _PRESETS}
+    return {name: get_scheme(name) for name in registry.presets()}
 
 
 def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
@@ -266,10 +256,9 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
     """
     if isinstance(name, Scheme):
         cls, base = type(name), dataclasses.asdict(name)
-    elif isinstance(name, str) and name in _PRESETS:
-        cls, base = _PRESETS[name][0], dict(_PRESETS[name][1])
     else:
-        raise ValueError(f"scheme: got {name!r}, which is unknown; {nearest(name, list(_PRESETS))}")
+        cls, entry = registry.entry_of(name)
+        base = dict(entry.knobs)
     known = [field.name for field in dataclasses.fields(cls)]
     for knob_name in knobs:
         if knob_name not in known:

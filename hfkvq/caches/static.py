@@ -29,6 +29,7 @@ from .router import is_inside
 from .scheme import Scheme
 from .states import RowState
 from .store import SIDES, KVStore
+from .store.sealing import seals_plainly, seals_widely
 from .traced import LAYERS, StepKV
 
 
@@ -46,6 +47,21 @@ def why_not(scheme: Scheme, key_dim: int, value_dim: int) -> str | None:
     if getattr(scheme, "beta", 0.0) > 0:
         return "scores that accumulate ask attention in every step"
     return None
+
+
+def why_several_launches(scheme: Scheme, key_dim: int, value_dim: int) -> str | None:
+    """Why a step that no graph replays seals in several launches; None where one kernel does all of it."""
+    layout = scheme.layout(key_dim, value_dim)
+    # Generated tokens go to the last of several runs, if that needs no look at them.
+    keys, values = layout.store.runs[-1]
+    ordered = layout.store.ordered
+    if seals_plainly(layout, scheme) if ordered else seals_widely(layout, scheme):
+        return "queries weigh the channels" if ordered and "query" in scheme.needs else None
+    if min(layout.keys.clip, layout.values.clip) < 1:
+        return "clipped values are sorted first"
+    if keys.normed or values.normed:
+        return "pages have factors"
+    return "the scheme itself says which channels are raised" if ordered else "tokens have widths of their own"
 
 
 def static_class(scheme: Scheme) -> type[StaticKVLayer]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
 
 from .measure import (
@@ -33,7 +34,7 @@ class Settings:
 
     Attributes:
         tasks: names, see `hfkvq.demo.prompts.full_name`.
-        schemes: preset names, "all", or none for `HEADLINE`.
+        schemes: preset names, "all", or none for those of a quick look.
         samples: examples of each task.
         batch_size: most prompts run together.
         max_new_tokens: most tokens of an answer; None depends on the task, see `make_batches`.
@@ -163,14 +164,13 @@ class Result:
     seconds: float
 
 
-HEADLINE = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "kvarn", "arkv", "triaxial")
-"""Presets that a quick look compares: one or two of each paper, and baselines."""
-
-
 def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
-    """Schemes by preset name; without names the headline's; of "all" every distinct one, under the last name it has."""
+    """Schemes by preset name.
+
+    Without names one or two of each paper, and baselines; of "all" every distinct one, under the last name it has.
+    """
     if tuple(names) != ("all",):
-        return {name: get_scheme(name) for name in names or HEADLINE}
+        return {name: get_scheme(name) for name in names or listed("demo")}
     # The last name says most: "kivi" is an alias of "kivi-2".
     distinct = {scheme: name for name, scheme in list_schemes().items()}
     return {name: scheme for scheme, name in distinct.items()}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from hfkvq.caches.scheme import Layout, Scheme, SideLayout, list_schemes
+from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.registry import Entry, entry_of, in_order, presets
+from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes
+from hfkvq.caches.static import why_not, why_several_launches
 from hfkvq.kernels.pages import PageFormat, Side
 
 HEAD_DIM = 128
@@ -40,6 +45,8 @@ def side_words(side: SideLayout, head_dim: int) -> str:
 
 def whole_words(layout: Layout) -> str:
     """What stays unquantized."""
+    if all(fmt.bits == 16 for side in (layout.keys, layout.values) for fmt in side.formats):
+        return "everything"
     parts = [f"first {layout.sink}"] if layout.sink else []
     keys, values = _newest(layout.keys), _newest(layout.values)
     if keys == values:
@@ -64,26 +71,63 @@ def page_bits(fmt: PageFormat, side: Side, head_dim: int) -> float:
     return 8 * held / (fmt.page_size * head_dim)
 
 
+def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
+    """Choices of one knob for which steps can be neither captured nor compiled, and why.
+
+    Of numbers the ends of their range are tried.
+    """
+    found = {}
+    for field in dataclasses.fields(scheme):
+        ends = (("as low as", field.metadata.get("low")), ("as high as", field.metadata.get("high")))
+        choices = field.metadata.get("choices")
+        for word, value in ends if choices is None else [("=", choice) for choice in choices]:
+            if value is None:
+                continue
+            try:
+                reason = why_not(get_scheme(scheme, **{field.name: value}), head_dim, head_dim)
+            except ValueError:
+                # Not with the other knobs as they are.
+                continue
+            if reason is not None:
+                found[f"{field.name}={value}" if word == "=" else f"{field.name} {word} {value}"] = reason
+    return found
+
+
+def long_context_bits(layout: Layout, head_dim: int = HEAD_DIM) -> list[float]:
+    """Least and most bits an element, scales included, of pages alone: the mean of keys and values."""
+    pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
+    total = [(page_bits(k, "keys", head_dim) + page_bits(v, "values", head_dim)) / 2 for k, v in pairs]
+    return [min(total), max(total)]
+
+
 def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, Any]:
-    """A preset: words, bits and knobs.
+    """A preset: whom it is for, words, bits, knobs, and what steps lose by its choices.
 
     Bits are the mean of keys and values, least and most where tokens differ in width; ``long_context_bits`` counts
-    pages alone, since windows and tables vanish in a long context.
+    pages alone, since windows and tables vanish in a long context. ``not_captured`` says why steps can be neither
+    captured nor compiled, ``several_launches`` why those in Python seal in more than one launch; None if they do not.
     """
+    entry = entry_of(name)[1] if name in presets() else Entry()
     layout = scheme.layout(head_dim, head_dim)
-    pairs = list(zip(layout.keys.formats, layout.values.formats, strict=True))
+    pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
     code = [(keys.code_bits(head_dim) + values.code_bits(head_dim)) / 2 for keys, values in pairs]
-    total = [(page_bits(k, "keys", head_dim) + page_bits(v, "values", head_dim)) / 2 for k, v in pairs]
     return {
         "name": name,
         "class": type(scheme).__name__,
+        # A scheme that declares no purpose says what it is.
+        "purpose": entry.purpose or (inspect.getdoc(type(scheme)) or "").split("\n")[0],
+        "group": entry.group,
+        "lists": list(entry.lists),
         "paper": scheme.paper,
         "keys": side_words(layout.keys, head_dim),
         "values": side_words(layout.values, head_dim),
         "whole": whole_words(layout),
         "head_dim": head_dim,
         "code_bits": [min(code), max(code)],
-        "long_context_bits": [min(total), max(total)],
+        "long_context_bits": long_context_bits(layout, head_dim),
+        "not_captured": why_not(scheme, head_dim, head_dim),
+        "several_launches": why_several_launches(scheme, head_dim, head_dim),
+        "costly_choices": costly_choices(scheme, head_dim),
         "knobs": dataclasses.asdict(scheme),
     }
 
@@ -91,6 +135,16 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
 def describe_all() -> list[dict[str, Any]]:
     """Every preset, aliases included."""
     return [describe(name, scheme) for name, scheme in list_schemes().items()]
+
+
+def widest_first(names: Iterable[str]) -> list[str]:
+    """Presets by their bits in a long context; those that evict come last, since they hold a budget."""
+
+    def place(name: str) -> tuple[bool, float]:
+        scheme = get_scheme(name)
+        return "probs" in scheme.needs, -sum(long_context_bits(scheme.layout(HEAD_DIM, HEAD_DIM)))
+
+    return sorted(names, key=place)
 
 
 def _bits(least_most: list[float]) -> str:
@@ -103,6 +157,20 @@ def _knob_words(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return f"{name}: {len(value)} entries"
     return f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value!r}"
+
+
+def step_words(item: dict[str, Any]) -> list[str]:
+    """What steps lose, line by line; nothing where they lose nothing."""
+    lines = []
+    if item["not_captured"]:
+        lines.append(f"steps are not captured: {item['not_captured']}")
+    if item["several_launches"]:
+        lines.append(f"without graphs steps seal in several launches: {item['several_launches']}")
+    by_reason: dict[str, list[str]] = {}
+    for choice, reason in item["costly_choices"].items():
+        by_reason.setdefault(reason, []).append(choice)
+    lines += [f"not captured with {' or '.join(choices)}: {reason}" for reason, choices in by_reason.items()]
+    return lines
 
 
 def schemes_table() -> Table:
@@ -119,7 +187,7 @@ def schemes_table() -> Table:
         held = [f"keys, values: {item['keys']}"] if same else [f"keys: {item['keys']}", f"values: {item['values']}"]
         view.add_row(
             f"{item['name']}\n{item['class']}\n{item['paper'].removeprefix('arXiv:')}",
-            "\n".join([*held, f"whole: {item['whole']}"]),
+            "\n".join([item["purpose"], *held, f"whole: {item['whole']}", *step_words(item)]),
             _bits(item["code_bits"]),
             _bits(item["long_context_bits"]),
             "\n".join(_knob_words(name, value) for name, value in item["knobs"].items()),
@@ -127,3 +195,29 @@ def schemes_table() -> Table:
         if number < len(items) - 1:
             view.add_row()
     return view
+
+
+def _paper_words(item: dict[str, Any]) -> str:
+    number = item["paper"].removeprefix("arXiv:")
+    link = item["paper"] if number == item["paper"] else f"[{number}](https://arxiv.org/abs/{number})"
+    return f"baseline of {link}" if item["group"] == "baseline" else link
+
+
+def _markdown_rows() -> Iterator[tuple[str, ...]]:
+    names: dict[Scheme, list[str]] = {}
+    for name in in_order():
+        names.setdefault(get_scheme(name), []).append(name)
+    for scheme, own in names.items():
+        item = describe(own[0], scheme)
+        known = ", ".join(f"`{name}`" for name in own) + (" (default)" if DEFAULT_SCHEME in own else "")
+        # An alias says nothing of its own.
+        purpose = next((text for name in own if (text := entry_of(name)[1].purpose)), item["purpose"])
+        values = "as the keys" if item["values"] == item["keys"] else item["values"]
+        bits = _bits(item["long_context_bits"])
+        yield known, purpose, bits, item["keys"], values, item["whole"], _paper_words(item)
+
+
+def schemes_markdown() -> str:
+    """README's table: a row for each scheme with its knobs, with all its names."""
+    lines = ["| name | for | bits | keys | values | kept whole | paper |", "|---|---|---|---|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in _markdown_rows())])

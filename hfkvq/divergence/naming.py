@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hfkvq.caches.preset import Preset, get_preset
-
-DEFAULT = ("full", "kitty", "kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4")
-"""Presets that any model and text can be measured with."""
+from hfkvq.caches.registry import listed
 
 
 def parse_value(text: str) -> Any:
@@ -37,5 +35,5 @@ def parse_scheme(text: str) -> Preset:
 
 
 def parse_schemes(texts: Sequence[str]) -> dict[str, Preset]:
-    """Schemes by their typed forms; without any, `DEFAULT`."""
-    return {text: parse_scheme(text) for text in texts or DEFAULT}
+    """Schemes by their typed forms; without any, the presets that any model and text can be measured with."""
+    return {text: parse_scheme(text) for text in texts or listed("kld")}

@@ -7,18 +7,19 @@ import torch
 
 from hfkvq import list_schemes
 from hfkvq.bench.cases import (
-    DEFAULT_FORMATS,
     DEFAULT_SHAPES,
     RAW,
     Shape,
     bytes_read,
     check,
+    default_formats,
     fill,
     parse_count,
     scheme_of,
     short,
 )
 from hfkvq.bench.checks import error_of
+from hfkvq.caches.registry import listed
 from hfkvq.caches.store import KVStore
 
 CPU = torch.device("cpu")
@@ -47,8 +48,12 @@ def test_shapes_that_make_no_sense(fields, message):
 
 
 def test_default_formats_exist_and_hold_the_default_heads():
-    check(DEFAULT_FORMATS, [Shape(*sizes) for sizes in DEFAULT_SHAPES])
-    assert set(DEFAULT_FORMATS) <= {*RAW, *list_schemes()}
+    names = default_formats()
+    check(names, [Shape(*sizes) for sizes in DEFAULT_SHAPES])
+    assert set(names) == {*RAW, *listed("bench kernels")}
+    assert len(set(names)) == len(names)
+    # The control ends the presets.
+    assert names.index("full") == len(listed("bench kernels"))
 
 
 @pytest.mark.parametrize(

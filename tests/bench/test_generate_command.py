@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from hfkvq.bench.generate import models
 from hfkvq.bench.generate import record as records
 from hfkvq.bench.generate.cases import DEFAULT_CASES
-from hfkvq.bench.generate.engines import DEFAULT_SCHEMES, DEFAULT_STOCK, STOCK
+from hfkvq.bench.generate.engines import DEFAULT_STOCK, STOCK, default_schemes, parse_engines
 from hfkvq.bench.generate.models import ARCHITECTURES
 from hfkvq.bench.generate.run import Bench
 from hfkvq.bench.measure import Timing
+from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.registry import listed
 from hfkvq.cli import app
 
 CPU = torch.device("cpu")
@@ -247,6 +249,11 @@ def test_help_names_architectures_and_defaults():
     for name in (*ARCHITECTURES, *STOCK):
         assert name in text
     assert f"[default: {DEFAULT_CASES.replace(',', ', ')}]" in text
-    # Long words may be folded.
-    assert f"[default: {','.join(DEFAULT_SCHEMES)}]" in text.replace(" ", "").replace("[default:", "[default: ")
     assert set(STOCK) - set(DEFAULT_STOCK) == {"static", "static-compiled-nocudnn"}
+
+
+def test_default_schemes_are_the_registry_s_and_the_default_in_other_modes():
+    names = default_schemes()
+    assert [each.name for each in parse_engines((), names)] == list(names)
+    assert names[:-2] == listed("bench generate")
+    assert {name.partition(":")[0] for name in names[-2:]} == {DEFAULT_SCHEME} <= set(names)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme, list_schemes
-from hfkvq.caches import scheme as registry
+from hfkvq.caches import registry
 from hfkvq.caches.layer import ROLLBACK
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout, knob
 from hfkvq.kernels import PageFormat
@@ -915,7 +915,6 @@ class Alternating(Scheme):
 @pytest.fixture
 def alternating(monkeypatch):
     """The toy scheme under a name, gone again after the test."""
-    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
     monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
 
     class Named(Alternating):

@@ -9,11 +9,17 @@ import pytest
 import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches import scheme as registry
+from hfkvq.bench.cases import default_formats
+from hfkvq.bench.generate.engines import default_schemes
+from hfkvq.caches import registry
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
-from hfkvq.demo.schemes import page_bits
+from hfkvq.caches.static import why_not, why_several_launches
+from hfkvq.demo.run import choose_schemes
+from hfkvq.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
+from hfkvq.divergence.naming import parse_schemes
 from hfkvq.kernels import PageFormat, channel_widths
+from hfkvq.tuning.fit.cli import _main as fit_names
 from tests.caches.driver import Row, feed, feed_as_is, forward, make, row
 
 # Kitty.
@@ -304,21 +310,67 @@ def test_full_is_exact_in_every_dtype(dtype):
 # Registry.
 
 
-def test_presets():
-    """One list; every preset is a scheme with knobs of its own."""
-    presets = list_schemes()
-    assert set(presets) == {
-        "arkv", "arkv-origin", "arkv-quant", "arkv-window",
-        "full", "kitty", "kitty-pro", "kivi", "kivi-2", "kivi-4", "saw-int4", "saw-int4-kv", "int4",
-        "kvarn", "kvarn-k4v2", "kvarn-k4v4", "kvarn-k2v2",
-        "mixkvq", "mixkvq-fractions", "mixkvq-error-only",
-        "mixkvq-r1-llama-8b", "mixkvq-r1-qwen-7b", "mixkvq-r1-qwen-14b", "mixkvq-r1-qwen-32b",
-        "triaxial",
-    }  # fmt: skip
-    for name, scheme in presets.items():
-        assert get_scheme(name) == scheme
-        assert isinstance(scheme, Scheme)
-        assert type(scheme).__doc__
+# A line a scheme: formats, then local window and seal unit of keys and of values, whose heads have 128 and 64 channels.
+LAYOUTS = {
+    "arkv": ("s0;k0;v0;8t128p32/8t64p32|16t1p32/16t1p32", (32, 16), (32, 16)),
+    "full": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
+    "kitty": ("s32;k0;v0;2c128p128+4x16/2t64p128", (0, 128), (128, 128)),
+    "kivi": ("s0;k0;v0;2c32p128/2t32p128", (0, 128), (128, 1)),
+    "kvarn": ("s128;k128;v64;4c128p128n/2t64p128n", (0, 128), (0, 128)),
+    "mixkvq": ("s32;k0;v0;2c32p128+4x32+16x8/2t32p128", (0, 128), (0, 128)),
+    "saw-int4": ("s0;k128;v0;4t128p128/4t64p128", (0, 1), (0, 1)),
+    "triaxial": ("s0;k0;v0;2c32p128/2t32p128|4t32p128/4t32p128", (0, 32), (0, 32)),
+}
+
+
+@pytest.mark.parametrize("name", sorted({type(scheme).name for scheme in list_schemes().values()}))
+def test_layout_of_defaults(name):
+    layout = get_scheme(name).layout(128, 64)
+    keys, values = layout.keys, layout.values
+    assert (layout.store.spec, (keys.local, keys.unit), (values.local, values.unit)) == LAYOUTS[name]
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_presets(name):
+    """One list; every preset is a scheme with knobs of its own, and says whom it is for."""
+    scheme, (cls, entry) = get_scheme(name), registry.entry_of(name)
+    assert type(scheme) is cls
+    assert type(scheme).__doc__
+    assert scheme == cls(**entry.knobs)
+    # Of an alias that nothing is declared of, the other name says it.
+    others = [registry.entry_of(other)[1] for other, same in list_schemes().items() if same == scheme]
+    assert any(other.purpose.endswith(".") for other in others)
+
+
+@pytest.mark.parametrize("which", registry.LISTS)
+def test_lists_hold_distinct_presets_in_order(which):
+    names = registry.listed(which)
+    places = [registry.entry_of(name)[0].place for name in names]
+    assert names
+    assert places == sorted(places)
+    assert len({get_scheme(name) for name in names}) == len(names)
+
+
+def test_schemes_have_places_of_their_own():
+    """Else the order of the lists would follow that of imports."""
+    schemes = {type(scheme) for scheme in list_schemes().values()}
+    assert len({cls.place for cls in schemes}) == len(schemes)
+
+
+def test_what_is_shown_by_default_leaves_no_scheme_out():
+    """Beside the control: a quick look, and what fits, have a preset of each."""
+    for which in ("demo", "fit"):
+        shown = {registry.entry_of(name)[0] for name in registry.listed(which)}
+        assert {type(scheme) for scheme in list_schemes().values()} - shown <= {Full}
+
+
+def test_unknown_lists_and_groups():
+    with pytest.raises(ValueError, match="lists: got 'dmo', which is unknown; did you mean 'demo'"):
+        registry.Entry("Nobody.", lists=("dmo",))
+    with pytest.raises(ValueError, match="lists: got 'bench', which is unknown"):
+        registry.listed("bench")
+    with pytest.raises(ValueError, match="group: got 'best', allowed 'scheme', 'control', 'baseline'"):
+        registry.Entry("Nobody.", group="best")
 
 
 @pytest.mark.parametrize("name", list_schemes())
@@ -395,7 +447,6 @@ def test_knob_out_of_range(name, knobs, message):
 @pytest.fixture
 def restored(monkeypatch):
     """The registry as it was."""
-    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
     monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
 
 
@@ -430,6 +481,44 @@ def test_a_new_scheme_is_known_at_once(restored):
         New().layout(8, 8)
 
 
+def test_a_scheme_of_one_file_is_in_every_list(restored):
+    """Commands and benchmarks ask the registry, each time."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class New(Kivi):
+        """Another KIVI."""
+
+        name = "new"
+        place = 1
+        presets = {  # noqa: RUF012
+            "new": registry.Entry("Whoever wants sinks.", lists=registry.LISTS),
+            "new-wide": registry.Entry("The same, wide.", {"bits": 4}, ("demo",)),
+        }
+        sink_length: int = knob(8, low=0)
+
+    for found in (choose_schemes(), parse_schemes([]), default_formats(), default_schemes(), fit_names()):
+        assert "new" in list(found)
+    assert list(choose_schemes())[:3] == ["full", "new", "new-wide"]
+    assert "| `new-wide` | The same, wide. | 5.00 |" in schemes_markdown()
+    assert describe("new", New())["lists"] == list(registry.LISTS)
+
+
+def test_defined_again_takes_its_place(restored):
+    """As in a notebook, whose cells are run more than once."""
+
+    def define(low):
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class New(Scheme):
+            name = "new"
+            page_size: int = knob(low, low=low)
+
+        return New
+
+    for size in (8, 16):
+        again = define(size)
+        assert get_scheme("new") == again()
+
+
 def test_abstract_schemes_have_no_name(restored):
     class Base(Scheme):
         pass
@@ -444,3 +533,40 @@ def test_layout_checks_what_the_store_relies_on():
         Layout(SideLayout((narrow,)), values)
     with pytest.raises(ValueError, match="local, unit: keys and values must leave the tail together"):
         Layout(SideLayout((narrow, wide), unit=8), SideLayout((wide, wide), local=8, unit=8))
+
+
+# What `hfkvq schemes` says of them.
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        *((get_scheme(name), None) for name in ("full", "kitty", "kivi-2", "saw-int4", "triaxial", "arkv")),
+        (get_scheme("kitty", score="qk_abs"), "queries weigh"),
+        (get_scheme("kitty", token_norm=True), "pages have factors"),
+        (get_scheme("kvarn"), "pages have factors"),
+        (get_scheme("kitty", clip_values=0.9), "clipped"),
+        (get_scheme("mixkvq"), "says which channels are raised"),
+        (get_scheme("mixkvq", salience="error_only", most_bf16=0.0, most_int4=0.0), None),
+    ],
+    ids=str,
+)
+def test_why_steps_seal_in_several_launches(scheme, reason):
+    found = why_several_launches(scheme, 128, 128)
+    assert found is None if reason is None else reason in found
+    assert describe("", scheme)["several_launches"] == found
+
+
+def test_choices_that_steps_lose_by():
+    assert costly_choices(get_scheme("kivi-2")) == {}
+    assert list(costly_choices(get_scheme("kitty"))) == ["clip_values as low as 0.5"]
+    assert list(costly_choices(get_scheme("arkv"))) == ["beta as high as 0.999"]
+    assert "salience=zscore" in costly_choices(get_scheme("mixkvq-r1-qwen-7b"))
+    for name, scheme in list_schemes().items():
+        found = describe(name, scheme)
+        assert found["not_captured"] == why_not(scheme, 128, 128)
+        assert found["costly_choices"] == costly_choices(scheme)
+
+
+def test_what_fits_is_shown_widest_first():
+    assert widest_first(["kitty", "arkv", "kivi-4", "kivi-2"]) == ["kivi-4", "kivi-2", "kitty", "arkv"]

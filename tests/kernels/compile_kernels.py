@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 import hfkvq
 from hfkvq import kernels
 from hfkvq.bench import split_kv
-from hfkvq.bench.cases import DEFAULT_FORMATS, scheme_of
+from hfkvq.bench.cases import default_formats, scheme_of
 from hfkvq.bench.tune import GRID
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
@@ -417,7 +417,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
         "saw-int4": {"queries": 5, "softcap": 5.0},
         "fp8+16": {"queries": 5},
     }
-    for name in DEFAULT_FORMATS:
+    for name in default_formats():
         with case(name):
             store = fill(scheme_of(name, 128))
             # Seals of one token have tiles of one token.

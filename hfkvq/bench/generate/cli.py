@@ -69,11 +69,11 @@ def _sizes(cases: str | None, batch: str | None, context: str | None) -> dict[st
 
 def _prepare(model: str, layers: int | None, engines: str | None, schemes: str | None) -> tuple[Any, list[Engine]]:
     """Config and engines. Raises ValueError if there is none such."""
-    from .engines import DEFAULT_SCHEMES, DEFAULT_STOCK, check_heads, parse_engines
+    from .engines import DEFAULT_STOCK, check_heads, default_schemes, parse_engines
     from .models import get_config
 
     config = get_config(model, layers)
-    chosen = parse_engines(_names(engines, DEFAULT_STOCK), _names(schemes, DEFAULT_SCHEMES))
+    chosen = parse_engines(_names(engines, DEFAULT_STOCK), _names(schemes, default_schemes()))
     check_heads(chosen, config)
     return config, chosen
 
@@ -143,8 +143,8 @@ def generate_command(
         typer.Option(
             help="Our caches, with commas, or none: presets, also with knobs. As they are by default (growing, CUDA "
             "graphs of their own); :fixed with max_cache_len; :compiled with it and torch.compile in place of their "
-            r"graphs; :eager growing without graphs: kivi-2,arkv:budget_tokens=1024:eager. \[default: "
-            r"kitty-pro,kivi-2,saw-int4,kitty-pro:compiled,kitty-pro:eager]"
+            r"graphs; :eager growing without graphs: kivi-2,arkv:budget_tokens=1024:eager. \[default: the main "
+            r"ones, and the library's default also :compiled and :eager]"
         ),
     ] = None,
     decode: Annotated[bool, typer.Option(help="Time decode steps.")] = True,

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 
-from hfkvq.caches.cache import MixedKVCache
+from hfkvq.caches.cache import DEFAULT_SCHEME, MixedKVCache
 from hfkvq.caches.preset import Preset
+from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import nearest
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.tags import Tagger, parse_tag
@@ -178,7 +179,11 @@ EAGER_BASELINES = ("dynamic", "dynamic-nocudnn")
 COMPILED_BASELINES = ("static-compiled", "static-compiled-nocudnn")
 
 DEFAULT_STOCK = ("dynamic", "dynamic-nocudnn", "static-compiled", "quanto-2", "quanto-4", "hqq-2", "hqq-4")
-DEFAULT_SCHEMES = ("kitty-pro", "kivi-2", "saw-int4", "kitty-pro:compiled", "kitty-pro:eager")
+
+
+def default_schemes() -> tuple[str, ...]:
+    """Our caches that are measured unless others are asked for: presets, and the library's default in other modes."""
+    return *listed("bench generate"), f"{DEFAULT_SCHEME}:compiled", f"{DEFAULT_SCHEME}:eager"
 
 
 def cache_options(mode: Mode, room: int) -> dict[str, Any]:

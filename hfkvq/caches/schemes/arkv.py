@@ -10,6 +10,7 @@ from torch import Tensor
 from hfkvq.kernels.pages import PageFormat, Side
 
 from ..ranking import WHOLE, Attention, code_statistics, paper_statistics, token_scores
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 SEAL_UNIT = 16
@@ -55,10 +56,15 @@ class Arkv(Scheme):
 
     name = "arkv"
     paper = "arXiv:2603.08727"
+    place = 60
     presets = {
-        "arkv-origin": {"tiers": "origin"},
-        "arkv-quant": {"tiers": "quant"},
-        "arkv-window": {"tiers": "origin", "score": "recency"},
+        "arkv": Entry(
+            "A fixed budget of tokens or bytes a KV head: by the attention they get whole, in few bits, or gone.",
+            lists=("demo", "fit"),
+        ),
+        "arkv-origin": Entry("Eviction alone.", {"tiers": "origin"}, group="baseline"),
+        "arkv-quant": Entry("All that stays in fp8: more tokens in the same bytes.", {"tiers": "quant"}),
+        "arkv-window": Entry("The newest tokens alone.", {"tiers": "origin", "score": "recency"}, group="baseline"),
     }
 
     budget_tokens: int | None = knob(None, low=2)

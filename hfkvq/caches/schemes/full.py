@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hfkvq.kernels.pages import PageFormat
 
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 
@@ -24,6 +25,12 @@ class Full(Scheme):
     """
 
     name = "full"
+    place = 0
+    presets = {
+        "full": Entry(
+            "No loss at all: the control. It saves nothing.", lists=("demo", "kld", "bench kernels"), group="control"
+        )
+    }
 
     page_size: int = knob(128, low=8, high=1024)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 
@@ -39,7 +40,18 @@ class Kitty(Scheme):
 
     name = "kitty"
     paper = "arXiv:2511.18643"
-    presets = {"kitty-pro": {"boost_ratio": 0.25}}
+    place = 10
+    presets = {
+        "kitty": Entry(
+            "The fewest bits, more of them to the strongest key channels; loses a little more than Kitty-Pro.",
+            lists=("demo", "kld", "bench kernels", "fit"),
+        ),
+        "kitty-pro": Entry(
+            "Few bits for a long context, on any model: the same with twice as many strong channels.",
+            {"boost_ratio": 0.25},
+            ("demo", "kld", "bench kernels", "bench generate", "fit"),
+        ),
+    }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
     score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs"))

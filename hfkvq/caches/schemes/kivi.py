@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hfkvq.kernels.pages import PageFormat
 
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 
@@ -32,7 +33,15 @@ class Kivi(Scheme):
 
     name = "kivi"
     paper = "arXiv:2402.02750"
-    presets = {"kivi-2": {"bits": 2}, "kivi-4": {"bits": 4}}
+    place = 20
+    presets = {
+        "kivi-2": Entry(
+            "2 bits for all alike: what others compare with.",
+            {"bits": 2},
+            ("demo", "kld", "bench kernels", "bench generate", "fit"),
+        ),
+        "kivi-4": Entry("A short distance from bf16, for 5 bits.", {"bits": 4}, ("bench kernels", "fit")),
+    }
 
     bits: int = knob(2, choices=(2, 4))
     group_size: int = knob(32, low=8, high=1024, search=[32, 64, 128])

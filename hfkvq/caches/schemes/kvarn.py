@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import Axis, PageFormat
 
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 
@@ -37,10 +38,12 @@ class KVarN(Scheme):
 
     name = "kvarn"
     paper = "KVarN"
+    place = 50
     presets = {
-        "kvarn-k4v2": {"key_bits": 4, "value_bits": 2},
-        "kvarn-k4v4": {"key_bits": 4, "value_bits": 4},
-        "kvarn-k2v2": {"key_bits": 2, "value_bits": 2},
+        "kvarn": Entry("Keys with outlier tokens and channels, for 3.4 bits.", lists=("demo", "fit")),
+        "kvarn-k4v2": Entry("The same, by its long name.", {"key_bits": 4, "value_bits": 2}),
+        "kvarn-k4v4": Entry("The same with better values.", {"key_bits": 4, "value_bits": 4}),
+        "kvarn-k2v2": Entry("2 bits where keys have no outlier channels.", {"key_bits": 2, "value_bits": 2}),
     }
 
     key_bits: int = knob(4, choices=(2, 4), search=[2, 4])

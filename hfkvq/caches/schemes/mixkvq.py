@@ -14,6 +14,7 @@ from hfkvq.kernels.pages import RAISED_STEP, PageFormat
 from hfkvq.kernels.quantize import F16_MAX
 from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 
@@ -31,9 +32,9 @@ def _divide(x: Tensor, by: float) -> Tensor:
     return x / torch.full_like(x, by)
 
 
-def _tuned(tau_bf16: float, tau_int4: float, most_bf16: float, most_int4: float) -> dict[str, str | float]:
+def _tuned(model: str, tau_bf16: float, tau_int4: float, most_bf16: float, most_int4: float) -> Entry:
     knobs: dict[str, str | float] = {"select": "thresholds", "tau_bf16": tau_bf16, "tau_int4": tau_int4}
-    return knobs | {"most_bf16": most_bf16, "most_int4": most_int4}
+    return Entry(f"The paper's thresholds for {model}.", knobs | {"most_bf16": most_bf16, "most_int4": most_int4})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +82,19 @@ class MixKVQ(Scheme):
 
     name = "mixkvq"
     paper = "arXiv:2512.19206"
+    place = 30
     presets = {
-        "mixkvq-fractions": {"select": "fractions"},
-        "mixkvq-error-only": {"salience": "error_only"},
+        "mixkvq": Entry(
+            "Widths that follow the model: more for key channels whose error queries would see; to be tuned.",
+            lists=("demo", "kld", "fit"),
+        ),
+        "mixkvq-fractions": Entry("The same, by its long name.", {"select": "fractions"}),
+        "mixkvq-error-only": Entry("The same where attention does not show its queries.", {"salience": "error_only"}),
         # Appendix C; the room is chosen by the paper's bits of key codes: 2.7, 3.4, 2.3 and 2.3.
-        "mixkvq-r1-llama-8b": _tuned(1.44, 0.79, 0.0625, 0.125),
-        "mixkvq-r1-qwen-7b": _tuned(0.63, 0.41, 0.125, 0.125),
-        "mixkvq-r1-qwen-14b": _tuned(1.52, 1.60, 0.0625, 0.0625),
-        "mixkvq-r1-qwen-32b": _tuned(1.85, 1.58, 0.0625, 0.0625),
+        "mixkvq-r1-llama-8b": _tuned("R1-Llama-8B", 1.44, 0.79, 0.0625, 0.125),
+        "mixkvq-r1-qwen-7b": _tuned("R1-Qwen-7B", 0.63, 0.41, 0.125, 0.125),
+        "mixkvq-r1-qwen-14b": _tuned("R1-Qwen-14B", 1.52, 1.60, 0.0625, 0.0625),
+        "mixkvq-r1-qwen-32b": _tuned("R1-Qwen-32B", 1.85, 1.58, 0.0625, 0.0625),
     }
 
     select: str = knob("fractions", choices=("fractions", "thresholds"))

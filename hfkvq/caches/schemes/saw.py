@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 
@@ -33,7 +34,20 @@ class SawInt4(Scheme):
 
     name = "saw-int4"
     paper = "arXiv:2604.19157"
-    presets = {"saw-int4-kv": {"rotate": "both"}, "int4": {"rotate": "none"}}
+    place = 40
+    presets = {
+        "saw-int4": Entry(
+            "About 4 bits, and no windows, so that it saves in short contexts too.",
+            lists=("demo", "kld", "bench kernels", "bench generate", "fit"),
+        ),
+        "saw-int4-kv": Entry("The same, for values with outlier channels.", {"rotate": "both"}),
+        "int4": Entry(
+            "Plain INT4: what rotation is worth. Outlier channels in keys break it.",
+            {"rotate": "none"},
+            ("demo", "kld", "bench kernels"),
+            group="baseline",
+        ),
+    }
 
     rotate: str = knob("keys", choices=("keys", "both", "none"), search=["keys", "both"])
     block: int | None = knob(None, low=2, high=1024)

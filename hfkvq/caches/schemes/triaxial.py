@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hfkvq.kernels.pages import PageFormat
 
+from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 from ..tags import TAGS, parse_tag, tag_axes
 
@@ -66,6 +67,12 @@ class TriAxial(Scheme):
 
     name = "triaxial"
     paper = "arXiv:2605.17170"
+    place = 70
+    presets = {
+        "triaxial": Entry(
+            "Agents with tools and images: bits by a token's turn, modality and role.", lists=("demo", "fit")
+        ),
+    }
 
     table: tuple[tuple[str, int], ...] = knob(DEFAULT_TABLE)
     group_size: int = knob(32, low=8, high=1024, search=[32, 64])

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-MAIN = ("bf16", "kivi-4", "saw-int4", "triaxial", "mixkvq", "kivi-2", "kitty-pro", "kitty", "arkv")
-"""Caches shown by default: the stock one, and a preset of each scheme."""
+
+def _main() -> tuple[str, ...]:
+    """Caches shown by default: the stock one, and a preset or two of each scheme."""
+    from hfkvq.caches.registry import listed
+    from hfkvq.demo.schemes import widest_first
+
+    return "bf16", *widest_first(listed("fit"))
 
 
 @app.command()
@@ -146,7 +151,7 @@ def _presets(schemes: str | None, found: Outline) -> dict[str, Any]:
     from hfkvq.caches.preset import get_preset
 
     chosen: dict[str, Any] = {}
-    for name in split(schemes) or MAIN:
+    for name in split(schemes) or _main():
         preset = None if name in ("bf16", "none") else get_preset(name)
         try:
             for scheme in () if preset is None else preset.by_layer(len(found.layers)):

@@ -1,0 +1,104 @@
+"""Presets as the classes of their schemes declare them: knobs, who each is for, and the lists that it stands in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .scheme import Scheme
+
+LISTS = ("demo", "kld", "bench kernels", "bench generate", "fit")
+"""What shows presets unless it is told which, by command; "kld" is that of ``hfkvq leaderboard``, too."""
+
+GROUPS = ("scheme", "control", "baseline")
+"""What a preset is in a comparison: a scheme, the lossless control, or a baseline that is expected to lose."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A preset as the class of its scheme declares it, under its name in ``presets``.
+
+    Attributes:
+        purpose: one sentence: who it is for.
+        knobs: what differs from the scheme's defaults.
+        lists: which of `LISTS` it stands in.
+        group: which of `GROUPS` it is of.
+    """
+
+    purpose: str = ""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
+    group: str = "scheme"
+
+    def __post_init__(self) -> None:
+        """Checks lists and group."""
+        for name in self.lists:
+            if name not in LISTS:
+                raise ValueError(f"lists: got {name!r}, which is unknown; {nearest(name, list(LISTS))}")
+        if self.group not in GROUPS:
+            raise ValueError(f"group: got {self.group!r}, allowed {', '.join(map(repr, GROUPS))}.")
+
+
+_PRESETS: dict[str, tuple[type[Scheme], Entry]] = {}
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A sentence naming the nearest known names, then all of them."""
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return f"{hint}Known: {', '.join(known)}."
+
+
+def register(scheme: type[Scheme]) -> None:
+    """Takes a scheme's name, which stands for its defaults, and its presets; a name can be taken once.
+
+    Raises:
+        ValueError: a name is another scheme's. Then nothing is taken.
+    """
+    # Not inherited ones: those are the base's.
+    declared = vars(scheme).get("presets", {})
+    entries = {
+        name: each if isinstance(each, Entry) else Entry(knobs=each)
+        for name, each in ({scheme.name: Entry()} | dict(declared)).items()
+    }
+    for name in entries:
+        owner = _PRESETS.get(name)
+        # A class that is defined again, in a notebook for example, takes its own place.
+        if owner is not None and owner[0].__qualname__ != scheme.__qualname__:
+            raise ValueError(f"preset: {name!r} is taken by {owner[0].__name__}; choose another name.")
+    _PRESETS.update({name: (scheme, entry) for name, entry in entries.items()})
+
+
+def presets() -> list[str]:
+    """The name of every preset, in the order in which they were registered."""
+    return list(_PRESETS)
+
+
+def entry_of(name: str) -> tuple[type[Scheme], Entry]:
+    """The class and the declaration of a preset.
+
+    Raises:
+        ValueError: an unknown preset; the nearest names are shown.
+    """
+    if not isinstance(name, str) or name not in _PRESETS:
+        raise ValueError(f"scheme: got {name!r}, which is unknown; {nearest(name, presets())}")
+    return _PRESETS[name]
+
+
+def in_order() -> Iterator[str]:
+    """The name of every preset, in the order in which lists and tables show them: by ``Scheme.place``."""
+    return iter(sorted(_PRESETS, key=lambda name: _PRESETS[name][0].place))
+
+
+def listed(name: str) -> tuple[str, ...]:
+    """The presets of one of `LISTS`.
+
+    Raises:
+        ValueError: there is no such list.
+    """
+    if name not in LISTS:
+        raise ValueError(f"lists: got {name!r}, which is unknown; {nearest(name, list(LISTS))}")
+    return tuple(preset for preset in in_order() if name in _PRESETS[preset][1].lists)
