@@ -55,7 +55,7 @@ class _Rooms(KVStore):
     def _rotated(self, x: Tensor, side: Any) -> Tensor:
         return x
 
-    def _fill_windows(self, *args: Any) -> None:
+    def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Any) -> None:
         pass
 
     def push(self, keys: Tensor, values: Tensor, padding: Any = None) -> None:
@@ -66,6 +66,19 @@ class _Rooms(KVStore):
     def _seal_last(self, sources: Any, most: tuple[int, int], local: Any, q_abs: Any) -> None:
         for count, new in zip(self.counters[-2:], most, strict=True):
             count.add_(new)
+
+    def skip(self, tokens: int) -> int:
+        """Takes up to so many steps at once for which nothing has to grow, and returns how many those are."""
+        sizes, view = self._sizes, self.runs[-1]
+        if any(x.shape[2] < sum(own) for x, own in zip(self.windows[2:], zip(*sizes[1:], strict=True), strict=True)):
+            return 0
+        room = view.table.shape[1] * self.format.runs[-1][0].page_size + min(sizes.local) - self._wide_most
+        count = max(min(tokens, room), 0)
+        then = self.ahead(count)
+        self._advance(count, None)
+        self._seal_last((), then.due, (), None)
+        self.states, self.tally = then.sealed, None
+        return count
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class _Kind:
         return torch.where(at > 0, found[0] if found else UNTAGGED, UNTAGGED).to(torch.uint8)
 
     def shortened(self, come: Arrival) -> int:
-        """Tokens of a prompt that leaves as much under a budget as the whole one: of that, some pieces may be missing."""
+        """Tokens of a prompt that leaves as much under a budget as the whole one; some pieces may be missing."""
         if not self.evicts:
             return come.prompt
         layout = self.scheme.layout(self.key_dim, self.value_dim)
@@ -162,7 +175,12 @@ class _Kind:
             elif isinstance(layer, StaticKVLayer):
                 layer.note_steps(count, count)
             else:
-                self.feed(layer, count := 1)
+                store = layer._held()
+                tagged = layer.tokens is not None and layer._is_tagged()
+                count = store.skip(left) if isinstance(store, _Rooms) and not tagged else 0
+                layer.seen += count
+                if not count:
+                    self.feed(layer, count := 1)
             left -= count
             yield
 
@@ -178,7 +196,10 @@ class _Kind:
             held = buffer_bytes(plan) + rows * store.dropped.nbytes
         else:
             own = 1 if self.evicts else heads
-            shapes = ((x.itemsize, x.shape if x.dim() < 3 else (x.shape[0], own, *x.shape[2:])) for x in store.tensors())
+            # What has more than two axes has the heads in the second one.
+            shapes = [
+                (x.itemsize, (*x.shape[:1], own, *x.shape[2:]) if x.dim() > 2 else x.shape) for x in store.tensors()
+            ]
             held = rows * sum(size * math.prod(shape) for size, shape in shapes)
         if isinstance(layer, EvictingLayer):
             notes = 0 if layer.strength is None else layer.strength.nbytes
