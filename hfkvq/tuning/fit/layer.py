@@ -21,8 +21,6 @@ from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels.step import buffer_bytes
 
-CPU = torch.device("cpu")
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -60,24 +58,24 @@ class _Rooms(KVStore):
 
     def push(self, keys: Tensor, values: Tensor, padding: Any = None) -> None:
         """See `KVStore.push`."""
-        self._grow_tails(keys.shape[2])
+        self.grow_tails(keys.shape[2])
         self._advance(keys.shape[2], padding)
 
-    def _seal_last(self, sources: Any, most: tuple[int, int], local: Any, q_abs: Any) -> None:
+    def seal_last(self, sources: Any, most: tuple[int, int], local: Any, q_abs: Any) -> None:
         for count, new in zip(self.counters[-2:], most, strict=True):
             count.add_(new)
 
     def skip(self, tokens: int) -> int:
         """Takes up to so many steps at once for which nothing has to grow, and returns how many those are."""
-        sizes, view = self._sizes, self.runs[-1]
+        sizes, view = self.sizes, self.runs[-1]
         if any(x.shape[2] < sum(own) for x, own in zip(self.windows[2:], zip(*sizes[1:], strict=True), strict=True)):
             return 0
-        room = view.table.shape[1] * self.format.runs[-1][0].page_size + min(sizes.local) - self._wide_most
+        room = view.table.shape[1] * self.format.runs[-1][0].page_size + min(sizes.local) - self.state.wide_most
         count = max(min(tokens, room), 0)
         then = self.ahead(count)
         self._advance(count, None)
-        self._seal_last((), then.due, (), None)
-        self.states, self.tally = then.sealed, None
+        self.seal_last((), then.due, (), None)
+        self.replace(states=then.sealed, tally=None)
         return count
 
 
@@ -98,8 +96,8 @@ class _Kind:
 
     def tokens(self, count: int) -> list[Tensor]:
         """Keys and values of one row: of one head where tokens are judged, else of none, which is free."""
-        dtype = {2: torch.bfloat16, 4: torch.float32}[self.itemsize]
-        return [torch.zeros(1, int(self.evicts), count, dim, dtype=dtype) for dim in (self.key_dim, self.value_dim)]
+        own, dtype = int(self.evicts), {2: torch.bfloat16, 4: torch.float32}[self.itemsize]
+        return [torch.zeros(1, own, count, dim, dtype=dtype, device="cpu") for dim in (self.key_dim, self.value_dim)]
 
     def fresh(self) -> KVLayer:
         """An empty layer."""
@@ -113,7 +111,7 @@ class _Kind:
         layer.is_initialized = True
         for side in SIDES if self.captured else ():
             # As such layers do on a GPU.
-            store._grow_tail(side, store.tail_limit[side], True)
+            store.grow_tail(side, store.tail_limit[side], True)
         if "tags" in self.scheme.needs:
             # Nothing is tagged here but by `_tagged`.
             layer.tokens = TokenRecord(None)  # type: ignore[arg-type]
@@ -182,7 +180,9 @@ class _Kind:
                 if not count:
                     self.feed(layer, count := 1)
             left -= count
-            yield
+            if self.evicts:
+                yield
+        yield
 
     def bytes_of(self, layer: KVLayer, batch: int, heads: int, share: int) -> int:
         """Bytes of a layer of so many rows, KV heads, and query heads of each."""
@@ -265,7 +265,7 @@ def layer_bytes(
     """
     scheme.layout(key_dim, value_dim).check(key_dim, value_dim)
     kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.narrow)
-    with torch.no_grad(), CPU:
+    with torch.no_grad():
         prompt = kind.shortened(come)
         layer = kind.fresh() if come.chunk is None else _prompts(kind, come.chunk).layer(prompt)
         if come.chunk is None and prompt:
