@@ -67,7 +67,7 @@ def _head_dim(config: PreTrainedConfig) -> int | None:
     return dim if isinstance(dim, int) else None
 
 
-def _share(config: PreTrainedConfig) -> int:
+def queries_per_head(config: PreTrainedConfig) -> int:
     """Query heads of a KV head."""
     heads = getattr(config, "num_attention_heads", 1)
     return max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
@@ -77,7 +77,7 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
     """Query heads, KV heads and head dim of full attention; None if the config does not say it plainly."""
     text = _text_config(config)
     dim, heads = _head_dim(text), getattr(text, "num_attention_heads", None)
-    return None if dim is None or not heads else (heads, heads // _share(text), dim)
+    return None if dim is None or not heads else (heads, heads // queries_per_head(text), dim)
 
 
 # Between update and attention these compute with keys or values, which no graph of ours can follow.
@@ -215,7 +215,7 @@ class MixedKVCache(Cache):
         if fixed:
             Clock(fixed)
             for layer in fixed:
-                layer.share = _share(text)
+                layer.share = queries_per_head(text)
         if not any(isinstance(layer, KVLayer) for layer in held):
             if not any(isinstance(layer, DynamicLayer) for layer in held):
                 raise ValueError(

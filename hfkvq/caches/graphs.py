@@ -58,6 +58,11 @@ def wanted(graphs: bool | None) -> bool:
     return graphs
 
 
+def room_ahead(need: int, headroom: float) -> int:
+    """Tokens of a row that the buffers of a cache that grows are made for when so many need a place."""
+    return need + max(LEAST_HEADROOM, int(need * headroom))
+
+
 @functools.cache
 def say_once(what: str) -> None:
     """Logs a warning, the first time."""
@@ -365,7 +370,7 @@ class StepGraphs:
                 for layer, lot in zip(layers, found.lots, strict=True):
                     layer.move_in(*lot, found.room)
                 return found
-            room = need + max(LEAST_HEADROOM, int(need * self.headroom))
+            room = room_ahead(need, self.headroom)
             try:
                 for layer in layers:
                     layer.make_room(room)

@@ -21,6 +21,11 @@ _ROOM = 256
 """Columns by which a record grows at least, so that a step seldom allocates."""
 
 
+def room_for(have: int, end: int) -> int:
+    """Columns that a record has room for once ``end`` columns are in it, which had room for ``have``."""
+    return have if end <= have else max(end, have + have // 4) + _ROOM
+
+
 class TokenRecord:
     """Ids and tags of a cache's logical columns, padding included.
 
@@ -186,7 +191,7 @@ class TokenRecord:
         end = start + ids.shape[1]
         have = 0 if self.ids is None else self.ids.shape[1]
         if self.ids is None or self.tags is None or have < end:
-            room = max(end, have + have // 4) + _ROOM
+            room = room_for(have, end)
             grown = torch.zeros(ids.shape[0], room, dtype=torch.int32, device=ids.device)
             grown_tags = torch.full_like(grown, UNTAGGED, dtype=torch.uint8)
             if self.ids is not None and self.tags is not None:

@@ -46,6 +46,7 @@ class Outline:
         linear: those of linear layers and experts, which quantized checkpoints compress.
         states: bytes a row of linear-attention states, all layers.
         dtype: the checkpoint's, as the config says, else bf16.
+        captured: presets of which it is known whether a cache's steps are captured.
     """
 
     config: Any
@@ -54,6 +55,7 @@ class Outline:
     linear: int
     states: int
     dtype: torch.dtype
+    captured: dict[Any, bool] = field(default_factory=dict, repr=False, compare=False)
     _stock: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
 
     @property

@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
 from hfkvq.caches.store import KVStore
+from hfkvq.caches.tokens import TokenRecord
 from hfkvq.cli import app
 from hfkvq.demo.outline import outline
 from hfkvq.reference import load_reference
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
+from tests.caches.graph_recorder import captured  # noqa: F401
 
 # PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of conftest.py.
 with torch.device("meta"):
@@ -108,13 +110,62 @@ def test_a_filled_cache_holds_what_was_computed(tiny, reader, name, prompt, gene
     if generated and "probs" in get_scheme(name).needs:
         pytest.skip("tested under a budget")
     total = held(tiny, made(tiny, name, reader), prompt, generated, chunk)
-    assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk)
+    assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk, graphs=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("prompt", "chunk"), [(397, None), (397, 90), (190, 60)])
+def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
+    """The layers of a cache are fed as a model does; at the fullest, where a scheme evicts."""
+    config = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 1})
+    kind, evicts = get_preset(name), "probs" in get_preset(name).needs
+    if evicts:
+        kind = get_scheme(name, budget_tokens=150)
+    cache, generated, most = MixedKVCache(config, kind, graphs=False), 400, 0
+    layer = cache.layers[0]
+    step = chunk or prompt
+    for size in [min(step, prompt - at) for at in range(0, prompt, step)] + [1] * generated:
+        x = torch.zeros(2, 2, size, 64)
+        layer.update(x, x)
+        layer.begin(None, size)
+        layer.finish(x.repeat(1, 2, 1, 1), scaling=1.0)
+        if layer.seen >= prompt:
+            total = sum(each.nbytes for each in (*layer.store.tensors(), *layer.notes()))
+            most = max(most, total) if evicts else total
+    if "tags" in kind.needs:
+        record = TokenRecord(None)
+        for end in (*Arrival(prompt, chunk=chunk).ends(), *range(prompt + 1, prompt + generated + 1)):
+            record.step(torch.zeros(2, end - record.length, dtype=torch.int32), record.length)
+        most += sum(x.nbytes for x in record.tensors())
+    options = {"generated": generated, "chunk": chunk, "graphs": False}
+    assert most == cache_bytes(config, kind, prompt + generated, 2, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "kitty-pro", "kivi-2", "kvarn", "mixkvq", "saw-int4", "triaxial", "arkv-origin"]
+)
+@pytest.mark.parametrize(("prompt", "chunk"), [(300, None), (601, 90)])
+def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk):  # noqa: F811
+    """The buffer of the first step is outgrown, and another one made."""
+    total = held(tiny, made(tiny, name, reader), prompt, 180, chunk)
+    assert captured.made > 1
+    assert total == cache_bytes(TINY, name, prompt + 180, 2, generated=180, chunk=chunk)
+
+
+def test_headroom(captured, tiny):  # noqa: F811
+    total = held(tiny, MixedKVCache(tiny, "kitty-pro", headroom=1), 300, 2)
+    assert total == cache_bytes(TINY, "kitty-pro", 302, 2, generated=2, headroom=1)
+
+
+def test_narrow_tokens():
+    found = [cache_bytes(TINY, "triaxial", 2000, chunk=500, narrow=share, graphs=False) for share in (1, 0.5, 0)]
+    assert found == sorted(set(found))
 
 
 @pytest.mark.parametrize("name", ["kitty", "kivi-2", "int4"])
 @pytest.mark.parametrize("prompt", [127, 128, 129, 159, 160, 287, 288, 289, 416])
 def test_around_the_borders_of_pages(tiny, reader, name, prompt):
-    assert held(tiny, made(tiny, name, reader), prompt) == cache_bytes(TINY, name, prompt, 2)
+    assert held(tiny, made(tiny, name, reader), prompt) == cache_bytes(TINY, name, prompt, 2, graphs=False)
 
 
 @pytest.mark.parametrize("name", ["arkv-origin", "arkv-quant", "arkv-window"])
@@ -124,7 +175,7 @@ def test_around_the_borders_of_pages(tiny, reader, name, prompt):
 def test_a_budget_of_tokens_or_bytes(tiny, name, knobs):
     scheme = get_scheme(name, **knobs)
     for prompt in (300, 333):
-        assert held(tiny, MixedKVCache(TINY, scheme), prompt) == cache_bytes(TINY, scheme, prompt, 2)
+        assert held(tiny, MixedKVCache(TINY, scheme), prompt) == cache_bytes(TINY, scheme, prompt, 2, graphs=False)
 
 
 @pytest.mark.parametrize("name", ["arkv-origin", "arkv-quant"])
@@ -134,7 +185,7 @@ def test_a_budget_of_bytes_in_bf16(tiny, name, budget):
     model, scheme = copy.deepcopy(tiny).bfloat16(), get_scheme(name, budget_bytes=budget)
     for prompt in (300, 333):
         total = held(model, MixedKVCache(TINY, scheme), prompt)
-        assert total == cache_bytes(TINY, scheme, prompt, 2, torch.bfloat16)
+        assert total == cache_bytes(TINY, scheme, prompt, 2, torch.bfloat16, graphs=False)
 
 
 def test_evicting_schemes_are_counted_at_their_fullest(tiny):
@@ -143,12 +194,12 @@ def test_evicting_schemes_are_counted_at_their_fullest(tiny):
         cache, most = MixedKVCache(TINY, scheme), 0
         for i in range(60):
             most = max(most, held(tiny, cache, 200 if not i else 1, batch=1))
-        assert most <= cache_bytes(TINY, scheme, 260, 1, generated=60)
+        assert most <= cache_bytes(TINY, scheme, 260, 1, generated=60, graphs=False)
 
 
 def test_a_preset_with_layers(tiny, reader):
     preset = get_preset("kitty", {"0": "full", "-1": {"boost_ratio": 0.5}})
-    assert held(tiny, MixedKVCache(TINY, preset), 300) == cache_bytes(TINY, preset, 300, 2)
+    assert held(tiny, MixedKVCache(TINY, preset), 300) == cache_bytes(TINY, preset, 300, 2, graphs=False)
 
 
 @pytest.mark.parametrize("name", ["kitty-pro", "kivi-4", "saw-int4"])
@@ -159,7 +210,7 @@ def test_long_contexts_by_the_store_itself_on_the_meta_device(name):
     store.extend(x, x)
     expected = sum(tensor.nbytes for tensor in store.tensors())
     assert layer_bytes(scheme, 8, 128, 128, 2, 2, Arrival(131072)) == expected
-    assert cache_bytes(QWEN3_8B, name, 131072, 2) == 36 * expected
+    assert cache_bytes(QWEN3_8B, name, 131072, 2, graphs=False) == 36 * expected
 
 
 def test_sliding_windows_stay_as_transformers_makes_them():

@@ -39,7 +39,7 @@ from .accounting import StoreBytes
 from .cropping import crop
 from .reading import dense_alike
 from .rows import pages_of, share_pages, take_rows
-from .sealing import seal, seals_plainly, seals_widely
+from .sealing import seal, seal_last, seals_plainly, seals_widely
 from .state import SIDES, StoreState
 from .windows import Padding, fill_windows, grow_tail
 
@@ -246,7 +246,7 @@ class KVStore:
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         old = self.counters[LENGTH].clone()
         self._advance(keys.shape[2], padding)
-        fill_windows(self, keys, values, old, padding)
+        self._fill_windows(keys, values, old, padding)
 
     def step(
         self,
@@ -336,7 +336,7 @@ class KVStore:
             self.counters.copy_(counters)
             self.replace(states=states, tally=tally)
             raise
-        fill_windows(self, keys, values, counters[LENGTH], padding)
+        self._fill_windows(keys, values, counters[LENGTH], padding)
 
     def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: ColumnTags | None = None) -> bool:
         """Seals what has left the windows; does nothing, and asks the device nothing, when nothing is due.
@@ -351,6 +351,17 @@ class KVStore:
         """
         keys, values = (Source(tail, tail.shape[2]) for tail in self.windows[2:])
         return seal(self, keys, values, hold, q_abs, tags)
+
+    # What writes tokens.
+
+    def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
+        fill_windows(self, keys, values, old, padding)
+
+    def seal_last(
+        self, sources: tuple[Source, Source], most: tuple[int, int], local: tuple[int, int], q_abs: Tensor | None
+    ) -> None:
+        """See `sealing.seal_last`."""
+        seal_last(self, sources, most, local, q_abs)
 
     def is_due(self, hold: int = 0) -> bool:
         """Whether some row has something to seal now."""

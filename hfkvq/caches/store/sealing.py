@@ -90,13 +90,36 @@ def seal(
         store.replace(states=then.sealed, widest=route.held, tally=tally)
         return True
     known = store.counted()
-    sink, (keys_local, values_local), unit = store.sizes
-    local = max(keys_local, hold), max(values_local, hold)
-    run, sealed = len(store.runs) - 1, then.most
+    local = max(store.sizes.local[0], hold), max(store.sizes.local[1], hold)
+    sealed = then.most
     if not store.format.ordered:
         # A row that seals keeps its newest tokens in the tail; others have room for what they hold.
         sealed = min(max(store.state.wide_most - local[0], 0), sealed)
-    store.grow(run, store.blocks(sealed))
+    store.grow(len(store.runs) - 1, store.blocks(sealed))
+    store.seal_last((keys, values), most, local, q_abs)
+    tally = None if known is None else Tally(sealed_widely(known, store.sizes, hold), then.sealed)
+    store.replace(states=then.sealed, tally=tally)
+    return True
+
+
+def seal_last(
+    store: KVStore,
+    sources: tuple[Source, Source],
+    most: tuple[int, int],
+    local: tuple[int, int],
+    q_abs: Tensor | None,
+) -> None:
+    """Seals what is due into the last run, which has room for it.
+
+    Args:
+        store: whose tokens they are.
+        sources: where keys and values are.
+        most: no row has more to seal, of keys and of values.
+        local: newest tokens that stay unsealed, likewise.
+        q_abs: see `seal`.
+    """
+    sink, _, unit = store.sizes
+    run, from_tail = len(store.runs) - 1, not sources[0].tokens
     view = store.runs[run]
     if from_tail and (not store.format.ordered or (q_abs is None and store.seals_plainly)):
         rule = store.scheme.channel_rule
@@ -107,7 +130,7 @@ def seal(
         tails = (store.windows[2].shape[2], store.windows[3].shape[2])
         found = kernels.due(store.counters, sink, tails, local, unit, asked)
         try:
-            for at, (side, source) in enumerate(zip(SIDES, (keys, values), strict=True)):
+            for at, (side, source) in enumerate(zip(SIDES, sources, strict=True)):
                 if most[at]:
                     count = found.count[at]
                     length = store.counters[LENGTH]
@@ -118,9 +141,6 @@ def seal(
         except BaseException:
             found.take_back(store.counters)
             raise
-    tally = None if known is None else Tally(sealed_widely(known, store.sizes, hold), then.sealed)
-    store.replace(states=then.sealed, tally=tally)
-    return True
 
 
 def _seal_run(

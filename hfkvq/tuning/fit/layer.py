@@ -1,20 +1,25 @@
-"""Bytes that one layer of pages will hold, counted as `hfkvq.caches.store` allocates them, without allocating."""
+"""Bytes that one layer will hold: the layer itself is fed, over a store whose tokens have no heads."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hfkvq.caches.cut import older_that_stay
-from hfkvq.caches.scheme import Layout, Scheme, SideLayout
-from hfkvq.caches.store import GROWTH, MAX_STEP, SIDES
-from hfkvq.kernels.decode import RUNS
-from hfkvq.kernels.pages import PageFormat, Side
+from hfkvq.caches.evict import EvictingLayer, layer_class
+from hfkvq.caches.graphs import room_ahead
+from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.caches.scheme import UNTAGGED, Scheme
+from hfkvq.caches.static import StaticKVLayer, static_class
+from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
+from hfkvq.caches.tokens import TokenRecord
+from hfkvq.kernels.step import buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,149 +31,222 @@ class Arrival:
         generated: tokens that come one by one, behind the prompt.
         chunk: tokens of a piece of the prompt; None for one piece. A store that grows has room to spare.
         narrow: share of the prompt's tokens that get the narrow width, where a scheme gives tokens widths by tags.
+        headroom: share of what is needed by which the buffers of captured steps are ahead of need; None where steps
+            are not captured.
     """
 
     prompt: int
     generated: int = 0
     chunk: int | None = None
     narrow: float = 0.0
+    headroom: float | None = None
+
+    def ends(self) -> list[int]:
+        """Tokens of the prompt that have come after each of its pieces."""
+        step = max(self.prompt if self.chunk is None else self.chunk, 1)
+        return [min(at + step, self.prompt) for at in range(0, self.prompt, step)]
 
 
-def _page_bytes(fmt: PageFormat, side: Side, head_dim: int, itemsize: int) -> int:
-    """Of one page of one KV head."""
-    shapes = fmt.shapes(side, 1, head_dim).values()
-    return sum(math.prod(shape) * (itemsize if own is None else own.itemsize) for shape, own in shapes)
+class _Rooms(KVStore):
+    """A store of one row that makes room, counts and routes as any does, and writes nothing."""
+
+    def _rotated(self, x: Tensor, side: Any) -> Tensor:
+        return x
+
+    def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Any) -> None:
+        pass
+
+    def push(self, keys: Tensor, values: Tensor, padding: Any = None) -> None:
+        """See `KVStore.push`."""
+        self.grow_tails(keys.shape[2])
+        self._advance(keys.shape[2], padding)
+
+    def seal_last(self, sources: Any, most: tuple[int, int], local: Any, q_abs: Any) -> None:
+        for count, new in zip(self.counters[-2:], most, strict=True):
+            count.add_(new)
+
+    def skip(self, tokens: int) -> int:
+        """Takes up to so many steps at once for which nothing has to grow, and returns how many those are."""
+        sizes, view = self.sizes, self.runs[-1]
+        if any(x.shape[2] < sum(own) for x, own in zip(self.windows[2:], zip(*sizes[1:], strict=True), strict=True)):
+            return 0
+        room = view.table.shape[1] * self.format.runs[-1][0].page_size + min(sizes.local) - self.state.wide_most
+        count = max(min(tokens, room), 0)
+        then = self.ahead(count)
+        self._advance(count, None)
+        self.seal_last((), then.due, (), None)
+        self.replace(states=then.sealed, tally=None)
+        return count
 
 
-class _Room:
-    """Counts of a row, as `KVStore` comes by them."""
+@dataclass(frozen=True)
+class _Kind:
+    """All that a layer follows from, but for its number of heads and the tokens that come."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.pages = [keys.page_size for keys, _ in layout.store.runs]
-        self.sides: dict[Side, SideLayout] = {"keys": layout.keys, "values": layout.values}
-        self.length = 0
-        self.sealed: dict[Side, int] = {"keys": 0, "values": 0}
-        self.counts = [0] * len(self.pages)
-        self.blocks = [0] * len(self.pages)
-        self.tails: dict[Side, int] = {"keys": MAX_STEP, "values": MAX_STEP}
+    scheme: Any
+    key_dim: int
+    value_dim: int
+    itemsize: int
+    captured: bool
+    narrow: float
 
-    def _target(self, side: Side, length: int) -> int:
-        own = self.sides[side]
-        behind = max(length - self.layout.sink, 0) - own.local
-        return max(self.sealed[side], max(behind, 0) // own.unit * own.unit)
+    @property
+    def evicts(self) -> bool:
+        return "probs" in self.scheme.needs
 
-    def _grow(self, run: int, blocks: int) -> None:
-        have = self.blocks[run]
-        if blocks > have:
-            self.blocks[run] = max(blocks, int(have * GROWTH) + 1) if have else blocks
+    def tokens(self, count: int) -> list[Tensor]:
+        """Keys and values of one row: of one head where tokens are judged, else of none, which is free."""
+        own, dtype = int(self.evicts), {2: torch.bfloat16, 4: torch.float32}[self.itemsize]
+        return [torch.zeros(1, own, count, dim, dtype=dtype, device="cpu") for dim in (self.key_dim, self.value_dim)]
 
-    def _seal(self, narrow: float) -> None:
-        before = self.sealed["keys"]
-        self.sealed = {side: self._target(side, self.length) for side in SIDES}
-        most = max(self.sealed.values())
-        if len(self.pages) == 1:
-            self.counts = [most]
+    def fresh(self) -> KVLayer:
+        """An empty layer."""
+        kind = static_class(self.scheme) if self.captured else layer_class(self.scheme)
+        layer = kind(self.scheme, PaddingReader())
+        if self.evicts:
+            return layer
+        keys, values = self.tokens(0)
+        store = layer.store = _Rooms(self.scheme.layout(self.key_dim, self.value_dim), self.scheme, keys, values)
+        layer.dtype, layer.device, layer.heads, layer.batch_size = keys.dtype, keys.device, 0, 1
+        layer.is_initialized = True
+        for side in SIDES if self.captured else ():
+            # As such layers do on a GPU.
+            store.grow_tail(side, store.tail_limit[side], True)
+        if "tags" in self.scheme.needs:
+            # Nothing is tagged here but by `_tagged`.
+            layer.tokens = TokenRecord(None)  # type: ignore[arg-type]
+        return layer
+
+    def feed(self, layer: KVLayer, count: int) -> None:
+        """Gives a layer so many tokens at once."""
+        keys, values = self.tokens(count)
+        layer.update(keys, values)
+        layer.begin(None, count)
+        if self.evicts:
+            layer.finish(keys, scaling=1.0)
         else:
-            new, page = self.sealed["keys"] - before, self.pages[0]
-            whole = page if self.layout.keys.formats[0].axis == "channel" else 1
-            few = int(narrow * new) // whole * whole
-            self.counts[0] += few
-            self.counts[-1] += new - few
-        for run, (count, page) in enumerate(zip(self.counts, self.pages, strict=True)):
-            self._grow(run, -(-count // page))
+            # Seals; nobody asks for what queries have shown.
+            layer.crop(0)
 
-    def _grow_tail(self, side: Side, need: int) -> None:
-        own, have = self.sides[side], self.tails[side]
-        if need > have:
-            self.tails[side] = max(need, min(2 * have, own.local + own.unit - 1 + MAX_STEP))
+    def feed_prompt(self, layer: KVLayer, count: int) -> None:
+        """The same with a prompt, or a piece of one."""
+        if self.narrow and layer.tokens is not None:
+            layer.tokens._write(torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen)
+        self.feed(layer, count)
 
-    def extend(self, tokens: int, narrow: float = 0.0) -> None:
-        """A prompt, or a piece of one."""
-        self.length += tokens
-        self._seal(narrow)
-        for side in SIDES:
-            self._grow_tail(side, max(self.length - self.layout.sink, 0) + 1 - self.sealed[side])
+    def _tagged(self, seen: int, count: int) -> Tensor:
+        """Tags u8 (1, count) of which a share is narrow, evenly spread, if the scheme has a tag for that."""
+        codes = torch.arange(UNTAGGED + 1, dtype=torch.uint8)[None]
+        some = torch.zeros(1, 1, codes.shape[1], 1)
+        bits = self.scheme.token_bits(some, some, torch.zeros_like(codes, dtype=torch.int32), codes)
+        low = self.scheme.layout(self.key_dim, self.value_dim).keys.formats[0].bits
+        found = [] if bits is None else (bits[0] == low).nonzero().flatten().tolist()
+        at = torch.arange(seen, seen + count + 1, dtype=torch.float64).mul(self.narrow).floor().diff()[None]
+        return torch.where(at > 0, found[0] if found else UNTAGGED, UNTAGGED).to(torch.uint8)
 
-    def steps(self, tokens: int) -> None:
-        """Tokens that come one by one."""
-        end = self.length + tokens
-        while self.length < end:
-            # Nothing new happens to pages until some run is full, nor to tails after a whole unit.
-            room = self.blocks[-1] * self.pages[-1] - self.counts[-1]
-            idle = max(side.local + 2 * side.unit for side in self.sides.values()) + self.layout.sink
-            quiet = min(end - self.length, room) - 2 * idle
-            if quiet > 2 * idle and self._tails_are_full():
-                unit = math.lcm(*(side.unit for side in self.sides.values()))
-                self._skip(quiet // unit * unit)
-                continue
-            for side in SIDES:
-                self._grow_tail(side, max(self.length - self.layout.sink, 0) + 1 - self.sealed[side])
-            self.length += 1
-            self._seal(0.0)
+    def shortened(self, come: Arrival) -> int:
+        """Tokens of a prompt that leaves as much under a budget as the whole one; some pieces may be missing."""
+        if not self.evicts:
+            return come.prompt
+        layout = self.scheme.layout(self.key_dim, self.value_dim)
+        costs = self.scheme.token_bytes(layout, self.key_dim, self.value_dim, self.itemsize)
+        every = torch.tensor([come.prompt]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)
+        enough = 2 * (int(self.scheme.kept(*every)) + self.scheme.window + MAX_STEP)
+        piece = math.lcm(layout.keys.unit, layout.values.unit) if come.chunk is None else come.chunk
+        return come.prompt - max(come.prompt - enough - piece, 0) // piece * piece
 
-    def _tails_are_full(self) -> bool:
-        return all(self.tails[side] >= own.local + own.unit for side, own in self.sides.items())
-
-    def _skip(self, tokens: int) -> None:
-        self.length += tokens
-        self._seal(0.0)
-
-    def cut(self, scheme: Any, costs: tuple[int, int], share: float, tokens: int) -> None:
-        """A first prompt that is cut before it is stored; see `hfkvq.caches.cut`."""
-        self.length = tokens
-        self.trim(scheme, costs, share, prompt=True)
-        for side in SIDES:
-            self._grow_tail(side, self.length + 1 - self.sealed[side])
-
-    def trim(self, scheme: Any, costs: tuple[int, int], share: float, prompt: bool) -> None:
-        """What an evicting scheme keeps of a row that has outgrown its budget; see `hfkvq.caches.evict`."""
-        past = torch.tensor([max(self.length - scheme.window, 0)])
-        rho = torch.tensor([share])
-        kept = scheme.kept(past, rho, costs, torch.tensor([prompt]))
-        whole = int(scheme.whole(kept, rho))
-        low = int(kept) - whole
-        self.counts = [low, whole]
-        self.blocks = [-(-count // page) for count, page in zip(self.counts, self.pages, strict=True)]
-        self.length = int(kept) + min(scheme.window, self.length)
-        self.sealed = {"keys": int(kept), "values": int(kept)}
-
-
-def _over(scheme: Any, costs: tuple[int, int], length: int, low: int = 0) -> bool:
-    """Whether a row of so many tokens, some in few bits, has outgrown its budget."""
-    if scheme.budget_bytes is None:
-        return length > scheme.tokens
-    return length * costs[1] - low * (costs[1] - costs[0]) > scheme.budget_bytes
-
-
-def _evicting(room: _Room, scheme: Any, costs: tuple[int, int], come: Arrival, pieces: list[int]) -> Iterator[None]:
-    """Takes the tokens under a budget, with the greatest share of whole tokens; stops where a layer may be fullest."""
-    share = 0.0 if scheme.tiers == "quant" else 1.0
-    for tokens in pieces:
-        first = not room.length and _over(scheme, costs, tokens)
-        if first and older_that_stay(scheme, room.layout, costs, tokens, scheme.window):
-            room.cut(scheme, costs, share, tokens)
-            continue
-        room.extend(tokens)
-        if _over(scheme, costs, room.length, room.counts[0]):
-            room.trim(scheme, costs, share, prompt=True)
-    yield
-    trims = 0
-    for _ in range(come.generated):
-        room.steps(1)
+    def steps(self, layer: KVLayer, come: Arrival) -> Iterator[None]:
+        """Feeds generated tokens; stops where the layer may be fullest."""
+        left, trims = come.generated, 0
+        while left and trims < 3:
+            count = left
+            if isinstance(layer, StaticKVLayer) and come.headroom is not None:
+                if layer.seen == layer.room or not layer.room:
+                    layer.make_room(room_ahead(layer.seen + 1, come.headroom))
+                count = min(left, layer.room - layer.seen)
+            if isinstance(layer, EvictingLayer):
+                # Up to a trim; from the third one on it repeats itself.
+                at = layer._trim_at()
+                count = min(count, MAX_STEP, max(at - 1 - layer.seen, 1))
+                self.feed(layer, count)
+                trims += layer.evicted and layer.trim_at != at
+            elif isinstance(layer, StaticKVLayer):
+                layer.note_steps(count, count)
+            else:
+                store = layer._held()
+                tagged = layer.tokens is not None and layer._is_tagged()
+                count = store.skip(left) if isinstance(store, _Rooms) and not tagged else 0
+                layer.seen += count
+                if not count:
+                    self.feed(layer, count := 1)
+            left -= count
+            if self.evicts:
+                yield
         yield
-        if _over(scheme, costs, room.length, room.counts[0]):
-            room.trim(scheme, costs, share, prompt=False)
-            trims += 1
-        if trims == 3:
-            # From here on it repeats itself.
-            break
-    yield
+
+    def bytes_of(self, layer: KVLayer, batch: int, heads: int, share: int) -> int:
+        """Bytes of a layer of so many rows, KV heads, and query heads of each."""
+        store = layer._held()
+        rows = batch * heads if self.evicts else batch
+        if isinstance(layer, StaticKVLayer) and layer.plan is not None:
+            if self.evicts:
+                plan = replace(layer.plan, rows=rows, fold=heads, query_heads=heads * share)
+            else:
+                plan = replace(layer.plan, rows=rows, heads=heads)
+            held = buffer_bytes(plan) + rows * store.dropped.nbytes
+        else:
+            own = 1 if self.evicts else heads
+            # What has more than two axes has the heads in the second one.
+            shapes = [
+                (x.itemsize, (*x.shape[:1], own, *x.shape[2:]) if x.dim() > 2 else x.shape) for x in store.tensors()
+            ]
+            held = rows * sum(size * math.prod(shape) for size, shape in shapes)
+        if isinstance(layer, EvictingLayer):
+            notes = 0 if layer.strength is None else layer.strength.nbytes
+            return held + batch * notes + rows * (0 if layer.scores is None else layer.scores.nbytes)
+        return held + batch * _notes(self.scheme, heads, self.key_dim)
+
+
+@lru_cache(maxsize=256)
+def _notes(scheme: Scheme, heads: int, key_dim: int) -> int:
+    """Bytes of what a layer remembers of the queries of a row."""
+    layer, query = layer_class(scheme)(scheme, PaddingReader()), torch.zeros(1, heads, 1, key_dim)
+    if "query" in scheme.needs:
+        layer.heads, layer.new_columns = heads, 1
+        layer._observe(query)
+    return sum(x.nbytes for x in (layer.query_sum, layer.query_count) if x is not None)
+
+
+class _Prompts:
+    """Layers of a kind that have had a prompt in pieces of ``chunk`` tokens; longer prompts begin as shorter ones."""
+
+    def __init__(self, kind: _Kind, chunk: int) -> None:
+        self.kind, self.chunk = kind, chunk
+        self._after: dict[int, KVLayer] = {}
+
+    def layer(self, prompt: int) -> KVLayer:
+        """A layer that has had a prompt, the caller's own."""
+        whole, rest = divmod(prompt, self.chunk)
+        near = max((pieces for pieces in self._after if pieces <= whole), default=0)
+        layer = self._after.pop(near, None) or self.kind.fresh()
+        self._after[near] = copy.deepcopy(layer)
+        for _ in range(near, whole):
+            self.kind.feed_prompt(layer, self.chunk)
+        self._after[whole] = copy.deepcopy(layer)
+        while len(self._after) > 3:
+            # The one that was asked for least recently: whoever bisects comes back to the others.
+            del self._after[next(iter(self._after))]
+        if rest:
+            self.kind.feed_prompt(layer, rest)
+        return layer
+
+
+_prompts = lru_cache(maxsize=32)(_Prompts)
 
 
 @lru_cache(maxsize=4096)
 def layer_bytes(
-    scheme: Scheme, heads: int, key_dim: int, value_dim: int, itemsize: int, batch: int, come: Arrival
+    scheme: Scheme, heads: int, key_dim: int, value_dim: int, itemsize: int, batch: int, come: Arrival, share: int = 1
 ) -> int:
     """Bytes that one layer holds when all tokens have come: pages, windows, tables and notes.
 
@@ -183,38 +261,16 @@ def layer_bytes(
         itemsize: bytes of an element of the model's dtype.
         batch: rows.
         come: how the tokens come.
+        share: query heads of a KV head.
     """
-    layout = scheme.layout(key_dim, value_dim)
-    layout.check(key_dim, value_dim)
-    room = _Room(layout)
-    step = come.prompt if come.chunk is None else come.chunk
-    pieces = [min(step, come.prompt - at) for at in range(0, come.prompt, max(step, 1))]
-    if "probs" in scheme.needs:
-        # Each KV head is a row of its own, and a layer remembers the strength of each of its rows.
-        policy: Any = scheme
-        costs = policy.token_bytes(layout, key_dim, value_dim, itemsize)
-        fullest = 0
-        for _ in _evicting(room, policy, costs, come, pieces):
-            scores = 4 * heads * room.length if policy.beta > 0 else 0
-            fullest = max(fullest, _held(room, 1, key_dim, value_dim, itemsize) * heads + scores)
-        return batch * (fullest + 4)
-    for tokens in pieces:
-        room.extend(tokens, come.narrow)
-    room.steps(come.generated)
-    # Sums of |q| in f64, and their number.
-    notes = 8 * heads * key_dim + 8 if "query" in scheme.needs else 0
-    return batch * (_held(room, heads, key_dim, value_dim, itemsize) + notes)
-
-
-def _held(room: _Room, heads: int, key_dim: int, value_dim: int, itemsize: int) -> int:
-    """Bytes of a row's pages, windows and tables."""
-    layout, held = room.layout, 0
-    dims: dict[Side, int] = {"keys": key_dim, "values": value_dim}
-    for blocks, formats in zip(room.blocks, layout.store.runs, strict=True):
-        page = sum(_page_bytes(fmt, side, dims[side], itemsize) for side, fmt in zip(SIDES, formats, strict=True))
-        table = 4 + (0 if layout.store.ordered else 4 * formats[0].page_size)
-        held += blocks * (heads * page + table)
-    for side in SIDES:
-        held += heads * (layout.sink + room.tails[side]) * dims[side] * itemsize
-    # Counters, and tokens dropped.
-    return held + 4 * (RUNS + 2 * len(room.pages) + 1)
+    scheme.layout(key_dim, value_dim).check(key_dim, value_dim)
+    kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.narrow)
+    with torch.no_grad():
+        prompt = kind.shortened(come)
+        layer = kind.fresh() if come.chunk is None else _prompts(kind, come.chunk).layer(prompt)
+        if come.chunk is None and prompt:
+            kind.feed_prompt(layer, prompt)
+        held = kind.bytes_of(layer, batch, heads, share) if layer.store is not None else 0
+        for _ in kind.steps(layer, come):
+            held = max(held, kind.bytes_of(layer, batch, heads, share))
+    return held

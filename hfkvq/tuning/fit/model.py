@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,10 @@ from typing import Any
 
 import torch
 
+from hfkvq.caches.cache import MixedKVCache, queries_per_head
+from hfkvq.caches.graphs import wanted
 from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.caches.tokens import room_for
 from hfkvq.demo.outline import Outline, outline
 
 from .layer import Arrival, layer_bytes
@@ -66,12 +70,15 @@ def cache_bytes(
     generated: int = 0,
     chunk: int | None = None,
     narrow: float = 0.0,
+    graphs: bool | None = None,
+    headroom: float = 0.25,
 ) -> int:
-    """Bytes that a cache will hold, as ``cache.memory().total`` counts them, without a model or a GPU.
+    """Bytes that a cache will hold, as ``cache.memory().total`` counts them on a GPU, without a model or a GPU.
 
-    The store's own growth is followed: a cache that a prompt of one piece fills has no room to spare, one that grows
-    while tokens are generated keeps up to a quarter. Schemes that evict are counted with the greatest share of whole
-    tokens that they allow; the same counts wherever tokens have widths by tags, of which ``narrow`` tells the share.
+    The cache's own growth is followed: one that a prompt of one piece fills has no room to spare, one that grows while
+    tokens are generated keeps up to a quarter, in the buffers of captured steps or without them. Schemes that evict are
+    counted with the greatest share of whole tokens that they allow; the same counts wherever tokens have widths by
+    tags, of which ``narrow`` tells the share.
 
     Args:
         config: of the model (or the model); its weights are not needed.
@@ -82,6 +89,8 @@ def cache_bytes(
         generated: how many of them come one by one.
         chunk: the prompt comes in pieces of so many tokens (``prefill_chunk_size`` of ``generate``).
         narrow: share of the prompt's tokens in the narrow width of a scheme that reads tags.
+        graphs: whether steps are captured, see `hfkvq.MixedKVCache`; False counts caches on the CPU as well.
+        headroom: see `hfkvq.MixedKVCache`.
 
     Raises:
         ValueError: unknown preset, heads that it cannot hold, or numbers out of range.
@@ -101,24 +110,30 @@ def cache_bytes(
     if preset is None:
         return stock + batch * model.full_bytes(context, size)
     chosen = get_preset(preset)
-    come = Arrival(context - generated, generated, chunk, narrow)
-    held = stock
+    ahead = headroom if wanted(graphs) and _is_captured(model, chosen) else None
+    come = Arrival(context - generated, generated, chunk, narrow, ahead)
+    held, share = stock, queries_per_head(model.text)
     for scheme, layer in zip(chosen.by_layer(len(model.layers)), model.layers, strict=True):
         if layer.compressed:
-            held += layer_bytes(scheme, layer.heads, layer.key_dim, layer.value_dim, size, batch, come)
+            held += layer_bytes(scheme, layer.heads, layer.key_dim, layer.value_dim, size, batch, come, share)
     return held + (_record_bytes(come) * batch if "tags" in chosen.needs else 0)
+
+
+def _is_captured(model: Outline, preset: Preset) -> bool:
+    """Whether steps of such a cache are captured on a GPU, as the cache itself says."""
+    if not any(layer.compressed for layer in model.layers):
+        return False
+    if preset not in model.captured:
+        # A cache leaves its mark on the config that it is made from.
+        model.captured[preset] = MixedKVCache(copy.deepcopy(model.config), preset, graphs=True).graphs is not None
+    return model.captured[preset]
 
 
 def _record_bytes(come: Arrival) -> int:
     """Ids and tags of a row, see `hfkvq.caches.tokens`."""
-    room = length = 0
-    step = come.prompt if come.chunk is None else come.chunk
-    ends = [min(at + step, come.prompt) for at in range(0, come.prompt, max(step, 1))]
-    if come.generated:
-        ends += range(come.prompt + 1, come.prompt + come.generated + 1)
-    for length in ends:
-        if room < length:
-            room = max(length, room + room // 4) + 256
+    room = 0
+    for end in (*come.ends(), *range(come.prompt + 1, come.prompt + come.generated + 1)):
+        room = room_for(room, end)
     return 5 * room
 
 
