@@ -249,7 +249,7 @@ def test_cudnn_is_as_it_was_afterwards(model):
 @pytest.mark.parametrize("name", ["dynamic", "kitty", "triaxial:fixed"])
 def test_a_prefill_row(model, monkeypatch, name):
     seen = []
-    monkeypatch.setattr(run, "sweep", lambda device, compiled=False: None)
+    monkeypatch.setattr(run, "sweep", lambda device: None)
     hook = model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -265,7 +265,7 @@ def test_a_prefill_row(model, monkeypatch, name):
     "name", ["dynamic", "static", "static-compiled", "kitty", "kitty:fixed", "kitty:compiled", "kitty:eager"]
 )
 def test_a_whole_row(model, monkeypatch, name):
-    monkeypatch.setattr(run, "sweep", lambda device, compiled=False: None)
+    monkeypatch.setattr(run, "sweep", lambda device: None)
     row = Bench(model, SETTINGS).whole(engine(name), Case(2, 40), 4)
     assert "error" not in row, row
     assert row["new_tokens"] == 4
@@ -298,7 +298,7 @@ def test_a_full_memory_is_told_from_other_failures(model, monkeypatch, error, fu
         raise error
 
     monkeypatch.setattr(run, "fill", fail)
-    monkeypatch.setattr(run, "sweep", lambda device, compiled=False: None)
+    monkeypatch.setattr(run, "sweep", lambda device: None)
     row = Bench(model, SETTINGS).decode(engine("dynamic"), CASE)
     assert row.get("oom", False) is full
     assert type(error).__name__ in row["error"]

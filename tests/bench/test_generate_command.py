@@ -40,7 +40,7 @@ def pretended_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr("hfkvq.bench.cli._bench_device", lambda: CPU)
     monkeypatch.setattr("hfkvq.bench.measure.copy_bandwidth", lambda device: (10**6, Timing(1, 1, 1, 1, 1, 1)))
-    monkeypatch.setattr("hfkvq.bench.generate.run.sweep", lambda device, compiled=False: None)
+    monkeypatch.setattr("hfkvq.bench.generate.run.sweep", lambda device: None)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def small():
 
 @pytest.fixture(autouse=True)
 def no_sweep(monkeypatch):
-    monkeypatch.setattr(run, "sweep", lambda device, compiled=False: None)
+    monkeypatch.setattr(run, "sweep", lambda device: None)
 
 
 # Warm.

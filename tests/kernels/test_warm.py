@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 import types
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -133,6 +135,36 @@ def test_what_lies_in_the_folder_is_not_imported(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(RuntimeError, match="no interpreter of its own"):
         worker.compile_elsewhere([], warm_kernels.GPUS[90])
+
+
+def test_one_process_at_a_time_takes_along_what_came_meanwhile(monkeypatch):
+    own = pytest.importorskip("hfkvq.kernels.triton.warm")
+    begun, go, taken = threading.Event(), threading.Event(), []
+
+    def compile_elsewhere(orders, gpu, beside):
+        taken.append((list(orders), gpu.name, beside))
+        begun.set()
+        assert go.wait(60)
+        return []
+
+    monkeypatch.setattr(own, "compile_elsewhere", compile_elsewhere)
+    given = [("first", 90), ("second", 90), ("third", 90), ("elsewhere", 80)]
+    threads = [threading.Thread(target=own.compile_in_turn, args=(name, own.GPUS[gpu])) for name, gpu in given]
+    threads[0].start()
+    assert begun.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    while len(own._WAITING) < 3:
+        time.sleep(0.01)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert own._WAITING == []
+    assert taken[0] == (["first"], "sm_90", True)
+    assert sorted((sorted(orders), gpu) for orders, gpu, _ in taken[1:]) == [
+        (["elsewhere"], "sm_80"),
+        (["second", "third"], "sm_90"),
+    ]
 
 
 def test_no_thread_to_be_had(monkeypatch):

@@ -37,8 +37,7 @@ METHOD = (
     "empty folders for compiled kernels; calls_s are its first calls, after imports and weights, the cache's making "
     "included. Bytes are those of PyTorch's allocator: cache_bytes what filling added, peak_bytes the most at any "
     "time, weights, filling and compiling included, above_bytes what of it came after the weights, steady_bytes the "
-    "most while steps were timed, reserved_bytes the most that it had of the GPU, what earlier lines left included. "
-    "agrees: leading tokens of the first row that are those of another cache's."
+    "most while steps were timed. agrees: leading tokens of the first row that are those of another cache's."
 )
 
 

@@ -34,19 +34,12 @@ def is_full(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
 
 
-def sweep(device: torch.device, compiled: bool = False) -> None:
-    """Gives back what a line has left: caches, graphs and their pools, and compiled code if there is any.
-
-    Memory goes back to the GPU only when there is little left. Each node of every CUDA graph that is made after that
-    takes 0.35 us longer (on an H200, whoever makes it), and captured steps would be timed too slow.
-    """
-    if compiled:
-        torch.compiler.reset()
+def sweep(device: torch.device) -> None:
+    """Gives back what a line has left: caches, graphs and their pools, compiled code."""
+    torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        if free < total / 2:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def attempt(measure: Callable[[], Figures]) -> Figures:
@@ -85,8 +78,6 @@ class Bench:
     ) -> None:
         self.model, self.settings, self.meeting, self.draft = model, settings, meeting, draft
         self.device, self.dtype = model.device, model.dtype
-        # Whether a line since the last sweep has compiled the model.
-        self._compiled = False
         self.heads = Heads.of(model.config)
 
     def row(
@@ -94,8 +85,7 @@ class Bench:
     ) -> Row:
         """A row of what ``measure`` finds, or of what keeps it from that; ``clean`` lets go of compiled code before."""
         if clean:
-            sweep(self.device, self._compiled)
-        self._compiled = engine.compiled or (self._compiled and not clean)
+            sweep(self.device)
         memory = Memory(self.device)
         memory.start()
         before, row = memory.held(), start_row(kind, engine, case, **more)
@@ -145,7 +135,7 @@ class Bench:
 
     def turns(self, engines: Sequence[Engine], case: Case) -> list[Row]:
         """Rows of eager steps that were timed in turns: see `take_turns`. All caches are held at a time."""
-        sweep(self.device, self._compiled)
+        sweep(self.device)
         rows: list[Row] = []
         ready: list[Turn] = []
         with self._decoding():

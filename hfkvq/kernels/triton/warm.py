@@ -54,19 +54,24 @@ def begin(order: Order, device: torch.device) -> Beside | None:
     if INTERPRETED.value or torch.version.hip is not None:
         return None
     gpu = _gpu(device)
+    return Beside(lambda: wanted(*order, device), lambda: compile_in_turn(order, gpu), device).start()
 
-    def compile_them() -> None:
-        _WAITING.append((order, gpu))
-        with _ONE:
-            orders = [own for own, other in _WAITING if other == gpu]
-            # Another thread's process may have taken it along.
-            if order in orders:
-                _WAITING[:] = [each for each in _WAITING if each[1] != gpu]
-                for name, _, error in compile_elsewhere(orders, gpu, beside=True):
-                    if error:
-                        logger.debug("%s: %s", name, error)
 
-    return Beside(lambda: wanted(*order, device), compile_them, device).start()
+def compile_in_turn(order: Order, gpu: Gpu) -> None:
+    """Compiles a layer's kernels once no other process does, with those of layers that have come meanwhile.
+
+    Raises:
+        RuntimeError: the process has failed.
+    """
+    _WAITING.append((order, gpu))
+    with _ONE:
+        orders = [own for own, other in _WAITING if other == gpu]
+        # Another thread's process may have taken it along.
+        if order in orders:
+            _WAITING[:] = [each for each in _WAITING if each[1] != gpu]
+            for name, _, error in compile_elsewhere(orders, gpu, beside=True):
+                if error:
+                    logger.debug("%s: %s", name, error)
 
 
 def compile_now(orders: Sequence[Order], number: int | None) -> list[Compiled]:
