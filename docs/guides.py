@@ -2,6 +2,8 @@
 
 .. include:: choosing.md
 
+.. include:: schemes.md
+
 .. include:: speed.md
 
 .. include:: evaluation.md
@@ -9,4 +11,6 @@
 .. include:: tuning.md
 
 .. include:: agents.md
+
+.. include:: results.md
 """

@@ -1,4 +1,4 @@
-"""Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures, README's table.
+"""Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures, a table of docs/results.md.
 
     python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
 
@@ -26,7 +26,7 @@ from hfkvq.demo.run import BASELINE, Result, choose_schemes
 from hfkvq.demo.schemes import describe
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parent.parent / "README.md"
+DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
 BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 
 OUTLIERS = 8.0
@@ -118,7 +118,7 @@ def _long(row: dict[str, Any]) -> str:
 
 
 def markdown(measured: dict[str, Any]) -> str:
-    """The table of README."""
+    """The table of docs/results.md."""
     plain, hard = measured["plain"]["rows"], {row["name"]: row for row in measured["outliers"]["rows"]}
     total = max(task["total"] for task in plain[0]["tasks"].values())
     head = ["cache", "code bits", "total bits", "bf16 / held", "long context", f"right, of {total} each", "KLD"]
@@ -135,7 +135,7 @@ def markdown(measured: dict[str, Any]) -> str:
 
 
 def put_table(text: str, measured: dict[str, Any]) -> str:
-    """README's text with the table in its place."""
+    """The document's text with the table in its place."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n{markdown(measured)}\n{END}{rest.split(END)[1]}"
 
@@ -150,7 +150,7 @@ def main(
     commit: Annotated[str, typer.Option(help="What is measured, for the record.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = RESULTS,
 ) -> None:
-    """Measures, and writes what README shows."""
+    """Measures, and writes what docs/results.md shows."""
     if what not in ("measure", "slice", "table"):
         raise typer.BadParameter(f"got {what!r}, allowed measure, slice or table.")
     if what == "slice":
@@ -169,7 +169,7 @@ def main(
             (out / "accuracy.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))
     if out == RESULTS:
-        README.write_text(put_table(README.read_text(encoding="utf-8"), measured), encoding="utf-8")
+        DOCUMENT.write_text(put_table(DOCUMENT.read_text(encoding="utf-8"), measured), encoding="utf-8")
     typer.echo(markdown(measured))
 
 

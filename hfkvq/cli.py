@@ -62,7 +62,7 @@ def _main(
 @app.command()
 def schemes(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of the README.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/schemes.md.")] = False,
 ) -> None:
     """List every preset: whom it is for, layout, bits, knobs, and what steps lose by its choices."""
     from hfkvq.demo.schemes import HEAD_DIM, describe_all, schemes_markdown, schemes_table

@@ -85,11 +85,11 @@ def test_guides_and_modules_of_the_reference_exist():
             assert importlib.util.find_spec(name) is not None, name
 
 
-def test_readme_has_the_presets_of_the_registry():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_list_of_presets_is_that_of_the_registry():
+    text = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
     expected = schemes_markdown()
     found = re.search(r"<!-- presets: begin -->\n(.*?)\n<!-- presets: end -->", text, re.DOTALL)[1]
-    assert found == expected, f"README's table is to be that of `hfkvq schemes --markdown`:\n{expected}"
+    assert found == expected, f"the table is to be that of `hfkvq schemes --markdown`:\n{expected}"
 
 
 def test_the_scheme_of_contributing_runs_as_it_stands(tmp_path, monkeypatch, capsys):
@@ -114,7 +114,7 @@ def rows(text, heading):
 
 class TestChoosing:
     TEXT = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
-    README = (ROOT / "README.md").read_text(encoding="utf-8")
+    RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
     def test_what_fits_is_what_is_computed(self):
         config = Qwen3Config(
@@ -144,8 +144,8 @@ class TestChoosing:
         named = {name for each in taken for name in re.findall("`([a-z0-9-]+)`", each)}
         assert {"kitty-pro", "full"} <= named <= list_schemes().keys()
 
-    def test_costs_are_those_of_the_readme(self):
-        measured, speed = rows(self.README, "| cache | code bits"), rows(self.README, "| cache | 32 x 32k")
+    def test_costs_are_those_that_were_measured(self):
+        measured, speed = rows(self.RESULTS, "| cache | code bits"), rows(self.RESULTS, "| cache | 32 x 32k")
         for name, (bits, plain, outliers, long, short) in rows(self.TEXT, "| cache | bits | KLD").items():
             preset = name.strip("`")
             known = measured.get(name) or measured.get(f"`{preset}-fractions`")

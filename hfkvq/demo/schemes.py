@@ -218,6 +218,6 @@ def _markdown_rows() -> Iterator[tuple[str, ...]]:
 
 
 def schemes_markdown() -> str:
-    """README's table: a row for each scheme with its knobs, with all its names."""
+    """The table of docs/schemes.md: a row for each scheme with its knobs, with all its names."""
     lines = ["| name | for | bits | keys | values | kept whole | paper |", "|---|---|---|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in _markdown_rows())])
