@@ -92,6 +92,15 @@ def test_the_list_of_presets_is_that_of_the_registry():
     assert found == expected, f"the table is to be that of `hfkvq schemes --markdown`:\n{expected}"
 
 
+def test_the_index_of_decisions_has_every_entry_once():
+    text = (ROOT / "DECISIONS.md").read_text(encoding="utf-8")
+    dated = re.findall(r"^## ((\d{4}-\d\d-\d\d) (.+))$", text, re.MULTILINE)
+    index = re.findall(r"^- \[(.+)\]\(#(.+)\)$", text[: text.index(f"## {dated[0][0]}")], re.MULTILINE)
+    # The anchor is made of the heading as GitHub makes it.
+    expected = [(title, re.sub(r"[^\w\- ]", "", whole.lower()).replace(" ", "-")) for whole, _, title in dated]
+    assert sorted(index) == sorted(expected)
+
+
 def test_the_scheme_of_contributing_runs_as_it_stands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
