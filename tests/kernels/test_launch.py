@@ -22,7 +22,7 @@ from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.dispatch import _enabled, reference
 from hfkvq.kernels.seal import range_rule
-from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe, seal_due, settle
+from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, observe, seal_due, settle, views_of_buffer
 from hfkvq.kernels.triton import append as append_module
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton import decode as decode_module
@@ -483,7 +483,7 @@ def call_advance(
     store = StoreFormat(pairs, sink, *rotate).spec
     plan = StepPlan(store, batch, heads, *dims, str(held), (blocks,) * len(pairs), tails, local, unit, capacity)
     # What a plan asks of its buffer is that all dtypes fit.
-    state = carve(blank(buffer_bytes(plan) + 8, dtype=torch.uint8)[8 * shift :], plan)
+    state = views_of_buffer(blank(buffer_bytes(plan) + 8, dtype=torch.uint8)[8 * shift :], plan)
     new = [
         blank(batch, heads, tokens, dim, dtype=own or dtype, order=order, shift=shift)
         for dim, own, order in zip(dims, (None, other), (keys, values), strict=True)
@@ -1035,7 +1035,7 @@ def test_steps_again(triton_backend, prepared, name):
         plan = test_step.plan_of(name, dtype=dtype, rows=2)
         buffer, expected = test_step.make(plan, CPU, starts=(seed, 3))
         # Far enough for what has eight bytes.
-        got = carve(placed(buffer, triton_backend, 8 * shift), plan)
+        got = views_of_buffer(placed(buffer, triton_backend, 8 * shift), plan)
 
         def step(state, device, q, k, v, plan=plan, shift=shift):
             q, k, v = (placed(x, device, shift) for x in (q, k, v))

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from hfkvq.kernels.line import FEW, Held, Observing, Sealing, seals_with_steps
 from torch import Tensor
 
 from hfkvq.kernels import append, append_attend, decode_attention, due, seal_tail
 from hfkvq.kernels import line as line_module
-from hfkvq.kernels.line import FEW, Held, Observing, Sealing, seals_with_steps
 from hfkvq.kernels.pages import split_runs
 from hfkvq.kernels.step import observe
 from tests.kernels.stores import Case, build
