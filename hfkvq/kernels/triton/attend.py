@@ -10,31 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import pair_format as pair
 from .attend_loose import attend_loose
 from .attend_pages import attend_pages
 from .attend_rows import last_visible, loop_tokens, query_rows, row_counters
 from .fields import fields_of, query_fields, words_of
-from .pair_format import (
-    HAS_RESTS,
-    IS_OPEN,
-    K_CODES,
-    K_FULL,
-    K_HIGH,
-    K_SCALE,
-    K_ZERO,
-    KEY_BITS,
-    KEY_GROUP,
-    KEY_WORDS,
-    ROOM4,
-    ROOM16,
-    STEP,
-    TABLE,
-    V_CODES,
-    V_SCALE,
-    V_ZERO,
-    VALUE_BITS,
-    VALUE_GROUP,
-)
 
 
 @triton.jit
@@ -70,68 +50,69 @@ def share_of(n_tokens, SPLITS, FINE, BT: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def ask_for_page(
-    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS: tl.constexpr, I: tl.constexpr,
-    AT: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
+    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
 
     Past the L1 cache, which must not keep what is written while this program waits.
     """
-    p_count = counters + (2 + 2 * (AT + I)) * B + i_b
+    p_count = counters + (2 + 2 * RUN) * B + i_b
     n_tokens = tl.load(p_count, cache_modifier=".cg")
-    if not FORMATS[I][IS_OPEN]:
+    if not FORM[pair.OPEN]:
         n_tokens = n_tokens // G * G
-    i_page = i_split * share_of(n_tokens, SPLITS, FINE, FORMATS[I][STEP], G) * FORMATS[I][STEP] // G
+    i_page = i_split * share_of(n_tokens, SPLITS, FINE, FORM[pair.STEP], G) * FORM[pair.STEP] // G
     if i_page * G < n_tokens:
-        i_head = tl.load(run[TABLE] + i_b * n_table + i_page, cache_modifier=".cg").to(tl.int64) * H + i_h
-        K_META: tl.constexpr = G * D // FORMATS[I][KEY_GROUP]
-        V_META: tl.constexpr = G * DV // FORMATS[I][VALUE_GROUP]
-        ask_ahead(run[K_CODES] + i_head * (G * D * FORMATS[I][KEY_BITS] // 16), G * D * FORMATS[I][KEY_BITS] // 8)
-        ask_ahead(run[K_SCALE] + i_head * K_META, 2 * K_META)
-        ask_ahead(run[K_ZERO] + i_head * K_META, 2 * K_META)
-        if FORMATS[I][ROOM4] > 0:
-            ask_ahead(run[K_HIGH] + i_head * (G // 8 * FORMATS[I][ROOM4]), G // 4 * FORMATS[I][ROOM4])
-        if FORMATS[I][ROOM16] > 0:
-            ask_ahead(run[K_FULL] + i_head * (G * FORMATS[I][ROOM16]), 2 * G * FORMATS[I][ROOM16])
-        ask_ahead(run[V_CODES] + i_head * (G * DV * FORMATS[I][VALUE_BITS] // 16), G * DV * FORMATS[I][VALUE_BITS] // 8)
-        ask_ahead(run[V_SCALE] + i_head * V_META, 2 * V_META)
-        ask_ahead(run[V_ZERO] + i_head * V_META, 2 * V_META)
+        i_head = tl.load(run[pair.TABLE] + i_b * n_table + i_page, cache_modifier=".cg").to(tl.int64) * H + i_h
+        K_META: tl.constexpr = G * D // FORM[pair.KEY_GROUP]
+        V_META: tl.constexpr = G * DV // FORM[pair.VALUE_GROUP]
+        K_BYTES: tl.constexpr = G * D * FORM[pair.KEY_BITS] // 8
+        V_BYTES: tl.constexpr = G * DV * FORM[pair.VALUE_BITS] // 8
+        ask_ahead(run[pair.K_CODES] + i_head * (K_BYTES // 2), K_BYTES)
+        ask_ahead(run[pair.K_SCALE] + i_head * K_META, 2 * K_META)
+        ask_ahead(run[pair.K_ZERO] + i_head * K_META, 2 * K_META)
+        if FORM[pair.ROOM4] > 0:
+            ask_ahead(run[pair.K_HIGH] + i_head * (G // 8 * FORM[pair.ROOM4]), G // 4 * FORM[pair.ROOM4])
+        if FORM[pair.ROOM16] > 0:
+            ask_ahead(run[pair.K_FULL] + i_head * (G * FORM[pair.ROOM16]), 2 * G * FORM[pair.ROOM16])
+        ask_ahead(run[pair.V_CODES] + i_head * (V_BYTES // 2), V_BYTES)
+        ask_ahead(run[pair.V_SCALE] + i_head * V_META, 2 * V_META)
+        ask_ahead(run[pair.V_ZERO] + i_head * V_META, 2 * V_META)
 
 
 @triton.jit
 def attend_split(
-    run, counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table,
-    FINE, p_mask, o_mask, s_ml, L, scaling, softcap, n_q, FORMATS: tl.constexpr, I: tl.constexpr, AT: tl.constexpr,
-    H: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
-    BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    CAUSAL: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
+    run, counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, FINE, mask,
+    scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, SEVERAL: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
+    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
+    ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Split ``i_split`` of SPLITS of a row's pages: whole pages or, if FINE, steps."""
-    BT: tl.constexpr = FORMATS[I][STEP]
-    K_BITS: tl.constexpr = FORMATS[I][KEY_BITS]
+    BT: tl.constexpr = FORM[pair.STEP]
+    K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
     # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
     if not PDL:
-        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
+        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
     b_qs = query_fields(
-        p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORMATS[I][KEY_WORDS], K_BITS, BM, ROTATE
+        p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORM[pair.KEY_WORDS], K_BITS, BM, ROTATE
     )  # fmt: skip
     if PDL:
-        if K_BITS < 8 and FORMATS[I][VALUE_BITS] < 8:
-            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORMATS, I, AT, H, D, DV, G)
+        if K_BITS < 8 and FORM[pair.VALUE_BITS] < 8:
+            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORM, RUN, H, D, DV, G)
         tl.extra.cuda.gdc_wait()
-        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, AT + I)
-    n_tokens = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, ORDERED, MASK, FORMATS[I][IS_OPEN])
+        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
+    n_tokens = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, ORDERED, MASK, FORM[pair.OPEN])
     n_share = share_of(n_tokens, SPLITS, FINE, BT, G)
     i_first = i_split * n_share
     i_end = tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
     if i_first >= i_end:
-        tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+        tl.store(outs[1] + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
     else:
         o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
         attend_pages(
-            run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table,
-            i_start, o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS, I, H, D, DV, S, G, BM, ORDERED, MASK,
-            ROWS, SOFTCAP, CAUSAL, DTYPE,
+            run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last,
+            mask, scaling, softcap, FORM, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
         )  # fmt: skip
 
 
@@ -166,49 +147,50 @@ def decode_kernel(
     i_s = (i_s + TURN) % tl.num_programs(1)
     COUNT: tl.constexpr = len(runs)
     ORDERED: tl.constexpr = TOTAL == 1
+    FORM0: tl.constexpr = FORMATS[0]
+    FORM1: tl.constexpr = FORMATS[COUNT - 1]
+    LOOSE_FORM: tl.constexpr = FORMATS[0 if ORDERED else COUNT]
     # Whether blocks take what a run has in pages that are not full.
-    RESTS0: tl.constexpr = not ORDERED and FORMATS[0][HAS_RESTS]
-    RESTS1: tl.constexpr = COUNT > 1 and FORMATS[COUNT - 1][HAS_RESTS]
+    RESTS0: tl.constexpr = not ORDERED and FORM0[pair.RESTS]
+    RESTS1: tl.constexpr = COUNT > 1 and FORM1[pair.RESTS]
     CAUSAL: tl.constexpr = not ORDERED and SEVERAL and MASK == 0
     n_q = QUERIES if SEVERAL else 1
     i_row = (i_bh * SPLITS + FIRST + i_s) * (SHARE * n_q)
-    o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w = query_rows(
-        q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, n_q, SHARE, BM, MASK
-    )
+    outs = (out, out_top, out_sum)
+    s_q = (s_qb, s_qh, s_qt)
+    s_m = (s_mb, s_mh, s_mq)
+    o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
 
     if i_s < PAGES0:
         attend_split(
-            runs[0], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B,
-            TABLE0, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, n_q, FORMATS, 0, AT, H, SEVERAL, D, DV, S, G, BM,
-            ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
+            runs[0], counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0, FINE,
+            masks, scaling, softcap, n_q, FORM0, AT, H, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL,
+            DTYPE, ROTATE, PDL,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
-                runs[1], counters, out, out_top, out_sum, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0,
-                PAGES1, B, TABLE1, FINE, p_mask, o_mask, s_ml, L, scaling, softcap, n_q, FORMATS, 1, AT, H, SEVERAL, D,
-                DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
+                runs[1], counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1, B,
+                TABLE1, FINE, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SEVERAL, D, DV, S, G, BM, ORDERED, MASK,
+                ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(
-            runs[0], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, i_bh,
-            i_m, i_row, i_s - PAGES0 - PAGES1, B, TABLE0, L, WK, WV, scaling, softcap, n_q, FORMATS,
-            0 if ORDERED else COUNT, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 0 if ORDERED else 1, MASK, ROWS,
-            SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
+            runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_s - PAGES0 - PAGES1, B,
+            TABLE0, L, WK, WV, scaling, softcap, n_q, LOOSE_FORM, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR,
+            0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
         if RESTS0:
             attend_loose(
-                runs[0], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml,
-                i_bh, i_m, i_row, i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, L, WK, WV, scaling, softcap, n_q, FORMATS,
-                0, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
-                PDL,
+                runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
+                i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, L, WK, WV, scaling, softcap, n_q, FORM0, AT, TOTAL, H, SHARE,
+                SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
             )  # fmt: skip
     else:
         if RESTS1:
             attend_loose(
-                runs[1], windows, counters, out, out_top, out_sum, q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml,
-                i_bh, i_m, i_row, i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, L, WK, WV, scaling, softcap,
-                n_q, FORMATS, 1, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE,
-                ROTATE, ROTATED, PDL,
+                runs[1], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
+                i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, L, WK, WV, scaling, softcap, n_q, FORM1, AT + 1,
+                TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
             )  # fmt: skip

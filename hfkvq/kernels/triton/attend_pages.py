@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import pair_format as pair
 from .fields import LOG2E, as_operand, as_product, dotable, fields_of, key_unit, put, words_of
 from .key_logits import (
     add_channel_logits,
@@ -24,38 +25,6 @@ from .key_logits import (
     visible_logits,
     whole_queries,
 )
-from .pair_format import (
-    IS_OPEN,
-    K_CODES,
-    K_FULL,
-    K_FULL_INDEX,
-    K_HIGH,
-    K_HIGH_INDEX,
-    K_SCALE,
-    K_ZERO,
-    KEY_BITS,
-    KEY_CHANNEL,
-    KEY_GROUP,
-    KEY_NORM,
-    KEY_WORDS,
-    LOOP_STAGES,
-    PART_TOKENS,
-    POS,
-    RANKS4,
-    RANKS16,
-    ROOM4,
-    ROOM16,
-    STEP,
-    SUB_TOKENS,
-    TABLE,
-    V_CODES,
-    V_SCALE,
-    V_ZERO,
-    VALUE_BITS,
-    VALUE_GROUP,
-    VALUE_NORM,
-    VALUE_WORDS,
-)
 from .value_sums import (
     add_normed,
     add_values,
@@ -70,41 +39,41 @@ from .value_sums import (
 
 @triton.jit
 def attend_pages(
-    run, out, out_top, out_sum, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start,
-    o_last, p_mask, o_mask, s_ml, L, scaling, softcap, FORMATS: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
-    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
+    run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last, mask,
+    scaling, softcap, FORM: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
+    G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Steps ``i_first`` to ``i_end`` over the pages of one row's run against the queries of a KV head.
 
     Of pages that are not full (OPEN), slots behind ``n_tokens`` are hidden, whatever they hold, as long as scales and
     minima are finite.
     """
-    table, pos = run[TABLE], run[POS]
-    k_codes, k_scale, k_zero, k_high, k_high_index, k_full, k_full_index = (
-        run[K_CODES], run[K_SCALE], run[K_ZERO], run[K_HIGH], run[K_HIGH_INDEX], run[K_FULL], run[K_FULL_INDEX],
-    )  # fmt: skip
-    v_codes, v_scale, v_zero = run[V_CODES], run[V_SCALE], run[V_ZERO]
-    K_BITS: tl.constexpr = FORMATS[I][KEY_BITS]
-    K_CHANNEL: tl.constexpr = FORMATS[I][KEY_CHANNEL]
-    K_GROUP: tl.constexpr = FORMATS[I][KEY_GROUP]
-    N4: tl.constexpr = FORMATS[I][ROOM4]
-    N16: tl.constexpr = FORMATS[I][ROOM16]
-    V_BITS: tl.constexpr = FORMATS[I][VALUE_BITS]
-    V_GROUP: tl.constexpr = FORMATS[I][VALUE_GROUP]
-    BT: tl.constexpr = FORMATS[I][STEP]
-    SUB: tl.constexpr = FORMATS[I][SUB_TOKENS]
-    B4: tl.constexpr = FORMATS[I][RANKS4]
-    B16: tl.constexpr = FORMATS[I][RANKS16]
-    BEK: tl.constexpr = FORMATS[I][KEY_WORDS]
-    BEV: tl.constexpr = FORMATS[I][VALUE_WORDS]
-    STAGES: tl.constexpr = FORMATS[I][LOOP_STAGES]
+    table, pos = run[pair.TABLE], run[pair.POS]
+    k_codes, k_scale, k_zero = run[pair.K_CODES], run[pair.K_SCALE], run[pair.K_ZERO]
+    k_high, k_high_index = run[pair.K_HIGH], run[pair.K_HIGH_INDEX]
+    k_full, k_full_index = run[pair.K_FULL], run[pair.K_FULL_INDEX]
+    v_codes, v_scale, v_zero = run[pair.V_CODES], run[pair.V_SCALE], run[pair.V_ZERO]
+    K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
+    K_CHANNEL: tl.constexpr = FORM[pair.KEY_CHANNEL]
+    K_GROUP: tl.constexpr = FORM[pair.KEY_GROUP]
+    N4: tl.constexpr = FORM[pair.ROOM4]
+    N16: tl.constexpr = FORM[pair.ROOM16]
+    V_BITS: tl.constexpr = FORM[pair.VALUE_BITS]
+    V_GROUP: tl.constexpr = FORM[pair.VALUE_GROUP]
+    BT: tl.constexpr = FORM[pair.STEP]
+    SUB: tl.constexpr = FORM[pair.SUB]
+    B4: tl.constexpr = FORM[pair.RANKS4]
+    B16: tl.constexpr = FORM[pair.RANKS16]
+    BEK: tl.constexpr = FORM[pair.KEY_WORDS]
+    BEV: tl.constexpr = FORM[pair.VALUE_WORDS]
+    STAGES: tl.constexpr = FORM[pair.STAGES]
     # A turn of the loop loads BT tokens and takes them in parts, each with a maximum of its own.
-    PART: tl.constexpr = FORMATS[I][PART_TOKENS]
+    PART: tl.constexpr = FORM[pair.PART]
     # Where in ``run`` the factors of tokens and of channels are, 0 if nowhere.
-    K_NORM: tl.constexpr = FORMATS[I][KEY_NORM]
-    V_NORM: tl.constexpr = FORMATS[I][VALUE_NORM]
-    OPEN: tl.constexpr = FORMATS[I][IS_OPEN]
+    K_NORM: tl.constexpr = FORM[pair.KEY_NORM]
+    V_NORM: tl.constexpr = FORM[pair.VALUE_NORM]
+    OPEN: tl.constexpr = FORM[pair.OPEN]
     EK: tl.constexpr = words_of(D, K_BITS)
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
@@ -184,8 +153,8 @@ def attend_pages(
                         b_s = norm_logits(b_s, run[K_NORM], i_head, o_slot, m_sub, G, False)
                         if N16 > 0:
                             b_s += add_whole_logits(
-                                tl.zeros([SUB, BM], tl.float32), b_wholes, k_full, i_head,
-                                i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM,
+                                tl.zeros([SUB, BM], tl.float32), b_wholes, k_full, i_head, i_slot + h * PART + n * SUB,
+                                G, N16, SUB, B16, BM,
                             )  # fmt: skip
                     if not RAW:
                         b_s = b_s * unit
@@ -198,9 +167,7 @@ def attend_pages(
                     o_x = i_j + o_sub + S
                     if not ORDERED:
                         o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub, mask=m_j, other=0)
-                    b_s = visible_logits(
-                        b_s, o_x, m_j, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK, ROWS, SOFTCAP
-                    )
+                    b_s = visible_logits(b_s, o_x, m_j, o_last, mask, i_start, softcap, MASK, ROWS, SOFTCAP)
                 b_logits = b_logits + (b_s,)
 
             # Within lanes first, between them once.
@@ -246,12 +213,12 @@ def attend_pages(
                 for g in tl.static_range(V_ZEROS):
                     b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
                 b_accs, b_zeros = add_values(
-                    b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART, m_sub, G, DV,
-                    V_BITS, V_GROUP, EV, PART, SUB, False,
+                    b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART, m_sub, G, DV, V_BITS,
+                    V_GROUP, EV, PART, SUB, False,
                 )  # fmt: skip
 
     if V_NORM > 0:
         b_outs = b_accs
     else:
         b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
-    store_part(out, out_top, out_sum, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+    store_part(outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)

@@ -42,23 +42,23 @@ def last_visible(i_length, o_m, m_m, n_q, MASK: tl.constexpr):
 
 @triton.jit
 def query_rows(
-    q, mask, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, i_b, i_h, i_m, n_q, SHARE: tl.constexpr, BM: tl.constexpr,
-    MASK: tl.constexpr,
+    q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Of BM queries of a KV head: which they are, which there are, and where they are and their masks.
+    """Of BM queries of a KV head: which they are, which there are, and where they are.
 
-    Then, for as many as a product's left operand has rows, where they are and which there are.
+    Then their masks: where, how far on for each query, the stride of columns and how many there are. And for as many
+    queries as a product's left operand has rows, where they are and which there are.
     """
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < SHARE * n_q
-    p_head = q + i_b * s_qb + (i_h * SHARE + o_m // n_q) * s_qh + o_m % n_q * s_qt
+    p_head = q + i_b * s_q[0] + (i_h * SHARE + o_m // n_q) * s_q[1] + o_m % n_q * s_q[2]
     o_w = tl.arange(0, 16)
     m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * n_q)
     o_w += i_m * BM
-    p_rows = q + i_b * s_qb + (i_h * SHARE + o_w // n_q) * s_qh + o_w % n_q * s_qt
+    p_rows = q + i_b * s_q[0] + (i_h * SHARE + o_w // n_q) * s_q[1] + o_w % n_q * s_q[2]
     p_mask = q
     o_mask = o_m
     if MASK > 0:
-        p_mask = mask + i_b * s_mb
-        o_mask = (i_h * SHARE + o_m // n_q) * s_mh + o_m % n_q * s_mq
-    return o_m, m_m, p_head, p_mask, o_mask, p_rows, m_w
+        p_mask = mask + i_b * s_m[0]
+        o_mask = (i_h * SHARE + o_m // n_q) * s_m[1] + o_m % n_q * s_m[2]
+    return o_m, m_m, p_head, (p_mask, o_mask, s_ml, L), p_rows, m_w

@@ -286,8 +286,8 @@ def norm_logits(b_s, norm, i_head, o_slot, m_t, G: tl.constexpr, MASKED: tl.cons
 @triton.jit
 def token_logits(
     b_ks, b_qs, b_totals, scale, zero, i_head, o_slot, m_t, log2_scaling, D: tl.constexpr, G: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, HIDDEN: tl.constexpr = False,
+    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+    HIDDEN: tl.constexpr = False,
 ):  # fmt: skip
     """Logits [BT, BM] of keys with scales per token (or none, for 16 bits), in units of ln 2.
 
@@ -346,13 +346,14 @@ def soft_cap(b_s, softcap):
 
 @triton.jit
 def visible_logits(
-    b_s, o_x, m_t, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK: tl.constexpr, ROWS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    b_s, o_x, m_t, o_last, mask, i_start, softcap, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Logits [BT, BM] in units of ln 2 of tokens at row positions ``o_x``, capped and masked: -inf where hidden.
 
     MASK: 0 causal (up to ``o_last`` of each query), 1 whether visible, 2 added. ROWS: the mask differs by query.
+    ``mask``: see `query_rows`.
     """
+    p_mask, o_mask, s_ml, L = mask[0], mask[1], mask[2], mask[3]
     if SOFTCAP:
         b_s = soft_cap(b_s * (1.0 / LOG2E), softcap) * LOG2E
     m_s = m_t[:, None] & (o_x[:, None] <= o_last[None, :])

@@ -53,10 +53,10 @@ class PairFormat(NamedTuple):
     rests: bool
 
 
-# Where its fields stand, for kernels: FORMATS[I][KEY_BITS].
+# Where its fields stand, for kernels: FORMATS[I][pair.KEY_BITS].
 (
-    KEY_BITS, KEY_CHANNEL, KEY_GROUP, ROOM4, ROOM16, VALUE_BITS, VALUE_GROUP, STEP, SUB_TOKENS, RANKS4, RANKS16,
-    KEY_WORDS, VALUE_WORDS, LOOP_STAGES, PART_TOKENS, KEY_NORM, VALUE_NORM, IS_OPEN, HAS_RESTS,
+    KEY_BITS, KEY_CHANNEL, KEY_GROUP, ROOM4, ROOM16, VALUE_BITS, VALUE_GROUP, STEP, SUB, RANKS4, RANKS16,
+    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, OPEN, RESTS,
 ) = map(tl.constexpr, range(len(PairFormat._fields)))  # fmt: skip
 
 KEY_TENSORS = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
@@ -65,7 +65,7 @@ VALUE_TENSORS = ("codes", "scale", "zero")
 FACTORS = 2 + len(KEY_TENSORS) + len(VALUE_TENSORS)
 """Tensors of a run behind which normed formats have their factors."""
 
-# Where a run's tensors stand, for kernels: run[K_CODES].
+# Where a run's tensors stand, for kernels: run[pair.K_CODES].
 (
     TABLE, POS, K_CODES, K_SCALE, K_ZERO, K_HIGH, K_HIGH_INDEX, K_FULL, K_FULL_INDEX, V_CODES, V_SCALE, V_ZERO,
 ) = map(tl.constexpr, range(FACTORS))  # fmt: skip

@@ -182,10 +182,11 @@ def page_sums(b_accs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.cons
 
 @triton.jit
 def store_part(
-    out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV: tl.constexpr, BITS: tl.constexpr,
+    outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV: tl.constexpr, BITS: tl.constexpr,
     E: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """A split's part of the result: sums by channel, the maximum (in units of ln 2) and the sum of probabilities."""
+    out, out_top, out_sum = outs[0], outs[1], outs[2]
     p_out = out + (i_row + o_m)[None, :] * DV + channels_of(0, tl.arange(0, BE), E, BITS)[:, None]
     for f in tl.static_range(len(b_outs)):
         m_out = of_head(m_m[None, :], f, DV, E, BE, BITS, 1)
