@@ -16,7 +16,8 @@ import triton
 from hfkvq.kernels import PageFormat, StoreFormat, append, seal
 from hfkvq.kernels.append import _append
 from hfkvq.kernels.seal import _seal
-from hfkvq.kernels.triton import seal as engine
+from hfkvq.kernels.triton.seal import channel, token
+from hfkvq.kernels.triton.seal import launch as engine
 
 DEVICE, HEADS, DIM = "cuda", 8, 128
 CASES = [
@@ -173,8 +174,8 @@ def main():
     if "sweep" in sys.argv:
         for per_thread in (64, 128):
             for tile in (8192, 16384):
-                engine.CHANNEL_TILE, engine.CHANNEL_THREAD = 16384, per_thread
-                engine.TOKEN_TILE, engine.TOKEN_THREAD = tile, per_thread
+                channel.CHANNEL_TILE, channel.CHANNEL_THREAD = 16384, per_thread
+                token.TOKEN_TILE, token.TOKEN_THREAD = tile, per_thread
                 print(f"elements a thread {per_thread}, tile per token {tile}")
                 for i in (0, 1, 5, 6, 7, 10, 11, 12):
                     bulk(*CASES[i])

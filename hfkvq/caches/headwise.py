@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH
-from hfkvq.kernels.line import Observing
 from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
+from hfkvq.kernels.step_tensors import Observing
 
 from .routing import ColumnTags
 from .scheme import Layout, Scheme

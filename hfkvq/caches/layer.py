@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hfkvq.kernels.decode import sealed_count
-from hfkvq.kernels.line import Observing
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import MAX_STEP, observe
+from hfkvq.kernels.step_tensors import Observing
 
 from .demote import demote
 from .handle import LazyKV, handles

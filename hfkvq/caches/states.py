@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hfkvq.kernels.pages import Side
+from hfkvq.kernels.windows import tokens_due
 
 from .scheme import Layout
 
@@ -66,7 +67,7 @@ class Ahead(NamedTuple):
 
 def target(rest: int, sealed: int, local: int, unit: int) -> int:
     """Tokens behind the sink that should be sealed when ``rest`` are there."""
-    return max(sealed, max(rest - local, 0) // unit * unit)
+    return sealed + tokens_due(rest, sealed, local, unit)
 
 
 # The layers of a model ask the same, one after the other: it was a fifth of what a layer's step takes the host.

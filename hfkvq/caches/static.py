@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hfkvq.kernels import warm
 from hfkvq.kernels.decode import LENGTH, RUNS, START
-from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, run_step, seen, settle, views_of_buffer
 
 from .capture import RECORDERS
 from .clock import Clock
@@ -252,7 +252,7 @@ class StaticKVLayer(KVLayer):
                 torch._dynamo.mark_static_address(buffer)
             self.buffer, self.plan, self.spec = buffer, plan, plan.spec
             with torch.inference_mode(False):
-                self.state = carve(buffer, plan)
+                self.state = views_of_buffer(buffer, plan)
             LAYERS[buffer.data_ptr()] = self
             self.clock.home = None
             for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):

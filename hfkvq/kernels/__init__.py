@@ -4,16 +4,15 @@ from .append import append
 from .decode import decode_attention
 from .dispatch import use_interpreter, use_reference
 from .due import due
+from .fused_step import append_attend, seal_tail
 from .gather import gather_rows
 from .hadamard import hadamard
-from .line import append_attend, seal_tail
 from .moments import attention_moments
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
-from .qk import qk_pages
+from .products import qk_pages, sv_pages
 from .quantize import dequantize_pages, quantize_pages
 from .seal import channel_widths, seal
-from .sv import sv_pages
 
 __all__ = [
     "PageFormat",

@@ -36,13 +36,6 @@ def _append(
     counters[LENGTH] += tokens
 
 
-@_append.register_fake
-def _(
-    keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Tensor], rotate_keys: int, rotate_values: int
-) -> None:
-    return None
-
-
 triton_slot("append", "append:append_triton")
 
 

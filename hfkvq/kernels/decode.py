@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from torch import Tensor
 from .dispatch import call, define, triton_slot
 from .hadamard import hadamard
 from .pages import RunView, Side, StoreFormat, split_runs
-from .qk import qk_pages, table_pages
-from .sv import sv_pages
+from .products import qk_pages, sv_pages, table_pages
 
 START, LENGTH, RUNS = 0, 1, 2
 """Rows of ``counters``: leading padding, stored tokens, then (keys, values) sealed in each run."""
@@ -163,18 +163,7 @@ def _decode_attention(
 
 
 @_decode_attention.register_fake
-def _(
-    q: Tensor,
-    counters: Tensor,
-    windows: Sequence[Tensor],
-    runs: Sequence[Tensor],
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-    store: str,
-    early: bool = False,
-) -> Tensor:
+def _(q: Tensor, counters: Tensor, windows: Sequence[Tensor], *_: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], windows[1].shape[-1]))
 
 

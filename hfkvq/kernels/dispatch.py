@@ -17,7 +17,7 @@ class Compiling(Protocol):
     """Kernels that are being compiled beside."""
 
     def lacks(self, module: str) -> bool:
-        """Whether one of this module is not there yet."""
+        """Whether one of this module, or package, of `hfkvq.kernels.triton` is not there yet."""
         ...
 
 
@@ -33,7 +33,7 @@ _INTERPRETED: set[str] = set()
 _LAUNCHERS: dict[str, Callable[..., Any]] = {}
 # Device types on which ops that have a kernel take it.
 _KERNELS_ON = {"cuda": True, "cpu": False}
-# In which module of `hfkvq.kernels.triton` the kernel of an op is.
+# In which module or package of `hfkvq.kernels.triton` the kernels of an op are.
 _MODULES: dict[str, str] = {}
 # Leaving these contexts would switch the kernels on again, so they are kept.
 _SWITCHED_OFF: list[contextlib.AbstractContextManager[None]] = []
@@ -71,7 +71,7 @@ def triton_slot(name: str, launcher: str) -> None:
         return found()(*args)
 
     op = _OPS[name]
-    _LAUNCHERS[name], _MODULES[name] = run, module
+    _LAUNCHERS[name], _MODULES[name] = run, module.partition(".")[0]
     op.register_kernel("cuda")(run)
     op.register_kernel("cpu")(run)
     off = op.set_kernel_enabled("cpu", enabled=False)

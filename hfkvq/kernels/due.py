@@ -11,6 +11,7 @@ from torch import Tensor
 from .decode import LENGTH, sealed_count
 from .dispatch import call, define, triton_slot
 from .pages import Side
+from .windows import tokens_due_by_row
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -50,7 +51,7 @@ def _due(
     before, taken, slots = [], [], []
     for at, (tail, own, step, span) in enumerate(zip(tails, local, unit, most, strict=True)):
         total, count = sealed_count(counters, SIDES[at]), counters[-2 + at].clone()
-        new = ((rest - own).clamp(min=0) // step * step - total).clamp(min=0)
+        new = tokens_due_by_row(rest, total, own, step)
         token = total[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
         counters[-2 + at] += new
         if pos is not None and at == 0:
@@ -62,20 +63,6 @@ def _due(
         taken.append(new)
         slots.append((token % max(tail, 1)).flatten())
     found.copy_(torch.cat(before + taken + slots))
-
-
-@_due.register_fake
-def _(
-    counters: Tensor,
-    found: Tensor,
-    sink: int,
-    tails: Sequence[int],
-    local: Sequence[int],
-    unit: Sequence[int],
-    most: Sequence[int],
-    pos: Tensor | None,
-) -> None:
-    return None
 
 
 triton_slot("due", "due:due_triton")
@@ -90,7 +77,7 @@ def due(
     most: Sequence[int],
     pos: Tensor | None = None,
 ) -> Due:
-    """Counts as sealed, in the last run, what is to be sealed: ``max((rest - local)+ // unit * unit - sealed, 0)``.
+    """Counts as sealed, in the last run, what is to be sealed: `hfkvq.kernels.windows.tokens_due` of each side.
 
     Args:
         counters: i32 (2 + 2*runs, B), see `decode_attention`; ``rest`` is ``(length - sink)+``. Written in place.

@@ -165,24 +165,6 @@ def _seal(
             part[ids, :, :, slot] = made[:, :, 0]
 
 
-@_seal.register_fake
-def _(
-    parts: Sequence[Tensor],
-    table: Tensor,
-    count: Tensor,
-    new: Tensor,
-    source: Tensor,
-    index: Tensor,
-    widths: Tensor | None,
-    fmt: str,
-    side: str,
-    choose: str,
-    q_abs: Tensor | None,
-    norm: Tensor | None = None,
-) -> None:
-    return None
-
-
 triton_slot("seal", "seal:seal_triton")
 
 

@@ -20,7 +20,8 @@ from hfkvq.caches.routing import Tally
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
 from hfkvq.caches.tokens import TokenRecord
-from hfkvq.kernels import append, decode_attention, line, use_interpreter
+from hfkvq.kernels import append, decode_attention, use_interpreter
+from hfkvq.kernels import fused_step as line
 from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.pages import PageFormat, split_runs
 from hfkvq.kernels.step import observe
@@ -92,7 +93,7 @@ def assert_same(one, other, room=True):
 def taken(monkeypatch):
     """How often each line has been gone; on a CPU the operations stand for them."""
     counts = {"append_attend": 0, "sealed": 0, "observed": 0, "seal_tail": 0, "masked": 0}
-    lines = line._lines() if torch.cuda.is_available() else None
+    lines = line._launches() if torch.cuda.is_available() else None
 
     def append_attend(q, keys, values, held, scaling, softcap, sealing, observing, mask):
         if lines is not None:
@@ -116,7 +117,7 @@ def taken(monkeypatch):
         counts["seal_tail"] += done
         return done
 
-    monkeypatch.setattr(line, "_lines", lambda: SimpleNamespace(append_attend=append_attend, seal_tail=seal_tail))
+    monkeypatch.setattr(line, "_launches", lambda: SimpleNamespace(append_attend=append_attend, seal_tail=seal_tail))
     monkeypatch.setattr(line, "launches", lambda x: True)
     return counts
 
@@ -353,7 +354,7 @@ def test_what_takes_more_goes_step_by_step(what, taken):
 
 def lines_of(monkeypatch):
     """The launchers, on a machine that may have nothing to launch on."""
-    lines = pytest.importorskip("hfkvq.kernels.triton.line")
+    lines = pytest.importorskip("hfkvq.kernels.triton.fused_step")
     monkeypatch.setattr(lines, "is_misrounded", lambda *_: False)
     return lines
 
@@ -567,7 +568,7 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
         monkeypatch.setattr(module, "is_watched", lambda: watched[0])
     monkeypatch.setattr(launch_module.Launch, "prepare", prepare)
     monkeypatch.setattr(launch_module.Launch, "__call__", first)
-    for make in (lines._step, lines._begin_launch, lines._end_launch, lines.append_launch):
+    for make in (lines._step, lines.begin_launch, lines.end_launch, lines.append_launch):
         make.cache_clear()
     # The same memory for what each step makes, so that both ways can be compared.
     places, empty = {}, torch.empty
@@ -607,7 +608,7 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
         assert got[0] == got[1] == got[2] == calls
         assert len(got[0]) == 3
         assert [x[0] for x in got[0]][1] == "decode_kernel"
-    for make in (lines._step, lines._begin_launch, lines._end_launch, lines.append_launch):
+    for make in (lines._step, lines.begin_launch, lines.end_launch, lines.append_launch):
         make.cache_clear()
 
 
@@ -646,8 +647,8 @@ def test_kernels_of_steps_are_those_of_the_operations(name, prompt, monkeypatch)
     pytest.importorskip("triton")
     generator, done = torch.Generator().manual_seed(0), []
     one, other = layer_of(get_scheme(name)), layer_of(get_scheme(name), plainly=False)
-    real = line._lines().append_attend
-    monkeypatch.setattr(line._lines(), "append_attend", lambda *given: (done.append(given[6:8]), real(*given))[1])
+    real = line._launches().append_attend
+    monkeypatch.setattr(line._launches(), "append_attend", lambda *given: (done.append(given[6:8]), real(*given))[1])
     for tokens in (prompt, 1, 1, 1):
         given = states(1, tokens, 64, torch.float16, "cpu", generator)
         with use_interpreter():
@@ -666,7 +667,7 @@ def test_a_step_whose_launch_fails_can_be_taken_again(which, monkeypatch):
     pytest.importorskip("triton")
     generator, launches = torch.Generator().manual_seed(0), []
     one, other = layer_of(get_scheme("saw-int4")), layer_of(get_scheme("saw-int4"), plainly=False)
-    Launch = line._lines().Launch
+    Launch = line._launches().Launch
     real = Launch.__call__
 
     def fails(launch, *tensors):

@@ -579,7 +579,7 @@ def test_a_full_cache_says_so_before_the_step():
 
 
 def test_a_step_that_fails_counts_its_tokens_once(monkeypatch):
-    from hfkvq.kernels import step
+    from hfkvq.kernels.step import ops as step
 
     model = build("llama")
     cache = MixedKVCache(model, FULL, max_cache_len=80)

@@ -31,7 +31,7 @@ def main() -> None:
     names, said, done = [], {}, []
 
     def compile_them() -> None:
-        said["while"] = [beside.is_ready(), beside.lacks("seal"), beside.lacks("general"), len(dispatch.compiling)]
+        said["while"] = [beside.is_ready(), beside.lacks("seal"), beside.lacks("dequantized"), len(dispatch.compiling)]
         done.extend(compile_elsewhere([order], gpu))
 
     def every() -> list[ahead.Wanted]:
@@ -42,7 +42,7 @@ def main() -> None:
     beside = ahead.Beside(every, compile_them, DEVICE)
     beside.start()
     beside._done.wait()
-    said["after"] = [beside.is_ready(), beside.lacks("seal"), beside.lacks("general"), len(dispatch.compiling)]
+    said["after"] = [beside.is_ready(), beside.lacks("seal"), beside.lacks("dequantized"), len(dispatch.compiling)]
     said["errors"] = [each.error for each in done if each.error]
     said["wanted"], said["compiled"] = sorted(set(names)), sorted({each.name for each in done})
     said["found"] = [ahead.find(each) for each in wanted(*order, torch.device("cuda", 0))]

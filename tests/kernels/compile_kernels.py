@@ -39,10 +39,10 @@ from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import run_count
-from hfkvq.kernels.line import Observing
 from hfkvq.kernels.pages import StoreFormat
 from hfkvq.kernels.seal import RULES, range_rule
-from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe, seal_due
+from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, observe, seal_due, views_of_buffer
+from hfkvq.kernels.step_tensors import Observing
 from hfkvq.kernels.triton import configs
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -188,13 +188,13 @@ def told(error: BaseException) -> str:
 
 
 def name_of(kernel: JITFunction) -> str:
-    """E.g. ``seal.seal_token_kernel``."""
+    """E.g. ``token.seal_token_kernel``."""
     return f"{kernel.module.rpartition('.')[2]}.{kernel.__name__}"
 
 
 def all_kernels() -> set[str]:
     """Names of the kernels that there are: what is launched, not what that calls."""
-    names = [f"{launchers.__name__}.{module.name}" for module in pkgutil.iter_modules(launchers.__path__)]
+    names = [module.name for module in pkgutil.walk_packages(launchers.__path__, f"{launchers.__name__}.")]
     return {
         name_of(x)
         for module in (*map(importlib.import_module, names), split_kv)
@@ -351,7 +351,7 @@ def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: i
         form.spec, rows, heads, dim, dim, str(dtype), blocks, (2 * unit, 2 * unit), (0, 0), (unit, unit), capacity,
         rule, query,
     )  # fmt: skip
-    state = carve(torch.zeros(buffer_bytes(plan), dtype=torch.uint8), plan)
+    state = views_of_buffer(torch.zeros(buffer_bytes(plan), dtype=torch.uint8), plan)
     advance(tensor(rows, heads, tokens, dim, dtype), tensor(rows, heads, tokens, dim, dtype), state, plan)
     if query == "sum":
         query_states = tensor(rows, 4 * heads, tokens, dim, dtype)
@@ -380,7 +380,7 @@ STORES = (
     (256, 256, F16, "s0;k256;v256;2t256p128/2t64p128", {}),
     (128, 128, BF16, "s4;k128;v128;4c128p128n/2t128p128n", {"queries": 2}),
     (128, 128, BF16, "s4;k0;v0;2c32p128n+4x32+16x8/4t128p128n", {"mask": "float"}),
-    # For `general`.
+    # For `dequantized`.
     (64, 64, F16, "s0;k0;v0;16c64p24/16t64p24", {}),
     (64, 64, BF16, "s0;k0;v0;8t32p32/8t16p32", {"mask": "row"}),
     (72, 48, F32, "s4;k0;v0;2c12p24/4t24p24", {"mask": "bool", "softcap": 5.0}),

@@ -410,7 +410,7 @@ def test_full_pages(backend, name, kind):
 @pytest.mark.parametrize("name", [*FULL_PAGES, *(name for name in CASES if name.startswith("tiles"))])
 def test_tiles_take_the_main_kernel(name):
     """The cases above would pass without it as well."""
-    from hfkvq.kernels.triton.decode import is_served
+    from hfkvq.kernels.triton.decode_formats import is_served
 
     case = (CASES | FULL_PAGES)[name]
     assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)

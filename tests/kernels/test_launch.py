@@ -22,7 +22,7 @@ from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.dispatch import _enabled, reference
 from hfkvq.kernels.seal import range_rule
-from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, carve, observe, seal_due, settle
+from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, observe, seal_due, settle, views_of_buffer
 from hfkvq.kernels.triton import append as append_module
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton import decode as decode_module
@@ -107,7 +107,7 @@ def test_the_first_launch_goes_through_triton_and_later_ones_past_it(streams):
     kernel = Kernel("a b n factor SIZE WIDE")
     # Constants come in any order, and options of the launch among them.
     constants = {"num_warps": 4, "WIDE": True, "SIZE": 16, "maxnreg": 9}
-    launch = Launch(kernel, (3, 2), (7, 0.5), constants, CPU)
+    launch = Launch(kernel, (3, 2), {"factor": 0.5, "n": 7}, constants, CPU)
     first = (floats(0), floats(4))
     launch(*first)
     ((grid, args, given),) = kernel.through
@@ -126,7 +126,7 @@ def test_the_first_launch_goes_through_triton_and_later_ones_past_it(streams):
 def test_every_alignment_has_a_variant(streams):
     """As many as there are choices of the tensors that begin at a multiple of 16 bytes."""
     kernel = Kernel("a b c n SIZE")
-    launch = Launch(kernel, (1,), (5,), {"SIZE": 2}, CPU)
+    launch = Launch(kernel, (1,), {"n": 5}, {"SIZE": 2}, CPU)
     choices = list(itertools.product((0, 1), repeat=3))
     for choice in choices:
         launch(*map(floats, choice))
@@ -144,7 +144,7 @@ def test_every_alignment_has_a_variant(streams):
 def test_tensors_without_elements_are_aligned(streams):
     """Their address is 0, to Triton as well."""
     kernel = Kernel("a")
-    launch = Launch(kernel, (1,), (), {}, CPU)
+    launch = Launch(kernel, (1,), {}, {}, CPU)
     for x in (floats(0), floats(1)[:0], torch.zeros(0)):
         launch(x)
     assert len(kernel.through) == 1
@@ -157,7 +157,7 @@ def test_nests_are_made_of_tensors_and_of_addresses(streams):
     def nest(given):
         return (given[2], given[0]), None, given[1]
 
-    launch = Launch(kernel, (1,), (7,), {"SIZE": 2}, CPU, nest)
+    launch = Launch(kernel, (1,), {"n": 7}, {"SIZE": 2}, CPU, nest)
     own = [floats(0), floats(1), floats(2)]
     launch(*own)
     ((_, (pair, none, last, number), _),) = kernel.through
@@ -175,7 +175,9 @@ def test_nests_are_made_of_tensors_and_of_addresses(streams):
 
 def test_what_is_prepared_is_compiled_and_not_launched(streams):
     kernel = Kernel("a b n SIZE WIDE")
-    launch = Launch(kernel, (3, 2), (7,), {"WIDE": True, "num_warps": 4, "SIZE": 16}, CPU, lambda given: given[::-1])
+    launch = Launch(
+        kernel, (3, 2), {"n": 7}, {"WIDE": True, "num_warps": 4, "SIZE": 16}, CPU, lambda given: given[::-1]
+    )
     assert launch.ready([0, 16]) is None
     own, odd = (floats(0), floats(4)), (floats(0), floats(5))
     for given in (own, own, odd, (floats(8), floats(12))):
@@ -197,7 +199,7 @@ def test_what_is_prepared_is_compiled_and_not_launched(streams):
 
 def test_the_interpreter_has_nothing_to_prepare():
     kernel = Kernel("a n SIZE", interpreted=True)
-    launch = Launch(kernel, (2,), (3,), {"SIZE": 4}, CPU)
+    launch = Launch(kernel, (2,), {"n": 3}, {"SIZE": 4}, CPU)
     launch.prepare([floats(0)])
     assert launch.ready([0]) is None
     launch(floats(0))
@@ -206,7 +208,7 @@ def test_the_interpreter_has_nothing_to_prepare():
 
 def test_the_interpreter_is_asked_every_time():
     kernel = Kernel("a n SIZE", interpreted=True)
-    launch = Launch(kernel, (2,), (3,), {"SIZE": 4}, CPU)
+    launch = Launch(kernel, (2,), {"n": 3}, {"SIZE": 4}, CPU)
     own = [floats(0), floats(0), floats(4)]
     for x in own:
         launch(x)
@@ -220,7 +222,7 @@ def test_the_interpreter_is_asked_every_time():
 def test_hooks_are_told_of_every_launch(monkeypatch, streams, when):
     """Triton's own way tells them, and takes its time for it where there are none."""
     kernel, hooks = Kernel("a"), knobs.HookChain()
-    launch = Launch(kernel, (1,), (), {}, CPU)
+    launch = Launch(kernel, (1,), {}, {}, CPU)
     launch(floats(0))
     monkeypatch.setattr(knobs.runtime, when, hooks)
     launch(floats(0))
@@ -238,7 +240,7 @@ def test_hooks_are_told_of_every_launch(monkeypatch, streams, when):
 @pytest.mark.parametrize("grid", [(5,), (5, 2), (5, 2, 3)])
 def test_grids_have_three_axes(streams, grid):
     kernel = Kernel("a")
-    launch = Launch(kernel, grid, (), {}, CPU)
+    launch = Launch(kernel, grid, {}, {}, CPU)
     for _ in range(2):
         launch(floats(0))
     assert kernel.through[0][0] == kernel.past[0][1] == (*grid, 1, 1)[:3]
@@ -258,7 +260,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, streams, index, 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", enter)
     kernel = Kernel("a")
-    launch = Launch(kernel, (1,), (), {}, torch.device("cuda", index))
+    launch = Launch(kernel, (1,), {}, {}, torch.device("cuda", index))
     for _ in range(2):
         launch(floats(0))
         assert seen == entered
@@ -269,7 +271,7 @@ def test_launches_are_on_the_device_of_the_tensors(monkeypatch, streams, index, 
 
 # Launchers and their plans: nothing runs, but all that would is noted.
 
-MODULES = [import_module(f"{launchers.__name__}.{module.name}") for module in pkgutil.iter_modules(launchers.__path__)]
+MODULES = [import_module(x.name) for x in pkgutil.walk_packages(launchers.__path__, f"{launchers.__name__}.")]
 
 
 def keeps_launches(x: Any) -> bool:
@@ -283,8 +285,8 @@ PLANS = [(module, name) for module in MODULES for name, x in vars(module).items(
 
 def test_launchers_remember_launches():
     """Or what follows would not see them."""
-    found = {module.__name__.rpartition(".")[2] for module, _ in PLANS}
-    assert found >= {"append", "decode", "due", "merge", "seal", "step"}
+    found = {module.__name__.removeprefix(f"{launchers.__name__}.") for module, _ in PLANS}
+    assert found >= {"append", "decode", "due", "merge", "seal.launch", "step"}
 
 
 class Ran(NamedTuple):
@@ -483,7 +485,7 @@ def call_advance(
     store = StoreFormat(pairs, sink, *rotate).spec
     plan = StepPlan(store, batch, heads, *dims, str(held), (blocks,) * len(pairs), tails, local, unit, capacity)
     # What a plan asks of its buffer is that all dtypes fit.
-    state = carve(blank(buffer_bytes(plan) + 8, dtype=torch.uint8)[8 * shift :], plan)
+    state = views_of_buffer(blank(buffer_bytes(plan) + 8, dtype=torch.uint8)[8 * shift :], plan)
     new = [
         blank(batch, heads, tokens, dim, dtype=own or dtype, order=order, shift=shift)
         for dim, own, order in zip(dims, (None, other), (keys, values), strict=True)
@@ -1035,7 +1037,7 @@ def test_steps_again(triton_backend, prepared, name):
         plan = test_step.plan_of(name, dtype=dtype, rows=2)
         buffer, expected = test_step.make(plan, CPU, starts=(seed, 3))
         # Far enough for what has eight bytes.
-        got = carve(placed(buffer, triton_backend, 8 * shift), plan)
+        got = views_of_buffer(placed(buffer, triton_backend, 8 * shift), plan)
 
         def step(state, device, q, k, v, plan=plan, shift=shift):
             q, k, v = (placed(x, device, shift) for x in (q, k, v))

@@ -36,7 +36,7 @@ SCHEMES = {
 
 def most_behind(form, key_tail, value_tail, queries):
     """What programs are launched for."""
-    from hfkvq.kernels.triton.decode import most_behind
+    from hfkvq.kernels.triton.decode_formats import most_behind
 
     return most_behind(form, key_tail, value_tail, queries)
 
@@ -47,7 +47,7 @@ def behind(length, keys, values, form, queries):
     As `attend.loop_tokens` counts them. Where tokens have positions, others take what is sealed in pages that the loop
     does not take.
     """
-    from hfkvq.kernels.triton.decode import BLOCK, takes_open
+    from hfkvq.kernels.triton.decode_formats import BLOCK, takes_open
 
     rest = (length - form.sink).clamp(min=0)
     if not form.ordered:
@@ -222,7 +222,7 @@ def test_rows_at_the_bound_are_attended_to(backend, name):
 @pytest.mark.parametrize("name", AT_THE_BOUND)
 def test_rows_at_the_bound_need_what_is_launched(name):
     """The cases above would pass with any bound otherwise, or with a kernel that has none."""
-    from hfkvq.kernels.triton.decode import BLOCK, is_served
+    from hfkvq.kernels.triton.decode_formats import BLOCK, is_served
 
     case = AT_THE_BOUND[name]
     assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)

@@ -135,10 +135,9 @@ def test_many_rows(backend):
 @pytest.mark.parametrize("sms", [1, 2, 20])
 def test_splits(triton_backend, sms, monkeypatch):
     """Any number of programs shares the pages of a row, and adds up to the same but for rounding."""
-    from hfkvq.kernels.triton import qk, sv
+    from hfkvq.kernels.triton import products
 
-    for module in (qk, sv):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: sms)
+    monkeypatch.setattr(products, "multiprocessors", lambda device: sms)
     check_qk(triton_backend, "4t64p32", 64, 4, torch.float32)
     check_sv(triton_backend, "4t64p32", 64, 4, torch.float32)
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hfkvq.kernels import append, append_attend, decode_attention, due, seal_tail
-from hfkvq.kernels import line as line_module
-from hfkvq.kernels.line import FEW, Held, Observing, Sealing, seals_with_steps
+from hfkvq.kernels import append, append_attend, decode_attention, due, fused_step, seal_tail
+from hfkvq.kernels.fused_step import FEW, seals_with_steps
 from hfkvq.kernels.pages import split_runs
 from hfkvq.kernels.step import observe
+from hfkvq.kernels.step_tensors import Observing, Sealing, StepTensors
 from tests.kernels.stores import Case, build
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -80,7 +80,7 @@ def one_by_one(q, new, counters, windows, runs, store, sealing, observing):
         for at, side in enumerate(("keys", "values")):
             if sealing.most[at]:
                 parts, fmt = (run.keys, run.values)[at], store.runs[0][at]
-                line_module.seal(
+                fused_step.seal(
                     parts, run.table, found.count[at], found.new[at], windows[2 + at], found.index[at], None, fmt, side
                 )
     return out
@@ -103,7 +103,7 @@ def compare(name, tokens, device, observes, seals, dtype=F16, seed=0):
     again = Observing(*copies(seen)) if observes else None
     sealed = sealing if seals else None
     expected = one_by_one(q, new, *own, store, sealed, seen)
-    got = append_attend(q, *new, Held(*other, store), 0.125, 0.0, sealed, again)
+    got = append_attend(q, *new, StepTensors(*other, store), 0.125, 0.0, sealed, again)
     assert got is not None
     assert got.shape == (q.shape[0], tokens, *got.shape[2:])
     got = got.transpose(1, 2)
@@ -138,7 +138,7 @@ def test_counters_say_what_was_sealed(triton_backend):
     """And rows with nothing due, here those within or at the end of their sink, are as they were."""
     store, (q, counters, windows, runs), new, sealing = given("by the token", 1, F16, triton_backend)
     before = [x.clone() for x in runs]
-    append_attend(q, *new, Held(counters, windows, runs, store), 0.125, 0.0, sealing)
+    append_attend(q, *new, StepTensors(counters, windows, runs, store), 0.125, 0.0, sealing)
     assert counters.tolist()[1:] == [[3, 5, 37, 46], [0, 1, 33, 42], [0, 1, 33, 42]]
     table = runs[0].cpu()
     written = {int(table[row, 0 if row == 1 else 1]) for row in (1, 2, 3)}
@@ -149,7 +149,7 @@ def test_counters_say_what_was_sealed(triton_backend):
 
 def test_what_no_compiler_takes_leaves_everything_as_it_was(triton_backend, monkeypatch):
     """Launches are compiled before the first of them is made."""
-    lines = line_module._lines()
+    lines = fused_step._launches()
     store, (q, counters, windows, runs), new, sealing = given("by the token", 1, F16, triton_backend)
     before = [x.clone() for x in (counters, *windows, *runs)]
 
@@ -157,9 +157,9 @@ def test_what_no_compiler_takes_leaves_everything_as_it_was(triton_backend, monk
         raise RuntimeError("out of resource")
 
     monkeypatch.setattr(lines.Launch, "prepare", fail)
-    lines._end_launch.cache_clear(), lines._step.cache_clear()
+    lines.end_launch.cache_clear(), lines._step.cache_clear()
     with pytest.raises(RuntimeError, match="out of resource"):
-        append_attend(q, *new, Held(counters, windows, runs, store), 0.125, 0.0, sealing)
+        append_attend(q, *new, StepTensors(counters, windows, runs, store), 0.125, 0.0, sealing)
     for a, b in zip(before, (counters, *windows, *runs), strict=True):
         assert torch.equal(bits(a), bits(b))
 
@@ -183,8 +183,8 @@ def test_sealing_in_the_end_is_sealing_a_tail(triton_backend):
     """The same once more, with what an eager layer would call otherwise."""
     store, (q, *held), new, sealing = given("fp8", 1, F16, triton_backend)
     (own, *_), other = held, [copies(x) for x in held]
-    append_attend(q, *new, Held(*held, store), 0.125, 0.0, sealing)
-    append_attend(q, *new, Held(*other, store), 0.125, 0.0)
+    append_attend(q, *new, StepTensors(*held, store), 0.125, 0.0, sealing)
+    append_attend(q, *new, StepTensors(*other, store), 0.125, 0.0)
     seal_tail(other[0], other[1], split_runs(store, other[2])[0], *sealing, store)
     assert torch.equal(own, other[0])
     for a, b in zip(held[2], other[2], strict=True):

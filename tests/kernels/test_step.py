@@ -10,7 +10,7 @@ import torch
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 from hfkvq.kernels.seal import channel_widths, parse_rule, range_rule
-from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, carve, run_step, seen, settle
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, run_step, seen, settle, views_of_buffer
 from tests.kernels.stores import spoil
 
 HEADS, SHARE, DIM = 2, 2, 32
@@ -42,7 +42,7 @@ def plan_of(name, capacity=200, dtype=torch.float32, rows=3):
 def make(plan, device, starts=(0, 5, 2)):
     """An empty buffer of whatever was in memory, but for what has to be set."""
     buffer = torch.full((buffer_bytes(plan),), 255, dtype=torch.uint8, device=device)
-    state = carve(buffer, plan)
+    state = views_of_buffer(buffer, plan)
     for part in (state.counters, state.new, state.sealed, state.flag, state.sums, state.counts, *state.windows):
         part.zero_()
     for run, blocks in zip(state.runs, plan.blocks, strict=True):
@@ -152,7 +152,7 @@ def test_plans_and_buffers():
         assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
         assert spans[0][0] == buffer.data_ptr()
         assert spans[-1][1] <= buffer.data_ptr() + buffer.nbytes
-        assert carve(buffer, plan) is state
+        assert views_of_buffer(buffer, plan) is state
 
 
 @pytest.mark.parametrize("rule", [range_rule(), range_rule(1.5, 0.5), range_rule(0.5, 0.5, 3.0)])

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from hfkvq import kernels
 from hfkvq.kernels.decode import LENGTH, RUNS, START
-from hfkvq.kernels.line import Held, Observing, Sealing
 from hfkvq.kernels.pages import PageFormat, RunView, Side
+from hfkvq.kernels.step_tensors import Observing, Sealing, StepTensors
 
 from ..routing import ColumnTags, Counters, Ground, Source, Tally
 from ..scheme import Layout, Scheme
@@ -154,7 +154,7 @@ class KVStore:
         return self.state.tally
 
     @property
-    def held(self) -> Held:
+    def held(self) -> StepTensors:
         """Counters, windows and runs, with what steps remember of them."""
         return self.state.held
 
@@ -287,7 +287,7 @@ class KVStore:
         if seals and due and self.seals_plainly:
             # With more pages attention would share them out in another way, and `commit` makes them afterwards.
             room = held.blocks >= self.blocks(then.most)
-            if room and kernels.line.seals_with_steps(self.format, then.due):
+            if room and kernels.fused_step.seals_with_steps(self.format, then.due):
                 sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)
         out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
         if out is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.pages import Side
-from hfkvq.kernels.qk import table_pages
+from hfkvq.kernels.products import table_pages
 
 from .state import SIDES
 

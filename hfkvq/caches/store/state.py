@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hfkvq.kernels.line import Held
 from hfkvq.kernels.pages import RunView, Side, StoreFormat
+from hfkvq.kernels.step_tensors import StepTensors
 
 from ..routing import Tally
 from ..states import RowState, WindowSizes, ahead
@@ -46,7 +46,7 @@ class StoreState:
     states: frozenset[RowState]
     tally: Tally | None = None
     wide_bound: tuple[int, int] = (0, 0)
-    _held: Held | None = field(default=None, repr=False)
+    _held: StepTensors | None = field(default=None, repr=False)
 
     def replace(self, widest: int | None = None, **changes: Any) -> StoreState:
         """The same but for some fields.
@@ -83,12 +83,12 @@ class StoreState:
         return self.replace(runs=[*self.runs[:run], replaced(self.runs[run], **parts), *self.runs[run + 1 :]])
 
     @property
-    def held(self) -> Held:
+    def held(self) -> StepTensors:
         """Counters, windows and runs, with what steps remember of them."""
         held = self._held
         if held is None:
             runs = [tensor for run in self.runs for tensor in run.flat()]
-            held = Held(self.counters, self.windows, runs, self.format)
+            held = StepTensors(self.counters, self.windows, runs, self.format)
             self.__dict__["_held"] = held
         return held
 

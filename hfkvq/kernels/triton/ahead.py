@@ -104,6 +104,11 @@ def find(each: Wanted) -> bool:
     return True
 
 
+def module_of(kernel: Any) -> str:
+    """The module or package of `hfkvq.kernels.triton` that a kernel is in: ops are registered by these names."""
+    return kernel.__module__.removeprefix(f"{__package__}.").partition(".")[0]
+
+
 class Beside:
     """Kernels on their way: they are looked for, compiled by another process if need be, and loaded.
 
@@ -147,14 +152,14 @@ class Beside:
         return self.is_done()
 
     def lacks(self, module: str) -> bool:
-        """Whether a kernel of this module, by its last name, is still being compiled; see `is_ready`."""
+        """Whether a kernel of this module (see `module_of`) is still being compiled; see `is_ready`."""
         return not self.is_ready() and module in self._missing
 
     def _work(self) -> None:
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
                 missing = [each for each in self._wanted() if not find(each)]
-                self._missing = frozenset(each.kernel.__module__.rpartition(".")[2] for each in missing)
+                self._missing = frozenset(module_of(each.kernel) for each in missing)
                 self._looked.set()
                 if missing:
                     self._compile()

@@ -170,20 +170,14 @@ def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTo
     )
 
 
-def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> tuple[int | float, ...]:
-    """What `append_row` takes behind the row: strides, factors of rotations, heads, tokens, and lengths of windows."""
+def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, int | float]:
+    """Of what `append_row` takes, by name: strides, factors of rotations, heads, tokens, and lengths of windows."""
     _, heads, tokens, _ = new.keys
-    return (
-        *new.key_stride,
-        *new.value_stride,
-        constants["BLOCK_K"] ** -0.5,
-        constants["BLOCK_V"] ** -0.5,
-        heads,
-        tokens,
-        new.sink,
-        new.key_tail,
-        new.value_tail,
-    )
+    found: dict[str, int | float] = {"H": heads, "T": tokens, "S": new.sink, "WK": new.key_tail, "WV": new.value_tail}
+    for side, stride in (("k", new.key_stride), ("v", new.value_stride)):
+        found |= dict(zip((f"s_{side}b", f"s_{side}h", f"s_{side}l", f"s_{side}d"), stride, strict=True))
+        found[f"factor_{side}"] = constants[f"BLOCK_{side.upper()}"] ** -0.5
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -191,7 +185,7 @@ def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launc
     """Takes keys, values, four windows and counters."""
     constants = append_constants(new.keys, new.values, rotate_keys, rotate_values)
     batch = new.keys[0]
-    numbers = (LENGTH * batch, *append_numbers(new, constants))
+    numbers = {"length": LENGTH * batch, **append_numbers(new, constants)}
     return Launch(append_kernel, (batch,), numbers, constants, new.device)
 
 

@@ -2,204 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..hadamard import hadamard
-from ..pages import PageFormat, Side, StoreFormat
+from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power, shared_memory
 from .ahead import Wanted
 from .attend import decode_kernel
 from .configs import edition, key_of, lookup
-from .general import general_decode
+from .decode_formats import BLOCK, DTYPES, is_served, most_behind, pair_format, split_counts
+from .dequantized import dequantized_decode
 from .launch import Launch, Nest
 from .merge import SPLITS, MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
-
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-SMALL = 1088
-"""Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
-
-FACTORS = 12
-"""Tensors of a run as `_order` has them, of which normed formats have more."""
-
-STEP, RESTS = 7, 18
-"""Where `_format_constants` has the tokens of a step, and whether blocks take pages that are not full."""
-
-BLOCK = 32
-"""Tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
-
-PROGRAM_COST = 2.0
-"""What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
-
-BESIDE, SPILL_COST = 1.15, 1.7
-"""How much longer a page takes where programs of loose tokens run beside the page loop's last wave, and what they cost
-where they come after it, in pages: measured on an H200, at 16k to 128k tokens in one row."""
-
-
-@lru_cache(maxsize=4096)
-def split_counts(pages: tuple[int, ...], rows: int, resident: int, loose: int = 0) -> list[int]:
-    """Splits of each run's pages: programs that run side by side should end together.
-
-    A program takes the time of its pages and of what it costs besides, and programs come in waves.
-
-    Args:
-        pages: most pages of a row in each run.
-        rows: rows, KV heads and tiles of queries: what multiplies the splits.
-        resident: programs that the GPU runs at a time.
-        loose: further programs of a row.
-    """
-    longest = max(pages)
-    # More than five waves gain nothing.
-    least = min(max(1, -(-longest * rows // (5 * resident))), max(1, longest))
-
-    def cost(share: int) -> float:
-        programs = rows * sum(-(-count // share) for count in pages)
-        waves = -(-programs // resident)
-        if loose and programs + rows * loose <= waves * resident:
-            return waves * (share * BESIDE + PROGRAM_COST)
-        return waves * (share + PROGRAM_COST) + (SPILL_COST if loose else 0.0)
-
-    share = min(range(least, longest + 1), key=cost, default=1)
-    return [-(-count // share) for count in pages]
-
-
-def takes_open(keys: PageFormat, values: PageFormat) -> bool:
-    """Whether the page loop takes pages of these formats that are not full.
-
-    Their empty slots have scales and minima of 0, or what a token that is gone has left there: nothing that is no
-    number, as there may be in codes of 8 and 16 bits.
-    """
-    return not keys.whole and not values.whole and max(keys.bits, values.bits) < 8
-
-
-def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:
-    """Most tokens that a row has behind the sink and what the page loop takes, from the first block on.
-
-    What one side has sealed ahead of the other is still in the other's tail.
-    """
-    if not form.ordered:
-        return max(key_tail, value_tail)
-    keys, values = form.runs[0]
-    if takes_open(keys, values):
-        return max(key_tail, value_tail) + queries - 1 + BLOCK - 1
-    page = keys.page_size
-    # A page that only some of the queries may see is not taken as a full one.
-    key_part, value_part = (0 if fmt.whole and queries == 1 else page - 1 for fmt in (keys, values))
-    return max(key_tail + key_part, value_tail + value_part) + queries - 1
-
-
-def _low_bit(x: int) -> int:
-    return x & -x
-
-
-def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
-    """Whether fields of this side are tiles: at least sixteen elements, and whole groups of scales."""
-    if fmt.bits == 16:
-        return _low_bit(head_dim) >= 16
-    if fmt.bits == 8:
-        # One scale a token.
-        return _low_bit(head_dim // 2) >= 16 and fmt.group_size == head_dim
-    words = fmt.words(head_dim)
-    if words * 16 != head_dim * fmt.bits:
-        return False
-    if fmt.normed and fmt.axis == "token" and (fmt.group_size != head_dim or side == "keys"):
-        # Sums by channel and sums of zeros meet the factors together.
-        return False
-    if fmt.axis == "token":
-        # A group holds whole fields.
-        return fmt.group_size % words == 0
-    group = fmt.group_size
-    tile = min(fmt.page_size, 128)
-    if power(group) != group or not 32 <= group <= tile:
-        return False
-    return not fmt.raised_count(4) or fmt.page_size == 128
-
-
-@lru_cache(maxsize=1024)
-def is_served(store: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_kernel` takes a store of this format; `general_decode` takes the others."""
-    form = StoreFormat.parse(store)
-    if dtype not in _DTYPES or max(head_dim, value_dim) > 256:
-        return False
-    pages = {keys.page_size for keys, _ in form.runs}
-    if len(pages) != 1 or not pages <= {32, 64, 128, 256, 512}:
-        return False
-    if form.rotate_keys and any(keys.raised for keys, _ in form.runs):
-        return False
-    return all(
-        _side_is_served(keys, "keys", head_dim) and _side_is_served(values, "values", value_dim)
-        for keys, values in form.runs
-    )
-
-
-@lru_cache(maxsize=1024)
-def _format_constants(
-    keys: PageFormat,
-    values: PageFormat,
-    head_dim: int,
-    value_dim: int,
-    stages: int,
-    room: int,
-    step: int = 0,
-    rotated: bool = False,
-) -> tuple[tuple[Any, ...], int]:
-    """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
-    channel = keys.axis == "channel" and keys.bits < 8
-    bits = max(keys.bits, values.bits)
-    room4, room16 = keys.raised_room(4), keys.raised_room(16)
-    # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
-    coarse = bits == 2 and (not channel or keys.group_size == keys.page_size)
-    # Words of raised channels hold tokens from all over the page.
-    step = min(keys.page_size, 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64)
-    size = room4 / 4 + 2 * room16
-    for fmt, dim in ((keys, head_dim), (values, value_dim)):
-        size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8
-        if fmt.normed:
-            size += 2 if fmt.axis == "channel" else 2 * dim / step
-    size = math.ceil(step * size)
-    if bits == 8 or (bits == 4 and not channel and not rotated):
-        # One more buffer: measured.
-        stages += 2
-    buffers = max(1, (stages - 1) // 2)
-    if bits < 8 and buffers * size + SMALL > room:
-        stages, buffers = min(stages, 3), 1
-
-    def width(fmt: PageFormat, dim: int) -> int:
-        if fmt.bits < 8:
-            return max(16, power(fmt.words(dim)))
-        return min(4 * fmt.bits, _low_bit(dim * fmt.bits // 16))
-
-    constants = (
-        keys.bits,
-        channel,
-        keys.group_size if keys.bits < 8 else head_dim,
-        room4,
-        room16,
-        values.bits,
-        values.group_size if values.bits < 8 else value_dim,
-        step,
-        min(keys.group_size, step, 128 if coarse else 64) if channel else step,
-        16,
-        max(16, power(room16)),
-        width(keys, head_dim),
-        width(values, value_dim),
-        stages,
-        step if coarse else min(step, 64),
-        # Behind the tensors that all formats have.
-        FACTORS if keys.normed else 0,
-        FACTORS + keys.normed if values.normed else 0,
-        takes_open(keys, values),
-        not keys.whole and not takes_open(keys, values),
-    )
-    return constants, buffers * size + SMALL
+from .pair_format import KEY_TENSORS, VALUE_TENSORS
 
 
 class Plan(NamedTuple):
@@ -271,17 +92,17 @@ def _plan(
     memory = shared_memory(device)
     room = memory // knobs[0]["programs_per_sm"]
     formats = [
-        _format_constants(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0)
+        pair_format(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0)
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     # At least one: where loads are not asynchronous, they take no shared memory.
     resident = sms * max(1, min(knobs[0]["programs_per_sm"], *(memory // size for _, size in formats)))
     rows_of_programs = batch * heads * tiles
     loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, key_tail, value_tail, queries), BLOCK)
-    rests = [0 if form.ordered or not constants[RESTS] else page // BLOCK for constants, _ in formats]
+    rests = [page // BLOCK if constants.rests and not form.ordered else 0 for constants, _ in formats]
     paged = split_counts(blocks, rows_of_programs, resident, loose + sum(rests))
     # Where pages are few and many bytes, steps of one run side by side.
-    steps = [pages * (page // constants[STEP]) for pages, (constants, _) in zip(blocks, formats, strict=True)]
+    steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
@@ -291,37 +112,37 @@ def _plan(
 
     dependent = capability(device)[0] >= 9
     unquantized = PageFormat(16, "token", 1, page)
-    plain, _ = _format_constants(unquantized, unquantized, head_dim, value_dim, 1, room)
+    plain, _ = pair_format(unquantized, unquantized, head_dim, value_dim, 1, room)
     launches, first = [], 0
     for own in pairs:
         counts = [paged[own[0]], 0, loose if own[0] == 0 else 0, rests[own[0]], 0]
         if len(own) > 1:
             counts[1], counts[4] = paged[own[1]], rests[own[1]]
         registers = knobs[own[0]]["max_registers"]
-        numbers = (
-            *stride[:3],
-            *kind.strides,
-            scaling * (rotate**-0.5 if rotate else 1.0),
-            softcap,
-            batch,
-            kind.length,
-            key_tail,
-            value_tail,
-            splits,
-            first,
-            *counts,
-            blocks[own[0]],
-            blocks[own[-1]],
-            int(fine),
+        numbers = {
+            **dict(zip(("s_qb", "s_qh", "s_qt"), stride, strict=False)),
+            **dict(zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)),
+            "scaling": scaling * (rotate**-0.5 if rotate else 1.0),
+            "softcap": softcap,
+            "B": batch,
+            "L": kind.length,
+            "WK": key_tail,
+            "WV": value_tail,
+            "SPLITS": splits,
+            "FIRST": first,
+            **dict(zip(("PAGES0", "PAGES1", "LOOSE", "REST0", "REST1"), counts, strict=True)),
+            "TABLE0": blocks[own[0]],
+            "TABLE1": blocks[own[-1]],
+            "FINE": int(fine),
             # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
             # first: they have more to wait for.
-            sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
+            "TURN": sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
             # Only the first launch comes behind `advance`.
-            int(early and dependent and first == 0),
-            queries,
-        )
+            "EARLY": int(early and dependent and first == 0),
+            "QUERIES": queries,
+        }
         constants = {
-            "FORMATS": (*(formats[i][0] for i in own), plain),
+            "FORMATS": (*(tuple(formats[i][0]) for i in own), tuple(plain)),
             "AT": own[0],
             "TOTAL": len(blocks),
             "H": heads,
@@ -336,7 +157,7 @@ def _plan(
             "MASK": kind.kind,
             "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
             "SOFTCAP": softcap > 0,
-            "DTYPE": _DTYPES[model_dtype],
+            "DTYPE": DTYPES[model_dtype],
             "ROTATE": rotate,
             "ROTATED": form.rotate_keys > 0,
             "PDL": dependent,
@@ -388,8 +209,7 @@ def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
     first = 1 if ordered else 2
     key = {name: first + i for i, name in enumerate(keys.names)}
     value = {name: first + len(key) + i for i, name in enumerate(values.names)}
-    names = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
-    parts = [key.get(name, 0) for name in names] + [value.get(name, 0) for name in names[:3]]
+    parts = [key.get(name, 0) for name in KEY_TENSORS] + [value.get(name, 0) for name in VALUE_TENSORS]
     parts += [named["norm"] for named in (key, value) if "norm" in named]
     return [0, 0 if ordered else 1, *parts]
 
@@ -398,7 +218,7 @@ def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
 def _rotates(store: str, head_dim: int) -> int:
     """Hadamard block in which the kernel rotates queries; 0 where fields do not divide blocks of the rotation."""
     form = StoreFormat.parse(store)
-    outside = _low_bit(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)
+    outside = power(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)
     return 0 if outside else form.rotate_keys
 
 
@@ -509,7 +329,7 @@ def decode_attention_triton(
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
     if not is_served(store, head_dim, value_dim, dtype):
-        return general_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+        return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     rotate = _rotates(store, head_dim)
     if not rotate and (block := StoreFormat.parse(store).rotate_keys):
         q, early = hadamard(q.float(), block), False

@@ -11,24 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode import LENGTH, RUNS
+from ..decode import RUNS
 from ._lib import power
 from .launch import Launch
-
-I_LENGTH, I_RUNS = tl.constexpr(LENGTH), tl.constexpr(RUNS)
-
-
-@triton.jit
-def due_of(i_rest, i_total, LOCAL, UNIT):
-    """Tokens that a side is to seal of ``i_rest`` behind the sink, of which it has sealed ``i_total``."""
-    return tl.maximum(tl.maximum(i_rest - LOCAL, 0) // UNIT * UNIT - i_total, 0)
-
-
-@triton.jit
-def store_index(index, i_b, i_total, W, M, BM: tl.constexpr):
-    """Slots of the tail that hold the oldest M tokens of a side."""
-    o_j = tl.arange(0, BM)
-    tl.store(index + i_b * M + o_j, (i_total + o_j) % W, mask=o_j < M)
+from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due
 
 
 @triton.jit(do_not_specialize=["S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V", "MK", "MV", "B", "N"])
@@ -48,14 +34,14 @@ def due_kernel(
     for i in tl.static_range(R - 1):
         i_tk += tl.load(p_count + (I_RUNS + 2 * i) * B)
         i_tv += tl.load(p_count + (I_RUNS + 2 * i + 1) * B)
-    i_newk = due_of(i_rest, i_tk, LOCAL_K, UNIT_K)
-    i_newv = due_of(i_rest, i_tv, LOCAL_V, UNIT_V)
+    i_newk = tokens_due(i_rest, i_tk, LOCAL_K, UNIT_K)
+    i_newv = tokens_due(i_rest, i_tv, LOCAL_V, UNIT_V)
     tl.store(found + i_b, i_k)
     tl.store(found + B + i_b, i_v)
     tl.store(found + 2 * B + i_b, i_newk)
     tl.store(found + 3 * B + i_b, i_newv)
-    store_index(found + 4 * B, i_b, i_tk, WK, MK, BMK)
-    store_index(found + 4 * B + B * MK, i_b, i_tv, WV, MV, BMV)
+    store_slots(found + 4 * B, i_b, i_tk, WK, MK, BMK)
+    store_slots(found + 4 * B + B * MK, i_b, i_tv, WV, MV, BMV)
     if pos is not None:
         o_j = tl.arange(0, BMK)
         tl.store(pos + i_b * N + i_k + o_j, S + i_tk + o_j, mask=o_j < i_newk)
@@ -77,7 +63,9 @@ def due_launch(
     positions: int | None = None,
 ) -> Launch:
     """Takes counters, what is found, and ``positions`` a row of the last run if it has any."""
-    numbers = (sink, *(max(tail, 1) for tail in tails), *local, *unit, *most, batch, positions or 0)
+    numbers = {"S": sink, "B": batch, "N": positions or 0}
+    for name, both in (("W", [max(tail, 1) for tail in tails]), ("LOCAL_", local), ("UNIT_", unit), ("M", most)):
+        numbers |= {f"{name}K": both[0], f"{name}V": both[1]}
     # At least a step's most tokens: one variant for all of them.
     constants = {"R": runs, "BMK": max(16, power(most[0])), "BMV": max(16, power(most[1])), "num_warps": 1}
     return Launch(due_kernel, (batch,), numbers, constants, device, _without_positions if positions is None else None)

@@ -30,27 +30,30 @@ class Launch:
     Args:
         kernel: a ``triton.jit`` function whose tensors come first.
         grid: programs.
-        numbers: arguments behind the tensors, by position.
+        numbers: arguments behind the tensors, by name in any order.
         constants: the rest by name, options of the launch included.
         device: of the tensors.
         nest: makes of tensors in a row (or of their addresses) what the kernel takes: tuples, None, views in another
             dtype. None takes them as they come.
     """
 
-    __slots__ = ("_index", "_kernel", "_nest", "_ready", "_rest", "constants", "grid", "numbers")
+    __slots__ = ("_given", "_index", "_kernel", "_nest", "_ready", "_rest", "constants", "grid", "numbers")
 
     def __init__(
         self,
         kernel: Any,
         grid: tuple[int, ...],
-        numbers: Sequence[Any],
+        numbers: Mapping[str, Any],
         constants: Mapping[str, Any],
         device: torch.device,
         nest: Nest | None = None,
     ) -> None:
         self._kernel, self._nest = kernel, nest
         self.grid = (*grid, 1, 1)[:3]
-        self.numbers, self.constants = tuple(numbers), dict(constants)
+        self.numbers, self.constants = dict(numbers), dict(constants)
+        # Launches go by position: a binary is given values alone.
+        self._given = tuple([numbers[name] for name in kernel.arg_names if name in numbers])
+        assert len(self._given) == len(numbers), f"{kernel} has no {set(numbers) - set(kernel.arg_names)}"
         self._index = (0 if device.index is None else device.index) if device.type == "cuda" else None
         self._rest: tuple[Any, ...] = ()
         # By which tensors begin at a multiple of sixteen bytes (`_alignment`): all that Triton asks of an address.
@@ -69,14 +72,14 @@ class Launch:
         """The variant for aligned tensors of these dtypes; of fp8 what the kernel reads in its place."""
         given = [MockTensor(kind) for kind in kinds]
         own = tuple(given) if self._nest is None else self._nest(given)
-        return Wanted(self._kernel, (*own, *self.numbers), self.constants)
+        return Wanted(self._kernel, (*own, *self._given), self.constants)
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Compiles, for the current device, the variant for tensors like these, and launches nothing."""
         addresses = [x.data_ptr() for x in tensors]
         if self.ready(addresses) is None:
             own = tuple(tensors) if self._nest is None else self._nest(tensors)
-            self._note(self._kernel.warmup(*own, *self.numbers, grid=self.grid, **self.constants), own, addresses)
+            self._note(self._kernel.warmup(*own, *self._given, grid=self.grid, **self.constants), own, addresses)
 
     def _launch(self, tensors: Sequence[Tensor]) -> None:
         addresses = [x.data_ptr() for x in tensors]
@@ -102,15 +105,15 @@ class Launch:
     def _prepare(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """The first launch, through Triton; notes the variant that it took."""
         own = tuple(tensors) if self._nest is None else self._nest(tensors)
-        self._note(self._kernel[self.grid](*own, *self.numbers, **self.constants), own, addresses)
+        self._note(self._kernel[self.grid](*own, *self._given, **self.constants), own, addresses)
 
     def _note(self, compiled: Any | None, own: Sequence[Any], addresses: Sequence[int]) -> None:
         # The interpreter compiles nothing.
         if compiled is not None:
             # Loads it, where only the compiler has been asked: what a GPU has no room for is known before any launch.
             load(compiled)
-            names = self._kernel.arg_names[len(own) + len(self.numbers) :]
-            self._rest = (*self.numbers, *(self.constants[name] for name in names))
+            names = self._kernel.arg_names[len(own) + len(self._given) :]
+            self._rest = (*self._given, *(self.constants[name] for name in names))
             self._ready[_alignment(addresses)] = compiled
 
 

@@ -115,7 +115,7 @@ def merge_launch(
         **({"launch_pdl": True} if dependent else {}),
     }
     grid = (rows, programs, cdiv(value_dim, width))
-    numbers = (splits, rotate**-0.5 if rotate else 1.0, queries)
+    numbers = {"SPLITS": splits, "norm": rotate**-0.5 if rotate else 1.0, "QUERIES": queries}
     return Launch(merge_kernel, grid, numbers, constants, device, None if sinks else _without_sinks)
 
 

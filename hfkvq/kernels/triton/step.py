@@ -14,9 +14,9 @@ from torch import Tensor
 from ..decode import RUNS, START
 from ..dispatch import reference
 from ._lib import capability, power
-from .append import NewTokens, append_constants, append_side, is_misrounded, new_rows, new_tokens
-from .due import I_LENGTH, I_RUNS, due_of, store_index
+from .append import NewTokens, append_constants, append_numbers, append_side, is_misrounded, new_rows, new_tokens
 from .launch import Launch
+from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due
 
 I_START = tl.constexpr(START)
 
@@ -53,8 +53,8 @@ def advance_kernel(
         i_tk += tl.load(p_count + (I_RUNS + 2 * i) * B)
         i_tv += tl.load(p_count + (I_RUNS + 2 * i + 1) * B)
     i_rest = tl.maximum(i_length + T - S, 0)
-    i_duek = due_of(i_rest, i_tk, LOCAL_K, UNIT_K)
-    i_duev = due_of(i_rest, i_tv, LOCAL_V, UNIT_V)
+    i_duek = tokens_due(i_rest, i_tk, LOCAL_K, UNIT_K)
+    i_duev = tokens_due(i_rest, i_tv, LOCAL_V, UNIT_V)
     m_fits = (i_start + i_length + T <= capacity) & (i_rest - i_tk <= WK) & (i_rest - i_tv <= WV)
     m_fits = m_fits & (i_ck + i_duek <= room) & (i_cv + i_duev <= room) & (i_duek <= MK) & (i_duev <= MV)
     # Every warp has read the counters before any of them is written.
@@ -64,8 +64,8 @@ def advance_kernel(
     tl.store(p_last + B, i_cv)
     tl.store(new + i_b, tl.where(m_fits, i_duek, 0))
     tl.store(new + B + i_b, tl.where(m_fits, i_duev, 0))
-    store_index(index_k, i_b, i_tk, WK, MK, BMK)
-    store_index(index_v, i_b, i_tv, WV, MV, BMV)
+    store_slots(index_k, i_b, i_tk, WK, MK, BMK)
+    store_slots(index_v, i_b, i_tv, WV, MV, BMV)
     if pos is not None:
         o_j = tl.arange(0, BMK)
         tl.store(pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=o_j < tl.where(m_fits, i_duek, 0))
@@ -98,24 +98,10 @@ def advance_launch(
 ) -> Launch:
     """Takes keys, values, four windows, counters, new, sealed, two indices, flag, and positions if there are any."""
     constants = append_constants(tokens.keys, tokens.values, rotate_keys, rotate_values)
-    batch, heads, count, _ = tokens.keys
-    device = tokens.device
+    batch, device = tokens.keys[0], tokens.device
     dependent = capability(device)[0] >= 9
-    numbers = (
-        *tokens.key_stride,
-        *tokens.value_stride,
-        constants["BLOCK_K"] ** -0.5,
-        constants["BLOCK_V"] ** -0.5,
-        heads,
-        count,
-        tokens.sink,
-        tokens.key_tail,
-        tokens.value_tail,
-        batch,
-        capacity,
-        room,
-        positions or 0,
-    )
+    numbers = append_numbers(tokens, constants)
+    numbers |= {"B": batch, "capacity": capacity, "room": room, "N": positions or 0}
     constants |= {
         "R": runs,
         "LOCAL_K": local[0],
@@ -226,7 +212,8 @@ def observe_launch(
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
         return given[0], given[3] if has_sealed else None, given[1], given[2], given[-1] if has_weight else None
 
-    return Launch(observe_kernel, (heads, batch), (*stride, heads, tokens), constants, device, nest)
+    numbers = dict(zip(("s_b", "s_h", "s_l", "s_d"), stride, strict=True)) | {"H": heads, "T": tokens}
+    return Launch(observe_kernel, (heads, batch), numbers, constants, device, nest)
 
 
 def observe_triton(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:

@@ -19,7 +19,7 @@ from .fields import INTERPRETED
 from .hadamard import hadamard_wanted
 from .moments import moments_wanted
 from .norms import norms_wanted
-from .qk import qk_wanted
+from .products import qk_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
 from .worker import Compiled, Order, compile_elsewhere

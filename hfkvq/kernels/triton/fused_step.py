@@ -1,9 +1,6 @@
-"""Launches of `hfkvq.kernels.line`, one after the other, with one look at their tensors.
+"""Launches of `hfkvq.kernels.fused_step`, one after the other, with one look at their tensors.
 
-A plain step takes three: its beginning, which appends, counts what will be due and observes; attention; and its end,
-which merges and seals. What one of them counts only a later one changes, so that no program waits for another.
-
-A store's tensors say once where they lie, and are another `Held` when one of them is another tensor; all others are
+A store's tensors say once where they lie, and are another `StepTensors` when one of them is replaced; all others are
 asked anew each time.
 """
 
@@ -15,121 +12,21 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
 from ..decode import LENGTH
-from ..line import Held, Observing, Sealing
 from ..masks import has_room
-from ..pages import RunView, Side, StoreFormat
-from ._lib import power
-from .append import NewTokens, append_constants, append_launch, append_numbers, append_row, is_misrounded
+from ..pages import RunView, StoreFormat
+from ..step_tensors import Observing, Sealing, StepTensors
+from .append import NewTokens, append_launch, is_misrounded
 from .configs import edition
 from .decode import Plan, decode_plan, table_places
-from .due import I_LENGTH, I_RUNS, due_launch, due_of
+from .due import due_launch
+from .fused_kernels import begin_launch, end_launch
 from .launch import Launch, is_watched
-from .merge import MaskKind, mask_kind, mask_words, merge_kernel
-from .seal import due_tile, few_tokens, seal_launch, seal_plain, seal_tokens
-from .step import observe_kernel
-
-
-@triton.jit(do_not_specialize=["T", "S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V"])
-def begin_kernel(
-    keys, values, sink_k, sink_v, tail_k, tail_v, counters, found, q, sums, counts,
-    s_qb, s_qh, s_ql, s_qd, LOCAL_K, LOCAL_V, UNIT_K, UNIT_V,
-    s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
-    ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
-    SHARE: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """One KV head of a row observes its queries, if that is asked for; the first appends the row's tokens.
-
-    ``found``: sealed keys, sealed values, and what will be due of either, a row each.
-    """
-    i_b = tl.program_id(1).to(tl.int64)
-    B = tl.num_programs(1)
-    if tl.program_id(0) == 0:
-        p_count = counters + i_b
-        i_length = append_row(
-            keys, values, sink_k, sink_v, tail_k, tail_v, p_count + I_LENGTH * B, i_b, s_kb, s_kh, s_kl, s_kd, s_vb,
-            s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
-            DK, DV, BLOCK_K, BLOCK_V, ROTATE_K, ROTATE_V, BK, BV, LOOPS_K, LOOPS_V,
-        )  # fmt: skip
-        if found is not None:
-            i_rest = tl.maximum(i_length + T - S, 0)
-            i_k = tl.load(p_count + I_RUNS * B)
-            i_v = tl.load(p_count + (I_RUNS + 1) * B)
-            tl.store(found + i_b, i_k)
-            tl.store(found + B + i_b, i_v)
-            tl.store(found + 2 * B + i_b, due_of(i_rest, i_k, LOCAL_K, UNIT_K))
-            tl.store(found + 3 * B + i_b, due_of(i_rest, i_v, LOCAL_V, UNIT_V))
-    if q is not None:
-        observe_kernel(q, None, sums, counts, None, s_qb, s_qh, s_ql, s_qd, H, T, DK, SHARE, BD)
-
-
-@triton.jit
-def seal_few(
-    codes, scale, zero, table, tail, found, i_t, i_bh, AT: tl.constexpr, B, H, N, M, SLOTS,
-    D: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """Those of a few slots of a side's pages that are due, from a tail; FORM is what `few_tokens` says."""
-    i_b, i_h = i_bh // H, i_bh % H
-    BT: tl.constexpr = FORM[2]
-    i_first, i_count, i_new = due_tile(found + AT * B + i_b, found + (AT + 2) * B + i_b, i_t, M, BT)
-    if (i_first < i_count + i_new) & (i_new > 0):
-        s_h = SLOTS * D
-        if FORM[0] >= 8:
-            seal_plain(
-                codes, scale, table, tail, None, i_b, i_h, i_first, i_count, i_new, H * s_h, s_h, D, 1, H, N, M, SLOTS,
-                D, G, FORM[1], FORM[3], FORM[4], BT, FORM[5],
-            )  # fmt: skip
-        else:
-            seal_tokens(
-                codes, scale, zero, None, table, tail, None, None, i_b, i_h, i_bh, i_first, i_count, i_new, H * s_h,
-                s_h, D, 1, H, N, M, SLOTS, D, G, FORM[0], FORM[1], AT == 0, BT, FORM[3],
-            )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["SPLITS", "QUERIES", "B", "N", "MK", "MV", "WK", "WV"])
-def end_kernel(
-    part, part_top, part_sum, out, counters, found, table, tail_k, tail_v,
-    codes_k, scale_k, zero_k, codes_v, scale_v, zero_v, SPLITS, norm, QUERIES, B, H, N, MK, MV, WK, WV,
-    SINKS: tl.constexpr, SHARE: tl.constexpr, SEVERAL: tl.constexpr, DV: tl.constexpr, BS: tl.constexpr,
-    BD: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr, DK: tl.constexpr, G: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """SHARE * QUERIES programs merge, as in `merge_kernel`; those behind them seal TILES tiles of keys, then values.
-
-    A row's counters are written by one program and read by none.
-    """
-    i_m = tl.program_id(0)
-    n_rows = SHARE * QUERIES if SEVERAL else SHARE
-    if i_m < n_rows:
-        merge_kernel(
-            part, part_top, part_sum, None, out, SPLITS, norm, QUERIES, SINKS, SHARE, SEVERAL, DV, BS, BD, ROTATE, PDL
-        )  # fmt: skip
-    else:
-        if PDL:
-            # Attention reads counters and tails.
-            tl.extra.cuda.gdc_wait()
-        if tl.program_id(2) == 0:
-            i_t, i_bh = i_m - n_rows, tl.program_id(1).to(tl.int64)
-            if (i_t == 0) & (i_bh % H == 0):
-                p_found = found + i_bh // H
-                p_sealed = counters + I_RUNS * B + i_bh // H
-                tl.store(p_sealed, tl.load(p_found) + tl.load(p_found + 2 * B))
-                tl.store(p_sealed + B, tl.load(p_found + B) + tl.load(p_found + 3 * B))
-            if i_t < TILES:
-                if codes_k is not None:
-                    seal_few(
-                        codes_k, scale_k, zero_k, table, tail_k, found, i_t, i_bh, 0, B, H, N, MK, WK, DK, G, KEYS
-                    )  # fmt: skip
-            elif codes_v is not None:
-                seal_few(
-                    codes_v, scale_v, zero_v, table, tail_v, found, i_t - TILES, i_bh, 1, B, H, N, MV, WV, DV, G, VALUES
-                )  # fmt: skip
+from .merge import MaskKind, mask_kind, mask_words
+from .seal import seal_launch
 
 
 def _is_current(x: Tensor) -> bool:
@@ -158,77 +55,13 @@ def _sums(part: tuple[int, ...], rows: int) -> _Sums:
     return _Sums(found + 4 * rows, count * part[3], count * (part[3] + 1), found)
 
 
-@lru_cache(maxsize=1024)
-def _begin_launch(
-    new: NewTokens,
-    form: StoreFormat,
-    sealing: Sealing | None,
-    query: tuple[tuple[int, ...], tuple[int, ...]] | None,
-) -> Launch:
-    """Takes keys, values, four windows, counters, what is due if it is counted, and queries, sums and counts if any.
-
-    ``query``: shape and stride of queries that are observed.
-    """
-    constants = append_constants(new.keys, new.values, form.rotate_keys, form.rotate_values)
-    batch, heads, _, head_dim = new.keys
-    counts, observes = sealing is not None, query is not None
-    shape, stride = query or ((batch, heads), (0, 0, 0, 0))
-    local, unit, _ = sealing or ((0, 0), (1, 1), (0, 0))
-    constants |= {"SHARE": shape[1] // heads, "BD": power(head_dim)}
-    numbers = (*stride, *local, *unit, *append_numbers(new, constants))
-
-    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        return *given[:7], given[7] if counts else None, *(given[-3:] if observes else (None, None, None))
-
-    return Launch(begin_kernel, (heads if observes else 1, batch), numbers, constants, new.device, nest)
-
-
-@lru_cache(maxsize=1024)
-def _end_launch(merge: Launch, new: NewTokens, form: StoreFormat, blocks: int, most: tuple[int, int]) -> Launch:
-    """Takes sums, tops, weights, the result, counters, what is due, both tails, table, and pages of keys and values.
-
-    Multiply-adds are fused as in a merge by itself; what seals asks for no sum of a product.
-    """
-    batch, heads = new.keys[:2]
-    dims = (new.keys[3], new.values[3])
-    sides: tuple[Side, Side] = ("keys", "values")
-    shapes, tiles, places, at = [], [], [], 9
-    for fmt, side, dim, tokens in zip(form.runs[0], sides, dims, most, strict=True):
-        shape, count = few_tokens(fmt, side, tokens, dim, new.device) if tokens else ((), 0)
-        shapes.append(shape)
-        tiles.append(count)
-        names = {name: at + i for i, name in enumerate(fmt.names)}
-        places += [names.get(name) if tokens else None for name in ("codes", "scale", "zero")]
-        at += len(names)
-    order = [0, 1, 2, 3, 4, 5, 8, 6, 7, *places]
-
-    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        if isinstance(given[0], Tensor):
-            # Not every GPU that Triton knows has an fp8 type.
-            given = [x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in given]
-        return tuple([None if i is None else given[i] for i in order])
-
-    rows, *rest = merge.grid
-    numbers = (*merge.numbers, batch, heads, blocks, *most, new.key_tail, new.value_tail)
-    constants = {
-        **merge.constants,
-        "DK": dims[0],
-        "DV": dims[1],
-        "G": form.runs[0][0].page_size,
-        "KEYS": shapes[0],
-        "VALUES": shapes[1],
-        "TILES": tiles[0],
-    }
-    return Launch(end_kernel, (rows + sum(tiles), *rest), numbers, constants, new.device, nest)
-
-
 class _Step(NamedTuple):
     """A step's launches, and what they write beside the store.
 
     Attributes:
-        begin: see `_begin_launch` and `append_launch`.
+        begin: see `begin_launch` and `append_launch`.
         attend: see `decode_plan`.
-        end: see `_end_launch` and `merge_launch`.
+        end: see `end_launch` and `merge_launch`.
         sums: where the sums of splits and what is due lie.
         part: shape of the sums.
         out: shape of the result.
@@ -280,8 +113,8 @@ def _step(
     if sealing is None and not observes:
         begin = append_launch(new, form.rotate_keys, form.rotate_values)
     else:
-        begin = _begin_launch(new, form, sealing, (query, query_stride) if observes else None)
-    end = plan.merge if sealing is None else _end_launch(plan.merge, new, form, blocks[0], sealing.most)
+        begin = begin_launch(new, form, sealing, (query, query_stride) if observes else None)
+    end = plan.merge if sealing is None else end_launch(plan.merge, new, form, blocks[0], sealing.most)
     batch, heads, tokens, dim = plan.out
     out = (batch, tokens, heads, dim) if tokens == 1 else plan.out
     return _Step(begin, plan.launches[0], end, _sums(plan.part, batch), plan.part, out, tokens == 1, plan.dtype)
@@ -297,7 +130,7 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 
 
 class _Noted:
-    """What steps remember of a `Held`: where its tensors lie, and the launches of the last step.
+    """What steps remember of a `StepTensors`: where its tensors lie, and the launches of the last step.
 
     Attributes:
         device: of the tensors.
@@ -310,7 +143,7 @@ class _Noted:
 
     __slots__ = ("asked", "device", "held", "index", "lie", "step")
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: StepTensors) -> None:
         counters, windows, runs = held.counters, held.windows, held.runs
         sink_k, _, tail_k, tail_v = windows
         self.device, self.index = counters.device, counters.get_device()
@@ -321,7 +154,7 @@ class _Noted:
         self.asked: tuple[Any, ...] | None = None
         self.step: _Step | None = None
 
-    def ask(self, asked: tuple[Any, ...], keys: Tensor, held: Held) -> None:
+    def ask(self, asked: tuple[Any, ...], keys: Tensor, held: StepTensors) -> None:
         """Looks up the launches of a step that is not like the last one."""
         rotate = held.store.rotate_keys or held.store.rotate_values
         own = None if self.index < 0 and is_misrounded(keys, held.windows[2], rotate) else _step(*self.held, *asked)
@@ -367,14 +200,14 @@ def append_attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    held: Held,
+    held: StepTensors,
     scaling: float,
     softcap: float,
     sealing: Sealing | None = None,
     observing: Observing | None = None,
     mask: Tensor | None = None,
 ) -> Tensor | None:
-    """See `hfkvq.kernels.line.append_attend`; None where the operations have to go one by one, and nothing is done."""
+    """See `hfkvq.kernels.fused_step`; None where the operations have to go one by one, and nothing is done."""
     noted: _Noted | None = held.noted
     if noted is None:
         noted = held.noted = _Noted(held)
@@ -504,7 +337,7 @@ def seal_tail(
     store: StoreFormat,
     rule: str | None,
 ) -> bool:
-    """See `hfkvq.kernels.line.seal_tail`; False where the operations have to go one by one, and nothing is done."""
+    """See `hfkvq.kernels.fused_step`; False where the operations have to go one by one, and nothing is done."""
     device, tails = counters.device, windows[2:]
     if not _is_current(counters):
         return False

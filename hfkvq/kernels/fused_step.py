@@ -1,4 +1,4 @@
-"""What eager steps of a growing store do, several operations in a call.
+"""Fused steps: what eager steps of a growing store do, several operations in a call.
 
 A step at batch 1 waits for the host, not for the GPU, and this is less for the host to do.
 """
@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,60 +17,10 @@ from .due import due
 from .pages import RunView, StoreFormat
 from .seal import seal
 from .step import SIDES
+from .step_tensors import Observing, Sealing, StepTensors
 
 FEW = 16
 """Most tokens of a side that a step seals itself."""
-
-
-class Sealing(NamedTuple):
-    """What a step seals once it has attended; see `seal_tail`.
-
-    Attributes:
-        local: newest tokens that stay as they are, of keys and of values.
-        unit: tokens that are sealed together.
-        most: the most that any row will have to seal; 0 for nothing.
-    """
-
-    local: tuple[int, int]
-    unit: tuple[int, int]
-    most: tuple[int, int]
-
-
-class Observing(NamedTuple):
-    """Where a step adds its queries; see `hfkvq.kernels.step.observe`.
-
-    Attributes:
-        sums: f64 (B, H, D), written in place.
-        counts: i32 (H, B), likewise.
-    """
-
-    sums: Tensor
-    counts: Tensor
-
-
-class Held:
-    """What a store holds, as steps take it, and what their launches remember of it.
-
-    Nobody asks again where the tensors lie, or how long they are: a store makes another one of these whenever one of
-    its tensors is another tensor.
-
-    Attributes:
-        counters: i32 (2 + 2*runs, B).
-        windows: sink keys, sink values, tail keys, tail values.
-        runs: flat tensors of all runs.
-        store: the format.
-        tails: slots of the tails of keys and of values.
-        blocks: pages a row that the first run has.
-        noted: what launches remember; None before the first step.
-    """
-
-    __slots__ = ("blocks", "counters", "noted", "runs", "store", "tails", "windows")
-
-    def __init__(self, counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], store: StoreFormat) -> None:
-        self.counters, self.windows, self.runs, self.store = counters, tuple(windows), tuple(runs), store
-        self.tails = windows[2].shape[2], windows[3].shape[2]
-        self.blocks = runs[0].shape[1]
-        self.noted: Any = None
 
 
 def seals_with_steps(store: StoreFormat, most: tuple[int, int]) -> bool:
@@ -89,16 +38,16 @@ def _seals_few(store: str, most: tuple[int, int]) -> bool:
 
 
 @cache
-def _lines() -> ModuleType:
+def _launches() -> ModuleType:
     # Nothing here needs Triton to be installed.
-    return importlib.import_module("hfkvq.kernels.triton.line")
+    return importlib.import_module("hfkvq.kernels.triton.fused_step")
 
 
 def append_attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    held: Held,
+    held: StepTensors,
     scaling: float,
     softcap: float,
     sealing: Sealing | None = None,
@@ -124,7 +73,7 @@ def append_attend(
     """
     if not launches(q):
         return None
-    return _lines().append_attend(q, keys, values, held, scaling, softcap, sealing, observing, mask)
+    return _launches().append_attend(q, keys, values, held, scaling, softcap, sealing, observing, mask)
 
 
 def seal_tail(
@@ -149,7 +98,7 @@ def seal_tail(
         store: the layer's format; its last run is not normed.
         rule: by which raised channels are chosen; None if there are none.
     """
-    if launches(counters) and _lines().seal_tail(counters, windows, run, local, unit, most, store, rule):
+    if launches(counters) and _launches().seal_tail(counters, windows, run, local, unit, most, store, rule):
         return
     found = due(counters, store.sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, most, run.pos)
     try:
@@ -157,18 +106,8 @@ def seal_tail(
             if most[at]:
                 parts, fmt = (run.keys, run.values)[at], store.runs[-1][at]
                 own = rule if fmt.raised else None
-                seal(
-                    parts,
-                    run.table,
-                    found.count[at],
-                    found.new[at],
-                    windows[2 + at],
-                    found.index[at],
-                    None,
-                    fmt,
-                    side,
-                    own,
-                )
+                new, source, index = found.new[at], windows[2 + at], found.index[at]
+                seal(parts, run.table, found.count[at], new, source, index, None, fmt, side, own)
     except BaseException:
         found.take_back(counters)
         raise

@@ -1,8 +1,7 @@
-"""Tiles of pages against queries: logits of keys, weighted sums of values, without ever dequantizing.
+"""Logits of keys in pages against queries, without ever dequantizing.
 
-Scales fold into the query (keys per channel) or into logits and probabilities (per token), minima into one bias.
-Factors of normed pages meet logits before anything else is added to them, and a page's sums before other pages' are.
-See `fields` for how codes become operands.
+Scales fold into the query (keys per channel) or into logits (per token), minima into one bias. Factors of normed pages
+meet logits before anything else is added to them. See `fields` for how codes become operands.
 
 Names: a step takes tokens in tiles of SUB (what shares the scales of a key channel); ``b_qs`` are queries by field,
 f32 [BE, BM]; logits are kept *raw* where the exponent's own multiply-add can make them: ``raw * unit + bias``.
@@ -17,13 +16,8 @@ from .fields import (
     LOG2E,
     Q_SHIFT,
     UNIT,
-    VALUE_SHIFT,
-    channels_of,
     dotable,
-    field_unit,
-    first_channel,
     key_unit,
-    of_head,
     paired,
     parted,
     put,
@@ -68,45 +62,6 @@ def key_fields(
             p_x = codes + i_head * (G * D) + o_slot[:, None] * D + (f * BE + o_e)[None, :]
             if MASKED:
                 b_fields = b_fields + (tl.load(p_x, mask=m_t[:, None], other=0.0),)
-            else:
-                b_fields = b_fields + (tl.load(p_x),)
-        return b_fields
-
-
-@triton.jit
-def value_fields(
-    codes, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Fields of values at slots ``o_slot`` of a page, each [BE, BT]; with MASKED, 0 where ``m_t`` says so."""
-    o_e = tl.arange(0, BE)
-    if BITS < 8:
-        E: tl.constexpr = words_of(D, BITS)
-        p_w = codes + i_head * (G * E) + o_e[:, None] * G + o_slot[None, :]
-        if E == BE:
-            b_w = tl.load(p_w)
-        else:
-            b_w = tl.load(p_w, mask=(o_e < E)[:, None], other=0)
-        if BITS == 2:
-            return unpack2(b_w)
-        else:
-            return unpack4(b_w)
-    elif BITS == 8:
-        b_fields = ()
-        for w in tl.static_range(D // 2 // BE):
-            p_w = codes + i_head * (G * D // 2) + o_slot[None, :] * (D // 2) + (w * BE + o_e)[:, None]
-            if MASKED:
-                # What was never written may be NaN.
-                b_fields = b_fields + unpack8(tl.load(p_w, mask=m_t[None, :], other=0))
-            else:
-                b_fields = b_fields + unpack8(tl.load(p_w))
-        return b_fields
-    else:
-        b_fields = ()
-        for f in tl.static_range(D // BE):
-            p_x = codes + i_head * (G * D) + o_slot[None, :] * D + (f * BE + o_e)[:, None]
-            if MASKED:
-                b_fields = b_fields + (tl.load(p_x, mask=m_t[None, :], other=0.0),)
             else:
                 b_fields = b_fields + (tl.load(p_x),)
         return b_fields
@@ -331,8 +286,8 @@ def norm_logits(b_s, norm, i_head, o_slot, m_t, G: tl.constexpr, MASKED: tl.cons
 @triton.jit
 def token_logits(
     b_ks, b_qs, b_totals, scale, zero, i_head, o_slot, m_t, log2_scaling, D: tl.constexpr, G: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-    MASKED: tl.constexpr, HIDDEN: tl.constexpr = False,
+    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr, MASKED: tl.constexpr,
+    HIDDEN: tl.constexpr = False,
 ):  # fmt: skip
     """Logits [BT, BM] of keys with scales per token (or none, for 16 bits), in units of ln 2.
 
@@ -378,125 +333,6 @@ def token_logits(
 
 
 @triton.jit
-def add_values(
-    b_accs, b_zeros, b_vs, b_ps, scale, zero, i_head, i_slot, m_t, G: tl.constexpr, D: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BT: tl.constexpr, SUB: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Adds a step's values, weighted by probabilities, to the sums by field and (rows alike) by group of zeros.
-
-    ``b_vs`` holds BT / SUB tiles by field, ``b_ps`` as many tiles of probabilities [SUB, BM] as right operands.
-    """
-    TILES: tl.constexpr = BT // SUB
-    FIELDS: tl.constexpr = len(b_accs)
-    if BITS == 16:
-        for n in tl.static_range(TILES):
-            for f in tl.static_range(FIELDS):
-                b_accs = put(b_accs, f, tl.dot(dotable(b_vs[n * FIELDS + f]), dotable(b_ps[n]), b_accs[f]))
-    else:
-        GROUPS: tl.constexpr = D // GROUP if BITS < 8 else 1
-        o_slot = i_slot + tl.arange(0, BT)
-        for g in tl.static_range(GROUPS):
-            p_t = (i_head * GROUPS + g) * G + o_slot
-            if MASKED:
-                b_scale = tl.load(scale + p_t, mask=m_t, other=0.0)
-            else:
-                b_scale = tl.load(scale + p_t)
-            if BITS == 8:
-                # Scales of e4m3 are small, and so are probabilities: their product would be lost among subnormals.
-                b_scale = b_scale * VALUE_SHIFT
-            b_scales = parted(b_scale, TILES, SUB)
-            if BITS < 8 and GROUPS == 1:
-                if MASKED:
-                    b_zero = tl.load(zero + p_t, mask=m_t, other=0.0)
-                else:
-                    b_zero = tl.load(zero + p_t)
-                b_lows = parted(b_zero, TILES, SUB)
-                for n in tl.static_range(TILES):
-                    b_least = b_ps[n] * b_lows[n][:, None]
-                    b_zeros = put(b_zeros, 0, tl.dot(tl.full([16, SUB], 1.0, tl.float16), b_least, b_zeros[0]))
-            elif BITS < 8 and g % 2 == 0:
-                # Two groups in one product, and nothing is multiplied beforehand. [2, SUB] at a time: parts of one
-                # load would have to be moved to where operands stand.
-                o_sub = tl.arange(0, SUB)
-                p_z = zero + (i_head * GROUPS + g) * G + i_slot + (tl.arange(0, 2)[:, None] * G + o_sub[None, :])
-                for n in tl.static_range(TILES):
-                    if MASKED:
-                        b_zero = tl.load(p_z, mask=m_t[None, :], other=0.0)
-                    else:
-                        b_zero = tl.load(p_z + n * SUB)
-                    b_zeros = put(b_zeros, g // 2, tl.dot(in_eights(b_zero, SUB), b_ps[n], b_zeros[g // 2]))
-            for n in tl.static_range(TILES):
-                b_p = b_ps[n] * b_scales[n][:, None]
-                for f in tl.static_range(FIELDS):
-                    if BITS == 8 or f * E // GROUP == g:
-                        b_accs = put(b_accs, f, tl.dot(b_vs[n * FIELDS + f], b_p, b_accs[f]))
-    return b_accs, b_zeros
-
-
-@triton.jit
-def add_normed(b_accs, b_shrink, b_owns, norm, i_head, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr):
-    """Adds a page's sums by channel ``b_owns``, which no factor has met, to those of other pages, shrunk."""
-    b_norms = channel_meta(norm, i_head, 0, D, 1, 1, E, BE, len(b_accs), 1)
-    b_sums = ()
-    for f in tl.static_range(len(b_accs)):
-        b_sums = b_sums + (b_accs[f] * b_shrink + b_owns[f] * b_norms[f].to(tl.float32)[:, None],)
-    return b_sums
-
-
-@triton.constexpr_function
-def zero_tiles_of(value_dim, bits, group):
-    """Tiles that sums by groups of zeros make: two groups to a tile."""
-    return max(1, value_dim // group // 2) if bits < 8 else 0
-
-
-@triton.jit
-def whole_sums(b_accs, b_zeros, BITS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, BM: tl.constexpr):
-    """Sums by field as they are: powers of two out, zeros in."""
-    b_lows = ()
-    for i in tl.static_range(len(b_zeros)):
-        b_pair = tl.max(tl.reshape(b_zeros[i], (2, 8, BM)), 1)
-        b_first, b_last = tl.split(tl.permute(b_pair, (1, 0)))
-        b_lows = b_lows + (b_first, b_last)
-    b_outs = ()
-    for f in tl.static_range(len(b_accs)):
-        b_out = b_accs[f]
-        if BITS < 8:
-            b_out = b_out * (field_unit(BITS) * weight(f, BITS)) + b_lows[f * E // GROUP][None, :]
-        elif BITS == 8:
-            b_out = b_out * (1.0 / VALUE_SHIFT)
-        b_outs = b_outs + (b_out,)
-    return b_outs
-
-
-@triton.jit
-def page_sums(b_accs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr):
-    """`whole_sums` of a page whose tokens have one scale each, without a step between lanes."""
-    b_low = b_zeros[0]
-    if BE > 16:
-        # Rows are alike.
-        b_low = tl.reshape(tl.broadcast_to(b_low[None, :, :], (BE // 16, 16, BM)), (BE, BM))
-    b_outs = ()
-    for f in tl.static_range(len(b_accs)):
-        b_outs = b_outs + (b_accs[f] * (field_unit(BITS) * weight(f, BITS)) + b_low,)
-    return b_outs
-
-
-@triton.jit
-def store_part(
-    out, out_top, out_sum, b_outs, b_top, b_sum, i_row, o_m, m_m, DV: tl.constexpr, BITS: tl.constexpr,
-    E: tl.constexpr, BE: tl.constexpr,
-):  # fmt: skip
-    """A split's part of the result: sums by channel, the maximum (in units of ln 2) and the sum of probabilities."""
-    p_out = out + (i_row + o_m)[None, :] * DV + channels_of(0, tl.arange(0, BE), E, BITS)[:, None]
-    for f in tl.static_range(len(b_outs)):
-        m_out = of_head(m_m[None, :], f, DV, E, BE, BITS, 1)
-        tl.store(p_out + first_channel(f, E, BITS), b_outs[f], mask=m_out)
-    tl.store(out_top + i_row + o_m, b_top, mask=m_m)
-    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
-
-
-@triton.jit
 def soft_cap(b_s, softcap):
     """``softcap * tanh(s / softcap)``; a series near 0, where the exponential form would cancel."""
     b_y = b_s / softcap
@@ -510,13 +346,14 @@ def soft_cap(b_s, softcap):
 
 @triton.jit
 def visible_logits(
-    b_s, o_x, m_t, o_last, p_mask, o_mask, s_ml, i_start, L, softcap, MASK: tl.constexpr, ROWS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    b_s, o_x, m_t, o_last, mask, i_start, softcap, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Logits [BT, BM] in units of ln 2 of tokens at row positions ``o_x``, capped and masked: -inf where hidden.
 
     MASK: 0 causal (up to ``o_last`` of each query), 1 whether visible, 2 added. ROWS: the mask differs by query.
+    ``mask``: see `query_rows`.
     """
+    p_mask, o_mask, s_ml, L = mask[0], mask[1], mask[2], mask[3]
     if SOFTCAP:
         b_s = soft_cap(b_s * (1.0 / LOG2E), softcap) * LOG2E
     m_s = m_t[:, None] & (o_x[:, None] <= o_last[None, :])

@@ -29,8 +29,8 @@ from ._lib import (
     words_of,
 )
 from .fields import LOG2E
+from .key_logits import soft_cap
 from .merge import MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
-from .pages import soft_cap
 
 PROGRAMS_PER_SM = 8
 """Aim of the split count: enough programs to keep every multiprocessor's memory pipe full to the end."""
@@ -76,7 +76,7 @@ def attend(
 
 # Lengths that change from step to step must not compile anew.
 @triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
-def general_kernel(
+def dequantized_pages_kernel(
     q, counters, table, pos, tail_k, tail_v,
     k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, v_codes, v_scale, v_zero, v_norm,
     mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
@@ -193,7 +193,7 @@ def general_kernel(
 
 
 @triton.jit(do_not_specialize=["L", "SPLITS", "FIRST", "WINDOWED", "WK", "WV"])
-def windows_kernel(
+def dequantized_windows_kernel(
     q, counters, sink_k, sink_v, tail_k, tail_v, mask, out, out_top, out_sum,
     s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap, B, L, SPLITS, FIRST, WINDOWED, WK, WV,
     H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
@@ -304,7 +304,7 @@ def _page_arguments(
     return parts, constants
 
 
-def general_decode(
+def dequantized_decode(
     q: Tensor,
     counters: Tensor,
     windows: Sequence[Tensor],
@@ -356,7 +356,7 @@ def general_decode(
         numbers = (*q.stride()[:3], *kind.strides, scaling, softcap, batch)
         for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
             parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
-            general_kernel[(paged[i], batch * heads, tiles)](
+            dequantized_pages_kernel[(paged[i], batch * heads, tiles)](
                 q,
                 counters,
                 view.table.contiguous(),
@@ -383,7 +383,7 @@ def general_decode(
                 **constants,
             )
             first += paged[i]
-        windows_kernel[(windowed, batch * heads, tiles)](
+        dequantized_windows_kernel[(windowed, batch * heads, tiles)](
             q,
             counters,
             sink_k,

@@ -1,0 +1,254 @@
+"""A decode step without the host: append, attend and seal by counters on the device, over one buffer a layer.
+
+What a step does never depends on anything that the host knows, so a CUDA graph that has recorded one serves every
+length. `advance` works out what will be due; the kernels that seal are launched in every step and leave at once where
+nothing is. What they have sealed is counted when the next step begins: see `settle`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..decode import LENGTH, START, decode_attention, sealed_count
+from ..dispatch import call, define, reference, triton_slot
+from ..norms import page_norms
+from ..seal import seal
+from ..windows import tokens_due_by_row
+from .buffer import StepState, views_of_buffer
+from .plan import SIDES, StepPlan
+
+
+@define("advance", mutates=("counters", "windows", "scratch"))
+def _advance(
+    keys: Tensor,
+    values: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    scratch: Sequence[Tensor],
+    capacity: int,
+    room: int,
+    local: Sequence[int],
+    unit: Sequence[int],
+    rotate_keys: int,
+    rotate_values: int,
+) -> None:
+    new, sealed, index_keys, index_values, flag, *pos = scratch
+    sealed.copy_(new[0])
+    counters[-2:] += new
+    tokens, sink = keys.shape[2], windows[0].shape[2]
+    length = counters[LENGTH] + tokens
+    rest = (length - sink).clamp(min=0)
+    fits = counters[START] + length <= capacity
+    due = []
+    for at, index in enumerate((index_keys, index_values)):
+        total, tail = sealed_count(counters, SIDES[at]), windows[2 + at].shape[2]
+        due.append(tokens_due_by_row(rest, total, local[at], unit[at]))
+        fits &= (rest - total <= tail) & (counters[counters.shape[0] - 2 + at] + due[at] <= room)
+        fits &= due[at] <= index.shape[1]
+        step = torch.arange(index.shape[1], dtype=torch.int32, device=index.device)
+        index.copy_((total[:, None] + step) % tail)
+        if pos and at == 0:
+            slot = counters[-2, :, None] + step
+            inside = step < (due[0] * fits)[:, None]
+            rows = torch.arange(keys.shape[0], device=keys.device)[:, None].expand_as(slot)[inside]
+            pos[0][rows, slot[inside].long()] = (sink + total[:, None] + step)[inside]
+    flag.copy_(torch.maximum(flag, (~fits).any().int()))
+    before = [x.clone() for x in (counters[LENGTH], *windows)]
+    reference("append")(keys, values, counters, windows, rotate_keys, rotate_values)
+    for x, old in zip((counters[LENGTH], *windows), before, strict=True):
+        x.copy_(torch.where(fits.view(-1, *(1,) * (x.dim() - 1)), x, old))
+    for at in (0, 1):
+        new[at] = due[at] * fits
+
+
+triton_slot("advance", "step:advance_triton")
+
+
+def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> None:
+    """Begins a step: counts what the last one sealed, appends, and works out what this one will seal.
+
+    A row that has no room for its tokens is left as it is, and ``state.flag`` set.
+
+    Args:
+        keys: (B, H, t, Dk), after RoPE, not rotated; t <= 16.
+        values: (B, H, t, Dv).
+        state: the layer's tensors; ``new`` and ``index`` say afterwards what is due: the first ``new[side, b]`` slots
+            of row b of ``index``.
+        plan: what they hold.
+    """
+    form, tokens = plan.format, keys.shape[2]
+    index = state.due_slots(plan, tokens)
+    scratch = [state.new, state.sealed, *index, state.flag]
+    last = state.runs[-1]
+    if last.pos is not None:
+        scratch.append(last.pos)
+    call(
+        _advance,
+        keys,
+        keys,
+        values,
+        state.counters,
+        state.windows,
+        scratch,
+        plan.capacity,
+        plan.blocks[-1] * form.runs[-1][0].page_size,
+        list(plan.local),
+        list(plan.unit),
+        form.rotate_keys,
+        form.rotate_values,
+    )
+
+
+@define("observe", mutates=("sums", "counts", "weight"))
+def _observe(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
+    heads = sums.shape[1]
+    total = q.abs().double().sum(2).unflatten(1, (heads, -1)).mean(2)
+    again = torch.zeros_like(counts[0]) > 0 if sealed is None else sealed > 0
+    sums.copy_(sums.masked_fill(again[:, None, None], 0.0) + total)
+    counts.copy_(counts.masked_fill(again, 0) + q.shape[2])
+    if weight is not None:
+        weight.copy_((sums / counts.T[:, :, None]).float())
+
+
+triton_slot("observe", "step:observe_triton")
+
+
+def observe(
+    q: Tensor, sums: Tensor, counts: Tensor, sealed: Tensor | None = None, weight: Tensor | None = None
+) -> None:
+    """Adds magnitudes of queries to their sums, which begin anew where something was sealed.
+
+    Args:
+        q: (B, Hq, t, D), t <= 16.
+        sums: f64 (B, H, D), written in place: means over the query heads of a KV head.
+        counts: i32 (H, B), queries in ``sums``, likewise.
+        sealed: i32 (B,), tokens of keys that the step before has sealed; None for nothing.
+        weight: f32 (B, H, D), written: the mean of the queries in ``sums``; None if it is not asked for.
+    """
+    call(_observe, q, q, sealed, sums, counts, weight)
+
+
+def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:
+    """Seals, into the last run, what `advance` found due: keys (0), values (1) or both."""
+    run, formats, index = state.runs[-1], plan.format.runs[-1], state.due_slots(plan, tokens)
+    for at in sides:
+        side, fmt = SIDES[at], formats[at]
+        parts, source = (run.keys, run.values)[at], state.windows[2 + at]
+        new = state.due_now[at]
+        norm = None
+        if fmt.normed:
+            norm = page_norms(source, index[at], fmt.axis, fmt.page_size, plan.balance[at], new)
+        rule = plan.rule if fmt.raised and plan.rule else None
+        weight = state.weight if rule and plan.query == "sum" else None
+        seal(parts, run.table, state.last_counts[at], new, source, index[at], None, fmt, side, rule, weight, norm)
+
+
+@lru_cache(maxsize=64)
+def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _beside(x: Tensor, branches: int) -> Iterator[list[contextlib.AbstractContextManager[object]]]:
+    """Contexts whose kernels become branches of their own in the CUDA graph that is being recorded, if one is.
+
+    Branches begin with what has been launched before and end with this context. Where nothing is recorded their kernels
+    go to the same stream: to change streams costs more than they take.
+    """
+    if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+        yield [contextlib.nullcontext()] * branches
+        return
+    main = torch.cuda.current_stream(x.device)
+    sides = [_side_stream(x.device, number) for number in range(branches)]
+    for side in sides:
+        side.wait_stream(main)
+    yield [torch.cuda.stream(side) for side in sides]
+    for side in sides:
+        main.wait_stream(side)
+
+
+def run_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    state: StepState,
+    plan: StepPlan,
+    scaling: float,
+    softcap: float,
+    due: bool = True,
+) -> Tensor:
+    """A whole step of one layer; see `step`. ``due`` is False where the host knows that nothing will be sealed."""
+    whole, fold = q, plan.fold
+    if fold > 1:
+        q, k, v = (x.reshape(x.shape[0] * fold, x.shape[1] // fold, *x.shape[2:]) for x in (q, k, v))
+        if mask is not None and (mask.shape[0] > 1 or mask.shape[1] > 1):
+            if mask.shape[1] > 1:
+                mask = mask.expand(whole.shape[0], -1, -1, -1)
+                mask = mask.reshape(mask.shape[0] * fold, mask.shape[1] // fold, *mask.shape[2:])
+            else:
+                mask = mask.repeat_interleave(fold, 0)
+    advance(k, v, state, plan)
+    # Attention is as long as two kernels that find nothing to do. More than two in a row would be waited for.
+    long = due and (plan.query == "sum" or any(fmt.normed for fmt in plan.format.runs[-1]))
+    with _beside(q, 2 if long else 1) as beside:
+        # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
+        with beside[0]:
+            if plan.query == "sum":
+                observe(q, state.sums, state.counts, state.sealed, state.weight)
+            elif plan.query == "keep":
+                state.query.copy_(whole[:, :, -1:])
+            if due:
+                seal_due(state, plan, k.shape[2], (0,))
+        # Values ask for no queries.
+        with beside[-1]:
+            if due:
+                seal_due(state, plan, k.shape[2], (1,))
+        out = decode_attention(
+            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, early=True
+        )
+    return out.reshape(*whole.shape[:3], out.shape[-1])
+
+
+@torch.library.custom_op("hfkvq::step", mutates_args=("buffer",))
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    buffer: Tensor,
+    scaling: float,
+    softcap: float,
+    plan: str,
+) -> Tensor:
+    """One decode step of a layer as one opaque operation: append, attend, observe, seal. Asks the host nothing.
+
+    Args:
+        q: (B, Hq, t, D), after RoPE, not scaled, not rotated; t <= 16.
+        k: (B, H, t, D), the new tokens' keys.
+        v: (B, H, t, Dv).
+        mask: see `decode_attention`; None is causal.
+        sinks: see `decode_attention`.
+        buffer: u8, the layer's buffer, written in place.
+        scaling: factor on the logits.
+        softcap: see `decode_attention`.
+        plan: `StepPlan.spec` of the buffer.
+
+    Returns:
+        (B, Hq, t, Dv). Where a row had no room for its tokens (``StepState.flag``), they are missing.
+    """
+    own = StepPlan.parse(plan)
+    return run_step(q, k, v, mask, sinks, views_of_buffer(buffer, own), own, scaling, softcap)
+
+
+@step.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[-1]))

@@ -1,0 +1,80 @@
+"""What a layer's buffer holds, and when its tokens are sealed: known before there is a tensor."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ..pages import Side, StoreFormat
+from ..windows import most_due
+
+SIDES: tuple[Side, Side] = ("keys", "values")
+
+MAX_STEP = 16
+"""Most tokens of a step."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Static description of a layer's buffer, and of when its tokens are sealed.
+
+    Attributes:
+        store: name of the store's format (`StoreFormat.spec`).
+        rows: B, rows of the store; heads that hold tokens of their own are rows.
+        heads: H, KV heads of a row.
+        key_dim: D of the keys.
+        value_dim: D of the values.
+        dtype: of the windows, as ``str(torch.dtype)``.
+        blocks: pages of a row, for each run.
+        tails: slots of the tail of keys and of values.
+        local: newest tokens that stay unsealed, of keys and of values.
+        unit: tokens sealed together, likewise.
+        capacity: most logical columns.
+        rule: rule by which raised channels are chosen, see `kernels.channel_widths`; "" where there are none.
+        query: "sum" keeps the sum of queries' magnitudes, by which ``rule`` weighs channels; "keep" the newest queries;
+            "" nothing.
+        fold: KV heads of the model that are rows of their own, or 1.
+        query_heads: Hq of the model, where ``query`` is "keep".
+        balance: rounds of `page_norms` for keys and values.
+    """
+
+    store: str
+    rows: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    blocks: tuple[int, ...]
+    tails: tuple[int, int]
+    local: tuple[int, int]
+    unit: tuple[int, int]
+    capacity: int
+    rule: str = ""
+    query: str = ""
+    fold: int = 1
+    query_heads: int = 0
+    balance: tuple[int, int] = (1, 1)
+
+    @cached_property
+    def spec(self) -> str:
+        """Reversible name; the step takes it as its static argument."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @staticmethod
+    @lru_cache(maxsize=512)
+    def parse(spec: str) -> StepPlan:
+        """Inverse of `spec`."""
+        found: dict[str, Any] = json.loads(spec)
+        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in found.items()}
+        return StepPlan(**fields)
+
+    @cached_property
+    def format(self) -> StoreFormat:
+        """The store's format."""
+        return StoreFormat.parse(self.store)
+
+    def due(self, side: int, tokens: int) -> int:
+        """Most tokens of a side that are due after a step of so many, where nothing was due before."""
+        return most_due(tokens, self.unit[side])

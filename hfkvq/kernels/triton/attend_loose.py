@@ -1,0 +1,245 @@
+"""Decode attention over a block of what is loose: the sink, the tail, and pages that the page loop leaves."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import pair_format as pair
+from .attend_rows import last_visible, loop_tokens, query_rows, row_counters
+from .fields import (
+    LOG2E,
+    as_operand,
+    as_product,
+    channels_of,
+    dotable,
+    fields_of,
+    first_channel,
+    key_unit,
+    of_head,
+    put,
+    query_fields,
+    words_of,
+)
+from .key_logits import (
+    add_channel_logits,
+    add_raised_logits,
+    add_whole_logits,
+    biased,
+    channel_biases,
+    channel_meta,
+    group_totals,
+    half_queries,
+    key_fields,
+    norm_logits,
+    raised_fields,
+    raised_queries,
+    raised_scales,
+    token_logits,
+    visible_logits,
+    whole_queries,
+)
+from .value_sums import (
+    add_normed,
+    add_values,
+    page_sums,
+    store_part,
+    value_fields,
+    whole_sums,
+    zero_tiles,
+    zero_tiles_of,
+)
+
+
+# A function of its own: some of Triton's passes take the square of what is reached from a load, and more. It ends the
+# program, so that nothing is kept beside it.
+@triton.jit(noinline=True)
+def attend_loose(
+    run, windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_block, B, n_table, L, WK, WV, scaling,
+    softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block of BR loose tokens.
+
+    KIND 0: the sink, then everything of an ordered row from run token ``i_from`` on: keys below ``n_k`` and values
+    below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail, which begins behind what all
+    TOTAL runs have sealed; I is the format of unquantized tokens, since its channels are taken in their own order.
+    KIND 2: tokens of a run that has positions, from ``i_from`` to ``n_k``.
+    """
+    table, pos = run[pair.TABLE], run[pair.POS]
+    K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
+    K_CHANNEL: tl.constexpr = FORM[pair.KEY_CHANNEL]
+    K_GROUP: tl.constexpr = FORM[pair.KEY_GROUP]
+    N4: tl.constexpr = FORM[pair.ROOM4]
+    N16: tl.constexpr = FORM[pair.ROOM16]
+    V_BITS: tl.constexpr = FORM[pair.VALUE_BITS]
+    V_GROUP: tl.constexpr = FORM[pair.VALUE_GROUP]
+    B4: tl.constexpr = FORM[pair.RANKS4]
+    B16: tl.constexpr = FORM[pair.RANKS16]
+    BEK: tl.constexpr = FORM[pair.KEY_WORDS]
+    BEV: tl.constexpr = FORM[pair.VALUE_WORDS]
+    K_NORM: tl.constexpr = FORM[pair.KEY_NORM]
+    V_NORM: tl.constexpr = FORM[pair.VALUE_NORM]
+    EK: tl.constexpr = words_of(D, K_BITS)
+    EV: tl.constexpr = words_of(DV, V_BITS)
+    K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
+    V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
+    V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
+    SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
+    log2_scaling = scaling * LOG2E
+    i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
+    o_r = tl.arange(0, BR)
+
+    b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
+    if PDL:
+        # Again where it has been done: then it takes no time.
+        tl.extra.cuda.gdc_wait()
+    i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, 0 if KIND == 1 else RUN)
+    if KIND == 1:
+        for i in tl.static_range(1, TOTAL):
+            n_k += tl.load(counters + (2 + 2 * i) * B + i_b)
+        n_v = n_k
+        i_from = n_k
+    else:
+        if KIND == 2:
+            n_v = n_k
+        i_from = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, KIND == 0, MASK, FORM[pair.OPEN])
+    o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
+
+    # Run tokens of the block, and where their keys and values stand.
+    i_j = (i_from if KIND == 1 else i_from // BR * BR) + (i_block - SINKS) * BR
+    if KIND < 2:
+        sink_k, sink_v, tail_k, tail_v = windows[0], windows[1], windows[2], windows[3]
+        if i_block < SINKS:
+            o_x = i_block * BR + o_r
+            m_t = (o_x < S) & (o_x < i_length)
+            o_j = tl.full([BR], 1073741824, tl.int32)
+            o_ring_k = o_x
+            o_ring_v = o_x
+            p_ring_k = sink_k + i_bh * (S * D)
+            p_ring_v = sink_v + i_bh * (S * DV)
+        else:
+            o_j = i_j + o_r
+            o_x = o_j + S
+            m_t = (o_j >= i_from) & (o_x < i_length)
+            o_ring_k = o_j % WK
+            o_ring_v = o_j % WV
+            p_ring_k = tail_k + i_bh * (WK * D)
+            p_ring_v = tail_v + i_bh * (WV * DV)
+    else:
+        o_j = i_j + o_r
+        m_t = o_j < n_k
+        o_x = tl.load(pos + i_b * (n_table * G) + o_j, mask=m_t, other=0)
+    if tl.max(m_t.to(tl.int32), 0) == 0:
+        tl.store(outs[1] + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
+    else:
+        # Everything that can be asked for is asked for before anything waits.
+        b_rings_k = ()
+        b_rings_v = ()
+        if KIND < 2:
+            m_ring = m_t & (o_j >= n_k)
+            p_x = p_ring_k + o_ring_k[:, None] * D + channels_of(0, tl.arange(0, BEK), EK, K_BITS)[None, :]
+            for f in tl.static_range(K_FIELDS):
+                m_x = of_head(m_ring[:, None], f, D, EK, BEK, K_BITS, 0)
+                b_rings_k = b_rings_k + (tl.load(p_x + first_channel(f, EK, K_BITS), mask=m_x, other=0.0),)
+            m_ring = m_t & (o_j >= n_v)
+            p_x = p_ring_v + o_ring_v[None, :] * DV + channels_of(0, tl.arange(0, BEV), EV, V_BITS)[:, None]
+            for f in tl.static_range(V_FIELDS):
+                m_x = of_head(m_ring[None, :], f, DV, EV, BEV, V_BITS, 1)
+                b_rings_v = b_rings_v + (tl.load(p_x + first_channel(f, EV, V_BITS), mask=m_x, other=0.0),)
+        m_page_k = m_t & (o_j < n_k)
+        m_page_v = m_t & (o_j < n_v)
+        i_slot = i_j % G
+        i_head = i_j * 0
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < tl.maximum(n_k, n_v)):
+                i_head = tl.load(table + i_b * n_table + i_j // G)
+        i_head = i_head.to(tl.int64) * H + i_h
+
+        b_s = tl.zeros([BR, BM], tl.float32)
+        if KIND < 2:
+            for f in tl.static_range(K_FIELDS):
+                b_high = b_qs[f].to(DTYPE)
+                b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_high), b_s)
+                if ROTATED:
+                    # A rotated query has more bits than the model's dtype holds.
+                    b_low = (b_qs[f] - b_high.to(tl.float32)).to(DTYPE)
+                    b_s = tl.dot(dotable(b_rings_k[f]), dotable(b_low), b_s)
+            b_s = b_s * log2_scaling
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < n_k):
+                b_halves = half_queries(b_qs, K_BITS, DTYPE)
+                o_slot = i_slot + o_r
+                b_ks = key_fields(run[pair.K_CODES], i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
+                if K_CHANNEL:
+                    b_scales = channel_meta(run[pair.K_SCALE], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_lows = channel_meta(run[pair.K_ZERO], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
+                    b_own = add_channel_logits(biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS)
+                    if N16 > 0 and K_NORM == 0:
+                        b_wholes = whole_queries(p_head, m_m, run[pair.K_FULL_INDEX] + i_head * N16, N16, B16, BM, MASK)
+                        b_own = add_whole_logits(b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM)
+                    if N4 > 0:
+                        p_group = run[pair.K_SCALE] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
+                        b_risen = ()
+                        b_highs = ()
+                        for r in tl.static_range((N4 + B4 - 1) // B4):
+                            b_raised, b_channel = raised_queries(
+                                p_head, m_m, run[pair.K_HIGH_INDEX] + i_head * N4, r * B4, N4, B4
+                            )
+                            b_risen = b_risen + (b_raised * raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None],)
+                            b_highs = b_highs + (
+                                raised_fields(run[pair.K_HIGH], i_head, i_slot, r * B4, G, N4, B4, BR),
+                            )
+                        b_own = add_raised_logits(b_own, b_highs, b_risen, 0, 8 * BR // G, BR, BM)
+                    if K_NORM > 0:
+                        b_own = norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
+                        if N16 > 0:
+                            b_wholes = whole_queries(
+                                p_head, m_m, run[pair.K_FULL_INDEX] + i_head * N16, N16, B16, BM, MASK
+                            )
+                            b_own = add_whole_logits(
+                                b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM
+                            )
+                    b_own = b_own * (log2_scaling * key_unit(K_BITS))
+                else:
+                    b_totals = ()
+                    if K_BITS < 8:
+                        b_totals = group_totals(b_qs, D, EK, K_GROUP)
+                    b_own = token_logits(
+                        b_ks, b_halves, b_totals, run[pair.K_SCALE], run[pair.K_ZERO], i_head, o_slot, m_page_k,
+                        log2_scaling, D, G, K_BITS, K_GROUP, EK, BR, BM, True,
+                    )  # fmt: skip
+                b_s = tl.where(m_page_k[:, None], b_own, b_s)
+        b_s = visible_logits(b_s, o_x, m_t, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP)
+
+        b_top = tl.max(b_s, 0)
+        b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
+        b_sum = tl.sum(b_p, 0)
+        b_p = as_product(b_p, BR, BM)
+        b_outs = zero_tiles(V_FIELDS, BEV, BM)
+        if KIND < 2:
+            m_ring = m_t & (o_j >= n_v)
+            b_kept = as_operand(tl.where(m_ring[:, None], b_p, 0.0).to(DTYPE), BR, BM)
+            for f in tl.static_range(V_FIELDS):
+                b_outs = put(b_outs, f, tl.dot(dotable(b_rings_v[f]), dotable(b_kept), b_outs[f]))
+        if KIND != 1:
+            if (i_block >= SINKS) & (i_j < n_v):
+                b_paged = tl.where(m_page_v[:, None], b_p, 0.0).to(DTYPE if V_BITS == 16 else tl.float16)
+                b_ps = (as_operand(b_paged, BR, BM),)
+                b_vs = value_fields(run[pair.V_CODES], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
+                b_accs, b_zeros = add_values(
+                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, run[pair.V_SCALE],
+                    run[pair.V_ZERO], i_head, i_slot, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
+                )  # fmt: skip
+                if V_NORM > 0:
+                    b_more = page_sums(b_accs, b_zeros, V_BITS, BEV, BM)
+                    b_outs = add_normed(b_outs, 1.0, b_more, run[V_NORM], i_head, DV, EV, BEV)
+                else:
+                    b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
+                    for f in tl.static_range(V_FIELDS):
+                        b_outs = put(b_outs, f, b_outs[f] + b_more[f])
+        store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)

@@ -1,0 +1,64 @@
+"""What programs of attention ask about a row: its counters, its tokens, its queries and their masks."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_counters(counters, i_b, B, RUN: tl.constexpr):
+    """Of a row: padding, tokens, and keys and values that stand in pages of a run."""
+    p_row = counters + i_b
+    p_run = p_row + (2 + 2 * RUN) * B
+    return tl.load(p_row), tl.load(p_row + B), tl.load(p_run), tl.load(p_run + B)
+
+
+@triton.jit
+def loop_tokens(
+    n_k, n_v, i_length, n_q, SEVERAL: tl.constexpr, S: tl.constexpr, G: tl.constexpr, ORDERED: tl.constexpr,
+    MASK: tl.constexpr, OPEN: tl.constexpr,
+):  # fmt: skip
+    """Tokens that the loop takes: sealed on both sides, and seen by all queries; those of whole pages unless OPEN."""
+    n_tokens = n_k
+    if ORDERED:
+        n_tokens = tl.minimum(n_k, n_v)
+        if SEVERAL and MASK == 0:
+            n_tokens = tl.minimum(n_tokens, tl.maximum(i_length - n_q - S + 1, 0))
+    if OPEN:
+        return n_tokens
+    else:
+        return n_tokens // G * G
+
+
+@triton.jit
+def last_visible(i_length, o_m, m_m, n_q, MASK: tl.constexpr):
+    """The last position that each query sees, masks aside; rows of padding see nothing."""
+    if MASK > 0:
+        return tl.where(m_m, 1073741824, -1)
+    else:
+        return tl.where(m_m, i_length - n_q + o_m % n_q, -1)
+
+
+@triton.jit
+def query_rows(
+    q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Of BM queries of a KV head: which they are, which there are, and where they are.
+
+    Then their masks: where, how far on for each query, the stride of columns and how many there are. And for as many
+    queries as a product's left operand has rows, where they are and which there are.
+    """
+    o_m = i_m * BM + tl.arange(0, BM)
+    m_m = o_m < SHARE * n_q
+    p_head = q + i_b * s_q[0] + (i_h * SHARE + o_m // n_q) * s_q[1] + o_m % n_q * s_q[2]
+    o_w = tl.arange(0, 16)
+    m_w = (o_w < BM) & (i_m * BM + o_w < SHARE * n_q)
+    o_w += i_m * BM
+    p_rows = q + i_b * s_q[0] + (i_h * SHARE + o_w // n_q) * s_q[1] + o_w % n_q * s_q[2]
+    p_mask = q
+    o_mask = o_m
+    if MASK > 0:
+        p_mask = mask + i_b * s_m[0]
+        o_mask = (i_h * SHARE + o_m // n_q) * s_m[1] + o_m % n_q * s_m[2]
+    return o_m, m_m, p_head, (p_mask, o_mask, s_ml, L), p_rows, m_w

@@ -1,0 +1,322 @@
+"""Pages whose channels have scales of their own: a program seals groups of tokens, and may choose raised channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ...pages import PageFormat
+from ...seal import RULES, parse_rule
+from ...seal import SCORE_MAX as MOST
+from .._lib import F16_MAX, cdiv, fields_of, power
+from .arithmetic import affine_codes, affine_scale, divide_levels, inverse_of, is_wide, load_tokens, warps_of
+
+SCORE_MAX = tl.constexpr(MOST)
+
+CHANNEL_TILE, CHANNEL_THREAD = 16384, 128
+"""Most elements of a tile without a page's ranks, and elements of a thread."""
+
+MAX_TILE = 32768
+"""Most elements of a page that one program ranks the channels of."""
+
+
+@triton.jit
+def halving_sum(b_x, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
+    """Sum of [F, T, C] over T as ``x[i] + x[i + n/2]`` until one is left, [F, C]: the same bits on every device."""
+    for i in tl.static_range(T.bit_length() - 1):
+        b_x = tl.sum(tl.reshape(b_x, (F, 2, T >> (i + 1), C)), 1)
+    return tl.reshape(b_x, (F, C))
+
+
+@triton.jit
+def rank_channels(
+    b_x, p_weight, o_c, m_c, CHOOSE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr
+):
+    """Rank of every channel of a whole page, [F, C], 0 for the strongest; see `hfkvq.kernels.seal.channel_ranks`."""
+    if CHOOSE == 2:
+        b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
+        b_x = b_x - b_mean[:, None, :]
+        b_x = b_x * b_x
+    else:
+        b_x = tl.abs(b_x)
+    b_score = halving_sum(b_x, F, T, C)
+    if p_weight is not None:
+        b_score *= tl.load(p_weight + o_c, mask=m_c, other=0.0)
+    b_score = tl.where(b_score > 0.0, b_score, 0.0)
+    LAST: tl.constexpr = (1 << (D - 1).bit_length()) - 1
+    b_key = (b_score.to(tl.int32, bitcast=True) & ~LAST) | (LAST - o_c)
+    b_key = tl.reshape(tl.where(m_c, b_key, -1), (F * C,))
+    # [other, own]
+    b_rank = tl.sum((b_key[:, None] > b_key[None, :]).to(tl.int32), 0)
+    return tl.reshape(b_rank, (F, C))
+
+
+@triton.jit
+def choose_ranges(
+    b_x, p_weight, o_c, m_c, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
+    COUNT4: tl.constexpr, COUNT16: tl.constexpr, F: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Channels of a whole page [F, T, C] that get 4 and 16 bits, [F, C]; see `hfkvq.kernels.seal.range_rule`."""
+    m_finite = tl.abs(b_x) <= F16_MAX
+    b_low = tl.min(tl.where(m_finite, b_x, float("inf")), 1)
+    b_high = tl.max(tl.where(m_finite, b_x, float("-inf")), 1)
+    b_range = tl.where(b_low <= b_high, b_high - b_low, 0.0)
+    b_score = divide_levels(b_range, b_range < 0.0)
+    if p_weight is not None:
+        b_score *= tl.load(p_weight + o_c, mask=m_c, other=0.0)
+    b_score = tl.minimum(tl.where(b_score > 0.0, b_score, 0.0), SCORE_MAX)
+    if DIVISOR != 1.0:
+        b_score = tl.math.div_rn(b_score, tl.zeros_like(b_score) + DIVISOR)
+    # Floats that are not negative are ordered as their bits are.
+    b_key = tl.reshape(tl.where(m_c, b_score.to(tl.int32, bitcast=True), -1), (F * C,))
+    b_own = tl.reshape(o_c, (F * C,))
+    # [other, own]
+    m_same = (b_key[:, None] == b_key[None, :]) & (b_own[:, None] < b_own[None, :])
+    m_before = (b_key[:, None] > b_key[None, :]) | m_same
+    b_rank = tl.reshape(tl.sum(m_before.to(tl.int32), 0), (F, C))
+    m_16 = m_c & (b_score > OVER16) & (b_rank < COUNT16)
+    i_full = tl.sum(tl.ravel(m_16.to(tl.int32)), 0)
+    m_4 = m_c & (b_score > OVER4) & (b_rank < i_full + COUNT4) & ~m_16
+    return m_4, m_16
+
+
+@triton.jit
+def place_chosen(m_chosen, F: tl.constexpr, C: tl.constexpr):
+    """How many chosen channels stand before each, [F, C]; the flat order of the tile is the order of channels."""
+    b_chosen = tl.reshape(m_chosen.to(tl.int32), (F * C,))
+    return tl.reshape(tl.cumsum(b_chosen, 0) - b_chosen, (F, C))
+
+
+@triton.jit
+def place_width(
+    p_widths, o_c, WIDTH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, F: tl.constexpr, C: tl.constexpr
+):
+    """How many channels of this width stand before each, [F, C], and how many there are in all."""
+    o_d = tl.arange(0, BD)
+    m_all = tl.load(p_widths + o_d, mask=o_d < D, other=0).to(tl.int32) == WIDTH
+    # [BD, F * C]
+    m_before = m_all[:, None] & (o_d[:, None] < tl.reshape(o_c, (F * C,))[None, :])
+    return tl.reshape(tl.sum(m_before.to(tl.int32), 0), (F, C)), tl.sum(m_all.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
+def seal_channel_kernel(
+    codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
+    given, s_b, s_h, s_l, s_d, H, N, M,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
+    CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
+    COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NG: tl.constexpr,
+    BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """NG groups of GROUP tokens times the FIELDS * BE channels of BE words.
+
+    Channels of a tile are [FH, C] with C = FL * BE: FL fields and the words of a row lie along a warp, FH fields and
+    all tokens in registers, so that ranges over tokens are cheap and a word is made with few shuffles.
+    """
+    i_g, i_bh, i_e = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_j = i_g * (NG * GROUP)
+    o_t = tl.arange(0, NG * BG)
+    # Several groups, or raised channels: no group is padded.
+    m_t = o_t >= 0 if BG == GROUP else o_t < GROUP
+    # Three loads at once, before one of them may say that there is nothing to do.
+    i_count = tl.load(count + i_b)
+    p_column = index + i_b * M + i_j + o_t
+    b_column = tl.load(p_column, mask=m_t, other=0)
+    if i_j >= tl.minimum(tl.load(new + i_b), M):
+        return
+    FIELDS: tl.constexpr = 16 // BITS
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    E: tl.constexpr = (D + FIELDS - 1) // FIELDS
+    BT: tl.constexpr = NG * BG
+    FH: tl.constexpr = FIELDS // FL
+    C: tl.constexpr = FL * BE
+    EXACT: tl.constexpr = (BE * FIELDS == D) & (BG == GROUP)
+    RAISES: tl.constexpr = (CHOOSE > 0) | (widths is not None)
+    i_token = i_count + i_j
+    i_head = tl.load(table + i_b * N + i_token // G).to(tl.int64) * H + i_h
+    i_slot = i_token % G
+
+    # What the compiler can see of C is contiguous by VEC, or it would load more at a time and leave lanes to tokens.
+    o_i = tl.arange(0, C)
+    o_v = o_i // VEC
+    o_e = i_e * BE + o_v % (BE // VEC) * VEC + o_i % VEC
+    o_l = o_v // (BE // VEC) * E + o_e
+    p_source = source + i_b * s_b + i_h * s_h
+    # [FH, BT, C]
+    b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+    b_x = b_raw.to(tl.float32)
+    # [FH, C]
+    o_c = (tl.arange(0, FH) * (FL * E))[:, None] + o_l[None, :]
+    m_c = (o_c < D) & (o_e < E)[None, :]
+    m_4 = o_c < 0
+    m_16 = m_4
+    b_place4 = o_c
+    b_place16 = o_c
+    i_used4 = 0
+    i_used16 = 0
+    if CHOOSE == 3:
+        p_weight = weight
+        if weight is not None:
+            p_weight = weight + i_bh * D
+        m_4, m_16 = choose_ranges(b_x, p_weight, o_c, m_c, OVER16, OVER4, DIVISOR, COUNT4, COUNT16, FH, C)
+        if COUNT16 > 0:
+            b_place16 = place_chosen(m_16, FH, C)
+            i_used16 = tl.sum(tl.ravel(m_16.to(tl.int32)), 0)
+        if COUNT4 > 0:
+            b_place4 = place_chosen(m_4, FH, C)
+            i_used4 = tl.sum(tl.ravel(m_4.to(tl.int32)), 0)
+    elif CHOOSE > 0:
+        p_weight = weight
+        if weight is not None:
+            p_weight = weight + i_bh * D
+        b_rank = rank_channels(b_x, p_weight, o_c, m_c, CHOOSE, D, FH, BT, C)
+        if COUNT16 > 0:
+            m_16 = b_rank < COUNT16
+            b_place16 = place_chosen(m_16, FH, C)
+            i_used16 = COUNT16
+        if COUNT4 > 0:
+            m_4 = (b_rank >= COUNT16) & (b_rank < COUNT16 + COUNT4)
+            b_place4 = place_chosen(m_4, FH, C)
+            i_used4 = COUNT4
+    elif widths is not None:
+        p_widths = widths + (i_bh * (M // G) + i_j // G) * D
+        b_width = tl.load(p_widths + o_c, mask=m_c, other=0).to(tl.int32)
+        if COUNT4 > 0:
+            b_place4, i_used4 = place_width(p_widths, o_c, 4, D, BD, FH, C)
+            m_4 = (b_width == 4) & (b_place4 < COUNT4)
+            i_used4 = tl.minimum(i_used4, COUNT4)
+        if COUNT16 > 0:
+            b_place16, i_used16 = place_width(p_widths, o_c, 16, D, BD, FH, C)
+            m_16 = (b_width == 16) & (b_place16 < COUNT16)
+            i_used16 = tl.minimum(i_used16, COUNT16)
+
+    if norm is not None:
+        b_norm = tl.full([BT], 1.0, tl.float16)
+        if given is not None:
+            b_norm = tl.load(given + i_bh * M + i_j + o_t, mask=m_t, other=1.0)
+        if i_e == 0:
+            tl.store(norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
+        b_share = tl.math.div_rn(tl.full([BT], 1.0, tl.float32), b_norm.to(tl.float32))
+        b_x = b_x * b_share[None, :, None]
+    # NaN does not count in a minimum. [FH, NG, C]
+    b_own = b_x
+    if BG != GROUP:
+        b_own = tl.where(m_t[None, :, None], b_x, float("nan"))
+    b_own = tl.reshape(b_own, (FH, NG, BG, C))
+    b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
+    if is_wide(b_low, b_high):
+        # Loaded once more: hardly ever, and registers for it would cost every page.
+        b_column = tl.load(p_column, mask=m_t, other=0)
+        b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
+        if norm is not None:
+            b_again = b_again * b_share[None, :, None]
+        m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
+        b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
+        b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
+    # [FH, 1, C]
+    m_high = (m_4 | (LEVELS == 15))[:, None, :]
+    b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+    if COUNT16 > 0 and RAISES:
+        b_scale = tl.where(m_16[:, None, :], 0.0, b_scale).to(tl.float16)
+        b_zero = tl.where(m_16[:, None, :], 0.0, b_zero).to(tl.float16)
+    o_group = (tl.arange(0, NG) * D)[None, :, None] + o_c[:, None, :]
+    p_group = (i_head * (G // GROUP) + i_slot // GROUP) * D + o_group
+    m_group = tl.broadcast_to(m_c[:, None, :], (FH, NG, C))
+    tl.store(scale + p_group, b_scale, mask=m_group)
+    tl.store(zero + p_group, b_zero, mask=m_group)
+
+    b_inverse = inverse_of(b_scale.to(tl.float32))[:, :, None, :]
+    b_levels = tl.where(m_high, 15.0, LEVELS * 1.0)[:, :, None, :]
+    # A channel that is kept whole has scale 0, hence code 0 without more ado.
+    b_code = affine_codes(tl.reshape(b_x, (FH, NG, BG, C)), b_inverse, b_zero.to(tl.float32)[:, :, None, :], b_levels)
+    b_word = tl.reshape(b_code, (FH, BT, FL, BE // VEC, VEC))
+    if COUNT4 > 0 and RAISES:
+        b_word = b_word & LEVELS
+    # VEC words of a row share an i32 until they are whole: fewer shuffles. Shifts known in advance come first.
+    b_word = tl.sum(b_word << (tl.arange(0, FH) * (FL * BITS))[:, None, None, None, None], 0)
+    b_word = tl.sum(b_word << (tl.arange(0, VEC) * 16)[None, None, None, :], 3)
+    b_word = tl.sum(b_word << (tl.arange(0, FL) * BITS)[None, :, None], 1)
+    # [BT, BE]
+    b_word = tl.reshape(b_word[:, :, None] >> (tl.arange(0, VEC) * 16)[None, None, :], (BT, BE)).to(tl.int16)
+    o_e = i_e * BE + tl.arange(0, BE)
+    if TOKEN_MAJOR:
+        p_word = codes + i_head * (G * E) + (i_slot + o_t)[:, None] * E + o_e[None, :]
+    else:
+        p_word = codes + i_head * (G * E) + o_e[None, :] * G + (i_slot + o_t)[:, None]
+    tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
+
+    if COUNT4 > 0:
+        # The tile is a whole page.
+        o_w = tl.arange(0, BT // 8)
+        p_high = high + i_head * (G // 8 * N4) + o_w * N4
+        if RAISES:
+            # Eight tokens of a channel share a word. [FH, BT / 8, C]
+            b_upper = tl.reshape(b_code, (FH, 8, BT // 8, C)) >> 2
+            b_upper = tl.sum(b_upper << (tl.arange(0, 8) * 2)[None, :, None, None], 1).to(tl.int16)
+            p_upper = p_high[None, :, None] + b_place4[:, None, :]
+            tl.store(p_upper, b_upper, mask=m_4[:, None, :])
+            tl.store(high_index + i_head * N4 + b_place4, o_c.to(high_index.dtype.element_ty), mask=m_4)
+        if i_e == 0:
+            # Ranks that no channel takes hold zeros.
+            o_r = tl.arange(0, triton.next_power_of_2(N4))
+            m_r = (o_r >= i_used4) & (o_r < N4)
+            b_none = tl.zeros([BT // 8, triton.next_power_of_2(N4)], tl.int16)
+            tl.store(p_high[:, None] + o_r[None, :], b_none, mask=m_r[None, :])
+            tl.store(high_index + i_head * N4 + o_r, tl.zeros_like(o_r).to(high_index.dtype.element_ty), mask=m_r)
+    if COUNT16 > 0:
+        p_full = full + i_head * (G * N16) + (i_slot + o_t) * N16
+        if RAISES:
+            p_own = p_full[None, :, None] + b_place16[:, None, :]
+            tl.store(p_own, b_raw, mask=m_t[None, :, None] & m_16[:, None, :])
+            tl.store(full_index + i_head * N16 + b_place16, o_c.to(full_index.dtype.element_ty), mask=m_16)
+        if i_e == 0:
+            o_r = tl.arange(0, triton.next_power_of_2(N16))
+            m_r = (o_r >= i_used16) & (o_r < N16)
+            b_none = tl.zeros([BT, triton.next_power_of_2(N16)], full.dtype.element_ty)
+            tl.store(p_full[:, None] + o_r[None, :], b_none, mask=m_t[:, None] & m_r[None, :])
+            tl.store(full_index + i_head * N16 + o_r, tl.zeros_like(o_r).to(full_index.dtype.element_ty), mask=m_r)
+
+
+def ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
+    """Whether one program can hold a page, in the order of the rule's sums."""
+    tile = form.page_size * fields_of(form.bits) * power(form.words(head_dim))
+    return form.page_size == power(form.page_size) and form.group_size == power(form.group_size) and tile <= MAX_TILE
+
+
+def channel_constants(
+    form: PageFormat, is_keys: bool, tokens: int, head_dim: int, rule: str
+) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Programs for groups of tokens and for slices of words, and what `seal_channel_kernel` takes by name."""
+    group, fields = form.group_size, fields_of(form.bits)
+    block = power(group)
+    # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
+    name, over16, over4, divisor = parse_rule(rule) if rule else ("", 0.0, 0.0, 1.0)
+    groups = form.page_size // group if rule or form.raised_count(4) else 1
+    words = max(2, power(form.words(head_dim)))
+    if not rule:
+        words = max(2, min(words, CHANNEL_TILE // (groups * block * fields)))
+    slices = 1 if rule else cdiv(form.words(head_dim), words)
+    constants = {
+        "BITS": form.bits,
+        "GROUP": group,
+        "TOKEN_MAJOR": is_keys,
+        "CHOOSE": RULES.index(name) + 1 if rule else 0,
+        "OVER16": over16,
+        "OVER4": over4,
+        "DIVISOR": divisor,
+        "COUNT4": form.raised_count(4),
+        "COUNT16": form.raised_count(16),
+        "N4": form.raised_room(4),
+        "N16": form.raised_room(16),
+        "NG": groups,
+        "BG": block,
+        "BE": words,
+        "BD": power(head_dim),
+        "FL": min(fields, 4, max(1, 64 // words)),
+        "VEC": 2,
+        "num_warps": warps_of(groups * block * fields * words, CHANNEL_THREAD),
+    }
+    return (tokens // (groups * group), slices), constants

@@ -1,0 +1,187 @@
+"""Seal on the GPU. Every program looks at its row's counters first and leaves at once if nothing is due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dispatch import reference
+from ...pages import PageFormat
+from ...seal import channel_widths
+from .._lib import PARTS, power
+from ..ahead import Wanted
+from ..launch import Launch
+from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
+from .token import seal_token_kernel, seal_unpacked_kernel, token_constants, unpacked_constants
+
+
+def seal_triton(
+    parts: Sequence[Tensor],
+    table: Tensor,
+    count: Tensor,
+    new: Tensor,
+    source: Tensor,
+    index: Tensor,
+    widths: Tensor | None,
+    fmt: str,
+    side: str,
+    choose: str,
+    q_abs: Tensor | None,
+    norm: Tensor | None = None,
+) -> None:
+    """Launcher of `hfkvq.kernels.seal`; bf16 rounding under the interpreter takes the reference."""
+    form, at, odd = _facts(fmt)
+    stored = source if at is None else parts[at]
+    # Triton's interpreter truncates where bf16 should be rounded.
+    if odd or (not source.is_cuda and stored.dtype == torch.bfloat16 != source.dtype):
+        return reference("seal")(parts, table, count, new, source, index, widths, fmt, side, choose, q_abs, norm)
+    assert all([part.is_contiguous() for part in parts]), "pages are contiguous: they are written in place"
+    batch, heads, _, head_dim = source.shape
+    tokens = index.shape[1]
+    if not tokens or not batch:
+        return None
+    rule = choose if form.raised else ""
+    if rule and not ranks_in_kernel(form, head_dim):
+        chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None]
+        pages = source.gather(2, chosen.expand(-1, heads, -1, head_dim)).unflatten(2, (-1, form.page_size))
+        widths, rule = channel_widths(pages, form, rule, q_abs), ""
+    weight = q_abs.to(torch.float32) if q_abs is not None and rule else None
+    given = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
+    launch = _launch(
+        fmt,
+        side,
+        (batch, heads, head_dim),
+        source.stride(),
+        source.dtype,
+        stored.dtype,
+        source.device,
+        table.shape[1],
+        tokens,
+        rule,
+        (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype),
+    )
+    launch(*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given)
+    return None
+
+
+def seal_wanted(
+    fmt: PageFormat,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
+    rule: str | None,
+    weighed: bool,
+) -> Iterator[Wanted]:
+    """The variant for a source (B, H, D) of the model's dtype: raised by a rule, with weights or not, or by widths."""
+    form, _, odd = _facts(fmt.spec)
+    if odd:
+        return
+    if rule and not ranks_in_kernel(form, shape[2]):
+        rule = None
+    weighed = weighed and bool(rule)
+    given = (bool(form.raised) and not rule, weighed, torch.float16 if form.normed else None)
+    made = _launch(fmt.spec, side, shape, stride, dtype, dtype, device, 1, tokens, rule or "", given)
+    kinds = [kind or dtype for _, kind in form.shapes("keys" if side == "keys" else "values", *shape[1:]).values()]
+    if form.bits == 8:
+        kinds[form.names.index("codes")] = torch.uint8
+    kinds += [torch.int32] * 3 + [dtype, torch.int32]
+    kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=True) if has]
+    yield made.wanted(kinds)
+
+
+@lru_cache(maxsize=512)
+def _facts(fmt: str) -> tuple[PageFormat, int | None, bool]:
+    """A format, which of its tensors is in the model's dtype, and whether it has no kernel."""
+    form = PageFormat.parse(fmt)
+    at = 0 if form.bits == 16 else form.names.index("full") if form.raised_count(16) else None
+    odd = form.page_size != power(form.page_size) or form.group_size != power(form.group_size)
+    # Tokens that share a word would lie in tiles of different shapes.
+    return form, at, bool(form.raised_count(4)) and odd
+
+
+def seal_launch(
+    fmt: PageFormat,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: int,
+    tokens: int,
+    rule: str,
+) -> Launch | None:
+    """A launch that seals without widths, weights and factors, from a source in the model's dtype, if there is one.
+
+    It takes a side's tensors, table, count, new, source and index.
+    """
+    form, _, odd = _facts(fmt.spec)
+    if odd or (rule and not ranks_in_kernel(form, shape[3])):
+        return None
+    shape = (shape[0], shape[1], shape[3])
+    return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
+
+
+@lru_cache(maxsize=1024)
+def _launch(
+    fmt: str,
+    side: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    stored: torch.dtype,
+    device: torch.device,
+    blocks: int,
+    tokens: int,
+    rule: str,
+    given: tuple[bool, bool, torch.dtype | None],
+) -> Launch:
+    """Takes a side's tensors, table, count, new, source, index, and what is given of widths, weights and factors.
+
+    Args:
+        fmt: name of the page format.
+        side: "keys" or "values".
+        shape: of the source, but for its tokens.
+        stride: of the source.
+        dtype: of the source.
+        stored: of what pages hold unquantized.
+        device: of everything.
+        blocks: pages of a row.
+        tokens: columns of the index.
+        rule: by which the kernel chooses raised channels, or "".
+        given: whether there are widths, whether there are weights, and the dtype of factors, None for none.
+    """
+    form, is_keys, head_dim = PageFormat.parse(fmt), side == "keys", shape[2]
+    slices = 1
+    if form.bits >= 8:
+        kernel, names, takes = seal_unpacked_kernel, ("codes", "scale"), ()
+        tiles, constants = unpacked_constants(form, tokens, head_dim, device)
+    elif form.axis == "token":
+        kernel, names, takes = seal_token_kernel, ("codes", "scale", "zero", "norm"), (2,)
+        tiles, constants = token_constants(form, is_keys, tokens, head_dim)
+    else:
+        kernel, names, takes = seal_channel_kernel, PARTS, (0, 1, 2)
+        (tiles, slices), constants = channel_constants(form, is_keys, tokens, head_dim, rule)
+    at = [form.names.index(name) if name in form.names else None for name in names]
+    end = len(form.names) + 5
+    # Where those of what may be given stand that the kernel takes.
+    optional = [end + sum(map(bool, given[:i])) if given[i] else None for i in takes]
+
+    def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
+        parts = [None if i is None else tensors[i] for i in at]
+        if isinstance(parts[0], Tensor) and form.bits == 8:
+            # Not every GPU that Triton knows has an fp8 type, but all have bytes.
+            parts[0] = parts[0].view(torch.uint8)
+        return *parts, *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
+
+    # A fused multiply-add would round once where the contract rounds twice, and move codes at ties.
+    constants |= {"D": head_dim, "G": form.page_size, "enable_fp_fusion": False}
+    numbers = dict(zip(("s_b", "s_h", "s_l", "s_d"), stride, strict=True))
+    numbers |= {"H": shape[1], "N": blocks, "M": tokens}
+    return Launch(kernel, (tiles, shape[0] * shape[1], slices), numbers, constants, device, nest)

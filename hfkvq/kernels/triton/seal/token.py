@@ -1,0 +1,334 @@
+"""Tokens with scales of their own, and tokens of 8 and 16 bits: what is due may begin and end inside a page."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...pages import PageFormat
+from .._lib import F16_MAX, capability, fields_of, power
+from .arithmetic import affine_codes, affine_scale, inverse_of, is_wide, load_tokens, warps_of
+
+FP8_MAX = tl.constexpr(448.0)
+
+TOKEN_TILE, TOKEN_THREAD = 8192, 64
+"""Most elements of a tile, and elements of a thread."""
+
+
+@triton.jit
+def due_tile(p_count, p_new, i_t, M, BT: tl.constexpr):
+    """Of a row: the first slot of its i_t-th tile of BT that new tokens touch, tokens that are sealed, and new ones."""
+    i_new = tl.minimum(tl.load(p_new), M)
+    i_count = tl.load(p_count)
+    return (i_count // BT + i_t) * BT, i_count, i_new
+
+
+@triton.jit
+def columns_of(index, o_index, o_token, m_t, SLOTS):
+    """Columns of the source that hold tokens: what an index says, or where they stand in a tail."""
+    if index is None:
+        b_column = tl.where(m_t, o_token % SLOTS, 0)
+    else:
+        b_column = tl.load(index + o_index, mask=m_t, other=0)
+    return b_column
+
+
+@triton.jit
+def seal_tokens(
+    codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l, s_d,
+    H, N, M, SLOTS,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Of BT slots of a page, which begin with token ``i_first``, those of the ``i_new`` from ``i_count`` on.
+
+    The fields of a word lie in one thread.
+    """
+    FIELDS: tl.constexpr = 16 // BITS
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    E: tl.constexpr = (D + FIELDS - 1) // FIELDS
+    EXACT: tl.constexpr = BE * FIELDS == D
+    # Whole fields make a group, or a field holds whole groups.
+    ALIGNED: tl.constexpr = (GROUP == D) or (EXACT and (GROUP % E == 0 or E % GROUP == 0))
+    i_head = tl.load(table + i_b * N + i_first // G).to(tl.int64) * H + i_h
+    i_slot = i_first % G
+    o_j = i_first - i_count + tl.arange(0, BT)
+    m_t = (o_j >= 0) & (o_j < i_new)
+    o_slot = i_slot + tl.arange(0, BT)
+    o_e = tl.arange(0, BE)
+    p_source = source + i_b * s_b + i_h * s_h
+    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
+    # [FIELDS, BT, BE]
+    b_x = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
+    # [FIELDS, 1, BE]
+    o_c = (tl.arange(0, FIELDS) * E)[:, None, None] + o_e[None, None, :]
+    m_c = (o_c < D) & (o_e < E)[None, None, :]
+    if norm is not None:
+        # Whole pages are new, so a tile lies within one of them.
+        b_norm = tl.full([FIELDS, BT, BE], 1.0, tl.float16)
+        if given is not None:
+            p_given = given + (i_bh * (M // G) + (i_first - i_count) // G) * D + o_c
+            # As many as there are elements: loaded where they are used, since to move them would cost more.
+            b_norm = tl.load(tl.broadcast_to(p_given, (FIELDS, BT, BE)), mask=m_c, other=1.0)
+        p_norm = tl.broadcast_to(norm + i_head * D + o_c, (FIELDS, BT, BE))
+        tl.store(p_norm, b_norm, mask=m_c & (o_slot == 0)[None, :, None])
+        b_share = tl.math.div_rn(tl.full([FIELDS, BT, BE], 1.0, tl.float32), b_norm.to(tl.float32))
+        b_x = b_x * b_share
+
+    m_high = LEVELS == 15
+    if ALIGNED:
+        # A groups of F fields, or of one field's K parts of W words.
+        F: tl.constexpr = FIELDS if GROUP == D else (GROUP // E if GROUP > E else 1)
+        A: tl.constexpr = FIELDS // F
+        W: tl.constexpr = GROUP if GROUP < BE and GROUP != D else BE
+        K: tl.constexpr = BE // W
+        b_own = b_x
+        if not EXACT:
+            b_own = tl.where(m_c, b_x, float("nan"))
+        # [A, BT, K]
+        b_own = tl.reshape(b_own, (A, F, BT, K, W))
+        b_low, b_high = tl.min(tl.min(b_own, 1), 3), tl.max(tl.max(b_own, 1), 3)
+        if is_wide(b_low, b_high):
+            # Loaded once more: hardly ever, and registers for it would cost every tile.
+            b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS)
+            b_again = load_tokens(p_source, b_column, m_t, o_e, o_e < E, s_l, s_d, E, D, FIELDS, False).to(tl.float32)
+            if norm is not None:
+                b_again = b_again * b_share
+            m_own = m_c & (tl.abs(b_again) <= F16_MAX)
+            b_lows = tl.reshape(tl.where(m_own, b_again, float("inf")), (A, F, BT, K, W))
+            b_highs = tl.reshape(tl.where(m_own, b_again, float("-inf")), (A, F, BT, K, W))
+            b_low, b_high = tl.min(tl.min(b_lows, 1), 3), tl.max(tl.max(b_highs, 1), 3)
+        b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+        o_n = (tl.arange(0, A) * K)[:, None, None] + tl.arange(0, K)[None, None, :]
+        p_group = (i_head * (D // GROUP) + o_n) * G + o_slot[None, :, None]
+        m_group = tl.broadcast_to(m_t[None, :, None], (A, BT, K))
+        tl.store(scale + p_group, b_scale, mask=m_group)
+        tl.store(zero + p_group, b_zero, mask=m_group)
+        b_inverse = inverse_of(b_scale.to(tl.float32))[:, None, :, :, None]
+        b_base = b_zero.to(tl.float32)[:, None, :, :, None]
+        b_code = affine_codes(tl.reshape(b_x, (A, F, BT, K, W)), b_inverse, b_base, LEVELS * 1.0)
+        b_code = tl.reshape(b_code, (FIELDS, BT, BE))
+    else:
+        # Groups cut across fields, as where the head dim is no power of two: each is a mask over the tile.
+        b_inverse = tl.zeros([FIELDS, BT, BE], tl.float32)
+        b_base = b_inverse
+        for i_n in range(D // GROUP):
+            m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
+            m_n = m_n & (tl.abs(b_x) <= F16_MAX)
+            b_low = tl.min(tl.min(tl.where(m_n, b_x, float("inf")), 0), 1)
+            b_high = tl.max(tl.max(tl.where(m_n, b_x, float("-inf")), 0), 1)
+            b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+            m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
+            p_group = (i_head * (D // GROUP) + i_n) * G + o_slot
+            tl.store(scale + p_group, b_scale, mask=m_t)
+            tl.store(zero + p_group, b_zero, mask=m_t)
+            b_inverse = tl.where(m_n, inverse_of(b_scale.to(tl.float32))[None, :, None], b_inverse)
+            b_base = tl.where(m_n, b_zero.to(tl.float32)[None, :, None], b_base)
+        b_code = affine_codes(b_x, b_inverse, b_base, LEVELS * 1.0)
+    if not EXACT:
+        b_code = tl.where(m_c, b_code, 0)
+    # [BT, BE]
+    b_word = tl.sum(b_code << (tl.arange(0, FIELDS) * BITS)[:, None, None], 0).to(tl.int16)
+    if TOKEN_MAJOR:
+        p_word = codes + i_head * (G * E) + o_slot[:, None] * E + o_e[None, :]
+    else:
+        p_word = codes + i_head * (G * E) + o_slot[:, None] + o_e[None, :] * G
+    tl.store(p_word, b_word, mask=m_t[:, None] & (o_e < E)[None, :])
+
+
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
+def seal_token_kernel(
+    codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
+    BT: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Those of BT slots of a page that are due."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
+    seal_tokens(
+        codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l,
+        s_d, H, N, M, 1, D, G, BITS, GROUP, TOKEN_MAJOR, BT, BE,
+    )  # fmt: skip
+
+
+@triton.jit
+def to_fp8(b_x, NATIVE: tl.constexpr):
+    """Bits (u8) of f32 as e4m3: rounded to nearest even, saturating; no NaN."""
+    if NATIVE:
+        b_code = b_x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        b_bits = tl.minimum(tl.maximum(b_x, -FP8_MAX), FP8_MAX).to(tl.int32, bitcast=True)
+        b_sign = (b_bits >> 24) & 0x80
+        b_bits = b_bits & 0x7FFFFFFF
+        # Normal: the exponent's bias goes from 127 to 7, the mantissa from 23 bits to 3.
+        b_normal = (b_bits - (120 << 23) + 0x7FFFF + ((b_bits >> 20) & 1)) >> 20
+        # Subnormal: an ulp of 2^14 is 2^-9, the smallest e4m3, so the sum's last bits count those.
+        b_tiny = (tl.abs(b_x) + 16384.0).to(tl.int32, bitcast=True) & 0xF
+        b_code = (tl.where(b_bits < (121 << 23), b_tiny, b_normal) | b_sign).to(tl.uint8)
+    return b_code
+
+
+@triton.jit
+def seal_unpacked(
+    codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, SLOTS,
+    D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """As `seal_tokens`, but a code is an element by itself: fp8 pages, and copies for 16 bits (no scale)."""
+    i_head = tl.load(table + i_b * N + i_first // G).to(tl.int64) * H + i_h
+    o_j = i_first - i_count + tl.arange(0, BT)
+    m_t = (o_j >= 0) & (o_j < i_new)
+    o_slot = i_first % G + tl.arange(0, BT)
+    b_column = columns_of(index, i_b * M + o_j, i_count + o_j, m_t, SLOTS).to(tl.int64)
+    o_n = tl.arange(0, BN)
+    # [BT, BN * BC]
+    o_i = tl.arange(0, BN * BC)
+    o_c = o_i // BC * GROUP + o_i % BC
+    m_x = m_t[:, None]
+    if BN * BC != D:
+        m_x = m_x & ((o_i // BC < D // GROUP) & (o_i % BC < GROUP))[None, :]
+    p_x = (source + i_b * s_b + i_h * s_h + b_column * s_l)[:, None] + (o_c * s_d)[None, :]
+    b_x = tl.load(p_x, mask=m_x, other=0.0)
+    if scale is not None:
+        b_x = tl.reshape(b_x.to(tl.float32), (BT, BN, BC))
+        # [BT, BN]
+        b_top = tl.max(tl.abs(b_x), 2)
+        if is_wide(b_top, b_top):
+            b_top = tl.max(tl.where(tl.abs(b_x) <= F16_MAX, tl.abs(b_x), 0.0), 2)
+        b_top = tl.where(b_top == b_top, b_top, 0.0)
+        b_scale = tl.math.div_rn(b_top, tl.zeros_like(b_top) + FP8_MAX).to(tl.float16)
+        p_scale = (i_head * (D // GROUP) + o_n)[None, :] * G + o_slot[:, None]
+        tl.store(scale + p_scale, b_scale, mask=m_t[:, None] & (o_n < D // GROUP)[None, :])
+        b_x = tl.where(b_x != b_x, 0.0, tl.minimum(tl.maximum(b_x, -F16_MAX), F16_MAX))
+        b_x *= inverse_of(b_scale.to(tl.float32))[:, :, None]
+        b_x = to_fp8(tl.reshape(b_x, (BT, BN * BC)), NATIVE)
+    p_code = codes + (i_head * G + o_slot)[:, None] * D + o_c[None, :]
+    tl.store(p_code, b_x, mask=m_x)
+
+
+@triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
+def seal_unpacked_kernel(
+    codes, scale, table, count, new, source, index, s_b, s_h, s_l, s_d, H, N, M,
+    D: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr,
+    NATIVE: tl.constexpr,
+):  # fmt: skip
+    """Those of BT slots of a page that are due, of 8 or 16 bits."""
+    i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_first, i_count, i_new = due_tile(count + i_b, new + i_b, i_t, M, BT)
+    if i_first >= i_count + i_new or i_new <= 0:
+        return
+    seal_unpacked(
+        codes, scale, table, source, index, i_b, i_h, i_first, i_count, i_new, s_b, s_h, s_l, s_d, H, N, M, 1,
+        D, G, GROUP, BN, BC, BT, NATIVE,
+    )  # fmt: skip
+
+
+class FewTokens(NamedTuple):
+    """What `seal_few` has to know of a format.
+
+    Attributes:
+        bits: of a code.
+        group: elements that share a scale.
+        slots: of a tile.
+        words: BE of `seal_tokens`; 0 for 8 and 16 bits.
+        groups: BN of `seal_unpacked`; 0 for 2 and 4 bits, as are the rest.
+        width: its BC.
+        native: its NATIVE.
+    """
+
+    bits: int
+    group: int
+    slots: int
+    words: int = 0
+    groups: int = 0
+    width: int = 0
+    native: bool = False
+
+
+# Where fields of `FewTokens` stand, for kernels.
+FEW_BITS, FEW_GROUP, FEW_SLOTS, FEW_WORDS, FEW_GROUPS, FEW_WIDTH, FEW_NATIVE = map(
+    tl.constexpr, range(len(FewTokens._fields))
+)
+
+
+@triton.jit
+def seal_few(
+    codes, scale, zero, table, tail, found, i_t, i_bh, AT: tl.constexpr, B, H, N, M, SLOTS,
+    D: tl.constexpr, G: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Those of a few slots of a side's pages that are due, from a tail; FORM is a `FewTokens`."""
+    i_b, i_h = i_bh // H, i_bh % H
+    BT: tl.constexpr = FORM[FEW_SLOTS]
+    i_first, i_count, i_new = due_tile(found + AT * B + i_b, found + (AT + 2) * B + i_b, i_t, M, BT)
+    if (i_first < i_count + i_new) & (i_new > 0):
+        s_h = SLOTS * D
+        if FORM[FEW_BITS] >= 8:
+            seal_unpacked(
+                codes, scale, table, tail, None, i_b, i_h, i_first, i_count, i_new, H * s_h, s_h, D, 1, H, N, M, SLOTS,
+                D, G, FORM[FEW_GROUP], FORM[FEW_GROUPS], FORM[FEW_WIDTH], BT, FORM[FEW_NATIVE],
+            )  # fmt: skip
+        else:
+            seal_tokens(
+                codes, scale, zero, None, table, tail, None, None, i_b, i_h, i_bh, i_first, i_count, i_new, H * s_h,
+                s_h, D, 1, H, N, M, SLOTS, D, G, FORM[FEW_BITS], FORM[FEW_GROUP], AT == 0, BT, FORM[FEW_WORDS],
+            )  # fmt: skip
+
+
+def few_tokens(
+    fmt: PageFormat, is_keys: bool, tokens: int, head_dim: int, device: torch.device
+) -> tuple[FewTokens, int]:
+    """What `seal_few` has to know to seal so many tokens of a format, and how many tiles they are."""
+    if fmt.bits >= 8:
+        tiles, own = unpacked_constants(fmt, tokens, head_dim, device)
+        form = FewTokens(fmt.bits, own["GROUP"], own["BT"], groups=own["BN"], width=own["BC"], native=own["NATIVE"])
+    else:
+        tiles, own = token_constants(fmt, is_keys, tokens, head_dim)
+        form = FewTokens(fmt.bits, own["GROUP"], own["BT"], words=own["BE"])
+    return form, tiles
+
+
+def _slots(form: PageFormat, tokens: int, most: int) -> tuple[int, int]:
+    """Slots of a tile, which lies within a page, and how many tiles new tokens can touch."""
+    # Every size is a variant to compile, so there are two: steps of a token, and all else.
+    block = 1 if tokens == 1 else min(form.page_size & -form.page_size, power(most))
+    return block, (tokens + block - 2) // block + 1
+
+
+def unpacked_constants(
+    form: PageFormat, tokens: int, head_dim: int, device: torch.device
+) -> tuple[int, dict[str, Any]]:
+    """Tiles of new tokens, and what `seal_unpacked_kernel` takes by name."""
+    group = form.group_size if form.bits == 8 else head_dim
+    groups, width = power(head_dim // group), power(group)
+    block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // (groups * width)))
+    return tiles, {
+        "GROUP": group,
+        "BN": groups,
+        "BC": width,
+        "BT": block,
+        "NATIVE": torch.version.hip is None and capability(device) >= (8, 9),
+        "num_warps": warps_of(block * groups * width, TOKEN_THREAD),
+    }
+
+
+def token_constants(form: PageFormat, is_keys: bool, tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
+    """Tiles of new tokens, and what `seal_token_kernel` takes by name."""
+    fields, words = fields_of(form.bits), power(form.words(head_dim))
+    # Groups that cut across fields take masks, and those registers.
+    share = 1 if head_dim in (form.group_size, fields * words) else 2
+    block, tiles = _slots(form, tokens, max(1, TOKEN_TILE // share // (fields * words)))
+    return tiles, {
+        "BITS": form.bits,
+        "GROUP": form.group_size,
+        "TOKEN_MAJOR": is_keys,
+        "BT": block,
+        "BE": words,
+        "num_warps": warps_of(block * fields * words, TOKEN_THREAD // share),
+    }

@@ -1,0 +1,31 @@
+"""What has left a window: the one rule of what is to be sealed, for numbers, for Triton and for tensors.
+
+A row's first tokens stand in the sink. Of the ``rest`` behind it the newest ``local`` stay as they are, and the others
+are sealed ``unit`` at a time.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def tokens_due(rest: int, sealed: int, local: int, unit: int) -> int:
+    """Tokens that a side is to seal now: of numbers, and inside Triton's kernels, which are compiled from these lines.
+
+    Args:
+        rest: tokens behind the sink.
+        sealed: how many of them the side has sealed.
+        local: newest tokens that stay as they are.
+        unit: tokens that are sealed together.
+    """
+    return max(max(rest - local, 0) // unit * unit - sealed, 0)
+
+
+def tokens_due_by_row(rest: Tensor, sealed: Tensor, local: int, unit: int) -> Tensor:
+    """`tokens_due` of every row: i32 (B,), as ``rest`` and ``sealed`` are."""
+    return ((rest - local).clamp(min=0) // unit * unit - sealed).clamp(min=0)
+
+
+def most_due(tokens: int, unit: int) -> int:
+    """The most that is due after a step of so many tokens, where nothing was due before it."""
+    return (unit - 1 + tokens) // unit * unit
