@@ -10,10 +10,8 @@ from torch import Tensor
 
 from .decode import LENGTH, sealed_count
 from .dispatch import call, define, triton_slot
-from .pages import Side
+from .pages import SIDES
 from .windows import tokens_due_by_row
-
-SIDES: tuple[Side, Side] = ("keys", "values")
 
 
 @dataclass(frozen=True, slots=True)

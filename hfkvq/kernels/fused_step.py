@@ -14,9 +14,8 @@ from torch import Tensor
 
 from .dispatch import launches
 from .due import due
-from .pages import RunView, StoreFormat
+from .pages import SIDES, RunView, StoreFormat
 from .seal import seal
-from .step import SIDES
 from .step_tensors import Observing, Sealing, StepTensors
 
 FEW = 16

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 Side = Literal["keys", "values"]
+
+SIDES: tuple[Side, Side] = ("keys", "values")
 Axis = Literal["channel", "token"]
 
 RAISED_STEP = 8

@@ -2,11 +2,10 @@
 
 from .buffer import StepState, buffer_bytes, seen, settle, views_of_buffer
 from .ops import advance, observe, run_step, seal_due, step
-from .plan import MAX_STEP, SIDES, StepPlan
+from .plan import MAX_STEP, StepPlan
 
 __all__ = [
     "MAX_STEP",
-    "SIDES",
     "StepPlan",
     "StepState",
     "advance",

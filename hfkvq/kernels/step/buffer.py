@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..decode import LENGTH, RUNS, START
-from ..pages import RunView, split_runs
-from .plan import MAX_STEP, SIDES, StepPlan
+from ..pages import SIDES, RunView, split_runs
+from .plan import MAX_STEP, StepPlan
 
 _ALIGNMENT = 256
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from ..decode import LENGTH, START, decode_attention, sealed_count
 from ..dispatch import call, define, reference, triton_slot
 from ..norms import page_norms
+from ..pages import SIDES
 from ..seal import seal
 from ..windows import tokens_due_by_row
 from .buffer import StepState, views_of_buffer
-from .plan import SIDES, StepPlan
+from .plan import StepPlan
 
 
 @define("advance", mutates=("counters", "windows", "scratch"))
@@ -88,21 +89,9 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
     last = state.runs[-1]
     if last.pos is not None:
         scratch.append(last.pos)
-    call(
-        _advance,
-        keys,
-        keys,
-        values,
-        state.counters,
-        state.windows,
-        scratch,
-        plan.capacity,
-        plan.blocks[-1] * form.runs[-1][0].page_size,
-        list(plan.local),
-        list(plan.unit),
-        form.rotate_keys,
-        form.rotate_values,
-    )
+    room, windows = plan.blocks[-1] * form.runs[-1][0].page_size, (list(plan.local), list(plan.unit))
+    rest = state.counters, state.windows, scratch, plan.capacity, room, *windows, form.rotate_keys, form.rotate_values
+    call(_advance, keys, keys, values, *rest)
 
 
 @define("observe", mutates=("sums", "counts", "weight"))

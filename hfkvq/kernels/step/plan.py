@@ -7,10 +7,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ..pages import Side, StoreFormat
+from ..pages import StoreFormat
 from ..windows import most_due
-
-SIDES: tuple[Side, Side] = ("keys", "values")
 
 MAX_STEP = 16
 """Most tokens of a step."""

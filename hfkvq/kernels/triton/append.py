@@ -156,18 +156,9 @@ class NewTokens(NamedTuple):
 def new_tokens(keys: Tensor, values: Tensor, windows: Sequence[Tensor]) -> NewTokens:
     """What launches have to know of them."""
     sink_k, _, tail_k, tail_v = windows
-    return NewTokens(
-        keys.shape,
-        keys.stride(),
-        values.shape,
-        values.stride(),
-        (keys.dtype, values.dtype),
-        tail_k.dtype,
-        sink_k.shape[2],
-        tail_k.shape[2],
-        tail_v.shape[2],
-        keys.device,
-    )
+    lengths = sink_k.shape[2], tail_k.shape[2], tail_v.shape[2]
+    kinds = (keys.dtype, values.dtype), tail_k.dtype
+    return NewTokens(keys.shape, keys.stride(), values.shape, values.stride(), *kinds, *lengths, keys.device)
 
 
 def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, int | float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import key_logits as keys
 from . import pair_format as pair
+from . import value_sums as values
 from .attend_rows import last_visible, loop_tokens, query_rows, row_counters
 from .fields import (
     LOG2E,
@@ -20,34 +22,6 @@ from .fields import (
     put,
     query_fields,
     words_of,
-)
-from .key_logits import (
-    add_channel_logits,
-    add_raised_logits,
-    add_whole_logits,
-    biased,
-    channel_biases,
-    channel_meta,
-    group_totals,
-    half_queries,
-    key_fields,
-    norm_logits,
-    raised_fields,
-    raised_queries,
-    raised_scales,
-    token_logits,
-    visible_logits,
-    whole_queries,
-)
-from .value_sums import (
-    add_normed,
-    add_values,
-    page_sums,
-    store_part,
-    value_fields,
-    whole_sums,
-    zero_tiles,
-    zero_tiles_of,
 )
 
 
@@ -86,7 +60,7 @@ def attend_loose(
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
-    V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
+    V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP)
     SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
     log2_scaling = scaling * LOG2E
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
@@ -171,56 +145,64 @@ def attend_loose(
             b_s = b_s * log2_scaling
         if KIND != 1:
             if (i_block >= SINKS) & (i_j < n_k):
-                b_halves = half_queries(b_qs, K_BITS, DTYPE)
+                b_halves = keys.half_queries(b_qs, K_BITS, DTYPE)
                 o_slot = i_slot + o_r
-                b_ks = key_fields(run[pair.K_CODES], i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
+                b_ks = keys.key_fields(run[pair.K_CODES], i_head, o_slot, m_page_k, D, G, K_BITS, BEK, True)
                 if K_CHANNEL:
-                    b_scales = channel_meta(run[pair.K_SCALE], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
-                    b_lows = channel_meta(run[pair.K_ZERO], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
-                    b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
-                    b_own = add_channel_logits(biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS)
+                    b_scales = keys.channel_meta(run[pair.K_SCALE], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_lows = keys.channel_meta(run[pair.K_ZERO], i_head, i_slot, D, G, K_GROUP, EK, BEK, K_FIELDS, 1)
+                    b_biases = keys.channel_biases(b_halves, b_lows, K_BITS, BEK, BM, 1)
+                    b_own = keys.add_channel_logits(
+                        keys.biased(b_biases[0], BR, BM), b_ks, b_halves, b_scales, 0, 0, K_FIELDS
+                    )
                     if N16 > 0 and K_NORM == 0:
-                        b_wholes = whole_queries(p_head, m_m, run[pair.K_FULL_INDEX] + i_head * N16, N16, B16, BM, MASK)
-                        b_own = add_whole_logits(b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM)
+                        b_wholes = keys.whole_queries(
+                            p_head, m_m, run[pair.K_FULL_INDEX] + i_head * N16, N16, B16, BM, MASK
+                        )
+                        b_own = keys.add_whole_logits(
+                            b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM
+                        )
                     if N4 > 0:
                         p_group = run[pair.K_SCALE] + (i_head * (G // K_GROUP) + i_slot // K_GROUP) * D
                         b_risen = ()
                         b_highs = ()
                         for r in tl.static_range((N4 + B4 - 1) // B4):
-                            b_raised, b_channel = raised_queries(
+                            b_raised, b_channel = keys.raised_queries(
                                 p_head, m_m, run[pair.K_HIGH_INDEX] + i_head * N4, r * B4, N4, B4
                             )
-                            b_risen = b_risen + (b_raised * raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None],)
-                            b_highs = b_highs + (
-                                raised_fields(run[pair.K_HIGH], i_head, i_slot, r * B4, G, N4, B4, BR),
+                            b_risen = b_risen + (
+                                b_raised * keys.raised_scales(p_group, b_channel, r * B4, N4, B4)[:, None],
                             )
-                        b_own = add_raised_logits(b_own, b_highs, b_risen, 0, 8 * BR // G, BR, BM)
+                            b_highs = b_highs + (
+                                keys.raised_fields(run[pair.K_HIGH], i_head, i_slot, r * B4, G, N4, B4, BR),
+                            )
+                        b_own = keys.add_raised_logits(b_own, b_highs, b_risen, 0, 8 * BR // G, BR, BM)
                     if K_NORM > 0:
-                        b_own = norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
+                        b_own = keys.norm_logits(b_own, run[K_NORM], i_head, o_slot, m_page_k, G, True)
                         if N16 > 0:
-                            b_wholes = whole_queries(
+                            b_wholes = keys.whole_queries(
                                 p_head, m_m, run[pair.K_FULL_INDEX] + i_head * N16, N16, B16, BM, MASK
                             )
-                            b_own = add_whole_logits(
+                            b_own = keys.add_whole_logits(
                                 b_own, b_wholes, run[pair.K_FULL], i_head, i_slot, G, N16, BR, B16, BM
                             )
                     b_own = b_own * (log2_scaling * key_unit(K_BITS))
                 else:
                     b_totals = ()
                     if K_BITS < 8:
-                        b_totals = group_totals(b_qs, D, EK, K_GROUP)
-                    b_own = token_logits(
+                        b_totals = keys.group_totals(b_qs, D, EK, K_GROUP)
+                    b_own = keys.token_logits(
                         b_ks, b_halves, b_totals, run[pair.K_SCALE], run[pair.K_ZERO], i_head, o_slot, m_page_k,
                         log2_scaling, D, G, K_BITS, K_GROUP, EK, BR, BM, True,
                     )  # fmt: skip
                 b_s = tl.where(m_page_k[:, None], b_own, b_s)
-        b_s = visible_logits(b_s, o_x, m_t, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP)
+        b_s = keys.visible_logits(b_s, o_x, m_t, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP)
 
         b_top = tl.max(b_s, 0)
         b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
         b_sum = tl.sum(b_p, 0)
         b_p = as_product(b_p, BR, BM)
-        b_outs = zero_tiles(V_FIELDS, BEV, BM)
+        b_outs = values.zero_tiles(V_FIELDS, BEV, BM)
         if KIND < 2:
             m_ring = m_t & (o_j >= n_v)
             b_kept = as_operand(tl.where(m_ring[:, None], b_p, 0.0).to(DTYPE), BR, BM)
@@ -230,16 +212,17 @@ def attend_loose(
             if (i_block >= SINKS) & (i_j < n_v):
                 b_paged = tl.where(m_page_v[:, None], b_p, 0.0).to(DTYPE if V_BITS == 16 else tl.float16)
                 b_ps = (as_operand(b_paged, BR, BM),)
-                b_vs = value_fields(run[pair.V_CODES], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
-                b_accs, b_zeros = add_values(
-                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, run[pair.V_SCALE],
-                    run[pair.V_ZERO], i_head, i_slot, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR, True,
+                b_vs = values.value_fields(run[pair.V_CODES], i_head, i_slot + o_r, m_page_v, DV, G, V_BITS, BEV, True)
+                b_accs, b_zeros = values.add_values(
+                    values.zero_tiles(V_FIELDS, BEV, BM), values.zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps,
+                    run[pair.V_SCALE], run[pair.V_ZERO], i_head, i_slot, m_page_v, G, DV, V_BITS, V_GROUP, EV, BR, BR,
+                    True,
                 )  # fmt: skip
                 if V_NORM > 0:
-                    b_more = page_sums(b_accs, b_zeros, V_BITS, BEV, BM)
-                    b_outs = add_normed(b_outs, 1.0, b_more, run[V_NORM], i_head, DV, EV, BEV)
+                    b_more = values.page_sums(b_accs, b_zeros, V_BITS, BEV, BM)
+                    b_outs = values.add_normed(b_outs, 1.0, b_more, run[V_NORM], i_head, DV, EV, BEV)
                 else:
-                    b_more = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
+                    b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
-        store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)

@@ -5,36 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import key_logits as keys
 from . import pair_format as pair
+from . import value_sums as values
 from .fields import LOG2E, as_operand, as_product, dotable, fields_of, key_unit, put, words_of
-from .key_logits import (
-    add_channel_logits,
-    add_raised_logits,
-    add_whole_logits,
-    biased,
-    channel_biases,
-    channel_meta,
-    group_totals,
-    half_queries,
-    key_fields,
-    norm_logits,
-    raised_fields,
-    raised_queries,
-    raised_scales,
-    token_logits,
-    visible_logits,
-    whole_queries,
-)
-from .value_sums import (
-    add_normed,
-    add_values,
-    page_sums,
-    store_part,
-    value_fields,
-    whole_sums,
-    zero_tiles,
-    zero_tiles_of,
-)
 
 
 @triton.jit
@@ -78,7 +52,7 @@ def attend_pages(
     EV: tl.constexpr = words_of(DV, V_BITS)
     K_FIELDS: tl.constexpr = fields_of(D, K_BITS)
     V_FIELDS: tl.constexpr = fields_of(DV, V_BITS)
-    V_ZEROS: tl.constexpr = zero_tiles_of(DV, V_BITS, V_GROUP)
+    V_ZEROS: tl.constexpr = values.zero_tiles_of(DV, V_BITS, V_GROUP)
     STEPS: tl.constexpr = G // BT
     TILES: tl.constexpr = PART // SUB
     # Fields of raised channels' words that a tile of tokens has; a step is a whole page there.
@@ -95,12 +69,12 @@ def attend_pages(
     m_sub = o_sub < SUB
     log2_scaling = scaling * LOG2E
     unit = log2_scaling * key_unit(K_BITS)
-    b_halves = half_queries(b_qs, K_BITS, DTYPE)
+    b_halves = keys.half_queries(b_qs, K_BITS, DTYPE)
     b_totals = ()
     if not K_CHANNEL and K_BITS < 8:
-        b_totals = group_totals(b_qs, D, EK, K_GROUP)
-    b_accs = zero_tiles(V_FIELDS, BEV, BM)
-    b_zeros = zero_tiles(V_ZEROS, 16, BM)
+        b_totals = keys.group_totals(b_qs, D, EK, K_GROUP)
+    b_accs = values.zero_tiles(V_FIELDS, BEV, BM)
+    b_zeros = values.zero_tiles(V_ZEROS, 16, BM)
     b_sum = tl.zeros([16, BM], tl.float32)
     b_ones = dotable(tl.full([16, SUB], 1.0, tl.float32).to(DTYPE if V_BITS == 16 else tl.float16))
     b_top = tl.full([BM], float("-inf"), tl.float32)
@@ -114,52 +88,56 @@ def attend_pages(
             b_raised = ()
             b_risen = ()
             for r in tl.static_range(RANKS):
-                b_own, b_channel = raised_queries(p_head, m_m, k_high_index + i_head * N4, r * B4, N4, B4)
+                b_own, b_channel = keys.raised_queries(p_head, m_m, k_high_index + i_head * N4, r * B4, N4, B4)
                 b_raised = b_raised + (b_own,)
                 for n in tl.static_range(G // SUB):
                     p_group = k_scale + (i_head * (G // K_GROUP) + n * SUB // K_GROUP) * D
-                    b_risen = b_risen + (raised_scales(p_group, b_channel, r * B4, N4, B4),)
-                b_highs = b_highs + (raised_fields(k_high, i_head, 0, r * B4, G, N4, B4, G),)
+                    b_risen = b_risen + (keys.raised_scales(p_group, b_channel, r * B4, N4, B4),)
+                b_highs = b_highs + (keys.raised_fields(k_high, i_head, 0, r * B4, G, N4, B4, G),)
         if N16 > 0:
-            b_wholes = whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16, BM, MASK)
+            b_wholes = keys.whole_queries(p_head, m_m, k_full_index + i_head * N16, N16, B16, BM, MASK)
         for h in tl.static_range(BT // PART):
             b_logits = ()
             b_vs = ()
             if K_CHANNEL:
-                b_scales = channel_meta(k_scale, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES)
-                b_lows = channel_meta(k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES, True)
-                b_biases = channel_biases(b_halves, b_lows, K_BITS, BEK, BM, TILES)
+                b_scales = keys.channel_meta(
+                    k_scale, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES
+                )
+                b_lows = keys.channel_meta(
+                    k_zero, i_head, i_slot + h * PART, D, G, K_GROUP, EK, BEK, K_FIELDS, TILES, True
+                )
+                b_biases = keys.channel_biases(b_halves, b_lows, K_BITS, BEK, BM, TILES)
             for n in tl.static_range(TILES):
                 o_slot = i_slot + h * PART + n * SUB + o_sub
                 i_j = i_step * BT + h * PART + n * SUB
                 m_j = m_sub
                 if OPEN:
                     m_j = i_j + o_sub < n_tokens
-                b_ks = key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
+                b_ks = keys.key_fields(k_codes, i_head, o_slot, m_sub, D, G, K_BITS, BEK, False)
                 if K_CHANNEL:
-                    b_s = biased(b_biases[n], SUB, BM)
-                    b_s = add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, 0, LATE)
+                    b_s = keys.biased(b_biases[n], SUB, BM)
+                    b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, 0, LATE)
                     if N16 > 0 and K_NORM == 0:
-                        b_s = add_whole_logits(
+                        b_s = keys.add_whole_logits(
                             b_s, b_wholes, k_full, i_head, i_slot + h * PART + n * SUB, G, N16, SUB, B16, BM
                         )
                     if N4 > 0:
                         b_owns = ()
                         for r in tl.static_range(RANKS):
                             b_owns = b_owns + (b_raised[r] * b_risen[r * (G // SUB) + h * TILES + n][:, None],)
-                        b_s = add_raised_logits(b_s, b_highs, b_owns, (h * TILES + n) * COUNT, COUNT, SUB, BM)
-                    b_s = add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, LATE, K_FIELDS)
+                        b_s = keys.add_raised_logits(b_s, b_highs, b_owns, (h * TILES + n) * COUNT, COUNT, SUB, BM)
+                    b_s = keys.add_channel_logits(b_s, b_ks, b_halves, b_scales, n * K_FIELDS, LATE, K_FIELDS)
                     if K_NORM > 0:
-                        b_s = norm_logits(b_s, run[K_NORM], i_head, o_slot, m_sub, G, False)
+                        b_s = keys.norm_logits(b_s, run[K_NORM], i_head, o_slot, m_sub, G, False)
                         if N16 > 0:
-                            b_s += add_whole_logits(
+                            b_s += keys.add_whole_logits(
                                 tl.zeros([SUB, BM], tl.float32), b_wholes, k_full, i_head, i_slot + h * PART + n * SUB,
                                 G, N16, SUB, B16, BM,
                             )  # fmt: skip
                     if not RAW:
                         b_s = b_s * unit
                 else:
-                    b_s = token_logits(
+                    b_s = keys.token_logits(
                         b_ks, b_halves, b_totals, k_scale, k_zero, i_head, o_slot, m_j, log2_scaling, D, G, K_BITS,
                         K_GROUP, EK, SUB, BM, False, OPEN and not LOOKS,
                     )  # fmt: skip
@@ -167,7 +145,7 @@ def attend_pages(
                     o_x = i_j + o_sub + S
                     if not ORDERED:
                         o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub, mask=m_j, other=0)
-                    b_s = visible_logits(b_s, o_x, m_j, o_last, mask, i_start, softcap, MASK, ROWS, SOFTCAP)
+                    b_s = keys.visible_logits(b_s, o_x, m_j, o_last, mask, i_start, softcap, MASK, ROWS, SOFTCAP)
                 b_logits = b_logits + (b_s,)
 
             # Within lanes first, between them once.
@@ -198,21 +176,21 @@ def attend_pages(
                 b_sum = tl.dot(b_ones, dotable(b_p), b_sum)
                 # Not before: registers are short while logits are made.
                 o_slot = i_slot + h * PART + n * SUB + o_sub
-                b_vs = b_vs + value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
+                b_vs = b_vs + values.value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
             if V_NORM > 0:
                 # A factor is of a channel and a page: these tokens' sums meet it before they meet other pages'.
-                b_owns, b_least = add_values(
-                    zero_tiles(V_FIELDS, BEV, BM), zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, v_scale, v_zero, i_head,
-                    i_slot + h * PART, m_sub, G, DV, V_BITS, V_GROUP, EV, PART, SUB, False,
+                b_owns, b_least = values.add_values(
+                    values.zero_tiles(V_FIELDS, BEV, BM), values.zero_tiles(V_ZEROS, 16, BM), b_vs, b_ps, v_scale,
+                    v_zero, i_head, i_slot + h * PART, m_sub, G, DV, V_BITS, V_GROUP, EV, PART, SUB, False,
                 )  # fmt: skip
-                b_owns = page_sums(b_owns, b_least, V_BITS, BEV, BM)
-                b_accs = add_normed(b_accs, b_shrink, b_owns, run[V_NORM], i_head, DV, EV, BEV)
+                b_owns = values.page_sums(b_owns, b_least, V_BITS, BEV, BM)
+                b_accs = values.add_normed(b_accs, b_shrink, b_owns, run[V_NORM], i_head, DV, EV, BEV)
             else:
                 for f in tl.static_range(V_FIELDS):
                     b_accs = put(b_accs, f, b_accs[f] * b_shrink)
                 for g in tl.static_range(V_ZEROS):
                     b_zeros = put(b_zeros, g, b_zeros[g] * b_shrink)
-                b_accs, b_zeros = add_values(
+                b_accs, b_zeros = values.add_values(
                     b_accs, b_zeros, b_vs, b_ps, v_scale, v_zero, i_head, i_slot + h * PART, m_sub, G, DV, V_BITS,
                     V_GROUP, EV, PART, SUB, False,
                 )  # fmt: skip
@@ -220,5 +198,5 @@ def attend_pages(
     if V_NORM > 0:
         b_outs = b_accs
     else:
-        b_outs = whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
-    store_part(outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+        b_outs = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
+    values.store_part(outs, b_outs, b_top, tl.max(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, BEV)

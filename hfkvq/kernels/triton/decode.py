@@ -41,20 +41,36 @@ class Plan(NamedTuple):
     dtype: torch.dtype
 
 
+class Queries(NamedTuple):
+    """Queries but for their address: shape, strides and dtype as kernels read them, and the dtype that they came in."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    model_dtype: torch.dtype
+
+
+class Scoring(NamedTuple):
+    """What becomes of logits: see `mask_kind`, `sinks_kind`, and `decode_attention` for the factor and the cap."""
+
+    mask: MaskKind | None
+    sinks: tuple[int, torch.dtype] | None
+    scaling: float
+    softcap: float
+
+
+Windows = tuple[int, int, int, int, torch.dtype]
+"""KV heads, value dim, slots of the tail of keys and of values, dtype of what is not quantized."""
+
+
 @lru_cache(maxsize=1024)
 def _plan(
     store: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    model_dtype: torch.dtype,
-    device: torch.device,
-    windows: tuple[int, int, int, int, torch.dtype],
+    query: Queries,
+    windows: Windows,
     blocks: tuple[int, ...],
-    mask: MaskKind | None,
-    sinks: tuple[int, torch.dtype] | None,
-    scaling: float,
-    softcap: float,
+    scoring: Scoring,
+    device: torch.device,
     rotate: int,
     early: bool,
     edition: int,
@@ -63,29 +79,23 @@ def _plan(
 
     Args:
         store: name of the store's format.
-        shape: of the queries.
-        stride: of the queries.
-        dtype: of the queries, rotated or not.
-        model_dtype: of the queries as they came.
-        device: of all tensors.
-        windows: KV heads, value dim, slots of the tail of keys and of values, dtype of what is not quantized.
+        query: of the queries, rotated or not.
+        windows: see `Windows`.
         blocks: pages of a row, for each run.
-        mask: see `mask_kind`.
-        sinks: see `sinks_kind`.
-        scaling: factor on the logits.
-        softcap: 0 for none.
+        scoring: of the logits.
+        device: of all tensors.
         rotate: Hadamard block in which the kernel rotates queries, 0 where that is done.
         early: see `decode_attention`.
         edition: of the launch parameters.
     """
     form = StoreFormat.parse(store)
-    batch, query_heads, queries, head_dim = shape
+    batch, query_heads, queries, head_dim = query.shape
     heads, value_dim, key_tail, value_tail, _ = windows
     rows = query_heads // heads * queries
     columns = 8 if rows <= 8 else 16
     tiles = cdiv(rows, columns)
     page = form.runs[0][0].page_size
-    kind = MaskKind() if mask is None else mask
+    kind, softcap = scoring.mask or MaskKind(), scoring.softcap
 
     sms = multiprocessors(device)
     knobs = [lookup(device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
@@ -120,9 +130,9 @@ def _plan(
             counts[1], counts[4] = paged[own[1]], rests[own[1]]
         registers = knobs[own[0]]["max_registers"]
         numbers = {
-            **dict(zip(("s_qb", "s_qh", "s_qt"), stride, strict=False)),
+            **dict(zip(("s_qb", "s_qh", "s_qt"), query.stride, strict=False)),
             **dict(zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)),
-            "scaling": scaling * (rotate**-0.5 if rotate else 1.0),
+            "scaling": scoring.scaling * (rotate**-0.5 if rotate else 1.0),
             "softcap": softcap,
             "B": batch,
             "L": kind.length,
@@ -157,7 +167,7 @@ def _plan(
             "MASK": kind.kind,
             "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
             "SOFTCAP": softcap > 0,
-            "DTYPE": DTYPES[model_dtype],
+            "DTYPE": DTYPES[query.model_dtype],
             "ROTATE": rotate,
             "ROTATED": form.rotate_keys > 0,
             "PDL": dependent,
@@ -166,13 +176,13 @@ def _plan(
             **({"maxnreg": registers} if registers else {}),
         }
         grid = (batch * heads, sum(counts), tiles)
-        nest = _nest(form, tuple(own), mask is not None)
+        nest = _nest(form, tuple(own), scoring.mask is not None)
         launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest))
         first += sum(counts)
     # Triton's interpreter truncates where bf16 should be rounded.
-    out_dtype = model_dtype if device.type == "cuda" else torch.float32
+    out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
     part = (batch * heads, splits, rows, value_dim)
-    merge = merge_launch(part, queries, sinks, form.rotate_values, dependent, device, out_dtype)
+    merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, dependent, device, out_dtype)
     return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
 
 
@@ -225,40 +235,20 @@ def _rotates(store: str, head_dim: int) -> int:
 @lru_cache(maxsize=1024)
 def decode_plan(
     store: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    windows: tuple[int, int, int, int, torch.dtype],
+    query: Queries,
+    windows: Windows,
     blocks: tuple[int, ...],
-    mask: MaskKind | None,
-    scaling: float,
-    softcap: float,
+    scoring: Scoring,
     device: torch.device,
     edition: int,
 ) -> Plan | None:
     """Plan of attention without sinks: `_plan`; None where there is more to do than one launch and its merge."""
-    head_dim = shape[3]
-    served = is_served(store, head_dim, windows[1], dtype) and stride[3] == 1
+    head_dim = query.shape[3]
+    served = is_served(store, head_dim, windows[1], query.dtype) and query.stride[3] == 1
     rotate = _rotates(store, head_dim) if served else 0
     if not served or rotate != StoreFormat.parse(store).rotate_keys:
         return None
-    plan = _plan(
-        store,
-        shape,
-        stride,
-        dtype,
-        dtype,
-        device,
-        windows,
-        blocks,
-        mask,
-        None,
-        scaling,
-        softcap,
-        rotate,
-        False,
-        edition,
-    )
+    plan = _plan(store, query, windows, blocks, scoring, device, rotate, False, edition)
     return plan if len(plan.launches) == 1 else None
 
 
@@ -278,23 +268,11 @@ def decode_wanted(
         return
     rotate = _rotates(store, head_dim)
     own = dtype if rotate == form.rotate_keys else torch.float32
-    plan = _plan(
-        store,
-        (1, query_heads, queries, head_dim),
-        (queries * query_heads * head_dim, head_dim, query_heads * head_dim, 1),
-        own,
-        dtype,
-        device,
-        (heads, value_dim, BLOCK, BLOCK, dtype),
-        (1,) * len(form.runs),
-        None,
-        None,
-        head_dim**-0.5,
-        0.0,
-        rotate,
-        False,
-        edition(),
-    )
+    shape = (1, query_heads, queries, head_dim)
+    stride = (queries * query_heads * head_dim, head_dim, query_heads * head_dim, 1)
+    query, scoring = Queries(shape, stride, own, dtype), Scoring(None, None, head_dim**-0.5, 0.0)
+    windows, blocks = (heads, value_dim, BLOCK, BLOCK, dtype), (1,) * len(form.runs)
+    plan = _plan(store, query, windows, blocks, scoring, device, rotate, False, edition())
     kinds = [own, torch.int32, *[dtype] * 4]
     for keys, values in form.runs:
         kinds += [torch.int32] * (1 if form.ordered else 2)
@@ -339,23 +317,11 @@ def decode_attention_triton(
     tensors = [q, counters, *windows, *runs]
     if not all([x.is_contiguous() for x in tensors[1:]]):
         tensors[1:] = [x.contiguous() for x in tensors[1:]]
-    plan = _plan(
-        store,
-        q.shape,
-        q.stride(),
-        q.dtype,
-        dtype,
-        q.device,
-        (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype),
-        tuple([runs[at].shape[1] for at in tables]),
-        None if mask is None else mask_kind(mask),
-        sinks_kind(sinks),
-        scaling,
-        softcap,
-        rotate,
-        early,
-        edition(),
-    )
+    query = Queries(q.shape, q.stride(), q.dtype, dtype)
+    held = (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype)
+    blocks = tuple([runs[at].shape[1] for at in tables])
+    scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
+    plan = _plan(store, query, held, blocks, scoring, q.device, rotate, early, edition())
     shape = plan.part
     part = torch.empty(shape, dtype=torch.float32, device=q.device)
     top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)

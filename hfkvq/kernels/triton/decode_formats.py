@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..pages import PageFormat, Side, StoreFormat
 from ._lib import power
-from .pair_format import FACTORS, PairFormat
+from .pair_format import FACTORS, LAYOUT, PairFormat
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -182,5 +182,6 @@ def pair_format(
         value_norm=FACTORS + keys.normed if values.normed else 0,
         open=open_pages,
         rests=not keys.whole and not open_pages,
+        layout=LAYOUT,
     )
     return constants, buffers * size + SMALL

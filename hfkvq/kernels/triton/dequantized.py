@@ -18,6 +18,7 @@ from ..hadamard import hadamard
 from ..pages import PageFormat, RunView, StoreFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
+    PARTS,
     cdiv,
     dot_dtype,
     field_channels,
@@ -74,6 +75,32 @@ def attend(
     return b_acc, b_new, b_sum
 
 
+@triton.jit
+def load_queries(
+    q, mask, s_q, s_m, i_b, i_h, i_length, o_m, m_m, o_c, m_c, SHARE: tl.constexpr, Q: tl.constexpr,
+    MASK: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Queries [BM, C], the last position that each sees (padding rows see nothing), and where their masks are."""
+    i_q = o_m % Q
+    i_hq = i_h * SHARE + o_m // Q
+    p_q = q + i_b * s_q[0] + i_hq * s_q[1] + i_q * s_q[2]
+    b_q = tl.load(p_q[:, None] + o_c[None, :], mask=m_m[:, None] & m_c[None, :], other=0.0).to(DOT)
+    if MASK == 0:
+        o_last = tl.where(m_m, i_length - Q + i_q, -1)
+        return b_q, o_last, o_last
+    else:
+        return b_q, tl.where(m_m, 0, -1), mask + i_b * s_m[0] + i_hq * s_m[1] + i_q * s_m[2]
+
+
+@triton.jit
+def store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV: tl.constexpr):
+    """A split's part of the result: sums [BM, C], maxima (in units of ln 2) and sums of probabilities."""
+    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
+    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
+    tl.store(out_top + i_row + o_m, b_top * LOG2E, mask=m_m)
+    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+
+
 # Lengths that change from step to step must not compile anew.
 @triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
 def dequantized_pages_kernel(
@@ -115,18 +142,9 @@ def dequantized_pages_kernel(
     FIELDS_V: tl.constexpr = 16 // V_BITS if V_BITS < 8 else 1
     o_k, m_k = field_channels(tl.arange(0, BEK), DK, (DK + FIELDS_K - 1) // FIELDS_K, FIELDS_K, BEK)
     o_v, m_v = field_channels(tl.arange(0, BEV), DV, (DV + FIELDS_V - 1) // FIELDS_V, FIELDS_V, BEV)
-    i_q = o_m % Q
-    i_hq = i_h * SHARE + o_m // Q
-    p_q = q + i_b * s_qb + i_hq * s_qh + i_q * s_qt
-    # [BM, FIELDS_K * BEK]
-    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0).to(DOT)
-    # Padding rows see nothing.
-    o_last = tl.where(m_m, i_length - Q + i_q, -1)
-    if MASK == 0:
-        p_mask = o_last
-    else:
-        o_last = tl.where(m_m, 0, -1)
-        p_mask = mask + i_b * s_mb + i_hq * s_mh + i_q * s_mq
+    b_q, o_last, p_mask = load_queries(
+        q, mask, (s_qb, s_qh, s_qt), (s_mb, s_mh, s_mq), i_b, i_h, i_length, o_m, m_m, o_k, m_k, SHARE, Q, MASK, DOT
+    )  # fmt: skip
     o_t = tl.arange(0, BT)
     b_acc = tl.zeros([BM, FIELDS_V * BEV], tl.float32)
     b_top = tl.full([BM], float("-inf"), tl.float32)
@@ -186,10 +204,7 @@ def dequantized_pages_kernel(
             MASK, SOFTCAP, DOT,
         )  # fmt: skip
 
-    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
-    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
-    tl.store(out_top + i_row + o_m, b_top * LOG2E, mask=m_m)
-    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
+    store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV)
 
 
 @triton.jit(do_not_specialize=["L", "SPLITS", "FIRST", "WINDOWED", "WK", "WV"])
@@ -229,18 +244,9 @@ def dequantized_windows_kernel(
     o_v = tl.arange(0, BDV)
     m_k = o_k < DK
     m_v = o_v < DV
-    i_q = o_m % Q
-    i_hq = i_h * SHARE + o_m // Q
-    p_q = q + i_b * s_qb + i_hq * s_qh + i_q * s_qt
-    # [BM, BDK]
-    b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0).to(DOT)
-    # Padding rows see nothing.
-    o_last = tl.where(m_m, i_length - Q + i_q, -1)
-    if MASK == 0:
-        p_mask = o_last
-    else:
-        o_last = tl.where(m_m, 0, -1)
-        p_mask = mask + i_b * s_mb + i_hq * s_mh + i_q * s_mq
+    b_q, o_last, p_mask = load_queries(
+        q, mask, (s_qb, s_qh, s_qt), (s_mb, s_mh, s_mq), i_b, i_h, i_length, o_m, m_m, o_k, m_k, SHARE, Q, MASK, DOT
+    )  # fmt: skip
     b_acc = tl.zeros([BM, BDV], tl.float32)
     b_top = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
@@ -260,16 +266,7 @@ def dequantized_windows_kernel(
             MASK, SOFTCAP, DOT,
         )  # fmt: skip
 
-    p_out = out + (i_row + o_m)[:, None] * DV + o_v[None, :]
-    tl.store(p_out, b_acc, mask=m_m[:, None] & m_v[None, :])
-    tl.store(out_top + i_row + o_m, b_top * LOG2E, mask=m_m)
-    tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)
-
-
-def _supported(form: StoreFormat, q: Tensor, value_dim: int) -> bool:
-    """Whether there is a kernel: not for f64, or heads whose tiles outgrow shared memory."""
-    widest = 256 if q.dtype == torch.float32 else 512
-    return q.dtype in DOT_DTYPES and max(q.shape[-1], value_dim) <= widest
+    store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV)
 
 
 def _split_counts(
@@ -286,9 +283,10 @@ def _split_counts(
 
 def _page_arguments(
     view: RunView, keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int
-) -> tuple[list[Any], dict[str, Any]]:
-    """A run's tensors in the kernel's order, and the constants that describe them."""
-    parts = page_tensors(view.keys, keys) + page_tensors(view.values, values)[:4]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run's tensors as the kernel names them, and the constants that describe them."""
+    parts = {f"k_{name}": x for name, x in zip(PARTS, page_tensors(view.keys, keys), strict=True)}
+    parts |= {f"v_{name}": x for name, x in zip(PARTS[:4], page_tensors(view.values, values), strict=False)}
     constants = {
         "G": keys.page_size,
         "K_BITS": keys.bits,
@@ -315,12 +313,12 @@ def dequantized_decode(
     softcap: float,
     store: str,
 ) -> Tensor:
-    """Launcher of `hfkvq.kernels.decode_attention`; what `_supported` rules out takes the reference."""
+    """Launcher of `hfkvq.kernels.decode_attention`; f64, and tiles that outgrow shared memory, take the reference."""
     form = StoreFormat.parse(store)
     sink_k, sink_v, tail_k, tail_v = (window.contiguous() for window in windows)
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
-    if not _supported(form, q, value_dim):
+    if q.dtype not in DOT_DTYPES or max(head_dim, value_dim) > (256 if q.dtype == torch.float32 else 512):
         return reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     views = split_runs(form, runs)
     dtype, rows = q.dtype, query_heads // heads * queries
@@ -350,32 +348,23 @@ def dequantized_decode(
 
     first = 0
     with on_device(q):
-        common = {"H": heads, "SHARE": query_heads // heads, "Q": queries, "DK": head_dim, "DV": value_dim}
+        common = {"q": q, "counters": counters, "tail_k": tail_k, "tail_v": tail_v, "mask": mask}
+        common |= {"out": part, "out_top": part_top, "out_sum": part_sum, "scaling": scaling, "softcap": softcap}
+        common |= zip(("s_qb", "s_qh", "s_qt"), q.stride(), strict=False)
+        common |= zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)
+        common |= {"B": batch, "L": kind.length, "SPLITS": splits, "WK": tail_k.shape[2], "WV": tail_v.shape[2]}
+        common |= {"H": heads, "SHARE": query_heads // heads, "Q": queries, "DK": head_dim, "DV": value_dim}
         common |= {"S": form.sink, "MASK": kind.kind, "SOFTCAP": softcap > 0, "DOT": dot, "BM": block_m, "BT": block_t}
         common |= {"num_warps": 8 if wide > 256 else 4}
-        numbers = (*q.stride()[:3], *kind.strides, scaling, softcap, batch)
         for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
             parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
             dequantized_pages_kernel[(paged[i], batch * heads, tiles)](
-                q,
-                counters,
-                view.table.contiguous(),
-                None if view.pos is None else view.pos.contiguous(),
-                tail_k,
-                tail_v,
-                *parts,
-                mask,
-                part,
-                part_top,
-                part_sum,
-                *numbers,
-                view.table.shape[1],
-                kind.length,
-                splits,
-                first,
-                paged[i],
-                tail_k.shape[2],
-                tail_v.shape[2],
+                table=view.table.contiguous(),
+                pos=None if view.pos is None else view.pos.contiguous(),
+                **parts,
+                N=view.table.shape[1],
+                FIRST=first,
+                PAGED=paged[i],
                 RUN=i,
                 # More in flight than registers and shared memory hold costs more than it brings, but for plain tiles.
                 STAGES=3 if keys.bits == values.bits == 16 and wide <= 128 and dtype != torch.float32 else 1,
@@ -384,23 +373,10 @@ def dequantized_decode(
             )
             first += paged[i]
         dequantized_windows_kernel[(windowed, batch * heads, tiles)](
-            q,
-            counters,
-            sink_k,
-            sink_v,
-            tail_k,
-            tail_v,
-            mask,
-            part,
-            part_top,
-            part_sum,
-            *numbers,
-            kind.length,
-            splits,
-            first,
-            windowed,
-            tail_k.shape[2],
-            tail_v.shape[2],
+            sink_k=sink_k,
+            sink_v=sink_v,
+            FIRST=first,
+            WINDOWED=windowed,
             RUNS=len(views),
             BDK=power(head_dim),
             BDV=power(value_dim),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -12,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode import RUNS
+from ..step_tensors import Sealing
 from ._lib import power
 from .launch import Launch
-from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due
+from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_positions
 
 
 @triton.jit(do_not_specialize=["S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V", "MK", "MV", "B", "N"])
@@ -55,24 +55,18 @@ def due_launch(
     batch: int,
     sink: int,
     tails: tuple[int, ...],
-    local: tuple[int, ...],
-    unit: tuple[int, ...],
-    most: tuple[int, ...],
+    sealing: Sealing,
     device: torch.device,
     runs: int = 1,
     positions: int | None = None,
 ) -> Launch:
     """Takes counters, what is found, and ``positions`` a row of the last run if it has any."""
-    numbers = {"S": sink, "B": batch, "N": positions or 0}
-    for name, both in (("W", [max(tail, 1) for tail in tails]), ("LOCAL_", local), ("UNIT_", unit), ("M", most)):
-        numbers |= {f"{name}K": both[0], f"{name}V": both[1]}
+    numbers = {"S": sink, "WK": max(tails[0], 1), "WV": max(tails[1], 1), "B": batch, "N": positions or 0}
     # At least a step's most tokens: one variant for all of them.
-    constants = {"R": runs, "BMK": max(16, power(most[0])), "BMV": max(16, power(most[1])), "num_warps": 1}
-    return Launch(due_kernel, (batch,), numbers, constants, device, _without_positions if positions is None else None)
-
-
-def _without_positions(given: Sequence[Any]) -> tuple[Any, ...]:
-    return (*given, None)
+    blocks = [max(16, power(most)) for most in sealing.most]
+    constants = {"R": runs, "BMK": blocks[0], "BMV": blocks[1], "num_warps": 1}
+    nest = without_positions if positions is None else None
+    return Launch(due_kernel, (batch,), numbers | window_numbers(sealing), constants, device, nest)
 
 
 def due_triton(
@@ -88,15 +82,7 @@ def due_triton(
     """Launcher of `hfkvq.kernels.due`."""
     assert counters.is_contiguous(), "rows of counters are read by their stride"
     assert pos is None or pos.is_contiguous(), "likewise"
-    launch = due_launch(
-        counters.shape[1],
-        sink,
-        tuple(tails),
-        tuple(local),
-        tuple(unit),
-        tuple(most),
-        counters.device,
-        (counters.shape[0] - RUNS) // 2,
-        None if pos is None else pos.shape[1],
-    )
+    sealing = Sealing(tuple(local), tuple(unit), tuple(most))
+    runs, positions = (counters.shape[0] - RUNS) // 2, None if pos is None else pos.shape[1]
+    launch = due_launch(counters.shape[1], sink, tuple(tails), sealing, counters.device, runs, positions)
     launch(counters, found, *([] if pos is None else [pos]))

@@ -330,6 +330,29 @@ def of_head(
 
 
 @triton.jit
+def unpacked_fields(
+    codes, i_head, o_slot, m_t, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, BE: tl.constexpr,
+    MASKED: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Fields of 8 or 16 bits at slots of a page, channels along AXIS; with MASKED, 0 where ``m_t`` says so."""
+    # Of 8 bits two elements make a word.
+    ROW: tl.constexpr = D // 2 if BITS == 8 else D
+    o_e = tl.arange(0, BE)
+    b_fields = ()
+    for f in tl.static_range(ROW // BE):
+        p_x = codes + i_head * (G * ROW) + tl.expand_dims(o_slot, AXIS) * ROW + tl.expand_dims(f * BE + o_e, 1 - AXIS)
+        if MASKED:
+            b_x = tl.load(p_x, mask=tl.expand_dims(m_t, AXIS), other=0)
+        else:
+            b_x = tl.load(p_x)
+        if BITS == 8:
+            b_fields = b_fields + unpack8(b_x)
+        else:
+            b_fields = b_fields + (b_x,)
+    return b_fields
+
+
+@triton.jit
 def query_fields(
     p_q, m_q, D: tl.constexpr, FIELDS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, ROTATE: tl.constexpr,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..pages import Side, StoreFormat
+from ..pages import SIDES, StoreFormat
 from ..step_tensors import Sealing
 from ._lib import power
 from .append import NewTokens, append_constants, append_numbers, append_row
@@ -23,7 +23,7 @@ from .launch import Launch
 from .merge import merge_kernel
 from .seal.token import few_tokens, seal_few
 from .step import observe_kernel
-from .windows import I_LENGTH, I_RUNS, tokens_due
+from .windows import I_LENGTH, I_RUNS, tokens_due, window_numbers
 
 
 @triton.jit(do_not_specialize=["T", "S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V"])
@@ -115,10 +115,10 @@ def begin_launch(
     batch, heads, _, head_dim = new.keys
     counts, observes = sealing is not None, query is not None
     shape, stride = query or ((batch, heads), (0, 0, 0, 0))
-    local, unit, _ = sealing or ((0, 0), (1, 1), (0, 0))
     constants |= {"SHARE": shape[1] // heads, "BD": power(head_dim)}
     numbers = dict(zip(("s_qb", "s_qh", "s_ql", "s_qd"), stride, strict=True)) | append_numbers(new, constants)
-    numbers |= {"LOCAL_K": local[0], "LOCAL_V": local[1], "UNIT_K": unit[0], "UNIT_V": unit[1]}
+    windows = window_numbers(sealing or Sealing((0, 0), (1, 1), (0, 0)))
+    numbers |= {name: windows[name] for name in ("LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V")}
 
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
         return *given[:7], given[7] if counts else None, *(given[-3:] if observes else (None, None, None))
@@ -134,9 +134,8 @@ def end_launch(merge: Launch, new: NewTokens, form: StoreFormat, blocks: int, mo
     """
     batch, heads = new.keys[:2]
     dims = (new.keys[3], new.values[3])
-    sides: tuple[Side, Side] = ("keys", "values")
     shapes, tiles, places, at = [], [], [], 9
-    for fmt, side, dim, tokens in zip(form.runs[0], sides, dims, most, strict=True):
+    for fmt, side, dim, tokens in zip(form.runs[0], SIDES, dims, most, strict=True):
         shape, count = few_tokens(fmt, side == "keys", tokens, dim, new.device) if tokens else ((), 0)
         shapes.append(tuple(shape))
         tiles.append(count)

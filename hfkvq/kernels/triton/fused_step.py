@@ -21,7 +21,7 @@ from ..pages import RunView, StoreFormat
 from ..step_tensors import Observing, Sealing, StepTensors
 from .append import NewTokens, append_launch, is_misrounded
 from .configs import edition
-from .decode import Plan, decode_plan, table_places
+from .decode import Plan, Queries, Scoring, decode_plan, table_places
 from .due import due_launch
 from .fused_kernels import begin_launch, end_launch
 from .launch import Launch, is_watched
@@ -105,9 +105,8 @@ def _step(
     form = StoreFormat.parse(store)
     new = NewTokens(keys, key_stride, values, value_stride, (key_dtype, value_dtype), tail_dtype, *windows, device)
     held = (keys[1], values[3], new.key_tail, new.value_tail, new.held)
-    plan: Plan | None = decode_plan(
-        store, query, query_stride, dtype, held, blocks, mask, scaling, softcap, device, edition
-    )  # fmt: skip
+    queries, scoring = Queries(query, query_stride, dtype, dtype), Scoring(mask, None, scaling, softcap)
+    plan: Plan | None = decode_plan(store, queries, held, blocks, scoring, device, edition)
     if plan is None:
         return None
     if sealing is None and not observes:
@@ -306,21 +305,19 @@ def _seals(
     dtype: torch.dtype,
     device: torch.device,
     blocks: int,
-    local: tuple[int, int],
-    unit: tuple[int, int],
-    most: tuple[int, int],
+    sealing: Sealing,
     positions: int | None,
 ) -> tuple[Launch, tuple[Launch | None, ...]] | None:
     """The launch that counts, and those that seal keys and values; None where a side has no kernel."""
     form, tails = StoreFormat.parse(store), (shapes[0][2], shapes[1][2])
-    count = due_launch(shapes[0][0], form.sink, tails, local, unit, most, device, len(form.runs), positions)
+    count = due_launch(shapes[0][0], form.sink, tails, sealing, device, len(form.runs), positions)
     sides: list[Launch | None] = []
     for at, side in enumerate(("keys", "values")):
         fmt = form.runs[-1][at]
         made = None
-        if most[at]:
+        if sealing.most[at]:
             own = rule if fmt.raised and rule else ""
-            made = seal_launch(fmt, side, shapes[at], strides[at], dtype, device, blocks, most[at], own)
+            made = seal_launch(fmt, side, shapes[at], strides[at], dtype, device, blocks, sealing.most[at], own)
             if made is None:
                 return None
         sides.append(made)
@@ -341,19 +338,10 @@ def seal_tail(
     device, tails = counters.device, windows[2:]
     if not _is_current(counters):
         return False
-    made = _seals(
-        store.spec,
-        rule,
-        (tails[0].shape, tails[1].shape),
-        (tails[0].stride(), tails[1].stride()),
-        tails[0].dtype,
-        device,
-        run.table.shape[1],
-        local,
-        unit,
-        most,
-        None if run.pos is None else run.pos.shape[1],
-    )
+    shapes, strides = (tails[0].shape, tails[1].shape), (tails[0].stride(), tails[1].stride())
+    blocks, positions = run.table.shape[1], None if run.pos is None else run.pos.shape[1]
+    sealing = Sealing(local, unit, most)
+    made = _seals(store.spec, rule, shapes, strides, tails[0].dtype, device, blocks, sealing, positions)
     if made is None:
         return False
     count, sides = made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from zlib import crc32
 
 import triton.language as tl
 
@@ -30,6 +31,8 @@ class PairFormat(NamedTuple):
         value_norm: likewise of values.
         open: whether the page loop takes pages that are not full.
         rests: whether blocks of loose tokens take those, where tokens have positions.
+        layout: a fingerprint of where all this stands: Triton's cache knows kernels by their source and these numbers,
+            and does not look at what ``pair.KEY_BITS`` is.
     """
 
     key_bits: int
@@ -51,16 +54,19 @@ class PairFormat(NamedTuple):
     value_norm: int
     open: bool
     rests: bool
+    layout: int
 
 
 # Where its fields stand, for kernels: FORMATS[I][pair.KEY_BITS].
 (
     KEY_BITS, KEY_CHANNEL, KEY_GROUP, ROOM4, ROOM16, VALUE_BITS, VALUE_GROUP, STEP, SUB, RANKS4, RANKS16,
-    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, OPEN, RESTS,
+    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, OPEN, RESTS, _,
 ) = map(tl.constexpr, range(len(PairFormat._fields)))  # fmt: skip
 
 KEY_TENSORS = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")
 VALUE_TENSORS = ("codes", "scale", "zero")
+
+LAYOUT = crc32(repr((PairFormat._fields, KEY_TENSORS, VALUE_TENSORS)).encode())
 
 FACTORS = 2 + len(KEY_TENSORS) + len(VALUE_TENSORS)
 """Tensors of a run behind which normed formats have their factors."""

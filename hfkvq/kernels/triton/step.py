@@ -13,10 +13,11 @@ from torch import Tensor
 
 from ..decode import RUNS, START
 from ..dispatch import reference
+from ..step_tensors import Sealing
 from ._lib import capability, power
 from .append import NewTokens, append_constants, append_numbers, append_side, is_misrounded, new_rows, new_tokens
 from .launch import Launch
-from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due
+from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_positions
 
 I_START = tl.constexpr(START)
 
@@ -90,9 +91,7 @@ def advance_launch(
     capacity: int,
     room: int,
     positions: int | None,
-    local: tuple[int, ...],
-    unit: tuple[int, ...],
-    most: tuple[int, int],
+    sealing: Sealing,
     rotate_keys: int,
     rotate_values: int,
 ) -> Launch:
@@ -104,23 +103,14 @@ def advance_launch(
     numbers |= {"B": batch, "capacity": capacity, "room": room, "N": positions or 0}
     constants |= {
         "R": runs,
-        "LOCAL_K": local[0],
-        "LOCAL_V": local[1],
-        "UNIT_K": unit[0],
-        "UNIT_V": unit[1],
-        "MK": most[0],
-        "MV": most[1],
-        "BMK": power(most[0]),
-        "BMV": power(most[1]),
+        **window_numbers(sealing),
+        "BMK": power(sealing.most[0]),
+        "BMV": power(sealing.most[1]),
         "PDL": dependent,
         **({"launch_pdl": True} if dependent else {}),
     }
-    nest = _without_positions if positions is None else None
+    nest = without_positions if positions is None else None
     return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
-
-
-def _without_positions(given: Sequence[Any]) -> tuple[Any, ...]:
-    return (*given, None)
 
 
 def advance_triton(
@@ -142,18 +132,10 @@ def advance_triton(
             keys, values, counters, windows, scratch, capacity, room, local, unit, rotate_keys, rotate_values
         )
     assert all([x.is_contiguous() for x in (counters, *windows, *scratch)]), "written in place"
-    launch = advance_launch(
-        new_tokens(keys, values, windows),
-        (counters.shape[0] - RUNS) // 2,
-        capacity,
-        room,
-        scratch[5].shape[1] if len(scratch) > 5 else None,
-        tuple(local),
-        tuple(unit),
-        (scratch[2].shape[1], scratch[3].shape[1]),
-        rotate_keys,
-        rotate_values,
-    )
+    new, runs = new_tokens(keys, values, windows), (counters.shape[0] - RUNS) // 2
+    positions = scratch[5].shape[1] if len(scratch) > 5 else None
+    sealing = Sealing(tuple(local), tuple(unit), (scratch[2].shape[1], scratch[3].shape[1]))
+    launch = advance_launch(new, runs, capacity, room, positions, sealing, rotate_keys, rotate_values)
     launch(keys, values, *windows, counters, *scratch)
     return None
 

@@ -20,7 +20,7 @@ from .fields import (
     put,
     unpack2,
     unpack4,
-    unpack8,
+    unpacked_fields,
     weight,
     words_of,
 )
@@ -45,25 +45,9 @@ def value_fields(
             return unpack2(b_w)
         else:
             return unpack4(b_w)
-    elif BITS == 8:
-        b_fields = ()
-        for w in tl.static_range(D // 2 // BE):
-            p_w = codes + i_head * (G * D // 2) + o_slot[None, :] * (D // 2) + (w * BE + o_e)[:, None]
-            if MASKED:
-                # What was never written may be NaN.
-                b_fields = b_fields + unpack8(tl.load(p_w, mask=m_t[None, :], other=0))
-            else:
-                b_fields = b_fields + unpack8(tl.load(p_w))
-        return b_fields
     else:
-        b_fields = ()
-        for f in tl.static_range(D // BE):
-            p_x = codes + i_head * (G * D) + o_slot[None, :] * D + (f * BE + o_e)[:, None]
-            if MASKED:
-                b_fields = b_fields + (tl.load(p_x, mask=m_t[None, :], other=0.0),)
-            else:
-                b_fields = b_fields + (tl.load(p_x),)
-        return b_fields
+        # What was never written may be NaN.
+        return unpacked_fields(codes, i_head, o_slot, m_t, D, G, BITS, BE, MASKED, 0)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..pages import PageFormat
-from ..step import MAX_STEP, SIDES, StepPlan
+from ..pages import SIDES, PageFormat
+from ..step import MAX_STEP, StepPlan
+from ..step_tensors import Sealing
 from ._lib import Gpu, properties
 from .ahead import Beside, Wanted
 from .append import NewTokens, append_launch
@@ -127,18 +128,10 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
     positions = None if form.ordered else 1
     for fmt, dim, rounds in _normed(plan):
         yield from norms_wanted(fmt, plan.heads, dim, rounds, dtype)
-    yield advance_launch(
-        _new_tokens(plan, dtype, device),
-        runs,
-        plan.capacity,
-        1,
-        positions,
-        plan.local,
-        plan.unit,
-        (plan.due(0, 1), plan.due(1, 1)),
-        form.rotate_keys,
-        form.rotate_values,
-    ).wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
+    new = _new_tokens(plan, dtype, device)
+    sealing = Sealing(plan.local, plan.unit, (plan.due(0, 1), plan.due(1, 1)))
+    advance = advance_launch(new, runs, plan.capacity, 1, positions, sealing, form.rotate_keys, form.rotate_values)
+    yield advance.wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
     if plan.query == "sum":
         shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
         observe = observe_launch(shape, stride, dtype, device, plan.heads, True, True)
@@ -149,9 +142,10 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
                 yield from qk_wanted(fmt, plan.heads, plan.key_dim, dtype, query_heads * queries)
             yield from moments_wanted(queries)
         # Their steps are the host's, unless they are recorded.
-        append = append_launch(_new_tokens(plan, dtype, device), form.rotate_keys, form.rotate_values)
+        append = append_launch(new, form.rotate_keys, form.rotate_values)
         yield append.wanted([dtype] * 6 + [I32])
-    yield due_launch(plan.rows, form.sink, plan.tails, plan.local, plan.unit, (0, 0), device, runs).wanted([I32] * 2)
+    due = due_launch(plan.rows, form.sink, plan.tails, Sealing(plan.local, plan.unit, (0, 0)), device, runs)
+    yield due.wanted([I32] * 2)
     for block in {form.rotate_keys, form.rotate_values} - {0}:
         yield hadamard_wanted(dtype, block)
 

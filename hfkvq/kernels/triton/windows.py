@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from .. import windows
 from ..decode import LENGTH, RUNS
+from ..step_tensors import Sealing
 from .fields import INTERPRETED
 
 I_LENGTH, I_RUNS = tl.constexpr(LENGTH), tl.constexpr(RUNS)
@@ -20,3 +24,14 @@ def store_slots(index, i_b, i_total, W, M, BM: tl.constexpr):
     """Slots of the tail that hold the oldest M tokens of a side."""
     o_j = tl.arange(0, BM)
     tl.store(index + i_b * M + o_j, (i_total + o_j) % W, mask=o_j < M)
+
+
+def window_numbers(sealing: Sealing) -> dict[str, int]:
+    """What is sealed, as kernels name it."""
+    names = ("LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V", "MK", "MV")
+    return dict(zip(names, (*sealing.local, *sealing.unit, *sealing.most), strict=True))
+
+
+def without_positions(given: Sequence[Any]) -> tuple[Any, ...]:
+    """For kernels that take row positions last: those of runs that have none."""
+    return (*given, None)

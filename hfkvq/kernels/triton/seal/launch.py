@@ -51,19 +51,9 @@ def seal_triton(
         widths, rule = channel_widths(pages, form, rule, q_abs), ""
     weight = q_abs.to(torch.float32) if q_abs is not None and rule else None
     given = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
-    launch = _launch(
-        fmt,
-        side,
-        (batch, heads, head_dim),
-        source.stride(),
-        source.dtype,
-        stored.dtype,
-        source.device,
-        table.shape[1],
-        tokens,
-        rule,
-        (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype),
-    )
+    has = (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype)
+    shape, kinds = (batch, heads, head_dim), (source.dtype, stored.dtype, source.device)
+    launch = _launch(fmt, side, shape, source.stride(), *kinds, table.shape[1], tokens, rule, has)
     launch(*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given)
     return None
 
