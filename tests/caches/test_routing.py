@@ -171,7 +171,9 @@ def test_nothing_is_held_on_to(model):
     assert all(len(tensors) > 2 for _, tensors in sizes[:3])
     assert len(sizes[3][1]) == 2
     assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
-    assert all(type(x) is int for layer in cache.layers for row in layer.store.tally.counters for x in row)
+    assert all(
+        type(x) is int for layer in cache.layers for row in layer.store.state.host_counters.counters for x in row
+    )
 
 
 def test_what_a_failed_forward_leaves_is_dropped(model):

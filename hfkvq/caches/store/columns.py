@@ -31,6 +31,7 @@ class Holder(Protocol):
     @property
     def runs(self) -> tuple[RunView, ...]: ...
 
+
 def positions(store: Holder) -> Tensor:
     """Row position of every column of `sink | runs | tail`: i32 (B, N), `ABSENT` where there is no token."""
     return column_positions(store.format, store.counters, store.runs, store.windows[2].shape[2], "keys")

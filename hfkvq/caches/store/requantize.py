@@ -198,26 +198,27 @@ def requantized(
     counters[START] += plan.gone
     counters[LENGTH] = plan.length
     for i in range(runs):
-        own = [(moves[side][i], max(kept[at][i]), max(new[at][i])) for at, side in enumerate(SIDES)]
         totals = [[a + b for a, b in zip(kept[at][i], new[at][i], strict=True)] for at in (0, 1)]
+        most = [(max(kept[at][i]), max(new[at][i]), max(totals[at])) for at in (0, 1)]
+        own = [(moves[side][i], *most[at]) for at, side in enumerate(SIDES)]
         held.append([max(pair) for pair in zip(*totals, strict=True)])
         views.append(_rebuilt(state, layout, scheme, i, plan, own, max(held[-1]), leaves, q_abs, keeps_room))
-        for at, (move, _, _) in enumerate(own):
+        for at, (move, *_) in enumerate(own):
             counters[RUNS + 2 * i + at] = move.kept + move.new
     sealed = [[sum(row) for row in zip(*kept[at], *new[at], strict=True)] for at in (0, 1)]
     rows = [RowState(*row) for row in zip(length, *sealed, strict=True)]
-    windows = list(state.windows)
+    changes: dict[str, Any] = {"counters": counters, "runs": views, "states": frozenset(rows)}
     if forgets:
+        windows = list(state.windows)
         for at, side in enumerate(SIDES):
             if sink:
                 windows[at] = _sink(state, plan, side)
             need = max(row.length - sink - count for row, count in zip(rows, sealed[at], strict=True))
             windows[2 + at] = _tail(state, plan, side, moves[side], need)
-    changes: dict[str, Any] = {"counters": counters, "windows": windows, "runs": views, "states": frozenset(rows)}
+        changes |= {"windows": windows, "dropped": state.dropped + plan.gone}
     done = state.replace(
         # Of the last run.
         None if form.ordered else max(held[-1]),
-        dropped=state.dropped + plan.gone,
         host_counters=None,
         settled=max(state.settled, *last),
         **changes,
@@ -231,7 +232,7 @@ def _rebuilt(
     scheme: Scheme,
     run: int,
     plan: Plan,
-    own: Sequence[tuple[Moves, int, int]],
+    own: Sequence[tuple[Moves, int, int, int]],
     most: int,
     leaves: Sequence[int],
     q_abs: Tensor | None,
@@ -245,7 +246,7 @@ def _rebuilt(
         scheme: raises channels.
         run: which run.
         plan: what becomes of tokens.
-        own: the run's moves of each side, and the most tokens of a row that stay and that come.
+        own: the run's moves of each side, and the most tokens of a row that stay, that come, and of both together.
         most: the most tokens of a row then.
         leaves: runs that tokens leave.
         q_abs: see `Scheme.channel_bits`.
@@ -263,9 +264,10 @@ def _rebuilt(
         table = torch.arange(state.batch * blocks, dtype=torch.int32, device=state.device).view(state.batch, blocks)
     first, size = run_columns(state)[run]
     sides, order = [], plan.where[:, :0].long()
-    for side, fmt, (moves, most_kept, most_new) in zip(SIDES, pair, own, strict=True):
+    for side, fmt, (moves, most_kept, most_new, total) in zip(SIDES, pair, own, strict=True):
         columns = plan.columns[side]
         old, fresh, order = moves.order(most_kept, most_new)
+        order = order[:, :total]
         kept, new = moves.kept, moves.new
         if stays:
             parts = list(grown.keys if side == "keys" else grown.values)
@@ -276,7 +278,7 @@ def _rebuilt(
             parts = as_pages(take(view, fmt, side, slots), fmt, side, blocks)
         if fmt.whole and not stays:
             kept, new = torch.zeros_like(kept), kept + new
-            fresh = pad(order, (0, -order.shape[1] % page))
+            fresh = order
         if fresh.shape[1]:
             index = torch.arange(fresh.shape[1], dtype=torch.int32, device=state.device).expand(state.batch, -1)
             source = gather(state, side, columns.gather(1, fresh), leaves)

@@ -177,6 +177,9 @@ def write_pages(
         scheme: raises channels.
         q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only.
     """
+    if not source.shape[1]:
+        # The stores by which memory is planned have no heads.
+        return
     parts, table, count, new = pages
     own = layout.keys if side == "keys" else layout.values
     if own.clip < 1.0:
