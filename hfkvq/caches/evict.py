@@ -11,15 +11,18 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, run_count
 
-from .cut import Cut, Tiers, older_that_stay, store_best, store_tiers
+from .first_prompt import Waiting, older_that_stay
 from .headwise import HeadwiseStore
 from .layer import KVLayer
 from .observe import Observation, prompt_attention, stored_attention, token_order
 from .peers import Peers
 from .ranking import tier_widths
-from .retier import EVICT, STAY, positions, retier, run_columns
 from .scheme import Scheme
 from .store import MAX_STEP, SIDES
+from .store.columns import positions, run_columns
+from .store.moves import EVICT, STAY
+from .store.prompt_eviction import Cut, Tiers, store_best, store_tiers
+from .store.requantize import requantize_by_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +38,7 @@ class EvictingLayer(KVLayer):
     A prompt beyond the budget is cut to its best tokens in each layer as it passes, so only one layer at a time holds
     it whole. A layer's share of whole tokens is relative to the strongest layer's, which is known when the last layer
     is done: until then the strongest so far stands for it, or, of a first prompt, all stay whole (see
-    `hfkvq.caches.cut`). In this time a layer holds less than twice a budget in bytes.
+    `hfkvq.caches.first_prompt`). In this time a layer holds less than twice a budget in bytes.
 
     Later input of up to 16 tokens is a step: a trim is due when a row has outgrown its budget, and asks the newest
     queries. Attention functions that know no handles never show their queries; then nothing is evicted.
@@ -227,7 +230,7 @@ class EvictingLayer(KVLayer):
         self.staged = self.pending = None
         self.uncommitted, self.strength = False, strength
         self.scores, self.cut = left, cut
-        self.evicted = store.forgetful = True
+        self.evicted = True
         self.edition += 1
         self.first = first._replace(edition=self.edition)
         self.prompts += 1
@@ -278,10 +281,19 @@ class EvictingLayer(KVLayer):
         rank = torch.arange(scores.shape[1], device=scores.device)
         self.scores = scores.masked_fill(rank >= self._held().counters[LENGTH, :, None], torch.nan)
 
+    def waiting(self) -> Waiting | None:
+        """What the tiers of a first prompt follow from, if this layer has cut one and holds nothing else."""
+        store, cut = self.store, self.first
+        if store is None or cut is None or self.scores is None or self.strength is None:
+            return None
+        if not cut.stands(store.state, self.edition):
+            return None
+        return Waiting(store.state, store.layout, cut, self.scheme, self.costs, self.heads, self.scores, self.strength)
+
     def assign(self, tiers: Tiers | None = None) -> None:
         """Assigns tiers to what a prompt left, now that every layer's share is final; ``tiers`` if they are known."""
         if tiers is not None and self.first is not None:
-            store_tiers(self._held(), self.first, tiers)
+            store_tiers(self._held(), tiers)
             self.edition += 1
             self.trim_at = self.seen + 1 + max(self._least_room(tiers, self.first.tail), 0)
         elif self.cut is not None and self.scores is not None:
@@ -332,8 +344,8 @@ class EvictingLayer(KVLayer):
             (order.shape[0], tail + store.windows[2].shape[2]), STAY, dtype=torch.int8, device=runs.device
         )
         target.scatter_(1, order, runs)
-        retier(store, target, where)
-        self.evicted = store.forgetful = True
+        requantize_by_tiers(store, target, where)
+        self.evicted = True
         self.edition += 1
         # What is left of the scores, oldest first again.
         left = ((runs != EVICT) & (rank < length[:, None])).to(torch.int8).argsort(dim=1, descending=True, stable=True)

@@ -19,7 +19,7 @@ class HeadwiseStore(KVStore):
     """`KVStore` of B*H rows with one head each; row ``b*H + h`` is KV head h of the layer's row b.
 
     What comes in and goes out has the layer's shapes (B, H, ...); counters, tables, windows and `reorder`'s pages are
-    folded. Tokens seal as in any store until `hfkvq.caches.retier` gives each row tokens and tiers of its own.
+    folded. Tokens seal as in any store until a requantization gives each row tokens and tiers of its own.
 
     Args:
         layout: static layout of both sides.
@@ -33,8 +33,6 @@ class HeadwiseStore(KVStore):
         self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
     ) -> None:
         self.fold = keys.shape[1]
-        # Whether rows have lost tokens before others: see `retier`.
-        self.forgetful = False
         super().__init__(layout, scheme, self.folded(keys), self.folded(values), capacity)
 
     def folded(self, x: Tensor) -> Tensor:
@@ -71,11 +69,6 @@ class HeadwiseStore(KVStore):
     def row_lengths(self) -> Tensor:
         """i32 (B,): tokens that each of the layer's rows holds (the same in all heads)."""
         return self.counters[LENGTH, :: self.fold]
-
-    def clear(self) -> None:
-        """See `KVStore.clear`."""
-        super().clear()
-        self.forgetful = False
 
     def push(self, keys: Tensor, values: Tensor, padding: Padding | None = None) -> None:
         """See `KVStore.push`."""
@@ -132,20 +125,6 @@ class HeadwiseStore(KVStore):
     def dense(self, side: Side, columns: int, plain: bool = False) -> Tensor:
         """See `KVStore.dense`; 0 where a head has evicted a token."""
         return self.unfolded(super().dense(side, columns, plain))
-
-    def crop(self, tokens: int, seen: int) -> None:
-        """See `KVStore.crop`.
-
-        Raises:
-            NotImplementedError: sealed tokens of a row that has forgotten others; nothing is changed then.
-        """
-        sink = self.layout.sink
-        if self.forgetful and any(max(state.length - tokens - sink, 0) < state.keys for state in self.states):
-            raise NotImplementedError(
-                f"crop: cannot remove {tokens} tokens, since a trim has evicted tokens from among them or before them; "
-                "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
-            )
-        super().crop(tokens, seen)
 
     def reorder(self, rows: Tensor) -> None:
         """See `KVStore.reorder`."""

@@ -17,11 +17,11 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step import MAX_STEP, observe
 from hfkvq.kernels.step_tensors import Observing
 
-from .demote import demote
 from .handle import LazyKV, handles
 from .routing import ColumnTags
 from .scheme import Layout, Scheme
 from .store import KVStore, Padding
+from .store.requantize import requantize_by_tags
 from .tokens import TokenRecord
 
 logger = logging.getLogger(__name__)
@@ -558,7 +558,7 @@ class KVLayer(CacheLayerMixin):
             Whether any token has moved.
         """
         tags = self._renewed_tags()
-        return tags is not None and demote(self._held(), tags)
+        return tags is not None and requantize_by_tags(self._held(), tags)
 
     def _renewed_tags(self) -> Tensor | None:
         """Tags by which tokens may have to be given fewer bits now."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .cut import first_tiers
+from .first_prompt import first_tiers
 
 if TYPE_CHECKING:
     from .evict import EvictingLayer
@@ -56,5 +56,7 @@ class Peers:
     def report(self, prompts: int) -> None:
         """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
         if all(layer.prompts == prompts for layer in self.layers):
-            for layer, tiers in zip(self.layers, first_tiers(self.layers), strict=True):
+            waiting = [layer.waiting() for layer in self.layers]
+            most = self.greatest(prompts, self.layers[0].device) if any(waiting) else None
+            for layer, tiers in zip(self.layers, first_tiers(waiting, most), strict=True):
                 layer.assign(tiers)

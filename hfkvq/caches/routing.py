@@ -2,8 +2,8 @@
 
 Where widths follow from tags and positions alone, layers of one layout send the same tokens the same way if their
 counters are alike. Counters are on the device, and a host that asks for them in every layer waits for the layer, and
-then the device for the host. So a store keeps a `Tally`, which is what its counters are or nothing, and layers of equal
-tallies take the same `Route`.
+then the device for the host. So a store keeps `HostCounters`, an exact copy or nothing, and layers whose copies are
+equal take the same `Route`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def told(counters: Tensor) -> Counters:
     return tuple(tuple(row) for row in counters.tolist())
 
 
-class Tally(NamedTuple):
+class HostCounters(NamedTuple):
     """A store's counters, as the host knows them without asking.
 
     Attributes:
@@ -39,15 +39,15 @@ class Tally(NamedTuple):
     states: frozenset[RowState]
 
     @classmethod
-    def empty(cls, counters: Tensor, states: frozenset[RowState]) -> Tally:
-        """Of counters (n, B) that are all 0."""
+    def empty(cls, counters: Tensor, states: frozenset[RowState]) -> HostCounters:
+        """Those of a store that holds nothing, with counters (n, B)."""
         return cls(((0,) * counters.shape[1],) * counters.shape[0], states)
 
     def now(self, states: frozenset[RowState], sizes: WindowSizes) -> Counters | None:
-        """What they are where the store's states are these; None if more has happened than that tokens came.
+        """What they are when the store's states are these; None if anything else happened than that tokens came.
 
-        Rows of one state fare alike, grow together and never unseal: so if all states have grown by as many tokens and
-        none is missing, no row has sealed anything. Whatever else changes counters must drop the tally.
+        Rows in the same state change alike. If every state has only grown by the same number of tokens, no row has
+        sealed anything, and just the lengths differ. Whatever else changes the counters must drop this copy.
         """
         tokens = max(state.length for state in states) - max(state.length for state in self.states)
         if tokens < 0 or ahead(self.states, sizes, tokens).joined != states:
@@ -148,7 +148,7 @@ class Route(NamedTuple):
         return found
 
 
-class Ground(NamedTuple):
+class SealStart(NamedTuple):
     """What a seal begins with.
 
     Attributes:
@@ -188,18 +188,18 @@ class ColumnTags:
         sources: tuple[Source, Source],
         bound: int,
         hold: int,
-        ground: Ground,
+        start: SealStart,
     ) -> Route:
         """`work_out`, or what that has given for a layer of which all is the same that a route follows from.
 
         Asks the device for the counters that new tokens came upon, if the host does not know them, and for a new route
         once more. ``bound`` needs only be enough.
         """
-        known = told(ground.counters) if ground.known is None else ground.known
-        key = (known, id(ground.padding), id(scheme), layout, hold, *(source.shape for source in sources))
+        known = told(start.counters) if start.known is None else start.known
+        key = (known, id(start.padding), id(scheme), layout, hold, *(source.shape for source in sources))
         if key not in self._routes:
             route = work_out(counters, layout, scheme, sources, bound, hold, self.codes)
-            self._routes[key] = route, (ground.padding, scheme)
+            self._routes[key] = route, (start.padding, scheme)
         return self._routes[key][0]
 
 

@@ -153,7 +153,7 @@ class Scheme:
         """What the scheme must observe: a subset of {"query", "tags", "turns", "probs"}.
 
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
-        `hfkvq.caches.demote`.
+        `hfkvq.caches.store.requantize`.
         A scheme that observes attention probabilities ("probs") evicts tokens and assigns tiers again: see
         `hfkvq.caches.evict.EvictingLayer` for the methods that it must have.
         """

@@ -19,7 +19,6 @@ from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, run_
 
 from .capture import RECORDERS
 from .clock import Clock
-from .cut import Tiers
 from .dense import dense_attention
 from .evict import EvictingLayer
 from .layer import KVLayer
@@ -29,7 +28,8 @@ from .router import is_inside
 from .scheme import Scheme
 from .states import RowState
 from .store import SIDES, KVStore
-from .store.sealing import seals_plainly, seals_widely
+from .store.prompt_eviction import Tiers
+from .store.rules import seals_plainly, seals_widely
 from .traced import LAYERS, StepKV
 
 

@@ -59,7 +59,7 @@ class Point:
 
     @property
     def best_known(self) -> Score:
-        """Held-out figures where there are any: those the search has not chosen by."""
+        """StepTensors-out figures where there are any: those the search has not chosen by."""
         return self.held_out or self.score
 
 

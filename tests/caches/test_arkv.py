@@ -14,8 +14,10 @@ from transformers import DynamicCache
 from hfkvq import ARKVCache, MixedKVCache, get_scheme
 from hfkvq.caches.peers import Peers
 from hfkvq.caches.ranking import Attention, tier_widths
-from hfkvq.caches.retier import EVICT, STAY, positions, retier
 from hfkvq.caches.schemes import Arkv
+from hfkvq.caches.store.columns import positions
+from hfkvq.caches.store.moves import EVICT, STAY
+from hfkvq.caches.store.requantize import requantize_by_tiers
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from tests.caches.driver import (
     DIM,
@@ -335,7 +337,7 @@ def test_low_tier_is_read():
     assert not torch.allclose(changed.attend(queries, None, DIM**-0.5), before)
     everything = torch.zeros_like(positions(store), dtype=torch.int8)
     everything[:, : store.runs[0].table.shape[1] * 8] = EVICT - STAY
-    retier(store, everything + STAY)
+    requantize_by_tiers(store, everything + STAY)
     assert (store.counters[RUNS] == 0).all()
     assert (before - layer.attend(queries, None, DIM**-0.5)).abs().amax() > 0.01
 
@@ -367,21 +369,21 @@ def test_low_tokens_that_stay_keep_their_codes():
         assert torch.equal(before[key], after[key])
 
 
-def test_retier_alone_moves_tokens_and_frees_pages():
+def test_requantizing_alone_moves_tokens_and_frees_pages():
     """Every kind of move at once, on columns chosen by hand; a move to the same place changes no bit."""
     layer, own = make(arkv(budget_tokens=1000)), row(1, 64)
     feed(layer, [own], [64])
     store = layer.store
     where = positions(store)
     bits = stored(layer, 0)
-    retier(store, torch.full(where.shape, STAY, dtype=torch.int8))
+    requantize_by_tiers(store, torch.full(where.shape, STAY, dtype=torch.int8))
     assert_same_bits(stored(layer, 0), bits)
     size = store.nbytes().total
     target = torch.full(positions(store).shape, STAY, dtype=torch.int8)
     target[:, :8], target[:, 8:24] = 0, EVICT
     target[1, 24:32] = 0
     dense = layer.dense("keys")
-    retier(store, target)
+    requantize_by_tiers(store, target)
     assert store.nbytes().total < size
     assert store.counters[:, 0].tolist() == [16, 48, 8, 8, 24, 24]
     assert store.counters[:, 1].tolist() == [16, 48, 16, 16, 16, 16]
@@ -391,10 +393,10 @@ def test_retier_alone_moves_tokens_and_frees_pages():
     assert torch.equal(now[:, 0, 24:32], dense[:, 0, 24:32])
     error = (now - dense)[:, :, :8].abs()
     assert 0 < error.max() < dense[:, :, :8].abs().max() / 16
-    whole = retiered = stored(layer, 0)
-    retier(store, torch.full(positions(store).shape, STAY, dtype=torch.int8))
-    retiered = stored(layer, 0)
-    assert_same_bits(retiered, whole)
+    whole = moved = stored(layer, 0)
+    requantize_by_tiers(store, torch.full(positions(store).shape, STAY, dtype=torch.int8))
+    moved = stored(layer, 0)
+    assert_same_bits(moved, whole)
 
 
 # Prompts on a cache that has evicted, rows, padding.

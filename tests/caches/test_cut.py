@@ -122,7 +122,7 @@ def test_right_after_the_prompt(name, monkeypatch):
         assert a.first is None
         assert a.cut is None
         assert a.evicted
-        assert a.store.forgetful
+        assert a.store.state.settled == a.seen - 8
         assert a.strength is not None
         assert_close(a.strength, b.strength)
         assert torch.equal(a.store.counters, b.store.counters)
@@ -206,21 +206,21 @@ def test_what_moves_before_tiers_are_final():
 
 
 def test_no_memory_leaves_the_prompt_staged(monkeypatch):
-    from hfkvq.caches import cut
+    from hfkvq.caches.store import prompt_eviction
 
     layers = layers_of({}, 1)
-    real = cut._gathered
+    real = prompt_eviction._gathered
 
     def fails(*args):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(cut, "_gathered", fails)
+    monkeypatch.setattr(prompt_eviction, "_gathered", fails)
     queries, keys, values = tensors(0, 1, 90, 1)
     with pytest.raises(torch.OutOfMemoryError):
         forward(layers[0], queries, keys, values)
     assert layers[0].staged_length == 90
     assert layers[0].store.longest == 0
-    monkeypatch.setattr(cut, "_gathered", real)
+    monkeypatch.setattr(prompt_eviction, "_gathered", real)
     forward(layers[0], *tensors(0, 1, 1, 2))
     assert torch.equal(layers[0].dense("keys")[:, :, 83:90], keys[:, :, 83:])
 

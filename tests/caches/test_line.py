@@ -16,9 +16,10 @@ from hfkvq.bench.generate.engines import SpreadTags
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
-from hfkvq.caches.routing import Tally
+from hfkvq.caches.routing import HostCounters
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
+from hfkvq.caches.store.growth import grow
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels import append, decode_attention, use_interpreter
 from hfkvq.kernels import fused_step as line
@@ -397,8 +398,8 @@ def test_steps_of_another_kind_are_asked_about(monkeypatch):
         lines.append_attend(held=held, **plain)
     assert len(asked) == 1
     # Other tensors of the store.
-    layer.store.set_window(2, layer.store.windows[2][:, :, :32].contiguous())
-    layer.store.grow(0, 50)
+    layer.store.state = layer.store.state.with_window(2, layer.store.windows[2][:, :, :32].contiguous())
+    layer.store.state = grow(layer.store.state, 0, 50)
     lines.append_attend(held=layer.store.held, **plain)
     assert len(set(asked)) == 2
 
@@ -494,21 +495,21 @@ def test_what_the_host_knows_goes_with_what_it_is_of():
     layer, generator = layer_of(get_scheme("triaxial")), torch.Generator().manual_seed(0)
     step(layer, states(2, 200, 64, torch.float32, "cpu", generator))
     store = layer.store
-    tally = Tally.empty(store.counters, store.states)
-    store.replace(tally=tally)
+    tally = HostCounters.empty(store.counters, store.states)
+    store.replace(host_counters=tally)
     held, before = store.held, store.state
     store.replace(states=store.ahead(3).joined)
-    assert store.tally is tally
+    assert store.state.host_counters is tally
     assert store.held is held
     assert store.longest == before.longest + 3
     assert store.state.wide_most == before.wide_most + 3
     store.replace(widest=7)
-    assert store.tally is None
+    assert store.state.host_counters is None
     assert store.state.wide_most == 7 + max(store.ahead().needs)
-    store.replace(widest=5, tally=tally)
-    assert store.tally is tally
+    store.replace(widest=5, host_counters=tally)
+    assert store.state.host_counters is tally
     # The value from before is as it was.
-    assert before.tally is tally
+    assert before.host_counters is tally
     assert before.longest == store.longest - 3
 
 
@@ -519,7 +520,7 @@ def test_tensors_that_were_replaced_are_given_back():
     store = layer.store
     store.held.noted = "something"
     old = [weakref.ref(x) for x in (store.runs[0].table, *store.runs[0].keys, store.windows[2], store.counters)]
-    store.grow(0, store.runs[0].table.shape[1] + 5)
+    store.state = grow(store.state, 0, store.runs[0].table.shape[1] + 5)
     store.grow_tail("keys", store.windows[2].shape[2] + 1)
     store.replace(counters=store.counters.clone())
     assert [x() for x in old] == [None] * len(old)

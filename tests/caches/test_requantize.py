@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hfkvq import TriAxialCache, get_scheme
-from hfkvq.caches import demote as demoting
 from hfkvq.caches import layer as layers
-from hfkvq.caches.demote import demote
 from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.static import StaticKVLayer
+from hfkvq.caches.store import requantize as requantizing
+from hfkvq.caches.store.requantize import requantize_by_tags
 from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
@@ -425,8 +425,8 @@ def test_off_is_what_it_was(model, monkeypatch):
     assert get_scheme("triaxial") == get_scheme("triaxial", requantize_on_turn_end=False)
     assert get_scheme("triaxial").needs == {"tags"}
     calls = []
-    original = layers.demote
-    monkeypatch.setattr(layers, "demote", lambda *args: calls.append(1) or original(*args))
+    original = layers.requantize_by_tags
+    monkeypatch.setattr(layers, "requantize_by_tags", lambda *args: calls.append(1) or original(*args))
     off, plain, on = make(model, False), TriAxialCache(model, tagger=Aging(), **SMALL), make(model)
     ids = torch.cat([turn(60, 0), turn(40, 1), turn(40, 2)], 1)
     for cache in (off, plain):
@@ -500,7 +500,7 @@ def test_a_refused_prompt_demotes_nothing(model):
     same(held(cache), held(other))
 
 
-@pytest.mark.parametrize("broken", ["kernels.seal", "as_pages", "_place"])
+@pytest.mark.parametrize("broken", ["write_pages", "as_pages", "_pages_in_order"])
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("knobs", [{}, {"max_cache_len": 200}, {"max_cache_len": 200, "page_size": 32}])
 def test_no_memory_for_a_move_is_no_loss(model, monkeypatch, broken, layer, knobs):
@@ -511,17 +511,17 @@ def test_no_memory_for_a_move_is_no_loss(model, monkeypatch, broken, layer, knob
         forward(model, x, ids[:, :96])
     forward(model, smooth, ids[:, 96:])
     before, size = held(cache), cache.memory().compressed.total
-    calls, original = [], demote_part(broken)
+    calls, original = [], part_of(broken)
 
     def fails(*args):
         calls.append(1)
         # Keys and values need one each, but for the last.
-        if len(calls) == (1 + layer if broken == "_place" else 2 + 2 * layer):
+        if len(calls) == (1 + layer if broken == "_pages_in_order" else 2 + 2 * layer):
             raise MemoryError("made up")
         return original(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"hfkvq.caches.demote.{broken}", fails)
+        patch.setattr(f"hfkvq.caches.store.requantize.{broken}", fails)
         with pytest.raises(MemoryError):
             forward(model, cache, ids[:, 96:])
     assert_same_bits(stored(cache.layers[layer], 0), before[layer])
@@ -536,8 +536,8 @@ def test_no_memory_for_a_move_is_no_loss(model, monkeypatch, broken, layer, knob
     same(held(cache), held(smooth))
 
 
-def demote_part(name):
-    found = demoting
+def part_of(name):
+    found = requantizing
     for part in name.split("."):
         found = getattr(found, part)
     return found
@@ -646,8 +646,8 @@ def test_see_tells_of_the_turn_where_no_hook_does(model):
 def test_chunks_of_a_prompt_that_was_shown_are_one_turn(model, monkeypatch):
     """Tags are renewed once, from the whole of it, and layers demote once."""
     calls = []
-    original = layers.demote
-    monkeypatch.setattr(layers, "demote", lambda *args: calls.append(1) or original(*args))
+    original = layers.requantize_by_tags
+    monkeypatch.setattr(layers, "requantize_by_tags", lambda *args: calls.append(1) or original(*args))
     cache, ids = make(model), torch.cat([turn(100, 0), turn(60, 1)], 1)
     forward(model, cache, ids[:, :100])
     cache.see(ids)
@@ -731,10 +731,10 @@ def test_tokens_beyond_the_tags_stay(shown):
     """Tags of the first columns only, in a row that began with padding: no other token moves."""
     layer, rows, ids, valid = layer_of(SCHEME, 4, [80, 73], 80)
     send(layer, rows, ids, valid, 0, 80)
-    assert demote(layer.store, torch.full((2, shown), parse_tag("older|text|obs"), dtype=torch.uint8))
+    assert requantize_by_tags(layer.store, torch.full((2, shown), parse_tag("older|text|obs"), dtype=torch.uint8))
     assert positions(layer, 0)[0] == list(range(shown // PAGE * PAGE))
     assert positions(layer, 1)[0] == list(range((shown - 7) // PAGE * PAGE))
-    assert not demote(layer.store, torch.zeros(2, 0, dtype=torch.uint8))
+    assert not requantize_by_tags(layer.store, torch.zeros(2, 0, dtype=torch.uint8))
 
 
 def test_other_attention_settles_first(model):
@@ -771,5 +771,5 @@ def test_layers_without_the_option_keep_their_tokens(model):
 def test_other_stores_are_refused(name):
     layer = driver.make(driver.small(name))
     driver.forward(layer, *join([row(1, 40)]))
-    with pytest.raises(NotImplementedError, match=r"demote: got s.*, allowed two runs"):
-        demote(layer.store, torch.zeros(1, 40, dtype=torch.uint8))
+    with pytest.raises(NotImplementedError, match=r"requantize_by_tags: got s.*, allowed several runs"):
+        requantize_by_tags(layer.store, torch.zeros(1, 40, dtype=torch.uint8))

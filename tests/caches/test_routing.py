@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.layer import PaddingReader
-from hfkvq.caches.routing import ColumnTags, Ground, Source, work_out
+from hfkvq.caches.routing import ColumnTags, SealStart, Source, work_out
 from hfkvq.caches.schemes import TriAxial
-from hfkvq.caches.store import KVStore
+from hfkvq.caches.store import sealing
 from hfkvq.caches.tags import PAD, parse_tag
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
@@ -65,7 +65,7 @@ def alone(cache):
 
 def told(layer):
     """Counters as the host knows them, and as they are."""
-    return layer.store.counted(), tuple(map(tuple, layer.store.counters.tolist()))
+    return layer.store.state.counted(), tuple(map(tuple, layer.store.counters.tolist()))
 
 
 def forward(model, cache, ids, mask=None):
@@ -171,7 +171,9 @@ def test_nothing_is_held_on_to(model):
     assert all(len(tensors) > 2 for _, tensors in sizes[:3])
     assert len(sizes[3][1]) == 2
     assert cache.memory().total == sum(x.nbytes for x in tensors_of(cache.layers))
-    assert all(type(x) is int for layer in cache.layers for row in layer.store.tally.counters for x in row)
+    assert all(
+        type(x) is int for layer in cache.layers for row in layer.store.state.host_counters.counters for x in row
+    )
 
 
 def test_what_a_failed_forward_leaves_is_dropped(model):
@@ -449,8 +451,8 @@ def of(counters, known=None, padding=None, unit=8, local=0, tokens=60, ring=0, h
     scheme = TriAxial(**SMALL | {"table": table, "seal_unit": unit, "local_length": local})
     source = Source(torch.zeros(2, 2, ring + tokens, 32), ring, tokens)
     before = torch.tensor([[0, 0]] * 6, dtype=torch.int32)
-    ground = Ground(before, tuple(map(tuple, before.tolist())) if known is None else known, padding)
-    return torch.tensor(counters, dtype=torch.int32), scheme.layout(32, 32), scheme, (source, source), 64, hold, ground
+    start = SealStart(before, tuple(map(tuple, before.tolist())) if known is None else known, padding)
+    return torch.tensor(counters, dtype=torch.int32), scheme.layout(32, 32), scheme, (source, source), 64, hold, start
 
 
 NONE = [[0, 0]] * 4
@@ -555,7 +557,7 @@ def test_without_a_record_each_layer_goes_its_own_way():
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, monkeypatch):
     """Neither of the two runs, whichever had no room; the next attempt has the route, or works it out again."""
-    cache, other, grow, calls = make(model), make(model), KVStore.grow, []
+    cache, other, grow, calls = make(model), make(model), sealing.grow, []
     generator = torch.Generator().manual_seed(3)
     if steps:
         first = torch.randint(3, 100, (2, 40), generator=generator)
@@ -563,13 +565,13 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
             forward(model, x, first)
     ids = torch.randint(3, 100, (2, 90), generator=generator)
 
-    def no_room(store, run, blocks):
+    def no_room(state, run, blocks):
         calls.append(run)
         if len(calls) == at + 1:
             raise torch.OutOfMemoryError("none left")
-        grow(store, run, blocks)
+        return grow(state, run, blocks)
 
-    monkeypatch.setattr(KVStore, "grow", no_room)
+    monkeypatch.setattr(sealing, "grow", no_room)
     with pytest.raises(torch.OutOfMemoryError):
         forward(model, cache, ids)
     layer = cache.layers[0]
@@ -577,7 +579,7 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
     host, device = told(layer)
     assert host == device
     assert device[LENGTH] == ((40, 40) if steps else (0, 0))
-    monkeypatch.setattr(KVStore, "grow", grow)
+    monkeypatch.setattr(sealing, "grow", grow)
     layer._settle()
     forward(model, other, ids)
     for row in range(2):

@@ -62,7 +62,7 @@ class TriAxial(Scheme):
         local_length: newest tokens kept whole (0 in the paper).
         page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits.
         requantize_on_turn_end: whether a new prompt gives cached tokens of 4 bits the 2 that the table has for them by
-            then, in whole pages, the oldest first; see `hfkvq.caches.demote`.
+            then, in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
     """
 
     name = "triaxial"

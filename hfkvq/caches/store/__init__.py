@@ -8,9 +8,11 @@
 """
 
 from .accounting import StoreBytes
-from .kvstore import GROWTH, MAX_STEP, KVStore
+from .growth import GROWTH, MAX_STEP
+from .kvstore import KVStore
 from .sealing import clipped
 from .state import SIDES, StoreState
+from .view import StoreView
 from .windows import Padding
 
-__all__ = ["GROWTH", "MAX_STEP", "SIDES", "KVStore", "Padding", "StoreBytes", "StoreState", "clipped"]
+__all__ = ["GROWTH", "MAX_STEP", "SIDES", "KVStore", "Padding", "StoreBytes", "StoreState", "StoreView", "clipped"]

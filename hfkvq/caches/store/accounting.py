@@ -8,7 +8,7 @@ import torch
 
 from hfkvq.kernels.decode import LENGTH, run_count
 
-from .state import StoreState
+from .state import SIDES, StoreState
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +71,27 @@ def nbytes(state: StoreState) -> StoreBytes:
     return StoreBytes(codes, metadata, windows, tables, round(reserved))
 
 
-def elements(state: StoreState, heads: int, dims: dict[str, int]) -> int:
-    """Key and value elements of all tokens, those that a trim has evicted included (asks the device)."""
+def elements(state: StoreState) -> int:
+    """Key and value elements of all tokens, forgotten ones included (asks the device)."""
     tokens = int((state.counters[LENGTH] + state.dropped).sum())
-    return tokens * heads * (dims["keys"] + dims["values"])
+    return tokens * state.heads * sum(state.dims.values())
 
 
-def code_bits(state: StoreState, dims: dict[str, int], dtype: torch.dtype) -> float:
+def code_bits(state: StoreState) -> float:
     """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
 
     While nothing is sealed: of the widest run.
     """
-    own = 8 * torch.empty((), dtype=dtype).element_size()
+    own, dims = 8 * state.dtype.itemsize, state.dims
     total = bits = 0.0
     for i, formats in enumerate(state.format.runs):
-        for side, fmt in zip(("keys", "values"), formats, strict=True):
+        for side, fmt in zip(SIDES, formats, strict=True):
             dim = dims[side]
-            weight = float(run_count(state.counters, i, side).sum()) * dim  # type: ignore[arg-type]
+            weight = float(run_count(state.counters, i, side).sum()) * dim
             total += weight
             bits += weight * (own if fmt.bits == 16 else fmt.code_bits(dim))
     if total:
         return bits / total
     keys, values = state.format.runs[-1]
-    width = [own if fmt.bits == 16 else fmt.code_bits(dims[s]) for s, fmt in (("keys", keys), ("values", values))]
+    width = [own if fmt.bits == 16 else fmt.code_bits(dims[s]) for s, fmt in zip(SIDES, (keys, values), strict=True)]
     return (width[0] * dims["keys"] + width[1] * dims["values"]) / sum(dims.values())

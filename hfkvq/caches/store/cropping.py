@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -12,17 +10,26 @@ from hfkvq.kernels.pages import Side
 
 from ..scheme import SideLayout
 from ..states import RowState
+from .growth import grow_tail
+from .rows import part_pages
 from .state import SIDES
-
-if TYPE_CHECKING:
-    from .kvstore import KVStore
+from .view import StoreView
 
 
-def crop(store: KVStore, tokens: int, seen: int) -> None:
+def crop(store: StoreView, tokens: int, seen: int) -> None:
     """Forgets the newest ``tokens`` logical columns of ``seen``.
 
     Tokens of a page that is cut return to the tail as that page has them (exact for 16-bit pages).
+
+    Raises:
+        NotImplementedError: a requantization has forgotten or moved tokens from among them, or tokens have widths of
+            their own and a page of several would be cut; nothing is changed then.
     """
+    if seen - tokens < store.state.settled:
+        raise NotImplementedError(
+            f"crop: cannot remove {tokens} tokens, since a trim has evicted tokens from among them or before them; "
+            "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
+        )
     sink = store.layout.sink
     length = (store.counters[LENGTH] - tokens).clamp(min=0)
     rest = (length - sink).clamp(min=0)
@@ -41,19 +48,19 @@ def crop(store: KVStore, tokens: int, seen: int) -> None:
     if reopens and not store.format.ordered:
         _drop_sealed(store, length)
     elif reopens:
-        for at, side, layout in ((2, "keys", store.layout.keys), (3, "values", store.layout.values)):
-            _reopen(store, at, side, layout, rest)  # type: ignore[arg-type]
+        for side, layout in zip(SIDES, (store.layout.keys, store.layout.values), strict=True):
+            _reopen(store, side, layout, rest)
     store.counters[LENGTH] = length
     store.counters[START] = store.counters[START].clamp(max=seen - tokens)
-    store.replace(states=frozenset(states), tally=None)
+    store.state = store.state.replace(states=frozenset(states), host_counters=None)
     if reopens:
         # Those that are gone may have been in another run.
-        store.replace(wide_bound=(wide, store.longest))
+        store.state = store.state.replace(wide_bound=(wide, store.longest))
         # A page that was full, and so may be shared, takes new tokens again.
-        store.part_pages()
+        store.state = part_pages(store.state, store.layout)
 
 
-def _drop_sealed(store: KVStore, length: Tensor) -> None:
+def _drop_sealed(store: StoreView, length: Tensor) -> None:
     """Takes tokens at row positions from ``length`` (i32 (B,)) on out of several runs, if all runs can do that.
 
     Each run has its tokens in order of position, or its pages in order of their newest tokens, so the first ones of
@@ -69,7 +76,7 @@ def _drop_sealed(store: KVStore, length: Tensor) -> None:
         left = stays.sum(1, dtype=torch.int32)
         counts.append(left)
         if fmt.whole:
-            # Pages that `demote` has made may hold tokens on both sides of the cut.
+            # Pages that a requantization has made may hold tokens on both sides of the cut.
             torn = torn | (left % fmt.page_size != 0).any() | (stays & (slot >= left[:, None])).any()
     if bool(torn):
         raise NotImplementedError(
@@ -81,12 +88,14 @@ def _drop_sealed(store: KVStore, length: Tensor) -> None:
         store.counters[RUNS + 2 * i : RUNS + 2 * i + 2] = left
 
 
-def _reopen(store: KVStore, at: int, side: Side, layout: SideLayout, rest: Tensor) -> None:
+def _reopen(store: StoreView, side: Side, layout: SideLayout, rest: Tensor) -> None:
+    """Puts the tokens of a page that is cut, all before ``rest`` (i32 (B,)), back into the tail."""
+    at = 2 + SIDES.index(side)
     count = run_count(store.counters, 0, side)
     kept = torch.minimum(count, rest // layout.unit * layout.unit)
     pages = dense_columns(store.format, store.windows, store.runs, side)
     pages = pages[:, :, store.layout.sink : pages.shape[2] - store.windows[at].shape[2]]
-    store.grow_tail(side, layout.unit)
+    store.state = grow_tail(store.state, side, layout.unit, store.tail_limit[side])
     behind = kept[:, None] + torch.arange(layout.unit, dtype=torch.int32, device=store.device)
     index = behind.clamp(0, max(pages.shape[2] - 1, 0)).long()
     back = behind < torch.minimum(count, rest)[:, None]
@@ -95,5 +104,5 @@ def _reopen(store: KVStore, at: int, side: Side, layout: SideLayout, rest: Tenso
     padded = torch.nn.functional.pad(tail, (0, 0, 0, 1))
     slot = torch.where(back, behind % tail.shape[2], tail.shape[2]).long()
     padded.scatter_(2, slot[:, None, :, None].expand_as(values), values)
-    store.set_window(at, padded[:, :, : tail.shape[2]].contiguous())
+    store.state = store.state.with_window(at, padded[:, :, : tail.shape[2]].contiguous())
     store.counters[RUNS + (side == "values")] = kept

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,16 +9,13 @@ from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.products import table_pages
 
-from .state import SIDES
-
-if TYPE_CHECKING:
-    from .kvstore import KVStore
+from .state import SIDES, StoreState
 
 
-def dense_alike(store: KVStore, side: Side) -> Tensor:
-    """`dense` of rows that hold all columns, whose order the host knows: without one operation for positions."""
+def dense_alike(store: StoreState, side: Side) -> Tensor:
+    """`StoreView.dense` of rows that hold all columns, whose order the host knows: no operation for positions."""
     (state,) = store.states
-    at, sealed, sink = SIDES.index(side), state.sealed(side), store.layout.sink
+    at, sealed, sink = SIDES.index(side), state.sealed(side), store.sizes.sink
     first, tail = store.windows[at], store.windows[2 + at]
     block = store.format.rotate_keys if side == "keys" else store.format.rotate_values
     # In the model's dtype at once, where nothing is computed from it.

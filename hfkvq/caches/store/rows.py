@@ -7,7 +7,52 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import run_count
 
-from .state import StoreState
+from ..scheme import Layout
+from .growth import enlarge
+from .state import SIDES, StoreState, as_bytes
+from .view import StoreView
+
+
+def reorder(store: StoreView, rows: Tensor) -> None:
+    """Row b becomes what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
+    grown, slack = rows.shape[0] - store.batch, _slack(store.layout)
+    for run in range(len(store.runs)):
+        if grown > 0:
+            store.state = enlarge(store.state, run, grown * store.runs[run].table.shape[1])
+        store.state = share_pages(store.state, run, rows, slack)
+        pos = store.runs[run].pos
+        if pos is not None:
+            store.state = store.state.with_run(run, pos=pos[rows])
+    store.state = take_rows(store.state, rows)
+
+
+def part_pages(state: StoreState, layout: Layout) -> StoreState:
+    """The state in which every page that is not full is of one row only."""
+    rows, slack = torch.arange(state.batch, device=state.device), _slack(layout)
+    for run in range(len(state.runs)):
+        state = share_pages(state, run, rows, slack)
+    return state
+
+
+def select(store: StoreView, rows: Tensor) -> None:
+    """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back, one side after the other."""
+    for run in range(len(store.runs)):
+        ids = store.runs[run].table[rows].flatten().long()
+        for side in SIDES:
+            # No name is left for what is given back.
+            parts = [as_bytes(part)[ids].view(part.dtype) for part in getattr(store.runs[run], side)]
+            store.state = store.state.with_run(run, **{side: parts})
+        table, pos = store.runs[run].table, store.runs[run].pos
+        own = torch.arange(ids.shape[0], dtype=torch.int32, device=store.device)
+        own = own.view(rows.shape[0], table.shape[1])
+        store.state = store.state.with_run(run, table=own, pos=None if pos is None else pos[rows])
+    store.state = take_rows(store.state, rows)
+
+
+def _slack(layout: Layout) -> int:
+    """Tokens by which one side is ahead of the other at the most: the local window and a seal unit."""
+    keys, values = layout.keys, layout.values
+    return max(keys.local, values.local) + max(keys.unit, values.unit)
 
 
 def take_rows(state: StoreState, rows: Tensor) -> StoreState:
@@ -16,7 +61,7 @@ def take_rows(state: StoreState, rows: Tensor) -> StoreState:
         counters=state.counters[:, rows].contiguous(),
         dropped=state.dropped[rows],
         windows=[window[rows] for window in state.windows],
-        tally=None,
+        host_counters=None,
     )
 
 
@@ -49,13 +94,6 @@ def share_pages(state: StoreState, run: int, rows: Tensor, slack: int) -> StoreS
     block = (full[:, None] + offset).clamp(max=blocks - 1).long()
     source, target = table.gather(1, block).long(), own.gather(1, block).long()
     for part in (*view.keys, *view.values):
-        raw = part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+        raw = as_bytes(part)
         raw[target.flatten()] = raw[source.flatten()]
     return state.with_run(run, table=own)
-
-
-def pages_of(part: Tensor, ids: Tensor) -> Tensor:
-    """Pages ``ids`` of a tensor of them. Not every device indexes fp8."""
-    if part.dtype == torch.float8_e4m3fn:
-        return part.view(torch.uint8)[ids].view(part.dtype)
-    return part[ids]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hfkvq.kernels.pages import RunView, Side, StoreFormat
+from hfkvq.kernels.decode import RUNS
+from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 from hfkvq.kernels.step_tensors import StepTensors
 
-from ..routing import Tally
+from ..routing import Counters, HostCounters
+from ..scheme import Layout
 from ..states import RowState, WindowSizes, ahead
 
 SIDES: tuple[Side, Side] = ("keys", "values")
+
+EMPTY = frozenset({RowState(0, 0, 0)})
+"""The states of rows that hold nothing."""
 
 _TENSORS = frozenset({"counters", "windows", "runs"})
 
@@ -28,13 +34,15 @@ class StoreState:
         format: the store's.
         sizes: of its windows.
         counters: i32 (2 + 2*runs, B).
-        dropped: i32 (B,), tokens of each row that a trim has evicted.
-        windows: sink keys, sink values, tail keys, tail values.
+        dropped: i32 (B,), tokens of each row that were forgotten.
+        windows: sink keys, sink values, tail keys, tail values: (B, H, n, D).
         runs: pages of each run.
         states: what rows may be like.
-        tally: the counters, where the host has an exact copy of them.
-        wide_bound: of several runs: no row had more tokens in its last run and its tail than the first number when the
-            longest row had the second. What came since may be there as well.
+        host_counters: the counters, where the host has an exact copy of them.
+        wide_bound: of several runs: when no row had more tokens than the second number, no row had more than the first
+            number in its last run and its tail. Tokens that came since may be there as well.
+        settled: logical columns before this one cannot be taken back: some of their tokens were forgotten, or moved to
+            runs where they are not in order.
     """
 
     format: StoreFormat
@@ -44,9 +52,46 @@ class StoreState:
     windows: tuple[Tensor, ...]
     runs: tuple[RunView, ...]
     states: frozenset[RowState]
-    tally: Tally | None = None
+    host_counters: HostCounters | None = None
     wide_bound: tuple[int, int] = (0, 0)
+    settled: int = 0
     _held: StepTensors | None = field(default=None, repr=False)
+
+    @classmethod
+    def empty(cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool) -> StoreState:
+        """A state without tokens or pages.
+
+        Args:
+            layout: of the store.
+            keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
+            values: (B, H, t, Dv), likewise.
+            tail: slots of the tails.
+            counted: whether the host keeps a copy of the counters.
+        """
+        form, (batch, heads), device = layout.store, keys.shape[:2], keys.device
+
+        def window(length: int, x: Tensor) -> Tensor:
+            return torch.zeros(batch, heads, length, x.shape[-1], dtype=keys.dtype, device=device)
+
+        counters = torch.zeros(RUNS + 2 * len(form.runs), batch, dtype=torch.int32, device=device)
+        windows = tuple(window(length, x) for length in (layout.sink, tail) for x in (keys, values))
+        dropped = torch.zeros(batch, dtype=torch.int32, device=device)
+        state = cls(form, WindowSizes.of(layout), counters, dropped, windows, (), EMPTY)
+        runs = [state.empty_run(run) for run in range(len(form.runs))]
+        return state.replace(runs=runs, host_counters=HostCounters.empty(counters, EMPTY) if counted else None)
+
+    def empty_run(self, run: int, blocks: int = 0) -> RunView:
+        """A run of ``blocks`` fresh pages a row, which hold nothing."""
+        formats = self.format.runs[run]
+        count = self.batch * blocks
+        table = torch.arange(count, dtype=torch.int32, device=self.device).view(self.batch, blocks)
+        pos = None if self.format.ordered else table.new_zeros(self.batch, blocks * formats[0].page_size)
+        keys, values = (self.pages(fmt, side, count) for side, fmt in zip(SIDES, formats, strict=True))
+        return RunView(table, pos, keys, values)
+
+    def pages(self, fmt: PageFormat, side: Side, count: int) -> list[Tensor]:
+        """Tensors of so many pages; see `PageFormat.allocate`."""
+        return fmt.allocate(side, count, self.heads, self.dims[side], self.dtype, self.device)
 
     def replace(self, widest: int | None = None, **changes: Any) -> StoreState:
         """The same but for some fields.
@@ -65,7 +110,7 @@ class StoreState:
             states = changes.get("states", self.states)
             longest = max(state.length for state in states)
             changes["wide_bound"] = widest + max(ahead(states, self.sizes).needs), longest
-            changes.setdefault("tally", None)
+            changes.setdefault("host_counters", None)
         if not _TENSORS.isdisjoint(changes):
             changes["_held"] = None
         # Not that of `dataclasses`, which takes several times as long: steps without graphs come by.
@@ -82,6 +127,20 @@ class StoreState:
         """The same with other parts of one run."""
         return self.replace(runs=[*self.runs[:run], replaced(self.runs[run], **parts), *self.runs[run + 1 :]])
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> StoreState:
+        """The same with every tensor changed."""
+
+        def run(view: RunView) -> RunView:
+            pos = None if view.pos is None else change(view.pos)
+            return RunView(change(view.table), pos, [change(x) for x in view.keys], [change(x) for x in view.values])
+
+        return self.replace(
+            counters=change(self.counters),
+            dropped=change(self.dropped),
+            windows=[change(window) for window in self.windows],
+            runs=[run(view) for view in self.runs],
+        )
+
     @property
     def held(self) -> StepTensors:
         """Counters, windows and runs, with what steps remember of them."""
@@ -91,6 +150,31 @@ class StoreState:
             held = StepTensors(self.counters, self.windows, runs, self.format)
             self.__dict__["_held"] = held
         return held
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.counters.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.counters.device
+
+    @property
+    def heads(self) -> int:
+        """KV heads of a row."""
+        return self.windows[0].shape[1]
+
+    @property
+    def dims(self) -> dict[Side, int]:
+        """Dimension of a head, by side."""
+        return {"keys": self.windows[0].shape[3], "values": self.windows[1].shape[3]}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.windows[0].dtype
 
     @property
     def longest(self) -> int:
@@ -103,10 +187,32 @@ class StoreState:
         held, longest = self.wide_bound
         return held + self.longest - longest
 
+    def counted(self) -> Counters | None:
+        """The counters, if the host knows them."""
+        known = self.host_counters
+        return None if known is None else known.now(self.states, self.sizes)
+
     def tensors(self) -> Sequence[Tensor]:
         """All of them."""
         return [self.counters, self.dropped, *self.windows, *self.held.runs]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is remembered of tensors' addresses."""
-        return self.__dict__ | {"_held": None}
+        """Everything but what is remembered of tensors' addresses, with fp8 as bytes: PyTorch cannot unpickle it."""
+        return self.map(as_bytes).__dict__ | {"_held": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`."""
+        self.__dict__.update(state)
+        runs = []
+        for view, formats in zip(self.runs, self.format.runs, strict=True):
+            sides = [
+                [part.view(torch.float8_e4m3fn), *others] if fmt.bits == 8 else [part, *others]
+                for fmt, (part, *others) in zip(formats, (view.keys, view.values), strict=True)
+            ]
+            runs.append(RunView(view.table, view.pos, *sides))
+        self.__dict__["runs"] = tuple(runs)
+
+
+def as_bytes(part: Tensor) -> Tensor:
+    """A tensor as it is, but fp8 as bytes: not every device indexes it, and nothing can unpickle it."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part

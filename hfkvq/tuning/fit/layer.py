@@ -48,22 +48,7 @@ class Arrival:
 
 
 class _Rooms(KVStore):
-    """A store of one row that makes room, counts and routes as any does, and writes nothing."""
-
-    def _rotated(self, x: Tensor, side: Any) -> Tensor:
-        return x
-
-    def _fill_windows(self, keys: Tensor, values: Tensor, old: Tensor, padding: Any) -> None:
-        pass
-
-    def push(self, keys: Tensor, values: Tensor, padding: Any = None) -> None:
-        """See `KVStore.push`."""
-        self.grow_tails(keys.shape[2])
-        self._advance(keys.shape[2], padding)
-
-    def seal_last(self, sources: Any, most: tuple[int, int], local: Any, q_abs: Any) -> None:
-        for count, new in zip(self.counters[-2:], most, strict=True):
-            count.add_(new)
+    """A store of one row without heads: it makes room, counts and routes as any does, and has nothing to write."""
 
     def skip(self, tokens: int) -> int:
         """Takes up to so many steps at once for which nothing has to grow, and returns how many those are."""
@@ -74,8 +59,9 @@ class _Rooms(KVStore):
         count = max(min(tokens, room), 0)
         then = self.ahead(count)
         self._advance(count, None)
-        self.seal_last((), then.due, (), None)
-        self.replace(states=then.sealed, tally=None)
+        for counts, new in zip(self.counters[-2:], then.due, strict=True):
+            counts.add_(new)
+        self.replace(states=then.sealed, host_counters=None)
         return count
 
 

@@ -1,0 +1,100 @@
+"""Room: pages of a run, and slots of the tail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hfkvq.kernels.decode import ABSENT, column_positions
+from hfkvq.kernels.pages import Side, StoreFormat
+
+from ..scheme import Layout
+from .state import SIDES, StoreState
+
+MAX_STEP = 16
+"""Most tokens that a step may append to the tail before attention; longer input is a prompt."""
+
+GROWTH = 1.25
+"""Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
+
+
+def pages_for(form: StoreFormat, run: int, tokens: int) -> int:
+    """Pages that so many tokens of a row take in a run; -1 is the last run, which often is the only one."""
+    return -(-tokens // form.runs[run][0].page_size)
+
+
+def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> StoreState:
+    """Reserves at least ``blocks`` pages a row; existing pages keep their numbers.
+
+    Args:
+        state: the store's. It is not changed, so without memory nobody counts on the room.
+        run: which run.
+        blocks: pages that each row needs.
+        factor: by which a run that has pages grows at least.
+    """
+    view = state.runs[run]
+    have = view.table.shape[1]
+    if blocks <= have:
+        return state
+    if have and factor > 1:
+        blocks = max(blocks, int(have * factor) + 1)
+    first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
+    ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)
+    table, pos = torch.cat([view.table, ids], 1) if have else ids, view.pos
+    if pos is not None:
+        more = pos.new_zeros(state.batch, (blocks - have) * state.format.runs[run][0].page_size)
+        pos = torch.cat([pos, more], 1) if have else more
+    return enlarge(state, run, extra).with_run(run, table=table, pos=pos)
+
+
+def enlarge(state: StoreState, run: int, pages: int) -> StoreState:
+    """Adds so many pages to a run, which belong to no row yet."""
+    view, grown = state.runs[run], []
+    for side, fmt, parts in zip(SIDES, state.format.runs[run], (view.keys, view.values), strict=True):
+        extra = state.pages(fmt, side, pages)
+        grown.append([_joined(x, more) for x, more in zip(parts, extra, strict=True)])
+    return state.with_run(run, keys=grown[0], values=grown[1])
+
+
+def _joined(x: Tensor, more: Tensor) -> Tensor:
+    return torch.cat([x, more]) if x.shape[0] else more
+
+
+def tail_limits(layout: Layout, hold: int) -> dict[Side, int]:
+    """Slots that tails need at the most, if ``hold`` tokens at least stay unsealed."""
+    sides: Sequence[tuple[Side, int, int]] = (
+        ("keys", layout.keys.local, layout.keys.unit),
+        ("values", layout.values.local, layout.values.unit),
+    )
+    return {side: max(local, hold) + unit - 1 + MAX_STEP for side, local, unit in sides}
+
+
+def grow_tail(state: StoreState, side: Side, need: int, limit: int, empty: bool = False) -> StoreState:
+    """Makes the tail at least ``need`` slots long, by doubling, up to ``limit``; tokens move to their new slots.
+
+    Args:
+        state: the store's.
+        side: "keys" or "values".
+        need: slots.
+        limit: see `tail_limits`.
+        empty: whether nothing that the tail holds is wanted.
+    """
+    at = 2 + SIDES.index(side)
+    tail = state.windows[at]
+    have = tail.shape[2]
+    if need <= have:
+        return state
+    # A crop may leave more in the tail than the layout would, hence the outer max.
+    need = max(need, min(2 * have, limit))
+    grown = tail.new_zeros(*tail.shape[:2], need, tail.shape[3])
+    if empty:
+        return state.with_window(at, grown)
+    where = column_positions(state.format, state.counters, state.runs, have, side)[:, -have:]
+    # Slots that hold nothing share one target outside the window and are cut off with it.
+    slot = torch.where(where > ABSENT, (where - state.sizes.sink) % need, need).long()
+    grown = pad(grown, (0, 0, 0, 1))
+    grown.scatter_(2, slot[:, None, :, None].expand(-1, state.heads, -1, tail.shape[3]), tail)
+    return state.with_window(at, grown[:, :, :need].contiguous())

@@ -1,0 +1,138 @@
+"""Which tokens a requantization forgets and moves, and where they stand then: masks and counts, no bytes yet."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.decode import ABSENT, LENGTH, run_count
+from hfkvq.kernels.pages import Side
+
+from ..scheme import Layout
+from .columns import positions, run_columns
+from .state import SIDES, StoreState
+
+EVICT, STAY = -1, -2
+"""Targets beside the number of a run."""
+
+
+class Moves(NamedTuple):
+    """Tokens of one side of a run: entries that stay there and that come, bool (B, n), and how many: i32 (B,)."""
+
+    stays: Tensor
+    comes: Tensor
+    kept: Tensor
+    new: Tensor
+
+    @classmethod
+    def of(cls, stays: Tensor, comes: Tensor) -> Moves:
+        return cls(stays, comes, *(mask.sum(1, dtype=torch.int32) for mask in (stays, comes)))
+
+    def order(self, most_kept: int, most_new: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries that stay, i64 (B, most_kept), those that come, (B, most_new), and these behind those."""
+        old, fresh = (
+            mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
+            for mask, count in ((self.stays, most_kept), (self.comes, most_new))
+        )
+        slot = torch.arange(most_kept + most_new, device=old.device)[None]
+        pick = torch.where(slot < self.kept[:, None], slot, slot - self.kept[:, None] + most_kept)
+        both = torch.cat([old, fresh], 1)
+        return old, fresh, both.gather(1, pick.clamp(max=max(both.shape[1] - 1, 0)))
+
+
+class Plan(NamedTuple):
+    """What becomes of each token of a row. Entries are columns where there are several runs, else the row's tokens.
+
+    Attributes:
+        where: i32 (B, n), row position of each entry, `ABSENT` where there is no token.
+        to: i32 (B, n), its position then.
+        columns: i64 (B, n), by side, where it stands in `sink | runs | tail`.
+        free: bool (B, n), tokens that are left and are not in the sink then.
+        sink: bool (B, n), tokens in the sink then.
+        gone: i32 (B,), tokens that are forgotten.
+        length: i32 (B,), tokens that are left.
+    """
+
+    where: Tensor
+    to: Tensor
+    columns: dict[Side, Tensor]
+    free: Tensor
+    sink: Tensor
+    gone: Tensor
+    length: Tensor
+
+
+def planned(state: StoreState, target: Tensor, where: Tensor | None) -> Plan:
+    """Which tokens are left, and their positions."""
+    sink, length, device = state.sizes.sink, state.counters[LENGTH], state.device
+    entry = torch.arange(target.shape[1], dtype=torch.int32, device=device)[None]
+    if state.format.ordered:
+        where = torch.where(entry < length[:, None], entry, ABSENT)
+        first, size = run_columns(state)[0]
+        columns = {}
+        for at, side in enumerate(SIDES):
+            behind, ring = entry - sink, state.windows[2 + at].shape[2]
+            paged = behind < run_count(state.counters, 0, side)[:, None]
+            place = torch.where(paged, first + behind, first + size + behind % ring)
+            columns[side] = torch.where(entry < sink, entry, place).long()
+    else:
+        where = positions(state) if where is None else where
+        columns = dict.fromkeys(SIDES, entry.expand(state.batch, -1).long())
+    evicted = (where > ABSENT) & (target == EVICT)
+    left = (where > ABSENT) & ~evicted
+    gone = evicted.sum(1, dtype=torch.int32)
+    if state.format.ordered:
+        before = evicted.cumsum(1, dtype=torch.int32)
+    elif sink:
+        at = torch.where(evicted, where, state.longest).long()
+        before = torch.zeros(state.batch, state.longest + 1, dtype=torch.int32, device=device)
+        before.scatter_(1, at, 1)[:, -1] = 0
+        before = before.cumsum(1, dtype=torch.int32).gather(1, where.clamp(0, state.longest).long())
+    else:
+        before = gone[:, None]
+    to = torch.where(left, where - before, ABSENT)
+    first_tokens = left & (to < sink) if sink else torch.zeros_like(left)
+    return Plan(where, to, columns, left & ~first_tokens, first_tokens, gone, length - gone)
+
+
+def moves_of_one_run(state: StoreState, plan: Plan, layout: Layout, hold: int) -> dict[Side, list[Moves]]:
+    """Of one run: what is sealed by tokens stays so, and whole pages are sealed as if all tokens had just come."""
+    first, size = run_columns(state)[0]
+    behind, found = plan.to - state.sizes.sink, {}
+    for side, own, fmt in zip(SIDES, (layout.keys, layout.values), state.format.runs[0], strict=True):
+        paged = (plan.columns[side] >= first) & (plan.columns[side] < first + size) & plan.free
+        if not fmt.whole:
+            found[side] = [Moves.of(paged, torch.zeros_like(paged))]
+            continue
+        rest = plan.length - state.sizes.sink - max(own.local, hold)
+        sealed = plan.free & (behind < (rest.clamp(min=0) // own.unit * own.unit)[:, None])
+        found[side] = [Moves.of(sealed & paged, sealed & ~paged)]
+    return found
+
+
+def moves_by_target(state: StoreState, plan: Plan, target: Tensor) -> list[Moves]:
+    """Of several runs: as the targets say, but that tokens which fill no page go to the next wider run."""
+    found, spilled = [], torch.zeros_like(plan.free)
+    for i, ((first, size), pair) in enumerate(zip(run_columns(state)[:-1], state.format.runs, strict=True)):
+        own = torch.zeros_like(plan.free)
+        own[:, first : first + size] = True
+        stays = plan.free & own & ((target == STAY) | (target == i)) & ~spilled
+        comes = plan.free & ~own & (target == i) & ~spilled
+        stays, comes = stays | (spilled & own), comes | (spilled & ~own)
+        moves = Moves.of(stays, comes)
+        if any(fmt.whole for fmt in pair):
+            if i == len(state.format.runs) - 1:
+                raise NotImplementedError(
+                    f"requantize: got {state.format.spec}, whose last of several runs is sealed by whole pages; its "
+                    "tokens cannot be taken apart."
+                )
+            page = pair[0].page_size
+            room = ((moves.kept + moves.new) // page * page)[:, None]
+            full = Moves.of(stays & (stays.cumsum(1) <= room), comes & (moves.kept[:, None] + comes.cumsum(1) <= room))
+            spilled, moves = (stays | comes) & ~(full.stays | full.comes), full
+        else:
+            spilled = torch.zeros_like(spilled)
+        found.append(moves)
+    return found

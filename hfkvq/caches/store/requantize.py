@@ -1,0 +1,355 @@
+"""Requantization: tokens that are stored already change their run, or are forgotten.
+
+Schemes ask for it in three ways: `keep_tokens` forgets all tokens but some, of any layout; `requantize_by_tiers` gives
+each token a run, or forgets it; `requantize_by_tags` moves tokens to fewer bits as their tags say. All are one
+operation, `requantized`, which makes a new state of the old one and asks the device once.
+
+- A token that stays in a run whose formats are per token keeps its bits. One that comes from elsewhere is dequantized
+  and quantized again.
+- A page with a scale per channel, or a normed one, keeps its bits if all its tokens stay and stay together. Other
+  survivors are dequantized and sealed again, in order. Of several runs, those that fill no page go to the next wider
+  run; of one run, they go back to the tail.
+- A row that forgets e tokens has ``start`` and ``dropped`` greater and ``length`` smaller by e. Where runs have
+  positions and there is no sink, positions of sealed tokens are smaller by e as well (and may be negative), so that
+  their logical columns stay what they were. Otherwise what is left of a row is contiguous: sink, pages, tail, in the
+  newest logical columns, each token in its order. Tokens newer than all forgotten ones keep their columns in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
+from hfkvq.kernels.pages import PageFormat, RunView, Side
+
+from ..scheme import Layout, Scheme
+from ..states import RowState
+from .columns import as_pages, gather, positions, run_columns, take
+from .growth import grow
+from .moves import EVICT, STAY, Moves, Plan, moves_by_target, moves_of_one_run, planned
+from .sealing import write_pages
+from .state import SIDES, StoreState
+from .view import StoreView
+
+_LAST = torch.iinfo(torch.int32).max
+
+
+def keep_tokens(store: StoreView, keep: Tensor, hold: int = 0, q_abs: Tensor | None = None) -> bool:
+    """Forgets all tokens but some, in each row its own, whatever the layout. Asks the device once.
+
+    Args:
+        store: whose tokens they are; of a `HeadwiseStore`, rows are KV heads.
+        keep: bool (B, n), of each row's tokens, oldest first; n at least the longest row, padding does not count.
+        hold: newest tokens that must stay unsealed, beyond what the layout says.
+        q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+
+    Returns:
+        Whether any token was forgotten.
+
+    Raises:
+        NotImplementedError: several runs of which the last one is sealed by whole pages.
+    """
+    state = store.state
+    target = torch.where(keep[:, : state.longest], STAY, EVICT).to(torch.int8)
+    where = None
+    if not state.format.ordered:
+        where = positions(store)
+        order = torch.where(where > ABSENT, where, _LAST).argsort(1)[:, : target.shape[1]]
+        target = torch.full_like(where, STAY, dtype=torch.int8).scatter_(1, order, target)
+    return _apply(store, target, where, hold, q_abs)
+
+
+def requantize_by_tiers(store: StoreView, target: Tensor, where: Tensor | None = None) -> bool:
+    """Moves every token of several runs to the run that it is to be in; the pages that it leaves are given back.
+
+    Args:
+        store: a store with several runs.
+        target: i8 (B, N) over the columns of `positions`: number of a run, `EVICT`, or `STAY`. Columns without a token
+            count for nothing. Of the tail, those that go to a run must be older than those that stay.
+        where: `positions`, if they are known already.
+
+    Returns:
+        Whether any token has moved or was forgotten.
+
+    Raises:
+        NotImplementedError: a store of one run, or several runs of which the last one is sealed by whole pages.
+    """
+    if store.format.ordered:
+        raise NotImplementedError(f"requantize_by_tiers: got {store.format.spec}, allowed stores with several runs.")
+    return _apply(store, target, where)
+
+
+def requantize_by_tags(store: StoreView, tags: Tensor) -> bool:
+    """Moves sealed tokens to fewer bits where their tags now say so; no token gets more.
+
+    In each row, as many tokens as fill whole pages move, the oldest first, where pages are sealed whole; the others
+    keep their bits. Such pages are put in order of their newest tokens, so that `KVStore.crop` finds those that it may
+    cut behind all others. A store of fixed capacity keeps its allocation. Nothing is changed if anything fails.
+
+    Args:
+        store: a store with several runs. Its scheme has ``tag_bits``, u8 codes of tags to their bits, of any shape.
+        tags: u8 (B, n), tag of each of the first n logical columns; later ones stay as they are.
+
+    Returns:
+        Whether any token has moved.
+
+    Raises:
+        NotImplementedError: a store of one run, or a scheme without ``tag_bits``.
+    """
+    tag_bits = getattr(store.scheme, "tag_bits", None)
+    if store.format.ordered or tag_bits is None:
+        raise NotImplementedError(
+            f"requantize_by_tags: got {store.format.spec}, allowed several runs of a scheme that has tag_bits."
+        )
+    if not tags.shape[1] or not any(view.table.shape[1] for view in store.runs[1:]):
+        return False
+    where = positions(store)
+    column = store.counters[START][:, None] + where
+    bits = tag_bits(tags.gather(1, column.clamp(0, tags.shape[1] - 1).long()))
+    target, tagged = torch.full_like(where, STAY, dtype=torch.int8), (column >= 0) & (column < tags.shape[1])
+    spans = run_columns(store)
+    for i, (fmt, _) in enumerate(store.format.runs[:-1]):
+        wider = torch.zeros_like(tagged)
+        wider[:, spans[i + 1][0] : spans[-1][0]] = True
+        target = torch.where(tagged & wider & (bits == fmt.bits), i, target)
+    return _apply(store, target.to(torch.int8), where)
+
+
+def _apply(store: StoreView, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None) -> bool:
+    keeps_room = store.capacity is not None
+    done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs, keeps_room)
+    if done is None:
+        return False
+    store.state = done.state
+    return True
+
+
+class Requantized(NamedTuple):
+    """What a requantization has made.
+
+    Attributes:
+        state: what the store holds now.
+        rows: what each row is like.
+        held: tokens that each row has in each run, of the side that has more.
+    """
+
+    state: StoreState
+    rows: list[RowState]
+    held: list[list[int]]
+
+
+def requantized(
+    state: StoreState,
+    layout: Layout,
+    scheme: Scheme,
+    target: Tensor,
+    where: Tensor | None = None,
+    hold: int = 0,
+    q_abs: Tensor | None = None,
+    keeps_room: bool = False,
+) -> Requantized | None:
+    """The state whose tokens are where targets say; nothing of the old one is written that anybody reads.
+
+    Args:
+        state: of the store.
+        layout: likewise.
+        scheme: raises channels of pages that are sealed whole.
+        target: i8 (B, n). Of several runs: see `requantize_by_tiers`. Of one run: `EVICT` or `STAY` for each token of a
+            row, oldest first.
+        where: `positions`, if they are known already.
+        hold: newest tokens that must stay unsealed, beyond what the layout says.
+        q_abs: see `Scheme.channel_bits`.
+        keeps_room: whether each run keeps as many pages as it has, at least.
+
+    Returns:
+        What was made; None where no token moves.
+    """
+    if not state.longest:
+        return None
+    form, sink = state.format, state.sizes.sink
+    plan = planned(state, target, where)
+    if form.ordered:
+        moves = moves_of_one_run(state, plan, layout, hold)
+    else:
+        moves = dict.fromkeys(SIDES, moves_by_target(state, plan, target))
+    touched = (plan.where > ABSENT) & (target == EVICT)
+    for run, pair in zip(moves["keys"], form.runs, strict=True):
+        if not form.ordered and not any(fmt.whole for fmt in pair):
+            touched = touched | run.comes
+    start = state.counters[START]
+    settled = torch.where(touched, plan.where + start[:, None] + 1, 0).amax(1)
+    counts = [count for side in SIDES for run in moves[side] for count in (run.kept, run.new)]
+    told = torch.cat([state.counters, torch.stack([plan.gone, plan.length, settled, *counts])]).tolist()
+    before, (gone, length, last, *numbers) = told[RUNS : len(state.counters)], told[len(state.counters) :]
+    runs = len(form.runs)
+    kept, new = ([numbers[2 * runs * at + i :: 2][:runs] for at in (0, 1)] for i in (0, 1))
+    forgets = any(gone)
+    if not forgets and (form.ordered or not any(map(any, new[0]))):
+        return None
+
+    # Runs that tokens leave: what comes to others may be from there.
+    leaves = [i for i in range(runs) if form.ordered or forgets or before[2 * i] != kept[0][i]]
+    counters, views, held = state.counters.clone(), [], []
+    counters[START] += plan.gone
+    counters[LENGTH] = plan.length
+    for i in range(runs):
+        totals = [[a + b for a, b in zip(kept[at][i], new[at][i], strict=True)] for at in (0, 1)]
+        most = [(max(kept[at][i]), max(new[at][i]), max(totals[at])) for at in (0, 1)]
+        own = [(moves[side][i], *most[at]) for at, side in enumerate(SIDES)]
+        held.append([max(pair) for pair in zip(*totals, strict=True)])
+        views.append(_rebuilt(state, layout, scheme, i, plan, own, max(held[-1]), leaves, q_abs, keeps_room))
+        for at, (move, *_) in enumerate(own):
+            counters[RUNS + 2 * i + at] = move.kept + move.new
+    sealed = [[sum(row) for row in zip(*kept[at], *new[at], strict=True)] for at in (0, 1)]
+    rows = [RowState(*row) for row in zip(length, *sealed, strict=True)]
+    changes: dict[str, Any] = {"counters": counters, "runs": views, "states": frozenset(rows)}
+    if forgets:
+        windows = list(state.windows)
+        for at, side in enumerate(SIDES):
+            if sink:
+                windows[at] = _sink(state, plan, side)
+            need = max(row.length - sink - count for row, count in zip(rows, sealed[at], strict=True))
+            windows[2 + at] = _tail(state, plan, side, moves[side], need)
+        changes |= {"windows": windows, "dropped": state.dropped + plan.gone}
+    done = state.replace(
+        # Of the last run.
+        None if form.ordered else max(held[-1]),
+        host_counters=None,
+        settled=max(state.settled, *last),
+        **changes,
+    )
+    return Requantized(done, rows, held)
+
+
+def _rebuilt(
+    state: StoreState,
+    layout: Layout,
+    scheme: Scheme,
+    run: int,
+    plan: Plan,
+    own: Sequence[tuple[Moves, int, int, int]],
+    most: int,
+    leaves: Sequence[int],
+    q_abs: Tensor | None,
+    keeps_room: bool,
+) -> RunView:
+    """A run with the tokens that stay and, behind them, those that come.
+
+    Args:
+        state: before.
+        layout: of the store.
+        scheme: raises channels.
+        run: which run.
+        plan: what becomes of tokens.
+        own: the run's moves of each side, and the most tokens of a row that stay, that come, and of both together.
+        most: the most tokens of a row then.
+        leaves: runs that tokens leave.
+        q_abs: see `Scheme.channel_bits`.
+        keeps_room: whether the run keeps as many pages as it has, at least.
+    """
+    pair, view = state.format.runs[run], state.runs[run]
+    page = pair[0].page_size
+    blocks, whole = -(-most // page), any(fmt.whole for fmt in pair)
+    stays = whole and run not in leaves
+    if stays:
+        grown = grow(state, run, blocks, factor=1).runs[run]
+        table, blocks = grown.table, grown.table.shape[1]
+    else:
+        grown, blocks = view, max(blocks, view.table.shape[1]) if keeps_room else blocks
+        table = torch.arange(state.batch * blocks, dtype=torch.int32, device=state.device).view(state.batch, blocks)
+    first, size = run_columns(state)[run]
+    sides, order = [], plan.where[:, :0].long()
+    for side, fmt, (moves, most_kept, most_new, total) in zip(SIDES, pair, own, strict=True):
+        columns = plan.columns[side]
+        old, fresh, order = moves.order(most_kept, most_new)
+        order = order[:, :total]
+        kept, new = moves.kept, moves.new
+        if stays:
+            parts = list(grown.keys if side == "keys" else grown.values)
+        elif fmt.whole or not most_kept:
+            parts = state.pages(fmt, side, state.batch * blocks)
+        else:
+            slots = (columns.gather(1, old) - first).clamp(0, size - 1)
+            parts = as_pages(take(view, fmt, side, slots), fmt, side, blocks)
+        if fmt.whole and not stays:
+            kept, new = torch.zeros_like(kept), kept + new
+            fresh = order
+        if fresh.shape[1]:
+            index = torch.arange(fresh.shape[1], dtype=torch.int32, device=state.device).expand(state.batch, -1)
+            source = gather(state, side, columns.gather(1, fresh), leaves)
+            pages = parts, table, kept, new
+            own_q_abs = q_abs if side == "keys" else None
+            write_pages(pages, fmt, side, source, index.contiguous(), layout, scheme, own_q_abs)
+            if fmt.whole and not stays and size:
+                slots = columns.gather(1, fresh) - first
+                rank = torch.arange(fresh.shape[1], device=state.device)
+                _keep_pages(parts, view, fmt, side, torch.where(rank < moves.kept[:, None], slots, -1), blocks)
+        sides.append(parts)
+    if state.format.ordered:
+        return RunView(table, None, *sides)
+    pos = pad(plan.to.gather(1, order), (0, max(blocks * page - order.shape[1], 0)))[:, : blocks * page].contiguous()
+    return _pages_in_order(table, pos, own[0][0], page, sides) if whole else RunView(table, pos, *sides)
+
+
+def _keep_pages(parts: list[Tensor], view: RunView, fmt: PageFormat, side: Side, slots: Tensor, blocks: int) -> None:
+    """Gives pages whose tokens were one page before the bits that they had.
+
+    Args:
+        parts: tensors of the new pages, ``blocks`` of each row; changed in place.
+        view: the run before.
+        fmt: the side's format.
+        side: "keys" or "values".
+        slots: i64 (B, n), run token that each token was, or something negative; n whole pages.
+        blocks: pages of a row.
+    """
+    paged = slots.unflatten(1, (-1, fmt.page_size))
+    first = paged[:, :, 0]
+    together = (paged == first[:, :, None] + torch.arange(fmt.page_size, device=slots.device)).all(2)
+    together &= (first >= 0) & (first % fmt.page_size == 0)
+    ids = view.table.gather(1, (first // fmt.page_size).clamp(0, view.table.shape[1] - 1)).long()
+    for part, old in zip(parts, view.keys if side == "keys" else view.values, strict=True):
+        new = part.unflatten(0, (-1, blocks))[:, : ids.shape[1]]
+        keeps = together.view(*together.shape, *[1] * (new.dim() - 2))
+        new.copy_(torch.where(keeps, old[ids], new))
+
+
+def _pages_in_order(table: Tensor, pos: Tensor, moves: Moves, page: int, sides: Sequence[Sequence[Tensor]]) -> RunView:
+    """A run of whole pages in order of their newest tokens; free blocks stay behind."""
+    paged = pos.unflatten(1, (-1, page))
+    full = torch.arange(paged.shape[1], device=pos.device) < ((moves.kept + moves.new) // page)[:, None]
+    order = torch.where(full, paged.amax(2), _LAST).argsort(dim=1, stable=True)
+    pos = paged.gather(1, order[:, :, None].expand_as(paged)).flatten(1)
+    return RunView(table.gather(1, order), pos, *sides)
+
+
+def _sink(state: StoreState, plan: Plan, side: Side) -> Tensor:
+    """The sink of what is left: a row's first tokens, wherever they were."""
+    at, length = SIDES.index(side), state.sizes.sink
+    entry = torch.arange(plan.to.shape[1], device=state.device).expand_as(plan.to)
+    slot = torch.where(plan.sink, plan.to, length).long()
+    source = torch.zeros(state.batch, length + 1, dtype=torch.long, device=state.device).scatter_(1, slot, entry)
+    columns = plan.columns[side].gather(1, source[:, :length])
+    return gather(state, side, columns, range(len(state.runs))).to(state.windows[at].dtype)
+
+
+def _tail(state: StoreState, plan: Plan, side: Side, moves: Sequence[Moves], need: int) -> Tensor:
+    """The tail of what is left, of ``need`` slots at least: all tokens that are neither in the sink nor in a run."""
+    at, window = run_columns(state)[-1][0], state.windows[2 + SIDES.index(side)]
+    own, key, columns = plan.free, plan.where, plan.columns[side]
+    for move in moves:
+        own = own & ~move.stays & ~move.comes
+    if not state.format.ordered:
+        # Columns of the tail: no other token comes there.
+        own, key, columns = own[:, at:], key[:, at:], columns[:, at:]
+    ring = max(need, window.shape[2])
+    oldest = torch.where(own, key, _LAST).argsort(1)[:, :ring]
+    sealed = torch.stack([move.kept + move.new for move in moves]).sum(0)
+    rank = (torch.arange(ring, device=state.device) - sealed[:, None]) % ring
+    columns = columns.gather(1, oldest.gather(1, rank.clamp(max=oldest.shape[1] - 1)))
+    runs = [0] if state.format.ordered and state.format.runs[0][SIDES.index(side)].whole else []
+    return gather(state, side, columns, runs).to(window.dtype)

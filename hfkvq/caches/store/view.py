@@ -1,0 +1,161 @@
+"""What can be asked of a store: its tensors, what the host knows of its rows, dense tensors, bytes and bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hfkvq import kernels
+from hfkvq.kernels.decode import LENGTH
+from hfkvq.kernels.pages import RunView, Side
+from hfkvq.kernels.step_tensors import StepTensors
+
+from ..scheme import Layout, Scheme
+from ..states import Ahead, RowState, WindowSizes, ahead
+from . import accounting
+from .accounting import StoreBytes
+from .growth import MAX_STEP, grow, grow_tail, pages_for, tail_limits
+from .reading import dense_alike
+from .rules import seals_plainly, seals_widely
+from .state import SIDES, StoreState
+
+
+class StoreView:
+    """A layer's store as its readers see it. What changes is `state`, which only this package gives another value.
+
+    Args:
+        layout: static layout of both sides.
+        scheme: decides widths at sealing.
+        keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
+        values: (B, H, t, Dv), likewise.
+        capacity: most tokens of a row, allocated at once; None grows.
+    """
+
+    def __init__(
+        self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
+    ) -> None:
+        layout.check(keys.shape[-1], values.shape[-1])
+        self.layout, self.format, self.scheme = layout, layout.store, scheme
+        self.sizes, self.capacity = WindowSizes.of(layout), capacity
+        self.seals_plainly, self.seals_widely = seals_plainly(layout, scheme), seals_widely(layout, scheme)
+        self.state = StoreState.empty(layout, keys, values, MAX_STEP, "tags" in scheme.needs)
+        self.heads, self.dims, self.dtype = self.state.heads, self.state.dims, self.state.dtype
+        # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
+        self.tail_limit: dict[Side, int] = tail_limits(layout, 0)
+        if capacity is not None:
+            for side in SIDES:
+                self.state = grow_tail(self.state, side, self.tail_limit[side], self.tail_limit[side])
+            for run in range(len(self.format.runs)):
+                blocks = pages_for(self.format, run, max(capacity - layout.sink, 0))
+                self.state = grow(self.state, run, blocks)
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.state.counters.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.state.counters.device
+
+    @property
+    def counters(self) -> Tensor:
+        """i32 (2 + 2*runs, B)."""
+        return self.state.counters
+
+    @property
+    def dropped(self) -> Tensor:
+        """i32 (B,): tokens of each row that were forgotten."""
+        return self.state.dropped
+
+    @property
+    def windows(self) -> tuple[Tensor, ...]:
+        """Sink keys, sink values, tail keys, tail values."""
+        return self.state.windows
+
+    @property
+    def runs(self) -> tuple[RunView, ...]:
+        """Pages of each run."""
+        return self.state.runs
+
+    @property
+    def states(self) -> frozenset[RowState]:
+        """What rows may be like, as the host knows them."""
+        return self.state.states
+
+    @property
+    def held(self) -> StepTensors:
+        """Counters, windows and runs, with what steps remember of them."""
+        return self.state.held
+
+    def flat_runs(self) -> list[Tensor]:
+        """All runs' tensors in the order ops take them."""
+        return [*self.state.held.runs]
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor the store holds."""
+        return [*self.state.tensors()]
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a row may hold."""
+        return self.state.longest
+
+    @property
+    def row_lengths(self) -> Tensor:
+        """i32 (B,): tokens that each row holds."""
+        return self.state.counters[LENGTH]
+
+    def ahead(self, tokens: int = 0, hold: int = 0) -> Ahead:
+        """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.states.ahead`."""
+        return ahead(self.state.states, self.sizes, tokens, hold)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether ``tokens`` more can join the tail before anything is sealed."""
+        return self.has_room(tokens, self.ahead(tokens).needs)
+
+    def has_room(self, tokens: int, needs: tuple[int, int]) -> bool:
+        """Whether so many new tokens are a step, and tails may grow to the slots that are needed then."""
+        limit = self.tail_limit
+        return tokens <= MAX_STEP and needs[0] <= limit["keys"] and needs[1] <= limit["values"]
+
+    def is_due(self, hold: int = 0) -> bool:
+        """Whether some row has something to seal now."""
+        return any(self.ahead(hold=hold).due)
+
+    def attend(
+        self,
+        query: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the newest queries over everything held; see `kernels.decode_attention`."""
+        state = self.state
+        return kernels.decode_attention(
+            query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
+        )
+
+    def dense(self, side: Side, columns: int, plain: bool = False) -> Tensor:
+        """(B, H, columns, D) in logical order, rotated back; 0 at padding; by PyTorch's operations if ``plain``."""
+        state = self.state
+        if plain and self.format.ordered and len(state.states) == 1 and state.longest == columns:
+            return dense_alike(state, side)
+        return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, self.format, side, plain)
+
+    def nbytes(self) -> StoreBytes:
+        """Exact bytes by kind (asks the device for the rows' lengths)."""
+        return accounting.nbytes(self.state)
+
+    def elements(self) -> int:
+        """Key and value elements of all tokens, forgotten ones included (asks the device)."""
+        return accounting.elements(self.state)
+
+    def code_bits(self) -> float:
+        """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
+
+        While nothing is sealed: of the widest run.
+        """
+        return accounting.code_bits(self.state)
