@@ -8,7 +8,7 @@ tokens as it might, whole, a number that the host knows. When the last layer is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from .scheme import Layout
 from .states import RowState
 from .store import SIDES
 from .store.windows import copy_to_windows
-
-if TYPE_CHECKING:
-    from .evict import EvictingLayer
 
 
 class Cut(NamedTuple):
@@ -47,11 +44,28 @@ class Cut(NamedTuple):
     tail: int
     edition: int = -1
 
-    def stands(self, layer: EvictingLayer) -> bool:
+    def stands(self, layer: Any) -> bool:
         """Whether the layer holds what it did."""
         store = layer.store
         same = store is not None and store.states == self.states and store.device == self.run.table.device
         return same and layer.edition == self.edition
+
+
+class CutLayer(Protocol):
+    """What is asked here of a layer that evicts; see `hfkvq.caches.layers.eviction.Eviction`."""
+
+    scheme: Any
+    budget: Any
+    group: Any
+    first_cut: Cut | None
+    scores: Tensor | None
+    strength: Tensor | None
+    prompts: int
+
+    @property
+    def layer(self) -> Any: ...  # noqa: D102
+
+    def store(self) -> HeadwiseStore: ...  # noqa: D102
 
 
 class Tiers(NamedTuple):
@@ -155,7 +169,7 @@ def store_best(store: HeadwiseStore, keys: Tensor, values: Tensor, best: Tensor,
     return Cut(run, store.states, kept, tail)
 
 
-def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
+def first_tiers(layers: Sequence[CutLayer]) -> list[Tiers | None]:
     """Tiers of the layers that hold a cut as it was left, now that every layer's share is final; None for the others.
 
     Asks each device once, and makes pages of layers that are alike together: what a layer takes the host by itself is
@@ -163,10 +177,11 @@ def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
-        store, cut = layer.store, layer.first
-        if store is not None and cut is not None and cut.stands(layer):
+        cut = layer.first_cut
+        if cut is not None and cut.stands(layer.layer):
+            store = layer.store()
             kind = store.device, store.dtype, tuple(store.dims.values()), store.batch, store.windows[2].shape[2]
-            groups.setdefault((*kind, cut.kept, cut.tail, layer.scheme, layer.costs), []).append(i)
+            groups.setdefault((*kind, cut.kept, cut.tail, layer.scheme, layer.budget), []).append(i)
     found: list[Tiers | None] = [None] * len(layers)
     for members in groups.values():
         for i, tiers in zip(members, _tiers([layers[i] for i in members]), strict=True):
@@ -174,17 +189,18 @@ def first_tiers(layers: Sequence[EvictingLayer]) -> list[Tiers | None]:
     return found
 
 
-def _tiers(layers: Sequence[EvictingLayer]) -> list[Tiers]:
+def _tiers(layers: Sequence[CutLayer]) -> list[Tiers]:
     """Of layers that are alike."""
-    one, stores, cuts = layers[0], [x._held() for x in layers], [x.first for x in layers if x.first is not None]
+    one, stores = layers[0], [x.store() for x in layers]
+    cuts = [x.first_cut for x in layers if x.first_cut is not None]
     scheme, kept, rows = one.scheme, cuts[0].kept, stores[0].batch
     scores = torch.cat([layer.scores[:, :kept] for layer in layers if layer.scores is not None])
     strengths = [layer.strength for layer in layers if layer.strength is not None]
-    most = one.peers.greatest(one.prompts, one.device)
+    most = one.group.greatest_strength(one.prompts, one.layer.device)
     assert most is not None
-    share = scheme.share(torch.cat(strengths), most.repeat(len(strengths))).repeat_interleave(one.heads)
+    share = scheme.share(torch.cat(strengths), most.repeat(len(strengths))).repeat_interleave(one.layer.heads)
     past = torch.full((scores.shape[0],), kept, device=scores.device)
-    stay = scheme.kept(past, share, one.costs, torch.ones_like(past, dtype=torch.bool))
+    stay = scheme.kept(past, share, one.budget.costs, torch.ones_like(past, dtype=torch.bool))
     is_whole = torch.ones_like(scores, dtype=torch.bool)
     bits = tier_widths(scores, stay, scheme.whole(stay, share), is_whole, scheme.low_bits)
     masks = bits == scheme.low_bits, bits == WHOLE
