@@ -37,9 +37,9 @@ class LayerBuffer(Protocol):
     room: int
 
     @property
-    def layer(self) -> Any: ...  # noqa: D102
+    def layer(self) -> Any: ...
 
-    def fits(self, plan: StepPlan, room: int) -> bool: ...  # noqa: D102
+    def fits(self, plan: StepPlan, room: int) -> bool: ...
 
 
 class Recording(NamedTuple):

@@ -102,9 +102,7 @@ class MixedKVCache(Cache):
         text = text_config(config)
         self._attachable = is_attachable(text)
         attach = attach and self._attachable
-        made = build_layers(
-            text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__
-        )
+        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__)
         super().__init__(layers=made.layers)
         self._compressed, self._recordable = made.compressed, made.sync is not None
         self.config, self._capacity, self._debug = text, max_cache_len, debug
@@ -387,4 +385,3 @@ def _capture_draft(draft: torch.nn.Module) -> None:
     if router is not None:
         # The one that `generate` has made: it goes on with what the model returns.
         router.draft(lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own)
-

@@ -63,9 +63,9 @@ class CutLayer(Protocol):
     prompts: int
 
     @property
-    def layer(self) -> Any: ...  # noqa: D102
+    def layer(self) -> Any: ...
 
-    def store(self) -> HeadwiseStore: ...  # noqa: D102
+    def store(self) -> HeadwiseStore: ...
 
 
 class Tiers(NamedTuple):

@@ -21,9 +21,9 @@ from torch.nn.modules import module as torch_module
 from hfkvq.kernels import dispatch
 from hfkvq.kernels.step import MAX_STEP
 
+from .buffers import BufferPool, Recording
 from .callers import asked_to_compile, calling_model
 from .capture import RECORDERS
-from .buffers import BufferPool, Recording
 from .layers.base import ROLLBACK
 from .layers.group import DeviceSync
 from .once import say_once
@@ -72,11 +72,11 @@ class RecordedCache(Protocol):
     config: Any
 
     @property
-    def attached(self) -> bool: ...  # noqa: D102
+    def attached(self) -> bool: ...
 
-    def note_step(self, input_ids: Tensor | None) -> None: ...  # noqa: D102
+    def note_step(self, input_ids: Tensor | None) -> None: ...
 
-    def level(self, seen: int | None = None) -> None: ...  # noqa: D102
+    def level(self, seen: int | None = None) -> None: ...
 
 
 class StepGraphs:

@@ -8,6 +8,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's part of a config."""
     return config.get_text_config(decoder=True)
 
 

@@ -68,7 +68,11 @@ def stored_attention(
     for first in range(0, rows, at_once):
         own = slice(first, first + at_once)
         count = order[own].shape[0]
-        q = kernels.hadamard(query[own].float(), store.format.rotate_keys).mul(seen.arguments.scaling).flatten(1, 2)[:, None]
+        q = (
+            kernels.hadamard(query[own].float(), store.format.rotate_keys)
+            .mul(seen.arguments.scaling)
+            .flatten(1, 2)[:, None]
+        )
         logits = [q @ store.windows[0][own].float().transpose(-1, -2)]
         for i, (view, (fmt, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
             sealed = run_count(store.counters, i, "keys")[own].contiguous()

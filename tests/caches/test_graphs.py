@@ -265,7 +265,9 @@ def test_a_cache_that_is_gone_keeps_nothing():
     model = build("llama")
     cache = MixedKVCache(model.config, SCHEMES["arkv"])
     steps(model, cache, 60)
-    found = [weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer.tensor, cache.layers[0].steps.sync.buffers)]
+    found = [
+        weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer.tensor, cache.layers[0].steps.sync.buffers)
+    ]
     gc.disable()
     try:
         del cache

@@ -11,8 +11,8 @@ import torch
 from hfkvq import TriAxialCache, get_scheme
 from hfkvq.caches import demote as demoting
 from hfkvq.caches.demote import demote
-from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.layers import tags as layers
+from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments

@@ -335,7 +335,9 @@ def test_copies_have_buffers_of_their_own(name, duplicate, stale):
     # Two layers share a clock, which is copied once.
     case = stale(name, layers=2 if name == "arkv" else 1)
     twin, grown = duplicate(case.cache), copy.deepcopy(case.grown)
-    assert {layer.buffer.tensor.data_ptr() for layer in twin.layers}.isdisjoint(x.buffer.tensor.data_ptr() for x in case.cache.layers)
+    assert {layer.buffer.tensor.data_ptr() for layer in twin.layers}.isdisjoint(
+        x.buffer.tensor.data_ptr() for x in case.cache.layers
+    )
     assert len({layer.steps.sync for layer in twin.layers}) == 1
     go_on(case)
     case.cache, case.grown = twin, grown
@@ -423,7 +425,9 @@ def test_evicting_layers_have_a_buffer_for_the_budget():
     small_one = MixedKVCache(model, get_scheme(SCHEMES["arkv"], budget_tokens=20), max_cache_len=1000)
     run(model, model.forward, small_one, 3, ids, mask)
     assert all(layer.steps and layer.eviction for layer in cache.layers)
-    assert small_one.layers[0].buffer.tensor.nbytes < cache.layers[0].buffer.tensor.nbytes < 40 * 4 * 2 * DIM * 4 * 2 * 4
+    assert (
+        small_one.layers[0].buffer.tensor.nbytes < cache.layers[0].buffer.tensor.nbytes < 40 * 4 * 2 * DIM * 4 * 2 * 4
+    )
 
 
 def test_distinct_tokens_are_compared():

@@ -55,9 +55,7 @@ class LayerBase:
     batch_size: int
     buffer: Buffer | None
 
-    def __init__(
-        self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool
-    ) -> None:
+    def __init__(self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool) -> None:
         self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
         self.record_past = self.is_initialized = False
         self.edition = 0

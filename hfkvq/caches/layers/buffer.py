@@ -77,9 +77,12 @@ class StepBuffer(Part):
         for side in SIDES if layer.device.type in RECORDERS and self.eviction is None else ():
             # As long as in a buffer, while nothing is there that would have to move.
             store.grow_tail(side, store.tail_limit[side], True)
-        if layer.capacity is None and self.tensor is not None:
-            if self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan:
-                self.leave()
+        if (
+            layer.capacity is None
+            and self.tensor is not None
+            and (self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan)
+        ):
+            self.leave()
         self.bind()
         self.warm(tokens)
 

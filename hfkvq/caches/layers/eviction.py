@@ -37,25 +37,23 @@ class EvictingScheme(Protocol):
     budget_bytes: int | None
 
     @property
-    def tokens(self) -> int: ...  # noqa: D102
+    def tokens(self) -> int: ...
 
-    def layout(self, key_dim: int, value_dim: int) -> Layout: ...  # noqa: D102
+    def layout(self, key_dim: int, value_dim: int) -> Layout: ...
 
-    def token_bytes(  # noqa: D102
-        self, layout: Layout, key_dim: int, value_dim: int, itemsize: int
-    ) -> tuple[int, int]: ...
+    def token_bytes(self, layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]: ...
 
-    def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor: ...  # noqa: D102
+    def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor: ...
 
-    def whole(self, kept: Tensor, share: Tensor) -> Tensor: ...  # noqa: D102
+    def whole(self, kept: Tensor, share: Tensor) -> Tensor: ...
 
-    def token_scores(self, seen: Attention) -> Tensor: ...  # noqa: D102
+    def token_scores(self, seen: Attention) -> Tensor: ...
 
-    def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor: ...  # noqa: D102
+    def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor: ...
 
-    def strength(self, statistics: Tensor) -> Tensor: ...  # noqa: D102
+    def strength(self, statistics: Tensor) -> Tensor: ...
 
-    def share(self, own: Tensor, most: Tensor) -> Tensor: ...  # noqa: D102
+    def share(self, own: Tensor, most: Tensor) -> Tensor: ...
 
 
 class Eviction(Part):

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..cut import CutLayer, Tiers, first_tiers
 from ..buffers import BufferSet
+from ..cut import CutLayer, Tiers, first_tiers
 from ..scheme import Scheme
 from .base import LayerBase
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class EvictingMember(CutLayer, Protocol):
     """A layer's part in a `LayerGroup`; see `hfkvq.caches.layers.eviction.Eviction`."""
 
-    def assign(self, tiers: Tiers | None = None) -> None: ...  # noqa: D102
+    def assign(self, tiers: Tiers | None = None) -> None: ...
 
 
 class SteppingMember(Protocol):
@@ -33,30 +33,30 @@ class SteppingMember(Protocol):
     eviction: Any
 
     @property
-    def sync(self) -> DeviceSync: ...  # noqa: D102
+    def sync(self) -> DeviceSync: ...
 
     @sync.setter
     def sync(self, sync: DeviceSync) -> None: ...
 
     @property
-    def layer(self) -> LayerBase: ...  # noqa: D102
+    def layer(self) -> LayerBase: ...
 
     @property
-    def is_bound(self) -> bool: ...  # noqa: D102
+    def is_bound(self) -> bool: ...
 
-    def note_steps(self, tokens: int, peak: int) -> None: ...  # noqa: D102
+    def note_steps(self, tokens: int, peak: int) -> None: ...
 
-    def device_counts(self) -> list[Tensor]: ...  # noqa: D102
+    def device_counts(self) -> list[Tensor]: ...
 
-    def learn(self, numbers: list[int]) -> bool: ...  # noqa: D102
+    def learn(self, numbers: list[int]) -> bool: ...
 
-    def finish_update(self) -> None: ...  # noqa: D102
+    def finish_update(self) -> None: ...
 
-    def wants_host(self, bound: int) -> bool: ...  # noqa: D102
+    def wants_host(self, bound: int) -> bool: ...
 
-    def between_steps(self) -> None: ...  # noqa: D102
+    def between_steps(self) -> None: ...
 
-    def most_tokens(self) -> int: ...  # noqa: D102
+    def most_tokens(self) -> int: ...
 
 
 M = TypeVar("M")

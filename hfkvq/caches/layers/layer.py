@@ -59,9 +59,9 @@ def _in_place(layer: KVLayer) -> Iterator[None]:
 class KVLayer(LayerBase, CacheLayerMixin):
     """Cache layer over compressed pages.
 
-    Order of events in a forward: `update` stages the new tokens and returns handles; `hfkvq.caches.layers.forward` calls
-    `begin`, then `attend` (or attends to `dense` tensors), then `finish`, which seals. If no attention function that
-    knows the handles runs, the next `update` does what is left.
+    Order of events in a forward: `update` stages the new tokens and returns handles; `forward.attend` calls `begin`,
+    then `attend` (or attends to `dense` tensors), then `finish`, which seals. If no attention function that knows the
+    handles runs, the next `update` does what is left.
 
     Args:
         scheme: the policy.
@@ -88,7 +88,8 @@ class KVLayer(LayerBase, CacheLayerMixin):
     keys = _Dense("keys")  # type: ignore[assignment]
     values = _Dense("values")  # type: ignore[assignment]
 
-    buffer: StepBuffer | None  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Parts may ask less of it.
+    buffer: StepBuffer | None  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
@@ -406,8 +407,9 @@ class KVLayer(LayerBase, CacheLayerMixin):
             return memo[id(self)]
         if self.steps is not None:
             self.steps.catch_up()
-        new = memo[id(self)] = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
+        new: KVLayer = object.__new__(type(self))
+        memo[id(self)] = new
+        vars(new).update(vars(self))
         new.store = copy.deepcopy(self.store, memo)
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
@@ -416,9 +418,11 @@ class KVLayer(LayerBase, CacheLayerMixin):
         if self.eviction is not None:
             new.eviction = self.eviction.copy_for(new, memo)
         if self.buffer is not None and self.steps is not None:
-            new.buffer, new.steps = self.buffer.copy_for(new, memo), self.steps.copy_for(new, memo)
-            new.buffer.queries, new.buffer.eviction = new.queries, new.eviction
-            new.steps.buffer, new.steps.eviction = new.buffer, new.eviction
+            buffer: StepBuffer = self.buffer.copy_for(new, memo)
+            steps: DeviceSteps = self.steps.copy_for(new, memo)
+            buffer.queries, buffer.eviction = new.queries, new.eviction
+            steps.buffer, steps.eviction = buffer, new.eviction
+            new.buffer, new.steps = buffer, steps
         # Last: with the group, the other layers are copied.
         if new.eviction is not None:
             new.eviction.group = copy.deepcopy(new.eviction.group, memo)
@@ -436,7 +440,7 @@ class KVLayer(LayerBase, CacheLayerMixin):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
-        self.__dict__.update(state)
+        vars(self).update(state)
         for part in (self.eviction, self.buffer, self.steps):
             if part is not None:
                 part.attach(self)

@@ -45,7 +45,7 @@ class QueryStatistics:
             padding: among these tokens, or None.
         """
         if query.shape[2] > tokens:
-            # A packed step: query heads of one token stand where tokens are expected (see `hfkvq.caches.layers.handle`).
+            # A packed step: query heads of one token stand where tokens are expected (see `handle`).
             query = query.flatten(1, 2)[:, :, None]
         sums, counts = self.sums, self.counts
         if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:

@@ -130,7 +130,9 @@ class _Kind:
     def feed_prompt(self, layer: KVLayer, count: int) -> None:
         """The same with a prompt, or a piece of one."""
         if self.narrow and layer.tags is not None and layer.tags.record is not None:
-            layer.tags.record._write(torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen)
+            layer.tags.record._write(
+                torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen
+            )
         self.feed(layer, count)
 
     def _tagged(self, seen: int, count: int) -> Tensor:
