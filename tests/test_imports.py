@@ -14,7 +14,10 @@ LAYERS = ("hfkvq.kernels", "hfkvq.caches", "hfkvq.tuning")  # each may import th
 # What measures a cache; the tuner may ask it, and it knows nothing of the tuner.
 MEASURES = ("hfkvq.demo", "hfkvq.divergence", "hfkvq.lm_eval", "hfkvq.reference")
 
-TRANSFORMERS_DOORS = {f"hfkvq.caches.{name}" for name in ("cache", "layer", "attention", "handle", "make")}
+TRANSFORMERS_DOORS = {
+    f"hfkvq.caches.{name}"
+    for name in ("cache", "attention", "dense", "make", "model_config", "layers.build", "layers.layer")
+}
 # The bench's baseline is a Triton kernel too; it is no operation of the library.
 TRITON_DOOR = "hfkvq.bench.split_kv"
 TRANSFORMERS_TOPS = {"reference", "cli", "lm_eval", "divergence"}  # and demo*

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import AttentionInterface
 
-from hfkvq.kernels.masks import has_room, step_mask
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.masks import step_mask
 
-from .handle import layer_of
+from .dense import WITHOUT_CUDNN, dense_attention
+from .layers.forward import attend
+from .layers.handle import layer_of
+from .layers.step import take_step
+from .layers.steps import StepKV
 from .recorded import is_captured, is_recorded
-from .static import StaticKVLayer
 from .store import MAX_STEP
-from .traced import StepKV, traced_attention
+from .traced import recorded_attention
 
 NAME = "hfkvq"
 """Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""
@@ -50,139 +52,38 @@ def hfkvq_attention(
         (B, Q, Hq, Dv) and None.
     """
     scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    sinks = kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    arguments = AttentionArguments(
+        scaling,
+        attention_mask,
+        kwargs.get("softcap") or 0.0,
+        sinks,
+        kwargs.get("position_bias"),
+        _causal(module, kwargs),
+    )
     if isinstance(key, StepKV):
-        return _traced(module, query, key, attention_mask, scaling, kwargs), None
-    layer = layer_of(key, value)
+        return recorded_attention(key, query, arguments).transpose(1, 2).contiguous(), None
+    layer: Any = layer_of(key, value)
     if layer is None:
-        return _plain(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if layer.steps_plainly:
-        # Other masks differ from step to step.
-        plain = attention_mask is None or has_room(attention_mask)
-        if plain and kwargs.get("position_bias") is None and _sinks(kwargs) is None:
-            out = layer.plain_step(query, scaling, kwargs.get("softcap") or 0.0, attention_mask)
-            if out is not None:
-                return out, None
-    elif isinstance(layer, StaticKVLayer) and layer.takes_step(query.shape[2], attention_mask):
-        bias, sinks = kwargs.get("position_bias"), _sinks(kwargs)
-        mask = attention_mask if bias is None else _added(bias, attention_mask)
-        out = layer.step_now(query, mask, scaling, kwargs.get("softcap") or 0.0, sinks)
-        return out.transpose(1, 2).contiguous(), None
-    pages = layer.begin(attention_mask, query.shape[2])
-    mask = attention_mask
-    if mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
-        mask = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
-    bias = kwargs.get("position_bias")
-    # A prompt's own attention adds the bias itself.
-    if bias is not None and (pages or "probs" in layer.scheme.needs):
-        mask = _added(bias, mask)
-    sinks = _sinks(kwargs)
-    softcap = kwargs.get("softcap") or 0.0
-    if pages:
-        out = layer.attend(query, mask, scaling, softcap, sinks).transpose(1, 2).contiguous()
-    else:
-        keys, values = key.materialize(), value.materialize()  # type: ignore[union-attr]
-        with _WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
-            out, _ = _plain(module, query, keys, values, attention_mask, dropout, scaling, **kwargs)
-    layer.finish(query, mask, scaling, softcap, sinks)
-    return out, None
+        return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
+    out = take_step(layer, query, arguments)
+    if out is not None:
+        return out, None
 
+    def dense() -> Tensor:
+        keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
+        with WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
+            found, _ = dense_attention(module, query, keys, values, arguments, dropout, **kwargs)
+        return found.transpose(1, 2)
 
-class _WithoutCudnn:
-    """A context in which PyTorch's attention goes without cuDNN, in whichever threads are in it.
-
-    cuDNN plans anew for every length, which takes longer than a whole step.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._enabled = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._enabled = torch.backends.cuda.cudnn_sdp_enabled()
-                torch.backends.cuda.enable_cudnn_sdp(False)
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.backends.cuda.enable_cudnn_sdp(self._enabled)
-
-
-_WITHOUT_CUDNN = _WithoutCudnn()
-
-
-def _traced(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: StepKV,
-    mask: Tensor | None,
-    scaling: float,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Attention while a graph is recorded: (B, Q, Hq, Dv)."""
-    causal = _causal(module, kwargs)
-    if mask is None and 1 < query.shape[2] <= MAX_STEP and not causal:
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=query.device)
-    bias = kwargs.get("position_bias")
-    mask = mask if bias is None else _added(bias, mask)
-    out = traced_attention(key, query, mask, scaling, kwargs.get("softcap") or 0.0, _sinks(kwargs), causal)
-    return out.transpose(1, 2).contiguous()
-
-
-def _sinks(kwargs: dict[str, Any]) -> Tensor | None:
-    return kwargs.get("s_aux") if kwargs.get("s_aux") is not None else kwargs.get("sinks")
+    told = arguments.explicit(query, key.shape[2])
+    return attend(layer, query, told, dense, attention_mask).transpose(1, 2).contiguous(), None
 
 
 def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     """What no mask means, as stock sdpa reads it."""
     asked = kwargs.get("is_causal")
     return bool(getattr(module, "is_causal", True) if asked is None else asked)
-
-
-def _added(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """A position bias as part of an additive mask."""
-    if mask is None:
-        return bias
-    if mask.is_floating_point():
-        return bias + mask
-    return bias.masked_fill(~mask.bool(), torch.finfo(bias.dtype).min)
-
-
-def _plain(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Stock attention on plain tensors: sdpa, or the modeling file's own eager where sdpa lacks an argument."""
-    queries, columns = query.shape[2], key.shape[2]
-    if mask is None and 1 < queries < columns and _causal(module, kwargs):
-        # Without a mask stock sdpa would align the triangle to the upper left.
-        mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)
-        window = kwargs.get("sliding_window")
-        if window:
-            mask = mask.triu(columns - queries - window + 1)
-        mask = mask[None, None]
-    if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
-        mask = mask.bool()
-    special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
-    if not special and not kwargs.get("output_attentions"):
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    if mask is None and queries > 1 and _causal(module, kwargs):
-        mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)[None, None]
-    if mask is not None and mask.dtype == torch.bool:
-        shape, lowest = torch.broadcast_shapes(mask.shape, (1, 1, queries, columns)), torch.finfo(query.dtype).min
-        mask = torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)
-    return eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def hfkvq_mask(

@@ -3,103 +3,35 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import logging
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicCache,
-    DynamicLayer,
-    StaticCache,
-)
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
 from .callers import draft_of_caller
 from .capture import RECORDERS
-from .clock import Clock
-from .evict import EvictingLayer, layer_class
-from .graphs import StepGraphs, say_once, wanted
-from .layer import KVLayer, PaddingReader
+from .graphs import StepGraphs, wanted
+from .layers.build import build_layers, is_attachable
+from .layers.group import DeviceSync
+from .layers.layer import KVLayer
+from .layers.memory import memory_of
 from .memory import MemoryReport
-from .peers import Peers
+from .model_config import text_config
+from .once import say_once
 from .preset import Preset, get_preset
 from .recorded import is_recorded
 from .router import install
 from .scheme import Scheme
-from .static import StaticKVLayer, static_class, why_not
-from .store import StoreBytes
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_SCHEME = "kitty-pro"
 
-# Layer types whose models do not look at the attention implementation's name.
-_KNOWN_LAYERS = {
-    "DynamicLayer",
-    "DynamicSlidingWindowLayer",
-    "LinearAttentionLayer",
-    "LinearAttentionAndFullAttentionLayer",
-    "LinearAttentionAndSlidingWindowAttentionLayer",
-    "DummyLayer",
-}
-
 # What "hfkvq" has replaced, by id of the config: anything noted on the config itself would be saved with the model.
 _REPLACED: dict[int, str | None] = {}
-
-
-def _text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    return config.get_text_config(decoder=True)
-
-
-def _head_dim(config: PreTrainedConfig) -> int | None:
-    """The head dim if the config says it plainly; latent attention (MLA) and layers of several kinds (Gemma4) don't."""
-    if getattr(config, "kv_lora_rank", None) or getattr(config, "is_heterogeneous", False):
-        return None
-    dim = getattr(config, "head_dim", None)
-    if dim is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
-        dim = config.hidden_size // config.num_attention_heads
-    return dim if isinstance(dim, int) else None
-
-
-def queries_per_head(config: PreTrainedConfig) -> int:
-    """Query heads of a KV head."""
-    heads = getattr(config, "num_attention_heads", 1)
-    return max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
-
-
-def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
-    """Query heads, KV heads and head dim of full attention; None if the config does not say it plainly."""
-    text = _text_config(config)
-    dim, heads = _head_dim(text), getattr(text, "num_attention_heads", None)
-    return None if dim is None or not heads else (heads, heads // queries_per_head(text), dim)
-
-
-# Between update and attention these compute with keys or values, which no graph of ours can follow.
-_TOUCHES_KEYS = {"bloom", "diffllama", "doge", "falcon", "gptj", "jetmoe"}
-
-
-def _looks_attention_up(config: PreTrainedConfig) -> bool:
-    """Whether the model of this config takes its attention from Transformers' table.
-
-    Falcon and a few others compare the implementation's name with those they know; a new name would lead them astray.
-    """
-    for cls in type(config).__mro__:
-        name = cls.__module__.replace("configuration_", "modeling_")
-        if name == cls.__module__:
-            # A config class of a user's own, or Transformers' base classes.
-            continue
-        try:
-            return hasattr(importlib.import_module(name), "ALL_ATTENTION_FUNCTIONS")
-        except ImportError:
-            # A config without a modeling file beside it: stock sdpa is intercepted all the same.
-            return False
-    return False
 
 
 class MixedKVCache(Cache):
@@ -166,89 +98,23 @@ class MixedKVCache(Cache):
             raise ValueError(f"max_cache_len: got {max_cache_len!r}, allowed a positive number of tokens or None.")
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom <= 4:
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
-        capture = wanted(graphs)
         self.preset = get_preset(scheme, layers)
-        text = _text_config(config)
-        head_dim = _head_dim(text)
-        if head_dim is not None:
-            for each in self.preset.schemes:
-                each.layout(head_dim, head_dim).check(head_dim, head_dim)
-        stock = DynamicCache(config=text).layers
-        known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock)
-        self._attachable = known and _looks_attention_up(text)
+        text = text_config(config)
+        self._attachable = is_attachable(text)
         attach = attach and self._attachable
-        own = self.preset.by_layer(len(stock))
-        sharing = getattr(text, "kv_sharing_modes", None)
-        shares = bool(getattr(text, "num_kv_shared_layers", 0))
-        reader = PaddingReader()
-        # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
-        why = "the attention implementation is not switched" if not attach else "debug looks at every token"
-        static = attach and not debug and any(type(layer) is DynamicLayer for layer in stock)
-        if static:
-            why = self._why_not_static(text, stock, own, sharing is not None or shares, head_dim)
-            static = why is None
-        alike = all(type(layer) is DynamicLayer for layer in stock)
-        captured = static and capture and alike
-        # Said where a step shows that it matters.
-        self._uncaptured = (why or "layers are of several kinds") if capture and not captured else None
-        static = captured or (static and max_cache_len is not None)
-        if max_cache_len is not None and static:
-            stock = [
-                each if type(each) is DynamicLayer else other
-                for each, other in zip(stock, StaticCache(config=text, max_cache_len=max_cache_len).layers, strict=True)
-            ]
-        elif why is not None and (capture or max_cache_len is not None):
-            logger.info("%s: steps are neither captured nor compiled, since %s.", self.preset.scheme.name, why)
-        held: list[Any] = []
-        for i, layer in enumerate(stock):
-            if type(layer) is DynamicLayer:
-                defer = sharing[i] == "store" if sharing else shares
-                kind = static_class(own[i]) if static else layer_class(own[i])
-                held.append(kind(own[i], reader, max_cache_len, defer, debug))
-            else:
-                held.append(layer)
-        evicting = [layer for layer in held if isinstance(layer, EvictingLayer)]
-        if evicting:
-            # Each of them knows the others by it.
-            Peers(evicting)
-        fixed = [layer for layer in held if isinstance(layer, StaticKVLayer)]
-        if fixed:
-            Clock(fixed)
-            for layer in fixed:
-                layer.share = queries_per_head(text)
-        if not any(isinstance(layer, KVLayer) for layer in held):
-            if not any(isinstance(layer, DynamicLayer) for layer in held):
-                raise ValueError(
-                    f"model_or_config: {type(config).__name__} has no attention layers, so there is no KV cache to "
-                    "compress; run this model without hfkvq."
-                )
-            logger.warning(
-                "%s has no layer of full attention alone, so nothing is compressed: all layers stay as Transformers "
-                "makes them.",
-                type(config).__name__,
-            )
-        super().__init__(layers=held)
+        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__)
+        super().__init__(layers=made.layers)
+        self._compressed, self._recordable = made.compressed, made.sync is not None
         self.config, self._capacity, self._debug = text, max_cache_len, debug
+        self._why_not_captured = made.why_not_captured
         self._stock_state: dict[int, dict[str, Any]] = {}
-        self.graphs = StepGraphs(self, fixed[0].clock, headroom) if captured else None
-        if captured and isinstance(model_or_config, torch.nn.Module):
-            install(model_or_config)
+        self.graphs: StepGraphs | None = None
+        if made.captured and made.sync is not None:
+            self.graphs = StepGraphs(self, self.preset, made.sync, headroom)
+            if isinstance(model_or_config, torch.nn.Module):
+                install(model_or_config)
         if attach:
             self._attach(text)
-
-    @staticmethod
-    def _why_not_static(
-        text: PreTrainedConfig, stock: list[Any], own: Any, shares: bool, head_dim: int | None
-    ) -> str | None:
-        """Why steps of this model and these schemes cannot be compiled; None where they can."""
-        if head_dim is None:
-            return "heads have no one dimension (latent attention, or layers of several kinds)"
-        if shares:
-            return "layers share keys and values"
-        if text.model_type in _TOUCHES_KEYS:
-            return f"{text.model_type} computes with the cached keys itself"
-        reasons = (why_not(own[i], head_dim, head_dim) for i, layer in enumerate(stock) if type(layer) is DynamicLayer)
-        return next((reason for reason in reasons if reason), None)
 
     @staticmethod
     def _attach(text: PreTrainedConfig) -> None:
@@ -282,25 +148,14 @@ class MixedKVCache(Cache):
         a page that the refused tokens had filled there is reopened with the values it holds.
         """
         if is_recorded():
-            layer = self.layers[layer_idx]
-            if isinstance(layer, StaticKVLayer) and layer.buffer is None:
+            if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
                 self._prepare(key_states, value_states)  # pyright: ignore[reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._uncaptured is not None and key_states.is_cuda and key_states.shape[2] == 1:
-            why, self._uncaptured = self._uncaptured, None
+        if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
+            why, self._why_not_captured = self._why_not_captured, None
             say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run as without graphs.")
-        if self.graphs is not None and layer_idx == 0:
-            self.graphs.meet(self.config)
-            if self.compressed_layers[0].store is None:
-                self.graphs.before_prompt(key_states)
-        if self._capacity is not None and layer_idx == 0 and self.compressed_layers:
-            # Stock layers have no capacity, and may come first.
-            first = self.compressed_layers[0]
-            if isinstance(first, StaticKVLayer):
-                first.clock.catch_up()
-            first.check_capacity(key_states.shape[2])
-        if self._debug and layer_idx == 0:
-            self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if not isinstance(x, KVLayer)}
+        if layer_idx == 0:
+            self._before_first_layer(key_states)
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
@@ -314,16 +169,30 @@ class MixedKVCache(Cache):
                 vars(self.layers[i]).update(state)
             raise
 
+    def _before_first_layer(self, key_states: torch.Tensor) -> None:
+        if self.graphs is not None:
+            self.graphs.meet(self.config)
+            if self.compressed_layers[0].store is None:
+                self.graphs.before_prompt(key_states)
+        if self._capacity is not None and self._compressed:
+            # Stock layers have no capacity, and may come first.
+            first = self.compressed_layers[0]
+            if first.steps is not None:
+                first.steps.sync.catch_up()
+            first.check_capacity(key_states.shape[2])
+        if self._debug:
+            self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if i not in self._compressed}
+
     @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
     def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocates every layer of fixed capacity before a graph is recorded."""
-        for layer in self.layers:
-            if isinstance(layer, StaticKVLayer) and layer.buffer is None:
+        for layer in self.compressed_layers:
+            if layer.buffer is not None and layer.buffer.tensor is None:
                 if layer.store is None:
                     layer.lazy_initialization(key_states, value_states)
                 else:
                     layer.prefetch()
-                    layer.home()
+                    layer.buffer.bind()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset for the mask of the coming forward.
@@ -334,14 +203,17 @@ class MixedKVCache(Cache):
         """
         if not is_recorded():
             self.between_steps(query_length)
-            layer = self.layers[layer_idx]
-            if isinstance(layer, StaticKVLayer) and not self._attached:
-                layer.clock.catch_up()
-                return KVLayer.get_mask_sizes(layer, query_length)
+            if self._is_recordable(layer_idx) and not self.attached:
+                layer: Any = self.layers[layer_idx]
+                layer.steps.sync.catch_up()
+                return layer.seen + query_length, 0
         return super().get_mask_sizes(query_length, layer_idx)
 
+    def _is_recordable(self, layer_idx: int) -> bool:
+        return self._recordable and layer_idx in self._compressed
+
     @property
-    def _attached(self) -> bool:
+    def attached(self) -> bool:
         """Whether attention is "hfkvq"; of a cache from a file, which does not know its model, taken to be."""
         return type(self.config) is PreTrainedConfig or self.config._attn_implementation_internal == NAME
 
@@ -349,16 +221,15 @@ class MixedKVCache(Cache):
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `generate` may compile steps: see ``graphs`` and ``max_cache_len``."""
         # Graphs ask, and the compiler of PyTorch 2.11 follows neither `super()` to a property nor `bool`.
-        can = len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self._attached
+        can = len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers) and self.attached
         if not can or self.graphs is None or torch.compiler.is_compiling():
             return can
         return self.graphs.ask_for_compiling()
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Column of the coming forward's first query; on the device for layers of fixed capacity."""
-        layer = self.layers[layer_idx]
-        if isinstance(layer, StaticKVLayer) and (is_recorded() or self._attached):
-            return layer.get_query_offset()
+        if self._is_recordable(layer_idx) and (is_recorded() or self.attached):
+            return self.layers[layer_idx].get_query_offset()  # type: ignore[union-attr]
         return super().get_query_offset(layer_idx)
 
     def activate_past_recording(self) -> None:
@@ -369,7 +240,7 @@ class MixedKVCache(Cache):
         """
         draft = None if self.graphs is None else draft_of_caller()
         if draft is not None and next(draft.parameters()).device.type in RECORDERS:
-            self._speed_up(draft)
+            _capture_draft(draft)
         stock = [i for i, layer in enumerate(self.layers) if hasattr(layer, "max_cache_len")]
         if any(getattr(self.layers[i], "is_initialized", False) for i in stock):
             raise ValueError(
@@ -382,36 +253,21 @@ class MixedKVCache(Cache):
                 self.layers[i] = fresh[i]
         super().activate_past_recording()
 
-    @staticmethod
-    def _speed_up(draft: torch.nn.Module) -> None:
-        """Lets a draft model's steps be captured too, over 16-bit pages: they take most of assisted decoding's time."""
-        router, reference = install(draft), weakref.ref(draft)
-
-        def make() -> MixedKVCache:
-            cache = MixedKVCache(reference(), "full")
-            # What is drafted is taken back.
-            cache.activate_past_recording()
-            return cache
-
-        try:
-            make()
-        except ValueError:
-            # A model whose layers no scheme of ours holds.
-            return
-        if router is not None:
-            # The one that `generate` has made: it goes on with what the model returns.
-            router.draft(lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own)
-
     def between_steps(self, tokens: int = 1) -> None:
         """Does what compiled steps leave to the host, before ``tokens`` more come; asks the device only when it must.
 
         Raises:
             ValueError: the tokens would exceed ``max_cache_len``. Nothing is changed then.
         """
-        for layer in self.layers:
-            if isinstance(layer, StaticKVLayer):
-                layer.clock.announce(tokens)
-                return
+        sync = self._sync
+        if sync is not None:
+            sync.announce(tokens)
+
+    @property
+    def _sync(self) -> DeviceSync | None:
+        """What layers know together of recorded steps."""
+        steps = self.compressed_layers[0].steps if self._recordable else None
+        return None if steps is None else steps.sync
 
     def step(self, model: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """One step of the model with this cache, for loops of your own; captured and replayed like those of `generate`.
@@ -450,10 +306,9 @@ class MixedKVCache(Cache):
             super().crop(tokens_to_remove)
 
     def _catch_up(self) -> None:
-        for layer in self.layers:
-            if isinstance(layer, StaticKVLayer):
-                layer.clock.catch_up()
-                layer.close()
+        for layer in self.compressed_layers:
+            if layer.steps is not None:
+                layer.steps.catch_up()
 
     @property
     def scheme(self) -> Scheme:
@@ -463,34 +318,13 @@ class MixedKVCache(Cache):
     @property
     def compressed_layers(self) -> list[KVLayer]:
         """The layers that are held in pages."""
-        return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+        return [self.layers[i] for i in self._compressed]  # type: ignore[misc]
 
     def memory(self) -> MemoryReport:
         """Exact memory: every tensor that the cache holds is counted (asks the device for the rows' lengths)."""
         self._catch_up()
-        stores = [layer.store for layer in self.compressed_layers if layer.store is not None]
-        parts = sum((store.nbytes() for store in stores), StoreBytes())
-        elements = [store.elements() for store in stores]
-        bits = sum(store.code_bits() * n for store, n in zip(stores, elements, strict=True))
-        staged = [layer.staged for layer in self.compressed_layers if layer.staged is not None]
-        notes = {id(tensor): tensor.nbytes for layer in self.compressed_layers for tensor in layer.notes()}
-        spare = sum(layer.spare_bytes() for layer in self.compressed_layers if isinstance(layer, StaticKVLayer))
-        parts += StoreBytes(tables=sum(notes.values()) + spare)
-        stock = 0
-        for layer in self.layers:
-            if not isinstance(layer, KVLayer):
-                for x in vars(layer).values():
-                    # Linear attention keeps its states in dicts.
-                    held = x.values() if isinstance(x, dict) else (x,)
-                    stock += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
-        return MemoryReport(
-            compressed=parts,
-            staged=sum(tensor.nbytes for pair in staged for tensor in pair),
-            stock=stock,
-            elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
-            code_bits=bits / sum(elements) if sum(elements) else float("nan"),
-            seen=int(self.get_seq_length()),
-        )
+        stock = [layer for i, layer in enumerate(self.layers) if i not in self._compressed]
+        return memory_of(self.compressed_layers, stock, int(self.get_seq_length()))
 
     def __repr__(self) -> str:
         """Scheme, tokens and memory in a line."""
@@ -511,7 +345,7 @@ class MixedKVCache(Cache):
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         if self.graphs is not None:
-            new.graphs = StepGraphs(new, new.layers[0].clock, self.graphs.headroom)  # type: ignore[union-attr]
+            new._capture_again(self.graphs.headroom)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -523,5 +357,31 @@ class MixedKVCache(Cache):
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig())
         if state["graphs"] is not None:
-            self.graphs = StepGraphs(self, self.layers[0].clock, state["graphs"])  # type: ignore[union-attr]
+            self._capture_again(state["graphs"])
         register()
+
+    def _capture_again(self, headroom: float) -> None:
+        """Makes graphs of its own for a cache that has come from another one."""
+        sync = self._sync
+        assert sync is not None, "steps were captured"
+        self.graphs = StepGraphs(self, self.preset, sync, headroom)
+
+
+def _capture_draft(draft: torch.nn.Module) -> None:
+    """Lets a draft model's steps be captured too, over 16-bit pages: they take most of assisted decoding's time."""
+    router, reference = install(draft), weakref.ref(draft)
+
+    def make() -> MixedKVCache:
+        cache = MixedKVCache(reference(), "full")
+        # What is drafted is taken back.
+        cache.activate_past_recording()
+        return cache
+
+    try:
+        make()
+    except ValueError:
+        # A model whose layers no scheme of ours holds.
+        return
+    if router is not None:
+        # The one that `generate` has made: it goes on with what the model returns.
+        router.draft(lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own)

@@ -1,52 +1,127 @@
-"""Attention over dense keys and values, for prompts of layers of fixed capacity."""
+"""Attention over dense keys and values: of prompts, and of plain tensors, which are none of ours.
+
+Stock sdpa where it has every argument; else the modeling file's own eager attention, or, of a prompt that is an
+operation of a compiled model and knows no module, a few queries at a time.
+"""
 
 from __future__ import annotations
 
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hfkvq.kernels.arguments import AttentionArguments
 
 _CHUNK = 512
 """Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
 
 
+class _WithoutCudnn:
+    """A context in which PyTorch's attention goes without cuDNN, in whichever threads are in it.
+
+    cuDNN plans anew for every length, which takes longer than a whole step.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._enabled = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._enabled = torch.backends.cuda.cudnn_sdp_enabled()
+                torch.backends.cuda.enable_cudnn_sdp(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.backends.cuda.enable_cudnn_sdp(self._enabled)
+
+
+WITHOUT_CUDNN = _WithoutCudnn()
+
+
 def dense_attention(
+    module: Any,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    scaling: float,
-    softcap: float,
-) -> Tensor:
-    """Attention over dense keys and values (B, H, T, D); no mask means causal, aligned to the newest token."""
-    queries, columns = query.shape[2], keys.shape[2]
-    gqa = query.shape[1] != keys.shape[1]
-    if sinks is None and not softcap:
-        if mask is None and queries < columns:
-            mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)
-        elif mask is not None and not mask.is_floating_point():
-            mask = mask.bool()
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+    arguments: AttentionArguments,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over dense keys and values, as the model would do it without us.
+
+    Args:
+        module: the attention module; None where there is none.
+        query: (B, Hq, Q, D), after RoPE.
+        keys: (B, H, T, D).
+        values: (B, H, T, Dv).
+        arguments: of the call; no mask that is causal is aligned to the newest token.
+        dropout: of the probabilities.
+        **kwargs: of the call, as the model gave them; they say softcap, sinks and bias again.
+
+    Returns:
+        (B, Q, Hq, Dv), and the probabilities where the model's own attention gives them.
+    """
+    queries, columns, mask, causal = query.shape[2], keys.shape[2], arguments.mask, arguments.causal
+    if mask is None and 1 < queries < columns and causal:
+        # Without a mask stock sdpa would align the triangle to the upper left.
+        mask = _triangle(query, columns)
+        window = kwargs.get("sliding_window")
+        if window:
+            mask = mask.triu(columns - queries - window + 1)
+    if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
+        mask = mask.bool()
+    if module is None and (arguments.softcap or arguments.sinks is not None):
+        return _chunked_attention(query, keys, values, arguments._replace(mask=mask)), None
+    if module is None:
+        module, kwargs = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1]), {"is_causal": causal}
+    scaling, special = arguments.scaling, any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
+    if not special and not kwargs.get("output_attentions"):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, keys, values, mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    share = query.shape[1] // keys.shape[1]
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    if mask is None and queries > 1 and causal:
+        mask = _triangle(query, columns)
+    if mask is not None and mask.dtype == torch.bool:
+        shape, lowest = torch.broadcast_shapes(mask.shape, (1, 1, queries, columns)), torch.finfo(query.dtype).min
+        mask = torch.zeros(shape, dtype=query.dtype, device=query.device).masked_fill(~mask, lowest)
+    return eager(module, query, keys, values, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _triangle(query: Tensor, columns: int) -> Tensor:
+    """The causal mask of the newest queries: bool (1, 1, Q, L)."""
+    queries = query.shape[2]
+    mask = torch.ones(queries, columns, dtype=torch.bool, device=query.device)
+    return mask.tril(columns - queries)[None, None]
+
+
+def _chunked_attention(query: Tensor, keys: Tensor, values: Tensor, arguments: AttentionArguments) -> Tensor:
+    """Attention with softcap and sinks, a few queries at a time: (B, Q, Hq, Dv)."""
+    share, columns = query.shape[1] // keys.shape[1], keys.shape[2]
     keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
-    outs = []
-    for first in range(0, queries, _CHUNK):
+    mask, softcap, sinks, outs = arguments.mask, arguments.softcap, arguments.sinks, []
+    if mask is None and arguments.causal:
+        mask = _triangle(query, columns)
+    for first in range(0, query.shape[2], _CHUNK):
         own = query[:, :, first : first + _CHUNK].float()
-        logits = own @ keys.transpose(-1, -2) * scaling
+        logits = own @ keys.transpose(-1, -2) * arguments.scaling
         if softcap:
             logits = torch.tanh(logits / softcap) * softcap
-        count = own.shape[2]
-        if mask is None:
-            shown = torch.ones(count, columns, dtype=torch.bool, device=query.device)
-            logits = logits.masked_fill(~shown.tril(columns - queries + first), -torch.inf)
-        else:
-            shown = mask if mask.shape[2] == 1 else mask[:, :, first : first + count]
-            logits = logits + shown if mask.is_floating_point() else logits.masked_fill(~shown.bool(), -torch.inf)
+        if mask is not None:
+            shown = mask if mask.shape[2] == 1 else mask[:, :, first : first + _CHUNK]
+            logits = logits + shown if mask.is_floating_point() else logits.masked_fill(~shown, -torch.inf)
         if sinks is not None:
-            extra = sinks.float().view(1, -1, 1, 1).expand(logits.shape[0], -1, count, 1)
+            extra = sinks.float().view(1, -1, 1, 1).expand(logits.shape[0], -1, own.shape[2], 1)
             logits = torch.cat([logits, extra], -1)
         probs = torch.softmax(logits, -1).nan_to_num(0.0)[..., :columns]
         outs.append((probs @ values).to(query.dtype))
-    return torch.cat(outs, 2)
+    return torch.cat(outs, 2).transpose(1, 2).contiguous()

@@ -8,13 +8,11 @@ the model as it came.
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,21 +21,15 @@ from torch.nn.modules import module as torch_module
 from hfkvq.kernels import dispatch
 from hfkvq.kernels.step import MAX_STEP
 
+from .buffers import BufferPool, Recording
 from .callers import asked_to_compile, calling_model
 from .capture import RECORDERS
-from .homes import Family, Home, Recording
-from .layer import ROLLBACK
+from .layers.base import ROLLBACK
+from .layers.group import DeviceSync
+from .once import say_once
+from .placement import Placement
 from .recorded import recording
 from .router import Router, inside, install, is_inside, parameters
-
-if TYPE_CHECKING:
-    from .cache import MixedKVCache
-    from .clock import Clock
-
-logger = logging.getLogger(__name__)
-
-LEAST_HEADROOM = 128
-"""Tokens by which a buffer is ahead of need at the least: short contexts are not captured again at every page."""
 
 TRIES = 2
 """Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
@@ -58,17 +50,6 @@ def wanted(graphs: bool | None) -> bool:
     return graphs
 
 
-def room_ahead(need: int, headroom: float) -> int:
-    """Tokens of a row that the buffers of a cache that grows are made for when so many need a place."""
-    return need + max(LEAST_HEADROOM, int(need * headroom))
-
-
-@functools.cache
-def say_once(what: str) -> None:
-    """Logs a warning, the first time."""
-    logger.warning(what)
-
-
 class Step(NamedTuple):
     """A call of a model that may be replayed.
 
@@ -85,36 +66,46 @@ class Step(NamedTuple):
     rest: dict[str, Any]
 
 
+class RecordedCache(Protocol):
+    """What is asked of a cache; see `hfkvq.caches.MixedKVCache`."""
+
+    config: Any
+
+    @property
+    def attached(self) -> bool: ...
+
+    def note_step(self, input_ids: Tensor | None) -> None: ...
+
+    def level(self, seen: int | None = None) -> None: ...
+
+
 class StepGraphs:
     """The graphs of one cache.
 
     Args:
         cache: whose steps these are.
-        clock: of its layers.
+        preset: of the cache, by name and knobs.
+        sync: of its layers.
         headroom: share of what is needed by which buffers of a cache that grows are ahead.
     """
 
-    def __init__(self, cache: MixedKVCache, clock: Clock, headroom: float) -> None:
-        self.clock, self.headroom = clock, headroom
-        clock.captured = True
-        # Another cache has taken over what this one lay in: the next home is its own.
-        self.moved = False
+    def __init__(self, cache: RecordedCache, preset: Any, sync: DeviceSync, headroom: float) -> None:
+        self.sync = sync
+        sync.captured = True
         # Of the last capture that has failed.
         self._why = ""
         self.compiles = False
-        self._last: Any = None
         self._failed: dict[Any, str] = {}
-        self._preset = repr(cache.preset)
-        self.family = Family.of(cache.config, repr((cache.preset, clock.layers[0].capacity)))
-        self.family.members += 1
-        release = weakref.finalize(cache, StepGraphs._release, self)
+        self._preset = repr(preset)
+        pool = BufferPool.of(cache.config, repr((preset, sync.first.layer.capacity)))
+        self.placement = Placement(sync, pool, headroom)
+        release = weakref.finalize(cache, Placement.release, self.placement)
         release.atexit = False
 
-    def _release(self) -> None:
-        self.family.members -= 1
-        if self.clock.home is not None:
-            self.clock.home.last = self._last
-        self.family.vacate(self.clock.home)
+    @property
+    def headroom(self) -> float:
+        """Share of what is needed by which buffers of a cache that grows are ahead."""
+        return self.placement.headroom
 
     # Who calls.
 
@@ -122,7 +113,7 @@ class StepGraphs:
         """Whether the `generate` that looks for something to compile was told to by its ``compile_config``."""
         asked = asked_to_compile()
         if asked is not None:
-            self.compiles, self.clock.captured = asked, not asked
+            self.compiles, self.sync.captured = asked, not asked
             if asked:
                 say_once(
                     "compile_config: steps are compiled as asked. That takes up to a minute for each batch size and "
@@ -143,8 +134,8 @@ class StepGraphs:
     def call(self, model: Any, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
-        self.clock.look()
-        step = self._read(model, args, kwargs, cache._attached)
+        self.sync.look_for_kernels()
+        step = self._read(model, args, kwargs, cache.attached)
         if isinstance(step, str):
             say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run as without graphs.")
         if isinstance(step, Step):
@@ -161,18 +152,17 @@ class StepGraphs:
         """The step that a call is; why it cannot be captured, or None if it is none."""
         if args:
             kwargs = dict(zip(parameters(type(model)), args, strict=False)) | kwargs
-        layers = self.clock.layers
-        first = layers[0]
+        sync, first = self.sync, self.sync.first.layer
         main = kwargs.get("input_ids")
         main = kwargs.get("inputs_embeds") if main is None else main
         if not isinstance(main, Tensor) or main.dim() < 2 or main.device.type not in RECORDERS:
             return None
         rows, tokens = main.shape[:2]
-        if first.store is None or not self.clock.ready or not 1 <= tokens <= MAX_STEP or rows != first.batch_size:
+        if first.store is None or not sync.ready or not 1 <= tokens <= MAX_STEP or rows != first.batch_size:
             return None
         if not cache_attached:
             return None
-        if tokens > 1 and any(layer.takes_several() < tokens for layer in layers):
+        if tokens > 1 and any(steps.most_tokens() < tokens for steps in sync.members):
             if first.record_past:
                 return "a budget of tokens is judged by the query of a step of one token"
             return None
@@ -198,45 +188,46 @@ class StepGraphs:
         if rest.get("output_attentions") or getattr(model.config, "output_attentions", False):
             return "it returns attention weights"
         mask = tensors.pop("attention_mask", None)
-        if mask is not None and (mask.dim() != 2 or mask.shape[1] != first.seen + self.clock.ahead + tokens):
+        if mask is not None and (mask.dim() != 2 or mask.shape[1] != first.seen + sync.ahead + tokens):
             # Of four dimensions, say: of another shape in each step.
             return None
         return Step(tokens, tensors, mask, rest)
 
-    def _run(self, model: Any, router: Router, cache: MixedKVCache, step: Step) -> tuple[bool, Any]:
-        clock = self.clock
-        if clock.waits:
-            # Nobody waits for the compiler: see `KVLayer.waits`.
+    def _run(self, model: Any, router: Router, cache: RecordedCache, step: Step) -> tuple[bool, Any]:
+        sync = self.sync
+        if sync.waits:
+            # Nobody waits for the compiler.
             return False, None
         kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors))
         if kind in self._failed:
             return False, None
-        if clock.stale:
-            clock.catch_up()
-        home = self._home(step.tokens)
-        if home is None:
+        if sync.stale:
+            sync.catch_up()
+        buffers = self.placement.find_room(step.tokens)
+        if buffers is None:
             return False, None
         masked = False
         if step.mask is not None:
-            plain, padded = home.hides_padding_only(step.mask, clock.layers[0])
-            masked, placed = not plain, "position_ids" in step.tensors
+            first = sync.first.layer
+            padding_alone, padded = buffers.hides_padding_only(step.mask, first.held(), first.edition)
+            masked, placed = not padding_alone, "position_ids" in step.tensors
             # A model that is not told positions may work them out from the mask, which is left out or widened here.
             if (masked or padded) and not placed:
                 return False, None
-            if masked and (step.tokens > 1 or clock.layers[0].trims):
+            if masked and (step.tokens > 1 or sync.first.eviction is not None):
                 return False, None
-            if step.mask.shape[0] != clock.layers[0].batch_size:
+            if step.mask.shape[0] != first.batch_size:
                 return False, None
         tensors = dict(step.tensors)
         if masked and step.mask is not None:
-            tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, home.room - step.mask.shape[1]))
+            tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
         key = (*kind, masked)
-        recorded = home.recordings.get(key)
+        recorded = buffers.recordings.get(key)
         if recorded is not None and recorded.model() is model and recorded.looks == router.looks():
             return True, self._replay(recorded, tensors, cache, step)
         if recorded is not None:
             # Of a model that is another now.
-            del home.recordings[key]
+            del buffers.recordings[key]
         if dispatch.compiling:
             # Kernels of another cache are on their way: a graph might record the references that go in their place.
             return False, None
@@ -244,11 +235,11 @@ class StepGraphs:
         if reason is not None:
             self._give_up(model, kind, reason)
             return False, None
-        runs = home.runs[key] = home.runs.get(key, 0) + 1
+        runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
         if runs > 1 or (self._preset, key) in router.captured:
             recorded = self._capture(model, router, cache, tensors, step)
             if recorded is not None:
-                home.recordings[key] = recorded
+                buffers.recordings[key] = recorded
                 router.captured.add((self._preset, key))
                 return True, self._replay(recorded, tensors, cache, step)
             if runs > TRIES:
@@ -279,7 +270,7 @@ class StepGraphs:
         self._failed[kind] = reason
         say_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run as without graphs.")
 
-    def _first(self, model: Any, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step) -> Any:
+    def _first(self, model: Any, cache: RecordedCache, tensors: dict[str, Tensor], step: Step) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
 
         def run() -> Any:
@@ -288,25 +279,25 @@ class StepGraphs:
 
         return self._whole(cache, tensors, step, run)
 
-    def _whole(self, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
+    def _whole(self, cache: RecordedCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
         """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""
-        clock = self.clock
-        before = clock.seen
+        sync = self.sync
+        before = sync.seen
         cache.note_step(tensors.get("input_ids"))
         # The device alone knows, until all is done.
-        clock.stale = True
+        sync.stale = True
         try:
             out = run()
-            clock.count(step.tokens)
-            clock.stale = False
+            sync.count(step.tokens)
+            sync.stale = False
         except BaseException:
-            clock.stale = True
+            sync.stale = True
             cache.level(before)
             raise
         return out
 
     def _capture(
-        self, model: Any, router: Router, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step
+        self, model: Any, router: Router, cache: RecordedCache, tensors: dict[str, Tensor], step: Step
     ) -> Recording | None:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
@@ -330,117 +321,38 @@ class StepGraphs:
             return None
         finally:
             torch.set_autocast_cache_enabled(cached)
-            self.clock.stale = False
+            self.sync.stale = False
         return Recording(graph, inputs, reference, router.looks())
 
     def _devices(self, first: torch.device) -> list[torch.device]:
         """Where a step runs, the device of its input first."""
-        return list(dict.fromkeys([first, *(layer.device for layer in self.clock.layers)]))
+        return list(dict.fromkeys([first, *(steps.layer.device for steps in self.sync.members)]))
 
-    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: MixedKVCache, step: Step) -> Any:
+    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: RecordedCache, step: Step) -> Any:
         return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 
-    # Where the layers lie.
-
-    def _home(self, tokens: int) -> Home | None:
-        """Buffers with room for so many tokens more; None where layers hold what no buffer has room for."""
-        clock = self.clock
-        clock.prepare(tokens)
-        layers = clock.layers
-        need, home = clock.seen + tokens, clock.home
-        self._last = _where(layers[0].device)
-        if home is not None and need <= home.room and home.is_of(layers):
-            return home
-        clock.settle()
-        clock.home = home = None
-        # Of a fixed capacity, or what beams, say, have left.
-        if any(layer.buffer is None for layer in layers) or need > layers[0].room:
-            home = self._move(layers, need)
-        elif len({layer.room for layer in layers}) == 1:
-            home = Home(layers)
-        if home is not None:
-            clock.home = home
-            self.family.settle(home, self)
-        return home
-
-    def _move(self, layers: list[Any], need: int) -> Home | None:
-        if layers[0].capacity is None:
-            found = None if self.moved else self._find(layers, need)
-            if found is not None:
-                for layer, lot in zip(layers, found.lots, strict=True):
-                    layer.move_in(*lot, found.room)
-                return found
-            room = room_ahead(need, self.headroom)
-            try:
-                for layer in layers:
-                    layer.make_room(room)
-            except torch.OutOfMemoryError:
-                for layer in layers:
-                    layer.leave()
-                say_once("There is no memory for the buffers of captured steps; this step runs as without graphs.")
-                return None
-        else:
-            for layer in layers:
-                layer.home()
-        return None if any(layer.buffer is None for layer in layers) else Home(layers)
-
-    def _find(self, layers: list[Any], need: int) -> Home | None:
-        """A home of another cache of this thread and stream that is not in use, made vacant."""
-        vacant, self.family.vacant = self.family.vacant, None
-        for home in [*([] if vacant is None else [vacant]), *self.family.homes]:
-            owner = None if home.owner is None else home.owner()
-            if owner is self or (owner is not None and (owner._last != self._last or owner.moved)):
-                continue
-            if (owner is None and home.last != self._last) or not home.suits(layers, need):
-                continue
-            if owner is not None:
-                owner.moved = True
-                owner.clock.catch_up()
-                for layer in owner.clock.layers:
-                    layer.leave()
-            return home
-        return None
+    # Tokens come and go.
 
     def before_prompt(self, keys: Tensor) -> None:
-        """An empty cache is about to be filled: it moves into what another one has left, or that is given up."""
-        clock = self.clock
-        home, self.family.vacant = self.family.vacant, None
-        layers = clock.layers
+        """An empty cache is about to be filled: see `Placement.before_prompt`."""
         # What stood in the way may be gone.
         self._failed.clear()
-        if home is None or home.last != _where(keys.device) or clock.home is not None or layers[0].capacity is not None:
-            return
-        plan = home.lots[0].plan
-        alike = (plan.rows, plan.heads, plan.key_dim, plan.dtype) == (
-            keys.shape[0] * plan.fold,
-            keys.shape[1] // plan.fold,
-            keys.shape[3],
-            str(keys.dtype),
-        )
-        if alike and home.lots[0].buffer.device == keys.device and home.has_room(keys.shape[2] + 1):
-            for layer, lot in zip(layers, home.lots, strict=True):
-                layer.take(*lot, home.room)
-            clock.home = home
-            self.family.settle(home, self)
+        self.placement.before_prompt(keys)
 
     def take_back(self, tokens: int) -> bool:
         """Takes back the newest tokens of graph steps, if nothing of them is sealed; whether it has."""
-        clock = self.clock
-        home, layers = clock.home, clock.layers
-        held = all(layer.record_past for layer in layers)
-        if clock.stale or not held or home is None or tokens > clock.ahead or not home.is_of(layers):
+        sync = self.sync
+        buffers, held = sync.buffers, all(steps.layer.record_past for steps in sync.members)
+        if sync.stale or not held or buffers is None or tokens > sync.ahead:
             return False
-        if clock.peak - clock.ahead + tokens > ROLLBACK:
+        if not buffers.is_of(self.placement.buffers):
+            return False
+        if sync.peak - sync.ahead + tokens > ROLLBACK:
             return False
         if tokens:
-            torch._foreach_sub_(home.lengths, tokens)  # pyright: ignore[reportPrivateImportUsage]
-            clock.ahead -= tokens
+            torch._foreach_sub_(buffers.lengths, tokens)  # pyright: ignore[reportPrivateImportUsage]
+            sync.ahead -= tokens
         return True
-
-
-def _where(device: torch.device) -> tuple[int, int]:
-    """The current thread and stream: homes pass from one cache to another only within them."""
-    return threading.get_ident(), torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _shapes(tensors: dict[str, Tensor]) -> tuple[Any, ...]:

@@ -12,11 +12,11 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hfkvq.kernels.step import StepPlan
 
-from .cache import MixedKVCache, attention_shape
-from .layer import PaddingReader
+from .cache import MixedKVCache
+from .layers import KVLayer, PaddingReader
+from .model_config import attention_shape
 from .preset import Preset, get_preset
 from .scheme import Scheme
-from .static import static_class
 from .tags import Tagger
 from .triaxial import TriAxialCache
 
@@ -70,9 +70,10 @@ def layer_plan(scheme: Scheme, heads: int, kv_heads: int, head_dim: int, dtype: 
         ValueError: the scheme cannot hold heads of this dimension.
     """
     scheme.layout(head_dim, head_dim).check(head_dim, head_dim)
-    layer = static_class(scheme)(scheme, PaddingReader(), 1)
-    layer.share = heads // kv_heads
+    layer = KVLayer(scheme, PaddingReader(), 1, recordable=True)
+    assert layer.buffer is not None, "steps may be recorded"
+    layer.buffer.queries_per_head = heads // kv_heads
     token = torch.empty(1, kv_heads, 1, head_dim, dtype=dtype)
     layer.lazy_initialization(token, token)
-    assert layer.plan is not None, "it is empty"
-    return layer.plan
+    assert layer.buffer.plan is not None, "it is empty"
+    return layer.buffer.plan

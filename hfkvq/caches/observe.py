@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, START, run_count
 
 from .headwise import HeadwiseStore
@@ -25,19 +26,13 @@ class Observation:
     Attributes:
         query: (B, Hq, Q, D), after RoPE, not scaled; their keys are in the store by the time it is looked at.
         real: bool (B, Q), queries that are no padding.
-        mask: (B or 1, Hq or 1, Q or 1, L) over logical columns, as `kernels.decode_attention` takes it, or None.
-        scaling: factor on the logits.
-        softcap: see `kernels.decode_attention`.
-        sinks: (Hq,), likewise, or None.
+        arguments: of the call, as `kernels.decode_attention` takes them.
         prompt: bool (B,), rows for which the input was a prompt, by which layers are compared; None if for none.
     """
 
     query: Tensor
     real: Tensor
-    mask: Tensor | None
-    scaling: float
-    softcap: float
-    sinks: Tensor | None
+    arguments: AttentionArguments
     prompt: Tensor | None
 
 
@@ -65,7 +60,7 @@ def stored_attention(
         The rows; what is paid them, 0 by a query that does not see a token.
     """
     query = store.folded(seen.query)
-    mask = store.folded_mask(seen.mask, seen.query.shape[1])
+    mask = store.folded_mask(seen.arguments.mask, seen.query.shape[1])
     real = seen.real.repeat_interleave(store.fold, 0)
     rows, share, queries, _ = query.shape
     sinks = _folded_sinks(store, seen)
@@ -73,7 +68,11 @@ def stored_attention(
     for first in range(0, rows, at_once):
         own = slice(first, first + at_once)
         count = order[own].shape[0]
-        q = kernels.hadamard(query[own].float(), store.format.rotate_keys).mul(seen.scaling).flatten(1, 2)[:, None]
+        q = (
+            kernels.hadamard(query[own].float(), store.format.rotate_keys)
+            .mul(seen.arguments.scaling)
+            .flatten(1, 2)[:, None]
+        )
         logits = [q @ store.windows[0][own].float().transpose(-1, -2)]
         for i, (view, (fmt, _)) in enumerate(zip(store.runs, store.format.runs, strict=True)):
             sealed = run_count(store.counters, i, "keys")[own].contiguous()
@@ -81,8 +80,8 @@ def stored_attention(
         logits.append(q @ store.windows[2][own].float().transpose(-1, -2))
         x = torch.cat(logits, -1).view(count, share, queries, -1)
         x = x.gather(-1, order[own][:, None, None].expand(-1, share, queries, -1))
-        if seen.softcap:
-            x = torch.tanh(x / seen.softcap) * seen.softcap
+        if seen.arguments.softcap:
+            x = torch.tanh(x / seen.arguments.softcap) * seen.arguments.softcap
         place = where[own].gather(1, order[own])
         visible = (place > ABSENT)[:, None, None]
         if mask is None:
@@ -111,7 +110,7 @@ def prompt_attention(keys: Tensor, store: HeadwiseStore, seen: Observation) -> I
     Yields:
         See `probabilities`.
     """
-    query, mask = store.folded(seen.query), store.folded_mask(seen.mask, seen.query.shape[1])
+    query, mask = store.folded(seen.query), store.folded_mask(seen.arguments.mask, seen.query.shape[1])
     real, sinks = seen.real.repeat_interleave(store.fold, 0), _folded_sinks(store, seen)
     rows, share, queries, _ = query.shape
     tokens = keys.shape[2]
@@ -120,9 +119,9 @@ def prompt_attention(keys: Tensor, store: HeadwiseStore, seen: Observation) -> I
     at_once = max(1, ELEMENTS // (share * queries * tokens))
     for first in range(0, rows, at_once):
         own = slice(first, first + at_once)
-        x = torch.bmm(query[own], keys[own, 0].float().mT).mul_(seen.scaling).unflatten(1, (share, queries))
-        if seen.softcap:
-            x = torch.tanh(x / seen.softcap) * seen.softcap
+        x = torch.bmm(query[own], keys[own, 0].float().mT).mul_(seen.arguments.scaling).unflatten(1, (share, queries))
+        if seen.arguments.softcap:
+            x = torch.tanh(x / seen.arguments.softcap) * seen.arguments.softcap
         if mask is None:
             x[..., tokens - queries :].masked_fill_(later, -torch.inf)
         else:
@@ -133,6 +132,6 @@ def prompt_attention(keys: Tensor, store: HeadwiseStore, seen: Observation) -> I
 
 def _folded_sinks(store: HeadwiseStore, seen: Observation) -> Tensor | None:
     """Sinks f32 (B*H, r) of folded rows."""
-    if seen.sinks is None:
+    if seen.arguments.sinks is None:
         return None
-    return seen.sinks.float().view(store.fold, -1).repeat(store.batch // store.fold, 1)
+    return seen.arguments.sinks.float().view(store.fold, -1).repeat(store.batch // store.fold, 1)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.step import MAX_STEP, step
 
+from .dense import dense_attention
+from .layers.base import LayerBase
+from .layers.buffer import OWNERS
+from .layers.forward import attend
+from .layers.steps import StepKV
 from .recorded import is_captured
-
-if TYPE_CHECKING:
-    from .static import StaticKVLayer
-
-LAYERS: weakref.WeakValueDictionary[int, StaticKVLayer] = weakref.WeakValueDictionary()
-"""Layers by their buffer's address, for prompts of compiled models."""
-
-
-class StepKV:
-    """What `StaticKVLayer.update` returns in a recorded step: the layer and the new tokens; no tensor."""
-
-    def __init__(self, layer: StaticKVLayer, keys: Tensor, values: Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
 
 # Older releases have no such tag, and no graphs in parts either.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
@@ -42,10 +31,10 @@ def _prompt(
     softcap: float,
     causal: bool,
 ) -> Tensor:
-    layer = LAYERS.get(buffer.data_ptr())
-    if layer is None:
+    owner = OWNERS.get(buffer.data_ptr())
+    if owner is None:
         raise RuntimeError("hfkvq::prompt: this buffer belongs to no cache layer; pass the layer's own.")
-    return layer.attend_prompt(q, k, v, mask, sinks, scaling, softcap, causal)
+    return _attend_prompt(owner.layer, q, k, v, AttentionArguments(scaling, mask, softcap, sinks, None, causal))
 
 
 @_prompt.register_fake
@@ -63,22 +52,40 @@ def _(
     return q.new_empty((*q.shape[:3], v.shape[-1]))
 
 
-def traced_attention(
-    keys: StepKV, query: Tensor, mask: Tensor | None, scaling: float, softcap: float, sinks: Tensor | None, causal: bool
+def _attend_prompt(
+    layer: LayerBase, query: Tensor, keys: Tensor, values: Tensor, arguments: AttentionArguments
 ) -> Tensor:
+    """Takes a prompt as an eager forward would: (B, Hq, Q, Dv). A mask may have the capacity's columns."""
+    layer.update(keys, values)
+    if arguments.mask is not None:
+        arguments = arguments._replace(mask=arguments.mask[..., : layer.seen])
+
+    def dense() -> Tensor:
+        found, _ = dense_attention(None, query, layer.dense("keys"), layer.dense("values"), arguments)
+        return found.transpose(1, 2)
+
+    return attend(layer, query, arguments.explicit(query, layer.seen), dense, arguments.mask).contiguous()
+
+
+def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments) -> Tensor:
     """Attention in a recorded step: one opaque operation, (B, Hq, Q, D) to (B, Hq, Q, Dv).
 
     One query is a step, and so are up to 16 without a mask, once every row has tokens. Else it is a prompt, whose
     operation does what an eager prompt does, outside CUDA graphs.
     """
-    layer, queries = keys.layer, query.shape[2]
-    assert layer.buffer is not None, "initialized before"
+    steps, queries = new.steps, query.shape[2]
+    buffer, sync = steps.buffer, steps.sync
+    assert buffer.tensor is not None, "initialized before"
+    if queries <= MAX_STEP:
+        # A step takes any mask that can be broadcast.
+        arguments = arguments.explicit(query, 1)
+    scaling, mask, softcap, sinks, _, causal = arguments.biased()
     # The first tokens of a row may be padding; and so may any of several, if there is a mask.
-    several = layer.several and mask is None and queries <= MAX_STEP
+    several = steps.eviction is None and mask is None and queries <= MAX_STEP
     # With padding within rows, generate makes no masks outside the graph, which is when trims run.
-    unwatched = layer.trims and layer.clock.holes
-    if layer.clock.ready and (queries == 1 or several) and not unwatched:
-        return step(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, layer.spec)
+    unwatched = steps.eviction is not None and sync.holes
+    if sync.ready and (queries == 1 or several) and not unwatched:
+        return step(query, new.keys, new.values, mask, sinks, buffer.tensor, scaling, softcap, buffer.spec)
     if is_captured():
         raise RuntimeError("A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens.")
-    return _prompt(query, keys.keys, keys.values, mask, sinks, layer.buffer, scaling, softcap, causal)
+    return _prompt(query, new.keys, new.values, mask, sinks, buffer.tensor, scaling, softcap, causal)

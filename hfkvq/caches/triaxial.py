@@ -125,7 +125,8 @@ class TriAxialCache(NamedCache):
         needs = [layer.scheme.needs for layer in self.compressed_layers]
         self.tokens = TokenRecord(tagger, any("turns" in own for own in needs), sum("tags" in own for own in needs))
         for layer in self.compressed_layers:
-            layer.tokens = self.tokens
+            if layer.tags is not None:
+                layer.tags.record = self.tokens
         self._warned = False
         self._model: weakref.ref[torch.nn.Module] | None = None
         if isinstance(model_or_config, torch.nn.Module):

@@ -12,9 +12,9 @@ from rich import box
 from rich.table import Table
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.layers import why_not, why_several_launches
 from hfkvq.caches.registry import Entry, entry_of, in_order, presets
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes
-from hfkvq.caches.static import why_not, why_several_launches
 from hfkvq.kernels.pages import PageFormat, Side
 
 HEAD_DIM = 128

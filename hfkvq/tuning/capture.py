@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.layer import KVLayer
+from hfkvq.caches.layers import KVLayer
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import PageFormat, Side
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
 
@@ -65,7 +66,7 @@ class Capture:
 class _CaptureLayer(KVLayer):
     """Notes what its attention is given, and stores nothing."""
 
-    steps_plainly = False
+    fuses_steps = False
     captured: Capture | None = None
     first_query = 0
 
@@ -73,10 +74,9 @@ class _CaptureLayer(KVLayer):
         """The attention is to be asked here, whatever the prompt's length."""
         return True
 
-    def attend(
-        self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float = 0.0, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
         """Attention of the prompt to itself."""
+        scaling, mask, softcap, sinks, *_ = arguments
         keys, values = self.dense("keys"), self.dense("values")
         held = Capture(query[0], keys[0], values[0], scaling, softcap, sinks)
         self.captured = Capture(query[0, :, self.first_query :], keys[0], values[0], scaling, softcap, sinks)
@@ -86,14 +86,7 @@ class _CaptureLayer(KVLayer):
             )
         return held.attend(keys[0].float(), values[0].float())[None].to(query.dtype)
 
-    def finish(
-        self,
-        query: Tensor,
-        mask: Tensor | None = None,
-        scaling: float | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def finish(self, query: Tensor, arguments: AttentionArguments) -> None:
         """The new tokens are no longer needed."""
         self.staged, self.new_columns = None, 0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hfkvq.caches.layer import KVLayer
+from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.decode import run_count
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hfkvq.caches.layer import KVLayer
+from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.scheme import Scheme
 from hfkvq.kernels.pages import Side

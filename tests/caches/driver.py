@@ -12,9 +12,9 @@ from transformers.masking_utils import causal_mask_function
 
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.attention import hfkvq_mask
-from hfkvq.caches.evict import layer_class
-from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.store import KVStore
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 
 HEADS, SHARE, DIM = 2, 2, 32
@@ -80,7 +80,7 @@ def unit(scheme: Scheme) -> int:
 
 def make(scheme: Scheme, **kwargs: Any) -> KVLayer:
     """A layer outside any cache."""
-    return layer_class(scheme)(scheme, PaddingReader(), **kwargs)
+    return KVLayer(scheme, PaddingReader(), **kwargs)
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,14 @@ def mask_of(layer: KVLayer, valid: Tensor | None, batch: int, tokens: int) -> Te
 
 def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> Tensor:
     """One attention call, in the order of the "hfkvq" attention: (B, Hq, t, D)."""
-    scaling = queries.shape[-1] ** -0.5
     mask = mask_of(layer, valid, keys.shape[0], keys.shape[2])
+    arguments = AttentionArguments(queries.shape[-1] ** -0.5, mask)
     layer.update(keys, values)
     if layer.begin(mask, queries.shape[2]):
-        out = layer.attend(queries, mask, scaling)
+        out = layer.attend(queries, arguments)
     else:
-        out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, scaling)
-    layer.finish(steady(queries) if "query" in layer.scheme.needs else queries, mask, scaling)
+        out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, arguments.scaling)
+    layer.finish(steady(queries) if "query" in layer.scheme.needs else queries, arguments)
     return out
 
 
@@ -211,8 +211,8 @@ def feed_as_is(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int]) -> No
         queries, keys, values = join([x[at : at + chunk] for x in rows])
         layer.update(keys, values)
         if layer.begin(None, chunk):
-            layer.attend(queries, None, 1.0)
-        layer.finish(queries)
+            layer.attend(queries, AttentionArguments(1.0))
+        layer.finish(queries, AttentionArguments(1.0))
         at += chunk
 
 

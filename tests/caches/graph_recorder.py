@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from hfkvq.caches import capture, graphs
+from hfkvq.caches import capture, once
 from hfkvq.caches.recorded import recording
 from hfkvq.caches.router import inside
 
@@ -43,6 +43,6 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PythonGraph]]:
     """Steps on the CPU are captured; how often is counted."""
     monkeypatch.setitem(capture.RECORDERS, "cpu", PythonGraph)
     PythonGraph.made, PythonGraph.failing = 0, False
-    graphs.say_once.cache_clear()
+    once.say_once.cache_clear()
     yield PythonGraph
-    graphs.say_once.cache_clear()
+    once.say_once.cache_clear()

@@ -12,12 +12,13 @@ import torch
 from transformers import DynamicCache
 
 from hfkvq import ARKVCache, MixedKVCache, get_scheme
-from hfkvq.caches.peers import Peers
+from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.ranking import Attention, tier_widths
 from hfkvq.caches.schemes import Arkv
 from hfkvq.caches.store.columns import positions
 from hfkvq.caches.store.moves import EVICT, STAY
 from hfkvq.caches.store.requantize import requantize_by_tiers
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from tests.caches.driver import (
     DIM,
@@ -230,7 +231,7 @@ def test_prompt_within_the_budget_loses_nothing():
 
 def peered(count, scheme):
     layers = [make(scheme) for _ in range(count)]
-    Peers(layers)
+    group_layers(layers)
     return layers
 
 
@@ -244,9 +245,9 @@ def test_layers_that_wait_with_sealing_take_a_token_before_their_tiers_are_final
         for layer in layers:
             forward(layer, queries, keys, values)
     for layer in layers:
-        layer._settle()
+        layer.settle()
         assert layer.evicted
-        assert layer.cut is None
+        assert layer.eviction.provisional is None
         assert all(92 in held[16] for held in held_positions(layer))
 
 
@@ -262,8 +263,8 @@ def test_rows_of_layers_that_wait_with_sealing_move(what):
     rows = 4 if what == "batch_repeat_interleave" else 1
     for layer in layers:
         assert layer.evicted
-        assert layer.cut is None
-        assert layer.strength.shape == (rows,)
+        assert layer.eviction.provisional is None
+        assert layer.eviction.strength.shape == (rows,)
         forward(layer, *(torch.randn(rows, heads, 1, DIM) for heads in (HEADS * SHARE, HEADS, HEADS)))
 
 
@@ -275,13 +276,13 @@ def test_layers_share_is_relative_to_the_strongest_even_if_it_comes_last():
     layers = peered(3, arkv())
     for layer, own in zip(layers, scaled, strict=True):
         feed(layer, [own], [90])
-    strengths = torch.stack([x.strength for x in layers])[:, 0]
+    strengths = torch.stack([x.eviction.strength for x in layers])[:, 0]
     assert strengths.argmax() == 1
     for layer, share in zip(layers, strengths / strengths.max(), strict=True):
         for held in held_positions(layer):
             whole = int(share.double() * 32 + 0.5)
             assert (len(held[8]), len(held[16])) == (32 - whole, whole + 8)
-        assert layer.scores is None
+        assert layer.eviction.scores is None
     assert 0 < len(held_positions(layers[0])[0][8]) < 32
 
 
@@ -322,7 +323,7 @@ def test_attention_is_over_exactly_what_is_held(low_bits):
     feed(layer, [own], [70, *[1] * 10])
     assert all(len(x[8]) for x in held_positions(layer))
     queries = own.queries[None, :, 79:80]
-    assert_close(layer.attend(queries, None, DIM**-0.5), head_attention(layer, queries, None))
+    assert_close(layer.attend(queries, AttentionArguments(DIM**-0.5)), head_attention(layer, queries, None))
 
 
 def test_low_tier_is_read():
@@ -331,15 +332,15 @@ def test_low_tier_is_read():
     feed(layer, [own], [90])
     store, queries = layer.store, own.queries[None, :, -1:]
     assert (store.counters[RUNS] == 32).all()
-    before = layer.attend(queries, None, DIM**-0.5)
+    before = layer.attend(queries, AttentionArguments(DIM**-0.5))
     changed = copy.deepcopy(layer)
     changed.store.runs[0].values[0].view(torch.uint8)[0, 0, 0] ^= 0x80
-    assert not torch.allclose(changed.attend(queries, None, DIM**-0.5), before)
+    assert not torch.allclose(changed.attend(queries, AttentionArguments(DIM**-0.5)), before)
     everything = torch.zeros_like(positions(store), dtype=torch.int8)
     everything[:, : store.runs[0].table.shape[1] * 8] = EVICT - STAY
     requantize_by_tiers(store, everything + STAY)
     assert (store.counters[RUNS] == 0).all()
-    assert (before - layer.attend(queries, None, DIM**-0.5)).abs().amax() > 0.01
+    assert (before - layer.attend(queries, AttentionArguments(DIM**-0.5))).abs().amax() > 0.01
 
 
 def test_low_tokens_that_stay_keep_their_codes():
@@ -427,8 +428,8 @@ def test_scores_of_tokens_to_come_have_no_history():
     feed(layer, rows, [20, *[1] * 10], [0, 12])
     alone = make(arkv(beta=0.9))
     feed(alone, [rows[1][:18]], [8, *[1] * 10])
-    assert_close(layer.scores[HEADS:, :18], alone.scores)
-    assert layer.scores[HEADS:, 18:].isnan().all()
+    assert_close(layer.eviction.scores[HEADS:, :18], alone.eviction.scores)
+    assert layer.eviction.scores[HEADS:, 18:].isnan().all()
 
 
 CHUNKS = {"steps": [70, *[1] * 30], "short": [20, *[1] * 60], "turns": [70, 1, 1, 40, 1, 1]}
@@ -458,7 +459,7 @@ def test_row_that_starts_in_a_later_chunk():
         alone = make(arkv())
         (out,) = feed(alone, [rows[i][: 80 - pad]], chunks)
         assert_same_bits(stored(layer, i), stored(alone, 0))
-        assert_close(layer.strength[i], alone.strength[0])
+        assert_close(layer.eviction.strength[i], alone.eviction.strength[0])
         assert_close(outs[i], out)
 
 
@@ -512,7 +513,7 @@ def test_deepcopy_reset_and_pickle():
     feed(layer, [own], [70, 1, 1])
     held = stored(layer, 0)
     twin = copy.deepcopy(layer)
-    assert twin.peers.layers == [twin]
+    assert twin.eviction.group.members == [twin.eviction]
     for i in range(72, 90):
         forward(twin, *join([own[i : i + 1]]))
     assert_same_bits(stored(layer, 0), held)
@@ -674,8 +675,8 @@ def test_cache_copies_keep_their_layers_together():
     with torch.no_grad():
         model(ids, past_key_values=cache)
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        assert all(layer.peers.layers == twin.layers for layer in twin.layers)
-        assert twin.layers[0].peers is not cache.layers[0].peers
+        assert all(layer.eviction.group.members == [x.eviction for x in twin.layers] for layer in twin.layers)
+        assert twin.layers[0].eviction.group is not cache.layers[0].eviction.group
 
 
 def test_kernels_follow_the_reference():
@@ -712,9 +713,9 @@ def test_decode_kernel_of_models_in_bf16(masked):
     if masked:
         mask = torch.ones(4, 170, dtype=torch.bool).tril(166)[None, None].clone()
         mask[..., ::3] = False
-    expected = layer.attend(queries.float(), mask, DIM**-0.5)
+    expected = layer.attend(queries.float(), AttentionArguments(DIM**-0.5, mask))
     with use_interpreter():
-        got = layer.attend(queries, mask, DIM**-0.5)
+        got = layer.attend(queries, AttentionArguments(DIM**-0.5, mask))
         dense = layer.dense("values")
     assert torch.equal(dense, layer.dense("values"))
     assert (got.float() - expected).abs().max() < 0.02
@@ -766,9 +767,9 @@ def test_sinks_of_folded_heads():
         feed(layer, [x[:30] for x in own], [30])
         layer.update(keys[:, :, 30:31], values[:, :, 30:31])
         assert layer.begin(None, 1)
-        outs.append(layer.attend(queries[:, :, 30:31], None, 0.3, 0.0, sinks))
-        plain = layer.attend(queries[:, :, 30:31], None, 0.3)
-        layer.finish(queries[:, :, 30:31])
+        outs.append(layer.attend(queries[:, :, 30:31], AttentionArguments(0.3, sinks=sinks)))
+        plain = layer.attend(queries[:, :, 30:31], AttentionArguments(0.3))
+        layer.finish(queries[:, :, 30:31], AttentionArguments(0.3))
     assert_close(outs[0], outs[1])
     assert (outs[0] - plain).abs().max() > 1e-3
 

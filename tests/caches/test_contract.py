@@ -12,9 +12,10 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme, list_schemes
 from hfkvq.caches import registry
-from hfkvq.caches.layer import ROLLBACK
+from hfkvq.caches.layers import ROLLBACK
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout, knob
 from hfkvq.kernels import PageFormat
+from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (
     DIM,
     HEADS,
@@ -48,7 +49,7 @@ on_every_layout = pytest.mark.parametrize("name", by_layout())
 def assert_dense_agrees(layer, queries, mask=None):
     """`attend` is attention over `dense`: the fused road and the universal one."""
     scaling = queries.shape[-1] ** -0.5
-    fused = layer.attend(queries, mask, scaling)
+    fused = layer.attend(queries, AttentionArguments(scaling, mask))
     plain = attention(queries, layer.dense("keys"), layer.dense("values"), mask, scaling)
     assert_close(fused, plain)
 
@@ -512,7 +513,7 @@ def test_deepcopy_between_update_and_attention(name):
     twin = copy.deepcopy(layer)
     for x in (layer, twin):
         x.begin(None, 30)
-        x.finish(queries)
+        x.finish(queries, AttentionArguments(1.0))
     assert_same_bits(stored(layer, 0), stored(twin, 0))
 
 
@@ -820,7 +821,7 @@ def test_total_bits_approach_the_layout(name):
     states = [torch.randn(1, 1, tokens, 128, dtype=torch.bfloat16) for _ in range(2)]
     layer.update(*states)
     layer.begin(None, tokens)
-    layer.finish(states[0])
+    layer.finish(states[0], AttentionArguments(1.0))
     sizes = layer.store.nbytes()
     assert sizes.codes + sizes.metadata == 48 * 128 * 128 * (keys + values) / 8
     # Sink; tail of one unit (kitty, kivi: a page; else a token) less one, and 16 for a step; values: also the local

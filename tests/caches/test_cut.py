@@ -10,9 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import ARKVCache
-from hfkvq.caches.evict import EvictingLayer
-from hfkvq.caches.peers import Peers
+from hfkvq.caches.layers import Eviction
+from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.schemes import Arkv
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from tests.caches.driver import DIM, HEADS, SHARE, assert_close, make
 from tests.caches.models import build, prompt
@@ -52,7 +53,7 @@ class Questions(TorchDispatchMode):
 
 def layers_of(knobs, count=3, **more):
     layers = [make(Arkv(**TIGHT | knobs), **more) for _ in range(count)]
-    Peers(layers)
+    group_layers(layers)
     return layers
 
 
@@ -69,8 +70,8 @@ def forward(layer, queries, keys, values, mask=None, softcap=0.0, sinks=None):
     layer.update(keys, values)
     out = queries
     if layer.begin(mask, queries.shape[2]):
-        out = layer.attend(queries, mask, DIM**-0.5, softcap, sinks)
-    layer.finish(queries, mask, DIM**-0.5, softcap, sinks)
+        out = layer.attend(queries, AttentionArguments(DIM**-0.5, mask, softcap, sinks))
+    layer.finish(queries, AttentionArguments(DIM**-0.5, mask, softcap, sinks))
     return out
 
 
@@ -84,7 +85,7 @@ def run(layers, rows, chunks, mask=None, dtype=torch.bfloat16, **more):
 
 
 def general(monkeypatch):
-    monkeypatch.setattr(EvictingLayer, "_older_that_stay", lambda self, seen: 0)
+    monkeypatch.setattr(Eviction, "_older_that_stay", lambda self, seen: 0)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -93,7 +94,7 @@ def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
     """The same tokens in the same tiers, and the same from then on, trims and another prompt included."""
     chunks = [90, 1, 1, *[1] * 20, 30, 1]
     first, second = layers_of(KNOBS[name]), layers_of(KNOBS[name])
-    assert all(layer.first is None for layer in first)
+    assert all(layer.eviction.first_cut is None for layer in first)
     got = run(first, rows, chunks)
     with monkeypatch.context() as patch:
         general(patch)
@@ -104,7 +105,7 @@ def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
         assert torch.equal(a.store.counters, b.store.counters)
         assert torch.equal(a.store.dropped, b.store.dropped)
         assert a.store.states == b.store.states
-        assert a._trim_at() == b._trim_at()
+        assert a.eviction.full_at == b.eviction.full_at
         for side in ("keys", "values"):
             assert torch.equal(a.dense(side), b.dense(side))
 
@@ -118,15 +119,15 @@ def test_right_after_the_prompt(name, monkeypatch):
         general(patch)
         run(second, 2, [90])
     for a, b in zip(first, second, strict=True):
-        assert a.scores is None
-        assert a.first is None
-        assert a.cut is None
+        assert a.eviction.scores is None
+        assert a.eviction.first_cut is None
+        assert a.eviction.provisional is None
         assert a.evicted
         assert a.store.state.settled == a.seen - 8
-        assert a.strength is not None
-        assert_close(a.strength, b.strength)
+        assert a.eviction.strength is not None
+        assert_close(a.eviction.strength, b.eviction.strength)
         assert torch.equal(a.store.counters, b.store.counters)
-        assert a.trim_at == b.trim_at
+        assert a.eviction.trim_at == b.eviction.trim_at
         for side in ("keys", "values"):
             assert torch.equal(a.dense(side), b.dense(side))
         assert a.store.nbytes().total <= b.store.nbytes().total
@@ -142,7 +143,7 @@ def test_nothing_is_asked_but_once_for_all_layers(name):
         # Numbers of tokens that stay go to the host, of all layers in one tensor.
         assert len(watch.asked) <= (2 if at == 3 else 1), (at, watch.asked)
         if at < 3:
-            assert layer.first is not None
+            assert layer.eviction.first_cut is not None
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -173,9 +174,9 @@ def test_softcap_and_sinks(monkeypatch):
     general(monkeypatch)
     run(second, 2, [90], dtype=torch.float32, **more)
     for a, b, other in zip(first, second, plain, strict=True):
-        assert_close(a.strength, b.strength)
+        assert_close(a.eviction.strength, b.eviction.strength)
         assert torch.equal(a.dense("keys"), b.dense("keys"))
-        assert not torch.allclose(a.strength, other.strength)
+        assert not torch.allclose(a.eviction.strength, other.eviction.strength)
 
 
 def test_what_moves_before_tiers_are_final():
@@ -184,7 +185,7 @@ def test_what_moves_before_tiers_are_final():
         layers = layers_of({}, 2)
         first, last = layers
         forward(first, *tensors(0, 2, 90, 1))
-        assert first.first is not None
+        assert first.eviction.first_cut is not None
         if change == "reorder":
             first.reorder_cache(torch.tensor([1, 0]))
         elif change == "copy":
@@ -195,8 +196,8 @@ def test_what_moves_before_tiers_are_final():
             forward(first, *tensors(0, 2, 1, 2))
         forward(last, *tensors(1, 2, 90, 3))
         for layer in (first, last):
-            assert layer.cut is None
-            assert layer.first is None
+            assert layer.eviction.provisional is None
+            assert layer.eviction.first_cut is None
             assert int(layer.store.counters[LENGTH].max()) <= 41
         held = first.dense("keys")
         keys = tensors(0, 2, 90, 1)[1]
@@ -232,14 +233,14 @@ def test_prompts_of_models_are_not_trimmed(capacity, monkeypatch):
     def never(self, *args):
         raise AssertionError("a prompt was trimmed")
 
-    monkeypatch.setattr(EvictingLayer, "_trim", never)
+    monkeypatch.setattr(Eviction, "_trim", never)
     model = build("llama")
     cache = ARKVCache(model.config, **TIGHT, max_cache_len=capacity)
     model(prompt(2, 90), past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         assert layer.evicted
-        assert layer.first is None
-        assert layer.trim_at
+        assert layer.eviction.first_cut is None
+        assert layer.eviction.trim_at
 
 
 @pytest.mark.parametrize("capacity", [None, 160])

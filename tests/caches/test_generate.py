@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, StaticCache
 
 from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
-from hfkvq.caches.layer import KVLayer
+from hfkvq.caches.layers import KVLayer
 from tests.caches.driver import by_layout, distinct, small
 from tests.caches.models import FAMILIES, build, prompt
 

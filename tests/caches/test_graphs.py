@@ -16,8 +16,8 @@ import torch
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, kernels
-from hfkvq.caches import attention, graphs
-from hfkvq.caches.static import StaticKVLayer
+from hfkvq.caches import dense, graphs
+from hfkvq.caches.layers.buffer import StepBuffer
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import FAMILIES, build, prompt
 from tests.caches.test_generate import FULL, MODES, _generate
@@ -214,16 +214,16 @@ def test_no_memory_for_buffers(monkeypatch):
     """The step runs as without graphs, and the cache goes on."""
     model = build("llama")
     cache, plain = (MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False))
-    home, count = StaticKVLayer.home, []
+    bind, count = StepBuffer.bind, []
 
-    def full(layer):
-        count.append(layer)
-        if layer.room and layer.buffer is None and len(count) % 2 == 0:
+    def full(buffer):
+        count.append(buffer)
+        if buffer.room and buffer.tensor is None and len(count) % 2 == 0:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        home(layer)
+        bind(buffer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StaticKVLayer, "home", full)
+        patch.setattr(StepBuffer, "bind", full)
         first = [steps(model, each, 3) for each in (cache, plain)]
     torch.testing.assert_close(*first, rtol=1e-4, atol=1e-4)
     second = [steps(model, each, 5, prompt(1, 30)) for each in (cache, plain)]
@@ -265,7 +265,9 @@ def test_a_cache_that_is_gone_keeps_nothing():
     model = build("llama")
     cache = MixedKVCache(model.config, SCHEMES["arkv"])
     steps(model, cache, 60)
-    found = [weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer, cache.layers[0].clock.home)]
+    found = [
+        weakref.ref(x) for x in (cache.layers[0], cache.layers[0].buffer.tensor, cache.layers[0].steps.sync.buffers)
+    ]
     gc.disable()
     try:
         del cache
@@ -279,7 +281,7 @@ def test_memory_is_ahead_of_need_by_a_quarter():
     cache, grown = (MixedKVCache(model.config, "kitty-pro", graphs=on) for on in (True, False))
     for each in (cache, grown):
         steps(model, each, 300, prompt(1, 600))
-    assert cache.layers[0].room < 1.26 * 900
+    assert cache.layers[0].buffer.room < 1.26 * 900
     assert cache.memory().total < 1.1 * grown.memory().total
 
 
@@ -316,7 +318,7 @@ def test_tokens_taken_back():
         assert cache.get_seq_length() == 40 + sum(6 - i % 6 for i in range(30)) + 1 - 70 + 1
     torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
     for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
-        ours._host()
+        ours.steps.catch_up()
         assert ours.store.states == theirs.store.states
 
 
@@ -459,7 +461,7 @@ def test_steps_do_not_wait_for_the_compiler(name, length):
     model, (ids, mask) = build("llama"), padded(2, 30)
     want = MixedKVCache(model.config, SCHEMES[name], max_cache_len=length, graphs=False)
     cache, done = MixedKVCache(model.config, SCHEMES[name], max_cache_len=length), Kernels()
-    cache.layers[0].clock.wait_for(done)
+    cache.layers[0].steps.sync.wait_for(done)
     logits = {}
     for which, each in (("ours", cache), ("plain", want)):
         found, now = [], mask
@@ -498,7 +500,7 @@ def test_dense_steps_go_without_cudnn(before, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
     cache = MixedKVCache(model.config, SCHEMES["kitty"])
-    cache.layers[0].clock.wait_for(Kernels())
+    cache.layers[0].steps.sync.wait_for(Kernels())
     own = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(before)
@@ -510,7 +512,7 @@ def test_dense_steps_go_without_cudnn(before, monkeypatch):
 
 
 def test_cudnn_comes_back_when_the_last_thread_is_out():
-    own, context = torch.backends.cuda.cudnn_sdp_enabled(), attention._WITHOUT_CUDNN
+    own, context = torch.backends.cuda.cudnn_sdp_enabled(), dense.WITHOUT_CUDNN
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)
         context.__enter__()
@@ -526,14 +528,14 @@ def test_cudnn_comes_back_when_the_last_thread_is_out():
 def test_copies_wait_as_their_original_does():
     model, kernels_of_both = build("llama"), Kernels()
     cache = MixedKVCache(model.config, SCHEMES["kitty"])
-    clock = cache.layers[0].clock
+    clock = cache.layers[0].steps.sync
     clock.wait_for(kernels_of_both)
     steps(model, cache, 1)
-    other = copy.deepcopy(cache).layers[0].clock
+    other = copy.deepcopy(cache).layers[0].steps.sync
     assert other.waits
     assert other.compiling == [kernels_of_both]
     assert other.warmed is not clock.warmed
-    saved = pickle.loads(pickle.dumps(cache)).layers[0].clock
+    saved = pickle.loads(pickle.dumps(cache)).layers[0].steps.sync
     assert (saved.waits, saved.compiling, saved.warmed) == (False, [], [])
 
 
@@ -638,7 +640,7 @@ def test_step_is_for_own_loops():
 
 
 def test_layers_are_of_the_kind_that_is_captured():
-    assert all(isinstance(x, StaticKVLayer) for x in MixedKVCache(build("llama").config).layers)
-    assert not any(isinstance(x, StaticKVLayer) for x in MixedKVCache(build("llama").config, graphs=False).layers)
+    assert all(x.steps for x in MixedKVCache(build("llama").config).layers)
+    assert not any(x.steps for x in MixedKVCache(build("llama").config, graphs=False).layers)
     assert graphs.MAX_STEP == 16
     assert TriAxialCache

@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.caches import capture, graphs
+from hfkvq.caches import capture, once
 from tests.caches.driver import distinct
 from tests.caches.test_generate import MODES
 
@@ -52,7 +52,7 @@ def made(monkeypatch):
             count.append(self)
 
     monkeypatch.setitem(capture.RECORDERS, "cuda", Counted)
-    graphs.say_once.cache_clear()
+    once.say_once.cache_clear()
     return count
 
 

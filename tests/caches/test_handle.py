@@ -12,7 +12,8 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention import hfkvq_attention
-from hfkvq.caches.handle import layer_of
+from hfkvq.caches.layers.handle import layer_of
+from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.models import build
 
 LAYERS, HEADS, DIM = 3, 2, 32
@@ -54,7 +55,7 @@ def test_a_handle_of_the_past_stays_of_the_past():
     """Its layer's next update makes another, of the same shape too."""
     cache = cache_of(1)
     cache.update(*tokens(0, 5), 0)
-    cache.layers[0].finish(torch.zeros(1, 4, 1, DIM))
+    cache.layers[0].finish(torch.zeros(1, 4, 1, DIM), AttentionArguments(1.0))
     held = cache.update(*tokens(1), 0)
     cache.crop(-1)
     again = cache.update(*tokens(2), 0)

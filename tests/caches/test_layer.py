@@ -11,7 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfkvq import MixedKVCache
 from hfkvq.caches.attention import NAME, hfkvq_attention, hfkvq_mask
-from hfkvq.caches.handle import LazyKV
+from hfkvq.caches.layers.handle import LazyKV
+from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (
     DIM,
     HEADS,
@@ -87,7 +88,7 @@ def test_additive_masks(tokens, low):
     assert_same_bits(stored(layer, 0), stored(alone, 0))
     q, k, v = join([own[at - pad - 1 : at - pad]])
     last = attention(q, alone.dense("keys"), alone.dense("values"), None, SCALING)
-    assert_close(layer.attend(q, mask[:, :, -1:], SCALING), last)
+    assert_close(layer.attend(q, AttentionArguments(SCALING, mask[:, :, -1:])), last)
     assert k.shape == v.shape
 
 

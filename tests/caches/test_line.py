@@ -14,8 +14,7 @@ import torch
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.bench.generate.engines import SpreadTags
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
-from hfkvq.caches.evict import layer_class
-from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.routing import HostCounters
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
@@ -36,8 +35,8 @@ PRESETS = ("kitty-pro", "kivi-2", "mixkvq", "saw-int4", "int4", "full", "triaxia
 
 
 def layer_of(scheme, plainly=True):
-    layer = layer_class(scheme)(scheme, PaddingReader())
-    layer.steps_plainly = plainly
+    layer = KVLayer(scheme, PaddingReader())
+    layer.fuses_steps = plainly
     return layer
 
 
@@ -79,15 +78,14 @@ def step(layer, given, mask=None):
 def assert_same(one, other, room=True):
     """The same tokens, and as much room for more if that is asked for."""
     assert one.store.states == other.store.states
-    assert (one.query_sum is None) == (other.query_sum is None)
+    statistics = [[] if x.queries is None else x.queries.tensors() for x in (one, other)]
     for a, b in zip(one.store.tensors(), other.store.tensors(), strict=True):
         assert a.shape == b.shape or not room
     assert torch.equal(one.store.counters, other.store.counters)
     for side in ("keys", "values"):
         assert torch.equal(one.dense(side), other.dense(side))
-    for name in ("query_sum", "query_count"):
-        if getattr(one, name) is not None:
-            assert torch.equal(getattr(one, name), getattr(other, name))
+    for a, b in zip(*statistics, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.fixture
@@ -148,7 +146,7 @@ def test_evicting_layers_trim_between_such_steps(low_bits, pads, taken):
     for columns in range(38, 120):
         given, mask = states(2, 1, 32, torch.float32, "cpu", generator), pads and padded(pads, columns, "cpu")
         assert torch.equal(step(one, given, mask), step(other, given, mask))
-        trims.add(one.trim_at)
+        trims.add(one.eviction.trim_at)
     assert one.evicted
     assert len(trims) > 4
     # A trim looks at every step that may need one.
@@ -171,16 +169,16 @@ def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
     real = sealing.seal_by_width
     monkeypatch.setattr(sealing, "seal_by_width", by_width)
     if name == "triaxial":
-        one.tokens, other.tokens = TokenRecord(SpreadTags()), TokenRecord(SpreadTags())
+        one.tags.record, other.tags.record = TokenRecord(SpreadTags()), TokenRecord(SpreadTags())
     ids = torch.randint(100, (2, 300), generator=generator)
     for tokens in (60, *[1] * 100, 50, *[1] * 60):
         given, seen = states(2, tokens, 32, torch.float32, "cpu", generator), one.seen
         for layer in (one, other):
             own = ids[:, seen : seen + tokens]
-            if layer.tokens is not None and tokens > 1:
-                layer.tokens.prompt(own, None, seen)
-            elif layer.tokens is not None:
-                layer.tokens.step(own, seen)
+            if layer.tags is not None and tokens > 1:
+                layer.tags.record.prompt(own, None, seen)
+            elif layer.tags is not None:
+                layer.tags.record.step(own, seen)
         # With other room, sums are rounded in other places.
         torch.testing.assert_close(step(one, given), step(other, given))
         seal_one_by_one(other)
@@ -248,7 +246,7 @@ def test_pages_that_find_no_memory_are_not_counted_on(name, monkeypatch):
                 continue
             except torch.OutOfMemoryError:
                 failed += 1
-        layer._settle()
+        layer.settle()
     assert failed > 0
     assert_same(layer, other)
 
@@ -274,7 +272,7 @@ def test_steps_whose_scores_accumulate_go_one_by_one(taken):
     for tokens in (37, 1, 1):
         step(layer, states(2, tokens, 32, torch.float32, "cpu", generator))
     assert taken["append_attend"] == 0
-    assert layer.scores is not None
+    assert layer.eviction.scores is not None
 
 
 @pytest.mark.parametrize("name", ["saw-int4", "kitty", "mixkvq", "full", "triaxial", "kivi-2", "arkv"])
@@ -310,7 +308,7 @@ def test_generate_goes_in_one_call_a_step(name, taken, monkeypatch):
 
     got, layers = tokens(), model.config.num_hidden_layers
     assert taken["masked"] == 39 * layers
-    monkeypatch.setattr(KVLayer, "steps_plainly", False)
+    monkeypatch.setattr(KVLayer, "fuses_steps", False)
     assert torch.equal(got, tokens())
     assert taken["masked"] == 39 * layers
 
@@ -579,8 +577,8 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
     layer, generator, columns = layer_of(get_scheme(name)), torch.Generator().manual_seed(0), 60
     step(layer, states(1, columns, 128, torch.bfloat16, "cpu", generator))
     store, sums = layer.store, None
-    if layer.query_sum is not None:
-        sums = line.Observing(layer.query_sum.clone(), layer.query_count.clone())
+    if layer.queries is not None:
+        sums = line.Observing(layer.queries.sums.clone(), layer.queries.counts.clone())
     for at in range(30):
         columns += 1
         q, k, v = states(1, 1, 128, torch.bfloat16, "cpu", generator)
@@ -741,9 +739,7 @@ def test_rows_may_move_between_steps(rows, taken):
             given = states(batch, 1, 128, torch.bfloat16, "cuda", generator)
             assert torch.equal(step(one, given), step(other, given))
         for layer in (one, other):
-            layer._settle()
             if batch == 2:
-                layer.store.reorder(torch.tensor(rows, device="cuda"))
-                layer._rows(torch.tensor(rows, device="cuda"))
+                layer.reorder_cache(torch.tensor(rows, device="cuda"))
     assert taken["append_attend"] > 30
     assert_same(one, other)

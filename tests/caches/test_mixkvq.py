@@ -12,6 +12,7 @@ from hfkvq import MixKVQCache, get_scheme
 from hfkvq.caches.scheme import SideLayout
 from hfkvq.caches.schemes import MixKVQ
 from hfkvq.kernels import PageFormat, channel_widths
+from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import DIM, Row, assert_same_bits, feed, feed_as_is, join, make, row, stored
 from tests.caches.models import build, config, prompt
 
@@ -318,8 +319,8 @@ def test_window_begins_anew_with_each_seal():
     held, expected = stored(layer, 0), stored(alone, 0)
     for name in ("full", "full_index", "high", "high_index"):
         assert torch.equal(held[f"0 keys {name} 1"], expected[f"0 keys {name} 0"])
-    assert layer.query_count.tolist() == [[0]] * layer.heads
-    assert not layer.query_sum.any()
+    assert layer.queries.counts.tolist() == [[0]] * layer.heads
+    assert not layer.queries.sums.any()
 
 
 def test_window_goes_on_in_rows_that_were_not_sealed():
@@ -338,10 +339,10 @@ def test_window_goes_on_in_rows_that_were_not_sealed():
         mask = valid[:, None, None] if end - at == 1 else valid[:, None, None] & torch.ones(10, 10).bool().tril()
         layer.update(keys, values)
         if layer.begin(mask, end - at):
-            layer.attend(queries, mask, 1.0)
-        layer.finish(queries)
-        assert (layer.query_count == layer.query_count[0]).all()
-        counts.append(layer.query_count[0].tolist())
+            layer.attend(queries, AttentionArguments(1.0, mask))
+        layer.finish(queries, AttentionArguments(1.0, mask))
+        assert (layer.queries.counts == layer.queries.counts[0]).all()
+        counts.append(layer.queries.counts[0].tolist())
     # Row 0 is sealed at 16 columns, row 1 at 22; padding counts for nothing.
     assert counts == [[10, 4], *([i, i - 6] for i in range(11, 16)), *([i - 16, i - 6] for i in range(16, 22)), [6, 0]]
     for i, own in enumerate(rows):

@@ -72,5 +72,5 @@ def test_layers_on_two_gpus(name):
         cache = MixedKVCache(model.config, small(name, **knobs), max_cache_len=length)
         assert torch.equal(_generate(model, cache, ids, max_new_tokens=40), expected)
         # One graph goes over both.
-        assert len(cache.layers[0].clock.home.recordings) == 1
+        assert len(cache.layers[0].steps.sync.buffers.recordings) == 1
         assert [layer.device.index for layer in (cache.layers[0], cache.layers[last])] == [0, 1]

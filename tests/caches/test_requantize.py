@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hfkvq import TriAxialCache, get_scheme
-from hfkvq.caches import layer as layers
+from hfkvq.caches.layers import tags as layers
 from hfkvq.caches.scheme import UNTAGGED
-from hfkvq.caches.static import StaticKVLayer
 from hfkvq.caches.store import requantize as requantizing
 from hfkvq.caches.store.requantize import requantize_by_tags
 from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
 from hfkvq.caches.tokens import TokenRecord
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
 from hfkvq.reference import load_reference, tools
 from hfkvq.reference.tasks import render
@@ -262,7 +262,7 @@ def test_a_fixed_capacity_is_kept_and_used_again(model, page):
     With pages that no step can fill, layers are those whose steps may be compiled: addresses stay as well.
     """
     cache, expected = make(model, max_cache_len=256, page_size=page), Model(page)
-    assert isinstance(cache.layers[0], StaticKVLayer) == (page == 32)
+    assert (cache.layers[0].steps is not None) == (page == 32)
     ids = turn(100, 0)
     expected.prompt(widths_of(ids))
     ids = generate(model, cache, ids, 2)
@@ -311,7 +311,7 @@ def test_moved_tokens_are_quantized_from_what_was_stored(model):
 def layer_of(scheme, seed, lengths, columns):
     """A layer, its record and left-padded rows: (layer, rows, ids, valid); row b has ``lengths[b]`` real columns."""
     layer = driver.make(scheme)
-    layer.tokens = TokenRecord(Aging(), "turns" in scheme.needs)
+    layer.tags.record = TokenRecord(Aging(), "turns" in scheme.needs)
     ids = torch.where(prompt(len(lengths), columns, seed) == TURN, 5, prompt(len(lengths), columns, seed))
     pads = torch.tensor([columns - length for length in lengths])
     valid = torch.arange(columns) >= pads[:, None]
@@ -322,7 +322,7 @@ def send(layer, rows, ids, valid, at, tokens):
     """One forward of columns ``at`` to ``at + tokens``: (what attention gave, what dense tensors would give)."""
     new = slice(at, at + tokens)
     mask2d = valid[:, : at + tokens]
-    (layer.tokens.prompt if tokens > 1 else lambda ids, mask, seen: layer.tokens.step(ids, seen))(
+    (layer.tags.record.prompt if tokens > 1 else lambda ids, mask, seen: layer.tags.record.step(ids, seen))(
         ids[:, new], mask2d, at
     )
     queries, keys, values = join([x[new] for x in rows])
@@ -330,8 +330,8 @@ def send(layer, rows, ids, valid, at, tokens):
     layer.update(keys, values)
     reference = attention(queries, layer.dense("keys"), layer.dense("values"), mask, DIM**-0.5)
     pages = layer.begin(mask, tokens)
-    out = layer.attend(queries, mask, DIM**-0.5) if pages else None
-    layer.finish(queries, mask, DIM**-0.5)
+    out = layer.attend(queries, AttentionArguments(DIM**-0.5, mask)) if pages else None
+    layer.finish(queries, AttentionArguments(DIM**-0.5, mask))
     return out, reference
 
 

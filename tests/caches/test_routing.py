@@ -16,12 +16,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, TriAxialCache
-from hfkvq.caches.layer import PaddingReader
+from hfkvq.caches.layers import PaddingReader
 from hfkvq.caches.routing import ColumnTags, SealStart, Source, work_out
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
 from hfkvq.caches.tags import PAD, parse_tag
 from hfkvq.caches.tokens import TokenRecord
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from tests.caches.driver import assert_same_bits, mask_of, stored, tensors_of
 from tests.caches.models import build, config
@@ -118,8 +119,8 @@ def by_hand(cache, chunks, leads, monkeypatch):
             with Work() as work:
                 cache.update(k, v, i)
                 if layer.begin(mask, tokens):
-                    layer.attend(q, mask, 1.0)
-                layer.finish(q)
+                    layer.attend(q, AttentionArguments(1.0, mask))
+                layer.finish(q, AttentionArguments(1.0, mask))
             found[-1].append((work.asked + len(lists), sum(work.count.values())))
         seen += tokens
     return found
@@ -308,7 +309,7 @@ def test_whatever_happens_the_bytes_are_the_same(kind, seed, model):
         for cache in caches:
             for layer in cache.compressed_layers:
                 if kind == "fixed":
-                    layer._host()
+                    layer.steps.catch_up()
                 if layer.store is not None and "tags" in layer.scheme.needs:
                     host, device = told(layer)
                     assert host in (None, device), operation
@@ -539,13 +540,13 @@ def test_without_a_record_each_layer_goes_its_own_way():
     """Layers outside a `TriAxialCache`, which have no tags."""
     reader, generator = PaddingReader(), torch.Generator().manual_seed(0)
     layer = make(config("llama", num_hidden_layers=1)).layers[0]
-    layer.tokens, layer.reader = None, reader
+    layer.tags.record, layer.reader = None, reader
     valid = torch.arange(70) >= torch.tensor([[0], [30]])
     q, k, v = (torch.randn(2, heads, 70, 32, generator=generator) for heads in (4, 2, 2))
     mask = mask_of(layer, valid, 2, 70)
     layer.update(k, v)
     layer.begin(mask, 70)
-    layer.finish(q, mask, 1.0)
+    layer.finish(q, AttentionArguments(1.0, mask))
     assert layer.store.counters[RUNS:, 0].tolist() == [0, 0, 64, 64]
     assert layer.store.counters[RUNS:, 1].tolist() == [0, 0, 40, 40]
 
@@ -580,7 +581,7 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
     assert host == device
     assert device[LENGTH] == ((40, 40) if steps else (0, 0))
     monkeypatch.setattr(sealing, "grow", grow)
-    layer._settle()
+    layer.settle()
     forward(model, other, ids)
     for row in range(2):
         assert_same_bits(stored(layer, row), stored(other.layers[0], row))

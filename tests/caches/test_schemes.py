@@ -12,9 +12,9 @@ from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.bench.cases import default_formats
 from hfkvq.bench.generate.engines import default_schemes
 from hfkvq.caches import registry
+from hfkvq.caches.layers import why_not, why_several_launches
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
-from hfkvq.caches.static import why_not, why_several_launches
 from hfkvq.demo.run import choose_schemes
 from hfkvq.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
 from hfkvq.divergence.naming import parse_schemes

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme
-from hfkvq.caches.static import StaticEvictingLayer, StaticKVLayer, why_not
+from hfkvq.caches.layers import why_not
 from tests.caches.driver import DIM, assert_same_bits, small, stored
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import FULL, MODES, _generate
@@ -155,7 +155,7 @@ def test_generate_compiles_by_itself(name):
             for c, kwargs in ((cache, {"compile_config": compiling(counter)}), (grown, {}))
         )
         assert torch.equal(got, expected)
-        addresses.add(cache.layers[0].buffer.data_ptr())
+        addresses.add(cache.layers[0].buffer.tensor.data_ptr())
         cache.reset()
         grown.reset()
         assert int(cache.get_seq_length()) == 0
@@ -335,8 +335,10 @@ def test_copies_have_buffers_of_their_own(name, duplicate, stale):
     # Two layers share a clock, which is copied once.
     case = stale(name, layers=2 if name == "arkv" else 1)
     twin, grown = duplicate(case.cache), copy.deepcopy(case.grown)
-    assert {layer.buffer.data_ptr() for layer in twin.layers}.isdisjoint(x.buffer.data_ptr() for x in case.cache.layers)
-    assert len({layer.clock for layer in twin.layers}) == 1
+    assert {layer.buffer.tensor.data_ptr() for layer in twin.layers}.isdisjoint(
+        x.buffer.tensor.data_ptr() for x in case.cache.layers
+    )
+    assert len({layer.steps.sync for layer in twin.layers}) == 1
     go_on(case)
     case.cache, case.grown = twin, grown
     go_on(case)
@@ -358,8 +360,8 @@ def test_the_buffer_is_counted_once():
         with torch.no_grad():
             model(ids, past_key_values=cache)
         layers = cache.compressed_layers
-        held = sum(layer.buffer.nbytes + layer.store.dropped.nbytes for layer in layers)
-        held += sum(x.nbytes for layer in layers for x in layer.notes())
+        held = sum(layer.buffer.tensor.nbytes + layer.store.dropped.nbytes for layer in layers)
+        held += sum(x.nbytes for layer in layers for x in layer.tensors())
         assert cache.memory().compressed.total == held
 
 
@@ -406,7 +408,7 @@ def test_what_needs_the_host_works_without_graphs(scheme, reason):
     model, ids = build("llama"), prompt(2, 30)
     cache = MixedKVCache(model, scheme, max_cache_len=80)
     assert not cache.is_compileable
-    assert not any(isinstance(layer, StaticKVLayer) for layer in cache.layers)
+    assert not any(layer.steps for layer in cache.layers)
     expected = _generate(model, MixedKVCache(model, scheme), ids, max_new_tokens=30)
     assert torch.equal(_generate(model, cache, ids, max_new_tokens=30), expected)
 
@@ -422,8 +424,10 @@ def test_evicting_layers_have_a_buffer_for_the_budget():
     run(model, model.forward, cache, 3, ids, mask)
     small_one = MixedKVCache(model, get_scheme(SCHEMES["arkv"], budget_tokens=20), max_cache_len=1000)
     run(model, model.forward, small_one, 3, ids, mask)
-    assert all(isinstance(layer, StaticEvictingLayer) for layer in cache.layers)
-    assert small_one.layers[0].buffer.nbytes < cache.layers[0].buffer.nbytes < 40 * 4 * 2 * DIM * 4 * 2 * 4
+    assert all(layer.steps and layer.eviction for layer in cache.layers)
+    assert (
+        small_one.layers[0].buffer.tensor.nbytes < cache.layers[0].buffer.tensor.nbytes < 40 * 4 * 2 * DIM * 4 * 2 * 4
+    )
 
 
 def test_distinct_tokens_are_compared():

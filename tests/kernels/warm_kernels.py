@@ -17,11 +17,10 @@ import triton
 from triton.compiler import make_backend
 
 from hfkvq import kernels
-from hfkvq.caches import attention, static
-from hfkvq.caches.evict import EvictingLayer
-from hfkvq.caches.layer import PaddingReader
+from hfkvq.caches import attention
+from hfkvq.caches.layers import KVLayer, PaddingReader, steps
+from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.make import layer_plan
-from hfkvq.caches.peers import Peers
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.kernels import warm
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
@@ -52,10 +51,8 @@ class Attention(torch.nn.Module):
 def run(preset: str, rows: int, tokens: int, capacity: int) -> None:
     """A prompt, and two steps as graphs record them."""
     scheme = get_scheme(preset)
-    layer = static.static_class(scheme)(scheme, PaddingReader(), capacity)
-    layer.share = HEADS // KV_HEADS
-    if isinstance(layer, EvictingLayer):
-        Peers([layer])
+    layer = KVLayer(scheme, PaddingReader(), capacity, recordable=True)
+    group_layers([layer], HEADS // KV_HEADS)
     module = Attention()
     for count in (tokens, 1, 1):
         query, key, value = (tensor(rows, heads, count, DIM, BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -78,16 +75,16 @@ def main() -> None:
     pretend(notes)
     triton.compiler.compile = notes.compile
     torch.cuda.is_current_stream_capturing = lambda: False
-    to, step = torch.Tensor.to, static.run_step
+    to, step = torch.Tensor.to, steps.run_step
     # There is no other device.
     torch.Tensor.to = lambda self, *args, **kwargs: (
         self if args and isinstance(args[0], torch.device) else to(self, *args, **kwargs)
     )
     # As graphs record steps: whatever is due.
-    static.run_step = lambda *args: step(*args[:9], True)
+    steps.run_step = lambda *args: step(*args[:9], True)
     # What it would have compiled is asked for by itself.
     warm.start = lambda *_: None
-    attention._plain = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
+    attention.dense_attention = lambda module, query, key, value, *_, **__: (query.transpose(1, 2).clone(), None)
     found: dict[str, dict[str, list[Any]]] = {}
     with kernels.use_interpreter():
         for preset in sys.argv[1].split(","):

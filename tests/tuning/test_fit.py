@@ -130,7 +130,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
         layer.begin(None, size)
         layer.finish(x.repeat(1, 2, 1, 1), scaling=1.0)
         if layer.seen >= prompt:
-            total = sum(each.nbytes for each in (*layer.store.tensors(), *layer.notes()))
+            total = sum(each.nbytes for each in (*layer.store.tensors(), *layer.tensors()))
             most = max(most, total) if evicts else total
     if "tags" in kind.needs:
         record = TokenRecord(None)

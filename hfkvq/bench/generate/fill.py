@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hfkvq.caches.layer import KVLayer
+from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.triaxial import TriAxialCache
+from hfkvq.kernels.arguments import AttentionArguments
 
 from .cases import Case
 from .models import Heads
@@ -74,7 +75,7 @@ def fill(
                 # What attention does but attend: see `hfkvq.caches.attention`.
                 queries = min(_queries(layer), tokens)
                 layer.begin(None, queries)
-                layer.finish(normal(heads.heads, queries), None, heads.dim**-0.5)
+                layer.finish(normal(heads.heads, queries), AttentionArguments(heads.dim**-0.5))
     held = length(cache)
     if held != case.context:
         raise RuntimeError(f"filled with {case.context} tokens, but the cache holds {held}.")

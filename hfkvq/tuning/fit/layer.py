@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.caches.evict import EvictingLayer, layer_class
-from hfkvq.caches.graphs import room_ahead
-from hfkvq.caches.layer import KVLayer, PaddingReader
+from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.layers.queries import QueryStatistics
+from hfkvq.caches.placement import room_ahead
 from hfkvq.caches.scheme import UNTAGGED, Scheme
-from hfkvq.caches.static import StaticKVLayer, static_class
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.caches.tokens import TokenRecord
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.step import buffer_bytes
 
 
@@ -87,8 +87,7 @@ class _Kind:
 
     def fresh(self) -> KVLayer:
         """An empty layer."""
-        kind = static_class(self.scheme) if self.captured else layer_class(self.scheme)
-        layer = kind(self.scheme, PaddingReader())
+        layer = KVLayer(self.scheme, PaddingReader(), recordable=self.captured)
         if self.evicts:
             return layer
         keys, values = self.tokens(0)
@@ -98,9 +97,9 @@ class _Kind:
         for side in SIDES if self.captured else ():
             # As such layers do on a GPU.
             store.grow_tail(side, store.tail_limit[side], True)
-        if "tags" in self.scheme.needs:
+        if layer.tags is not None:
             # Nothing is tagged here but by `_tagged`.
-            layer.tokens = TokenRecord(None)  # type: ignore[arg-type]
+            layer.tags.record = TokenRecord(None)  # type: ignore[arg-type]
         return layer
 
     def feed(self, layer: KVLayer, count: int) -> None:
@@ -109,15 +108,17 @@ class _Kind:
         layer.update(keys, values)
         layer.begin(None, count)
         if self.evicts:
-            layer.finish(keys, scaling=1.0)
+            layer.finish(keys, AttentionArguments(1.0))
         else:
             # Seals; nobody asks for what queries have shown.
             layer.crop(0)
 
     def feed_prompt(self, layer: KVLayer, count: int) -> None:
         """The same with a prompt, or a piece of one."""
-        if self.narrow and layer.tokens is not None:
-            layer.tokens._write(torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen)
+        if self.narrow and layer.tags is not None and layer.tags.record is not None:
+            layer.tags.record._write(
+                torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen
+            )
         self.feed(layer, count)
 
     def _tagged(self, seen: int, count: int) -> Tensor:
@@ -146,21 +147,21 @@ class _Kind:
         left, trims = come.generated, 0
         while left and trims < 3:
             count = left
-            if isinstance(layer, StaticKVLayer) and come.headroom is not None:
-                if layer.seen == layer.room or not layer.room:
-                    layer.make_room(room_ahead(layer.seen + 1, come.headroom))
-                count = min(left, layer.room - layer.seen)
-            if isinstance(layer, EvictingLayer):
+            if layer.buffer is not None and come.headroom is not None:
+                if layer.seen == layer.buffer.room or not layer.buffer.room:
+                    layer.buffer.make_room(room_ahead(layer.seen + 1, come.headroom))
+                count = min(left, layer.buffer.room - layer.seen)
+            if layer.eviction is not None:
                 # Up to a trim; from the third one on it repeats itself.
-                at = layer._trim_at()
+                at = layer.eviction.full_at
                 count = min(count, MAX_STEP, max(at - 1 - layer.seen, 1))
                 self.feed(layer, count)
-                trims += layer.evicted and layer.trim_at != at
-            elif isinstance(layer, StaticKVLayer):
-                layer.note_steps(count, count)
+                trims += layer.evicted and layer.eviction.trim_at != at
+            elif layer.steps is not None:
+                layer.steps.note_steps(count, count)
             else:
-                store = layer._held()
-                tagged = layer.tokens is not None and layer._is_tagged()
+                store = layer.held()
+                tagged = layer.tags is not None and layer.tags.may_be_due(layer)
                 count = store.skip(left) if isinstance(store, _Rooms) and not tagged else 0
                 layer.seen += count
                 if not count:
@@ -172,13 +173,13 @@ class _Kind:
 
     def bytes_of(self, layer: KVLayer, batch: int, heads: int, share: int) -> int:
         """Bytes of a layer of so many rows, KV heads, and query heads of each."""
-        store = layer._held()
+        store = layer.held()
         rows = batch * heads if self.evicts else batch
-        if isinstance(layer, StaticKVLayer) and layer.plan is not None:
+        if layer.buffer is not None and layer.buffer.plan is not None:
             if self.evicts:
-                plan = replace(layer.plan, rows=rows, fold=heads, query_heads=heads * share)
+                plan = replace(layer.buffer.plan, rows=rows, fold=heads, query_heads=heads * share)
             else:
-                plan = replace(layer.plan, rows=rows, heads=heads)
+                plan = replace(layer.buffer.plan, rows=rows, heads=heads)
             held = buffer_bytes(plan) + rows * store.dropped.nbytes
         else:
             own = 1 if self.evicts else heads
@@ -187,20 +188,21 @@ class _Kind:
                 (x.itemsize, (*x.shape[:1], own, *x.shape[2:]) if x.dim() > 2 else x.shape) for x in store.tensors()
             ]
             held = rows * sum(size * math.prod(shape) for size, shape in shapes)
-        if isinstance(layer, EvictingLayer):
-            notes = 0 if layer.strength is None else layer.strength.nbytes
-            return held + batch * notes + rows * (0 if layer.scores is None else layer.scores.nbytes)
+        if layer.eviction is not None:
+            strength, scores = layer.eviction.strength, layer.eviction.scores
+            small = 0 if strength is None else strength.nbytes
+            return held + batch * small + rows * (0 if scores is None else scores.nbytes)
         return held + batch * _notes(self.scheme, heads, self.key_dim)
 
 
 @lru_cache(maxsize=256)
 def _notes(scheme: Scheme, heads: int, key_dim: int) -> int:
     """Bytes of what a layer remembers of the queries of a row."""
-    layer, query = layer_class(scheme)(scheme, PaddingReader()), torch.zeros(1, heads, 1, key_dim)
-    if "query" in scheme.needs:
-        layer.heads, layer.new_columns = heads, 1
-        layer._observe(query)
-    return sum(x.nbytes for x in (layer.query_sum, layer.query_count) if x is not None)
+    if "query" not in scheme.needs:
+        return 0
+    statistics = QueryStatistics()
+    statistics.observe(torch.zeros(1, heads, 1, key_dim), 1, heads, None)
+    return sum(x.nbytes for x in statistics.tensors())
 
 
 class _Prompts:

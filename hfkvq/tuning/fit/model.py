@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from hfkvq.caches.cache import MixedKVCache, queries_per_head
+from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.graphs import wanted
+from hfkvq.caches.model_config import queries_per_head
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.tokens import room_for
 from hfkvq.demo.outline import Outline, outline

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
-if TYPE_CHECKING:
-    from .layer import KVLayer
+from .base import LayerBase
+from .forward import attend
 
 # Reading these does not touch the data.
 _METADATA = {
@@ -40,7 +41,7 @@ class LazyKV(torch.Tensor):
         form: "bhsd", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
     """
 
-    _layer: KVLayer
+    _layer: LayerBase
     _edition: int
     side: Side
     repeats: int
@@ -48,7 +49,7 @@ class LazyKV(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, layer: KVLayer, side: Side, repeats: int = 1, form: str = "bhsd", shape: tuple[int, ...] | None = None
+        cls, layer: LayerBase, side: Side, repeats: int = 1, form: str = "bhsd", shape: tuple[int, ...] | None = None
     ) -> LazyKV:
         shape = layer.logical_shape(side) if shape is None else shape
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)
@@ -57,7 +58,7 @@ class LazyKV(torch.Tensor):
         return handle
 
     @property
-    def hfkvq_layer(self) -> KVLayer:
+    def hfkvq_layer(self) -> LayerBase:
         """The cache layer.
 
         Raises:
@@ -89,7 +90,9 @@ class LazyKV(torch.Tensor):
 
     def materialize(self) -> Tensor:
         """The dequantized tensor, in this handle's shape."""
-        dense = self.hfkvq_layer.materialized(self.side)
+        layer = self.hfkvq_layer
+        layer.check_complete()
+        dense = layer.dense(self.side)
         if self.form == "bh1sd":
             return dense[:, :, None]
         if self.repeats == 1 and self.form == "bhsd":
@@ -123,13 +126,13 @@ class LazyKV(torch.Tensor):
         return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
 
 
-def handles(layer: KVLayer, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
+def handles(layer: LayerBase, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
     """Both handles of a layer that has seen so many tokens: what its update returns."""
     keys = LazyKV(layer, "keys", shape=(batch, heads, seen, key_dim))
     return keys, LazyKV(layer, "values", shape=(batch, heads, seen, value_dim))
 
 
-def layer_of(key: Any, value: Any) -> KVLayer | None:
+def layer_of(key: Any, value: Any) -> LayerBase | None:
     """The layer whose keys and values these are handles of, in the shape of its own; None of anything else.
 
     Raises:
@@ -228,30 +231,21 @@ def _attend(
         return NotImplemented
     queries, columns = query.shape[2], key.shape[2]
     mask = attn_mask
-    if mask is None and queries > 1 and not (is_causal and queries == columns):
-        # Not the cache's own rule (newest queries, causal): say in full what PyTorch would do.
-        mask = torch.ones(1, 1, queries, columns, dtype=torch.bool, device=query.device)
-        mask = mask.tril() if is_causal else mask
     # A query of one row per KV head group carries heads where tokens are expected (Transformers packs them so).
     packed = query.shape[1] == layer.heads and queries > 1 and layer.staged_length == 1
-    pages = layer.begin(attn_mask, query.shape[2])
-    if packed and mask is None:
-        mask = torch.ones(1, 1, 1, columns, dtype=torch.bool, device=query.device)
-    if pages:
-        out = layer.attend(query, mask, query.shape[-1] ** -0.5 if scale is None else scale)
-    else:
-        out = F.scaled_dot_product_attention(
-            query,
-            key.materialize(),
-            value.materialize(),
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+    if mask is None and (packed or (queries > 1 and not (is_causal and queries == columns))):
+        # Not the cache's own rule (newest queries, causal): say in full what PyTorch would do.
+        mask = torch.ones(1, 1, queries, columns, dtype=torch.bool, device=query.device)
+        mask = mask.tril() if is_causal and not packed else mask
+    arguments = AttentionArguments(query.shape[-1] ** -0.5 if scale is None else scale, mask)
+
+    def dense() -> Tensor:
+        keys, values = key.materialize(), value.materialize()
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    layer.finish(query, mask, scale)
-    return out
+
+    return attend(layer, query, arguments, dense, attn_mask)
 
 
 _HANDLERS: dict[Any, Any] = {

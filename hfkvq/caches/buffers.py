@@ -1,0 +1,184 @@
+"""Buffers of a cache's layers, and the graphs that were captured over them.
+
+A graph writes to addresses, so a capture is good for whichever cache lies there. Caches of one config and preset share
+a `BufferPool`: a new cache moves into the buffers that another one has left, or takes them over from one that is not in
+use, which then gets its tokens back as a copy. See `hfkvq.caches.placement`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.decode import LENGTH, START
+from hfkvq.kernels.step import StepPlan, StepState
+
+from .store import KVStore
+
+
+class Allocation(NamedTuple):
+    """A layer's buffer."""
+
+    tensor: Tensor
+    state: StepState
+    plan: StepPlan
+
+
+class LayerBuffer(Protocol):
+    """What is asked of a layer's part; see `hfkvq.caches.layers.buffer.StepBuffer`."""
+
+    tensor: Tensor | None
+    state: StepState | None
+    plan: StepPlan | None
+    room: int
+
+    @property
+    def layer(self) -> Any: ...
+
+    def fits(self, plan: StepPlan, room: int) -> bool: ...
+
+
+class Recording(NamedTuple):
+    """A captured step.
+
+    Attributes:
+        graph: runs it; see `hfkvq.caches.capture.CapturedGraph`.
+        inputs: what the graph reads, by argument.
+        model: whose step it is, weakly.
+        looks: what the model was like; see `hfkvq.caches.router.Router.looks`.
+    """
+
+    graph: Any
+    inputs: dict[str, Tensor]
+    model: weakref.ref[Any]
+    looks: Any
+
+    def replay(self, given: dict[str, Tensor], cache: Any) -> Any:
+        """One step with these arguments: what the model would return."""
+        if given:
+            own = [self.inputs[name] for name in given]
+            torch._foreach_copy_(own, list(given.values()))  # pyright: ignore[reportPrivateImportUsage]
+        return self.graph.replay(cache)
+
+
+class BufferSet:
+    """Buffers of all layers of a cache, and what was captured over them.
+
+    Attributes:
+        allocations: of the layers, in their order.
+        room: most logical columns.
+        recordings: captured steps.
+        runs: how often each step has run in Python, or failed to be captured.
+        owner: the `Placement` of the cache that lies here, weakly; None if nobody does.
+        last: thread and stream of the last cache that has.
+    """
+
+    def __init__(self, buffers: Sequence[LayerBuffer]) -> None:
+        self.allocations = [_allocation(buffer) for buffer in buffers]
+        self.room = buffers[0].room
+        self.recordings: dict[Any, Recording] = {}
+        self.runs: dict[Any, int] = {}
+        self.owner: weakref.ref[Any] | None = None
+        self.last: Any = None
+        # i32 (B,) in all layers, parts of the buffers.
+        self.lengths = [each.state.counters[LENGTH] for each in self.allocations]
+        self._visible: tuple[Any, Tensor, bool] | None = None
+
+    def is_of(self, buffers: Sequence[LayerBuffer]) -> bool:
+        """Whether all these layers lie here."""
+        return all(own.tensor is each.tensor for own, each in zip(buffers, self.allocations, strict=True))
+
+    def has_room(self, need: int) -> bool:
+        """Whether so many columns have room here, and do not waste too much of it."""
+        return need <= self.room <= 2 * need + 512
+
+    def suits(self, buffers: Sequence[LayerBuffer], need: int) -> bool:
+        """Whether layers that hold tokens could lie here."""
+        return self.has_room(need) and all(
+            own.layer.device == each.tensor.device and own.fits(each.plan, self.room)
+            for own, each in zip(buffers, self.allocations, strict=True)
+        )
+
+    def suits_empty(self, keys: Tensor) -> bool:
+        """Whether layers could lie here that are about to get a prompt's keys (B, H, T, D)."""
+        tensor, _, plan = self.allocations[0]
+        rows, heads, tokens, dim = keys.shape
+        alike = plan.rows == rows * plan.fold and plan.heads == heads // plan.fold and plan.key_dim == dim
+        return alike and plan.dtype == str(keys.dtype) and tensor.device == keys.device and self.has_room(tokens + 1)
+
+    def hides_padding_only(self, mask: Tensor, store: KVStore, edition: int) -> tuple[bool, bool]:
+        """Whether a mask hides nothing but leading padding, and whether any row has such padding. Asks the device.
+
+        Args:
+            mask: (B, L).
+            store: of the first layer.
+            edition: of the first layer, by which what was found before is good.
+        """
+        known, kind = self._visible, (edition, mask.device)
+        if known is None or known[0] != kind:
+            # Tokens that have been evicted are before a row's start, as padding is.
+            start = (store.counters[START] - store.dropped)[:: self.allocations[0].plan.fold].to(mask.device)
+            column = torch.arange(self.room, dtype=torch.int32, device=mask.device)
+            known = self._visible = (kind, column >= start[:, None], bool((start > 0).any()))
+        _, visible, padded = known
+        shown = mask if mask.dtype == torch.bool else mask != 0
+        return torch.equal(shown, visible[:, : mask.shape[1]]), padded
+
+
+def _allocation(buffer: LayerBuffer) -> Allocation:
+    if buffer.tensor is None or buffer.state is None or buffer.plan is None:
+        raise AssertionError("asked of layers that have a buffer")
+    return Allocation(buffer.tensor, buffer.state, buffer.plan)
+
+
+class BufferPool:
+    """Buffers of caches of one config and preset, which may take over each other's.
+
+    Attributes:
+        caches: how many there are.
+        vacant: the buffers that the last cache to go has left, while there are others.
+        used: those that caches lie in.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = weakref.ref(config)
+        self.caches = 0
+        self.vacant: BufferSet | None = None
+        self.used: weakref.WeakSet[BufferSet] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, config: Any, kind: Any) -> BufferPool:
+        """The pool of this kind of caches over this config."""
+        key = (id(config), kind)
+        found = _POOLS.get(key)
+        if found is None or found._config() is not config:
+            found = _POOLS[key] = cls(config)
+        return found
+
+    def take_vacant(self) -> BufferSet | None:
+        """The vacant buffers, which are given up if whoever takes them does not use them."""
+        found, self.vacant = self.vacant, None
+        return found
+
+    def occupy(self, buffers: BufferSet, owner: Any) -> None:
+        """Notes who lies where."""
+        buffers.owner = weakref.ref(owner)
+        # Another owner's padding.
+        buffers._visible = None
+        self.used.add(buffers)
+        if self.vacant is buffers:
+            self.vacant = None
+
+    def vacate(self, buffers: BufferSet | None) -> None:
+        """The cache that lay there is gone; while there are others of its pool, the next one may want its buffers."""
+        if buffers is not None and self.caches > 0:
+            buffers.owner = None
+            self.used.discard(buffers)
+            self.vacant = buffers
+
+
+_POOLS: weakref.WeakValueDictionary[Any, BufferPool] = weakref.WeakValueDictionary()

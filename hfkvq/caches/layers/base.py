@@ -1,0 +1,177 @@
+"""What parts of a layer, handles and the forward know of a layer: its state, and the verbs of an attention call."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.pages import Side
+
+from ..scheme import Scheme
+from ..store import KVStore, Padding
+from .padding import PaddingReader
+
+ROLLBACK = 64
+"""Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
+
+
+class Buffer(Protocol):
+    """What others may ask of a layer's buffer; see `hfkvq.caches.layers.buffer.StepBuffer`."""
+
+    def bind(self) -> None:
+        """Brings what the store holds into the buffer."""
+        ...
+
+    def close(self) -> None:
+        """Lets the device's counters count what the last step has sealed."""
+        ...
+
+
+class LayerBase:
+    """State of a layer, and what its parts may ask of it.
+
+    Attributes:
+        store: keys and values; None before the first update.
+        seen: logical tokens given, padding included, whatever is still stored. Steps that were replayed are not counted
+            until the layer is told of them.
+        staged: (B, H, t, Dk) and (B, H, t, Dv), tokens of the last update that are not in the store yet.
+        padding: among them.
+        uncommitted: whether something that is in the store may be due to be sealed.
+        new_columns: tokens of an update whose queries have not been shown yet.
+        evicted: whether tokens of the middle are gone, so that `dense` has zeros in their place.
+        record_past: whether the newest tokens stay unsealed, so that they can be taken back.
+        edition: grows whenever the layer changes, by which handles know whether they are good.
+        buffer: what gives the store fixed addresses; None where no step is recorded.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    heads: int
+    batch_size: int
+    buffer: Buffer | None
+
+    def __init__(self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool) -> None:
+        self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
+        self.record_past = self.is_initialized = False
+        self.edition = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all tokens."""
+        self.edition += 1
+        self.seen = self.new_columns = 0
+        self.store: KVStore | None = None
+        self.staged: tuple[Tensor, Tensor] | None = None
+        self.padding: Padding | None = None
+        self.uncommitted = self.evicted = False
+        # Shapes, dtypes and devices of the last update, if it was in order.
+        self.accepted: tuple[Any, ...] | None = None
+
+    def held(self) -> KVStore:
+        """The store.
+
+        Raises:
+            RuntimeError: there is none yet.
+        """
+        if self.store is None:
+            raise RuntimeError("This cache layer is empty: call update() first.")
+        return self.store
+
+    @property
+    def staged_length(self) -> int:
+        """New tokens that are not in the store yet."""
+        return 0 if self.staged is None else self.staged[0].shape[2]
+
+    @property
+    def hold(self) -> int:
+        """Newest tokens that stay unsealed, beyond what the layout says."""
+        return ROLLBACK if self.record_past else 0
+
+    def logical_shape(self, side: Side) -> tuple[int, int, int, int]:
+        """(B, H, seen, D) of a side."""
+        return self.batch_size, self.heads, self.seen, self.held().dims[side]
+
+    def check_capacity(self, tokens: int) -> None:
+        """Raises ValueError if ``tokens`` more exceed a fixed capacity."""
+        if self.capacity is not None and self.seen + tokens > self.capacity:
+            raise ValueError(
+                f"max_cache_len: {self.seen} tokens and {tokens} new ones exceed the capacity of {self.capacity}; "
+                "make the cache with a larger max_cache_len, or with none so that it grows."
+            )
+
+    def get_max_length(self) -> int:
+        """Capacity in tokens, or -1."""
+        return -1 if self.capacity is None else self.capacity
+
+    # Transformers 5.17 asks under this name as well.
+    get_max_cache_shape = get_max_length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Stages new tokens; see `KVLayer.update`."""
+        raise NotImplementedError
+
+    def begin(self, mask: Tensor | None, queries: int) -> bool:
+        """Prepares one attention call; see `KVLayer.begin`."""
+        raise NotImplementedError
+
+    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
+        """Attends to the pages; see `KVLayer.attend`."""
+        raise NotImplementedError
+
+    def finish(self, query: Tensor, arguments: AttentionArguments) -> None:
+        """Ends an attention call; see `KVLayer.finish`."""
+        raise NotImplementedError
+
+    def settle(self, commit: bool = True) -> None:
+        """Does what is left of the last update; see `KVLayer.settle`."""
+        raise NotImplementedError
+
+    def dense(self, side: Side) -> Tensor:
+        """Dequantized keys or values; see `KVLayer.dense`."""
+        raise NotImplementedError
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError if tokens have been evicted: zeros in their place would draw attention."""
+        if self.evicted:
+            raise RuntimeError(
+                f"{self.scheme.name}: tokens have been evicted, so this cache can be attended to by the 'hfkvq' "
+                "attention (attach=True) and by sdpa only."
+            )
+
+
+class Part:
+    """A part of a layer that knows its layer weakly: nothing may keep a layer whose cache is gone."""
+
+    def __init__(self, layer: LayerBase) -> None:
+        self._layer = weakref.ref(layer)
+
+    @property
+    def layer(self) -> LayerBase:
+        """Whose part it is."""
+        layer = self._layer()
+        assert layer is not None, "a part is held by its layer"
+        return layer
+
+    def attach(self, layer: LayerBase) -> None:
+        """Makes it this layer's part, after a copy or from a file."""
+        self._layer = weakref.ref(layer)
+
+    def copy_for(self, layer: LayerBase, memo: dict[int, Any]) -> Any:
+        """A copy for the copy of its layer, which shares everything with it but what the layer replaces."""
+        new = memo[id(self)] = copy.copy(self)
+        new.attach(layer)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The part of the layer's copy."""
+        copy.deepcopy(self.layer, memo)
+        return memo[id(self)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the layer, which attaches its parts again."""
+        return {name: value for name, value in self.__dict__.items() if name != "_layer"}

@@ -1,0 +1,221 @@
+"""The buffer of a layer whose steps are recorded: one tensor at one address, in which everything that it holds lies.
+
+With a fixed capacity the buffer is made at the first update. A layer that grows has none until a step is recorded (see
+`hfkvq.caches.graphs`), and another one whenever its tokens need more room. Prompts, and whatever else is no ordinary
+step, go the way of every layer, over the same tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.kernels import warm
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
+
+from ..buffers import Allocation
+from ..capture import RECORDERS
+from ..store import SIDES
+from .base import LayerBase, Part
+from .eviction import Eviction
+from .group import DeviceSync
+from .plan import make_plan, move_into
+from .queries import QueryStatistics
+
+OWNERS: weakref.WeakValueDictionary[int, StepBuffer] = weakref.WeakValueDictionary()
+"""Buffers by their address, for prompts of compiled models."""
+
+
+class StepBuffer(Part):
+    """Gives what a layer holds fixed addresses.
+
+    Attributes:
+        tensor: u8, the buffer; None while the layer grows as any does.
+        state: its tensors.
+        plan: its layout.
+        spec: name of the plan.
+        room: most logical columns that it has room for; the capacity, where there is one.
+        open: whether the device has sealed tokens that its counters do not count yet.
+        queries_per_head: query heads of a KV head.
+        sync: what the cache's layers know together of steps.
+    """
+
+    sync: DeviceSync
+
+    def __init__(self, layer: LayerBase, queries: QueryStatistics | None, eviction: Eviction | None) -> None:
+        super().__init__(layer)
+        self.queries, self.eviction = queries, eviction
+        self.queries_per_head = 1
+        self._release()
+        self.room = layer.capacity or 0
+
+    def _release(self) -> None:
+        self.tensor: Tensor | None = None
+        self.state: StepState | None = None
+        self.plan: StepPlan | None = None
+        self.spec = ""
+        self.open = False
+
+    def forget(self) -> None:
+        """Forgets what steps have left in the buffer, which stays."""
+        self.open = False
+        if self.state is not None:
+            for part in (self.state.new, self.state.sealed, self.state.flag, self.state.sums, self.state.counts):
+                part.zero_()
+
+    def start(self, tokens: int) -> None:
+        """Takes the buffer that an empty layer still has, if it is of the shape that is wanted now.
+
+        What the coming prompt of so many tokens and its steps launch is compiled meanwhile.
+        """
+        layer = self.layer
+        store = layer.held()
+        for side in SIDES if layer.device.type in RECORDERS and self.eviction is None else ():
+            # As long as in a buffer, while nothing is there that would have to move.
+            store.grow_tail(side, store.tail_limit[side], True)
+        if (
+            layer.capacity is None
+            and self.tensor is not None
+            and (self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan)
+        ):
+            self.leave()
+        self.bind()
+        self.warm(tokens)
+
+    def warm(self, tokens: int) -> None:
+        """Begins to compile what this layer, and others of its scheme, will launch."""
+        layer = self.layer
+        kind = layer.scheme, layer.record_past
+        if layer.device.type != "cuda" or kind in self.sync.warmed:
+            return
+        self.sync.warmed.append(kind)
+        plan = self._plan_for(self.room or tokens + MAX_STEP, self.plan)
+        if plan is not None:
+            query_heads = plan.fold * layer.held().heads * self.queries_per_head
+            done = warm.start(plan, query_heads, layer.device, layer.scheme.channel_rule, layer.record_past)
+            if done is not None and self.sync.captured:
+                self.sync.wait_for(done)
+
+    def _plan_for(self, room: int, before: StepPlan | None) -> StepPlan | None:
+        budget = None if self.eviction is None else self.eviction.budget
+        return make_plan(self.layer, room, before, budget, self.queries_per_head)
+
+    def fits(self, plan: StepPlan, room: int) -> bool:
+        """Whether what is stored could lie in a buffer of this plan, for so many logical columns."""
+        return self._plan_for(room, plan) == plan
+
+    def bind(self) -> None:
+        """Brings what the store holds into the buffer, wherever an operation has left it; makes the buffer if need be.
+
+        A buffer of another shape has another address: graphs are then recorded anew. A layer that grows has a buffer
+        from its first recorded step on only: see `make_room`.
+        """
+        store = self.layer.store
+        if store is None or not self.room:
+            return
+        plan = self._plan_for(self.room, self.plan)
+        if plan is None:
+            return
+        if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
+            self._allocate(plan, store.device)
+        assert self.state is not None, "made with the buffer"
+        move_into(store, self.state, plan)
+        self._write_queries()
+
+    def _allocate(self, plan: StepPlan, device: torch.device) -> None:
+        old = self.state
+        # Zeros: see `PageFormat.allocate`.
+        with torch.inference_mode(False):
+            # Or no step outside of inference mode could write there.
+            tensor = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=device)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(tensor)
+        self.tensor, self.plan, self.spec = tensor, plan, plan.spec
+        with torch.inference_mode(False):
+            self.state = state = views_of_buffer(tensor, plan)
+        OWNERS[tensor.data_ptr()] = self
+        self.sync.buffers = None
+        for part in (state.new, state.sealed, state.flag, state.sums, state.counts):
+            part.zero_()
+        state.weight.zero_()
+        if old is not None and old.query.shape == state.query.shape and old.query.device == device:
+            state.query.copy_(old.query)
+        else:
+            state.query.zero_()
+
+    def _write_queries(self) -> None:
+        state, queries = self.state, self.queries
+        if state is None or not state.sums.numel():
+            return
+        if queries is None or queries.sums is None or queries.counts is None:
+            state.sums.zero_()
+            state.counts.zero_()
+        else:
+            state.sums.copy_(queries.sums)
+            state.counts.copy_(queries.counts)
+
+    def make_room(self, room: int) -> None:
+        """Moves into a buffer for so many logical columns, which may be the first one."""
+        self.close()
+        before = self.room, self.plan
+        self.room, self.plan = room, None
+        try:
+            self.bind()
+        except BaseException:
+            # Out of memory, most likely: the layer stays where it is.
+            self.room, self.plan = before
+            raise
+
+    def leave(self) -> None:
+        """Takes what is stored out of the buffer, and grows like any layer until a step is recorded again."""
+        layer = self.layer
+        if self.state is not None and layer.store is not None:
+            self.close()
+            layer.store = copy.deepcopy(layer.store)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets the buffer, in which nothing lies any longer."""
+        self._release()
+        self.room, self.sync.buffers = self.layer.capacity or 0, None
+
+    def take_over(self, allocation: Allocation, room: int) -> None:
+        """Takes over a buffer, for what is about to be stored; nothing of its last owner's steps is left pending."""
+        tensor, state, plan = allocation
+        for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
+            part.zero_()
+        self.tensor, self.state, self.plan, self.spec, self.room = tensor, state, plan, plan.spec, room
+        OWNERS[tensor.data_ptr()] = self
+
+    def move_in(self, allocation: Allocation, room: int) -> None:
+        """Takes over a buffer that no layer uses, and brings there what is stored; see `hfkvq.caches.buffers`."""
+        store = self.layer.held()
+        self.take_over(allocation, room)
+        for side in SIDES:
+            store.grow_tail(side, allocation.plan.tails[side == "values"])
+        move_into(store, allocation.state, allocation.plan)
+        self._write_queries()
+
+    def close(self) -> None:
+        """Lets the device's counters count what the last step has sealed; asks it nothing."""
+        if self.state is not None and self.open:
+            settle(self.state)
+            self.open = False
+            if self.queries is not None and self.state.sums.numel():
+                self.queries.sums, self.queries.counts = self.state.sums.clone(), self.state.counts.clone()
+
+    def own_bytes(self) -> int:
+        """Bytes of the buffer that are not the store's: what steps need for themselves."""
+        if self.tensor is None or self.state is None:
+            return 0
+        state = self.state
+        return self.tensor.nbytes - sum(x.nbytes for x in (state.counters, *state.windows, *state.flat_runs()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the buffer; of copies as well."""
+        room = self.layer.capacity or 0
+        return super().__getstate__() | {"tensor": None, "state": None, "plan": None, "spec": "", "room": room}

@@ -1,0 +1,41 @@
+"""The one way of an attention call through a layer: the newest tokens join it, queries attend, what is due is sealed.
+
+Attention functions, handles and prompts of compiled models come by here; a step that one call of the kernels can do
+whole need not, see `hfkvq.caches.layers.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from hfkvq.kernels.arguments import AttentionArguments
+
+from .base import LayerBase
+
+
+def attend(
+    layer: LayerBase,
+    query: Tensor,
+    arguments: AttentionArguments,
+    dense: Callable[[], Tensor],
+    padding_mask: Tensor | None,
+) -> Tensor:
+    """Attention of an update's queries over all that a layer holds then.
+
+    Args:
+        layer: that has been updated.
+        query: (B, Hq, Q, D), after RoPE.
+        arguments: of the call; without a mask it is causal.
+        dense: attends to `KVLayer.dense` keys and values, (B, Hq, Q, Dv); asked where pages cannot be attended, as of
+            a prompt. It adds the bias itself.
+        padding_mask: the mask that the model was given, in which padding is looked for.
+
+    Returns:
+        (B, Hq, Q, Dv).
+    """
+    pages = layer.begin(padding_mask, query.shape[2])
+    out = layer.attend(query, arguments.biased()) if pages else dense()
+    layer.finish(query, arguments)
+    return out

@@ -1,0 +1,300 @@
+"""What layers of a cache know together: of steps that the host did not see, and of each other's attention."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..buffers import BufferSet
+from ..first_prompt import Waiting, first_tiers
+from ..scheme import Scheme
+from ..store.prompt_eviction import Tiers
+from .base import LayerBase
+
+if TYPE_CHECKING:
+    from hfkvq.kernels.triton.ahead import Beside
+
+
+class EvictingMember(Protocol):
+    """A layer's part in a `LayerGroup`; see `hfkvq.caches.layers.eviction.Eviction`."""
+
+    group: Any
+    strength: Tensor | None
+    prompts: int
+
+    @property
+    def layer(self) -> LayerBase: ...
+
+    def waiting(self) -> Waiting | None: ...
+
+    def assign(self, tiers: Tiers | None = None) -> None: ...
+
+
+class SteppingMember(Protocol):
+    """A layer's part in a `DeviceSync`; see `hfkvq.caches.layers.steps.DeviceSteps`."""
+
+    leads: bool
+    buffer: Any
+    eviction: Any
+
+    @property
+    def sync(self) -> DeviceSync: ...
+
+    @sync.setter
+    def sync(self, sync: DeviceSync) -> None: ...
+
+    @property
+    def layer(self) -> LayerBase: ...
+
+    @property
+    def is_bound(self) -> bool: ...
+
+    def note_steps(self, tokens: int, peak: int) -> None: ...
+
+    def device_counts(self) -> list[Tensor]: ...
+
+    def learn(self, numbers: list[int]) -> bool: ...
+
+    def finish_update(self) -> None: ...
+
+    def wants_host(self, bound: int) -> bool: ...
+
+    def between_steps(self) -> None: ...
+
+    def most_tokens(self) -> int: ...
+
+
+M = TypeVar("M")
+
+
+class _Group(Generic[M]):
+    """Parts of layers, known weakly: they keep their group, and nothing may keep a layer whose cache is gone."""
+
+    def __init__(self, members: Sequence[M]) -> None:
+        self._members = [weakref.ref(member) for member in members]
+
+    @property
+    def members(self) -> list[M]:
+        """In the model's order."""
+        found = [ref() for ref in self._members]
+        return [member for member in found if member is not None]
+
+    @property
+    def first(self) -> M:
+        """The first of them."""
+        member = self._members[0]()
+        assert member is not None, "asked by a layer of the group"
+        return member
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of the same layers' copies."""
+        new = memo[id(self)] = copy.copy(self)
+        new._members = [weakref.ref(copy.deepcopy(member, memo)) for member in self.members]
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """References that can be saved."""
+        return self.__dict__ | {"_members": self.members}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`."""
+        self.__dict__.update(state, _members=[weakref.ref(member) for member in state["_members"]])
+
+
+class LayerGroup(_Group[EvictingMember]):
+    """The layers of a cache that evict, which compare their strengths.
+
+    Attributes:
+        warned: whether it has been said that attention hides its queries.
+    """
+
+    def __init__(self, members: Sequence[EvictingMember]) -> None:
+        super().__init__(members)
+        self.warned = False
+        for member in members:
+            member.group = self
+
+    def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
+        """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
+        known = [x.strength.to(device) for x in self.members if x.strength is not None and x.prompts == prompts]
+        return torch.stack(known).amax(0) if known else None
+
+    def report(self, prompts: int) -> None:
+        """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
+        members = self.members
+        if all(member.prompts == prompts for member in members):
+            waiting = [member.waiting() for member in members]
+            most = self.greatest_strength(prompts, members[0].layer.device) if any(waiting) else None
+            for member, tiers in zip(members, first_tiers(waiting, most), strict=True):
+                member.assign(tiers)
+
+    def settle(self) -> None:
+        """Layers that wait with sealing compare their strengths before the rows of any of them move."""
+        for member in self.members:
+            member.layer.settle()
+
+
+class DeviceSync(_Group[SteppingMember]):
+    """What the host knows of steps that did not pass through Python.
+
+    Steps of CUDA graphs are counted here and told to the layers only when one of them is asked for more than its
+    length. Of steps that `torch.compile` runs, the host knows nothing but that there were some: then the device is
+    asked.
+
+    Attributes:
+        stale: whether the host must ask the device how long rows are.
+        steps: tokens announced since then, by which rows are longer at the most.
+        ahead: tokens of graph steps that the layers have not been told of.
+        peak: the most that ``ahead`` has been; what was taken back since may have been sealed for.
+        ready: whether every row has a token that is no padding; from then on a step needs no mask.
+        holes: whether columns within a row are padding, which are stored: from then on every step needs one.
+        buffers: of all layers, with the graphs that were captured over them, or None.
+        warmed: schemes whose kernels are being compiled, or are there; and whether for steps of several tokens.
+        compiling: those that are on their way.
+        waits: whether the running forward does without them, and so attends to dense keys and values.
+        captured: whether steps are captured, so that they go without kernels that are not there yet.
+    """
+
+    def __init__(self, members: Sequence[SteppingMember]) -> None:
+        super().__init__(members)
+        self.buffers: BufferSet | None = None
+        self.warmed: list[tuple[Scheme, bool]] = []
+        self.compiling: list[Beside] = []
+        self.waits = self.captured = False
+        self.forget()
+        for i, member in enumerate(members):
+            member.sync, member.leads = self, i == 0
+
+    def forget(self) -> None:
+        """Forgets all steps."""
+        self.stale = self.ready = self.holes = False
+        self.steps = self.ahead = self.peak = 0
+
+    @property
+    def seen(self) -> int:
+        """Logical tokens of every layer; right unless ``stale``."""
+        return self.first.layer.seen + self.ahead
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceSync:
+        """Of the same layers' copies, which have no buffers yet."""
+        new = super().__deepcopy__(memo)
+        new.compiling, new.waits, new.warmed = list(self.compiling), self.waits, list(self.warmed)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but graphs and kernels; references that can be saved."""
+        return super().__getstate__() | {"buffers": None, "compiling": [], "waits": False, "warmed": []}
+
+    def wait_for(self, kernels: Beside) -> None:
+        """Forwards do without these kernels until they are there; the running one does in any case."""
+        if not kernels.is_done():
+            self.compiling.append(kernels)
+            self.waits = True
+
+    def look_for_kernels(self) -> None:
+        """Sees, before a forward, whether kernels are there: within one, nothing changes."""
+        if self.compiling:
+            self.compiling = [kernels for kernels in self.compiling if not kernels.is_ready()]
+            self.waits = bool(self.compiling)
+
+    def count(self, tokens: int) -> None:
+        """Notes a graph step of so many tokens."""
+        self.ahead += tokens
+        self.peak = max(self.peak, self.ahead)
+
+    def settle(self) -> None:
+        """Tells the layers of graph steps; asks the device nothing."""
+        if self.peak:
+            ahead, peak = self.ahead, self.peak
+            self.ahead = self.peak = 0
+            members = self.members
+            for member in members:
+                member.note_steps(ahead, peak)
+            # What the last of them has left to the host.
+            for member in members:
+                member.between_steps()
+
+    def catch_up(self) -> None:
+        """Lets the layers know how long rows are, and does what steps have left to do.
+
+        Where the host has not counted the steps, one transfer a device.
+
+        Raises:
+            ValueError: tokens of these steps found no room and were not stored.
+        """
+        if not self.stale:
+            self.settle()
+            return
+        self.stale, self.steps = False, 0
+        self.ahead = self.peak = 0
+        bound = [member for member in self.members if member.is_bound]
+        by_device: dict[torch.device, list[SteppingMember]] = {}
+        for member in bound:
+            by_device.setdefault(member.layer.device, []).append(member)
+        lost = False
+        for members in by_device.values():
+            counts = [member.device_counts() for member in members]
+            numbers = torch.cat([part for parts in counts for part in parts]).tolist()
+            for member, parts in zip(members, counts, strict=True):
+                size = sum(part.numel() for part in parts)
+                lost = member.learn(numbers[:size]) or lost
+                numbers = numbers[size:]
+        for member in bound:
+            member.between_steps()
+        if lost:
+            first = bound[0].layer
+            where = f"max_cache_len: compiled steps went on beyond the capacity of {first.capacity} tokens"
+            remedy = "Make the cache with a larger max_cache_len."
+            if first.capacity is None or first.seen < first.capacity:
+                where = "budget: compiled steps went on beyond the room for a budget"
+                remedy = "Call the cache's between_steps() before each step, as generate does."
+            raise ValueError(f"{where}; the cache holds {first.seen}, and what came later was not stored. {remedy}")
+
+    def announce(self, tokens: int) -> None:
+        """A forward of so many tokens is about to come, as far as the host can know.
+
+        Raises:
+            ValueError: it would exceed the capacity. Nothing is changed then.
+        """
+        members = self.members
+        first = members[0].layer
+        if not self.stale:
+            self.settle()
+            first.check_capacity(tokens)
+            for member in members:
+                member.finish_update()
+            self.steps = tokens
+            return
+        self.steps += tokens
+        bound = first.seen + self.steps
+        full = first.capacity is not None and bound > first.capacity
+        if full or any(member.wants_host(bound) for member in members):
+            self.catch_up()
+            first.check_capacity(tokens)
+            # What has been asked for is what the coming step will make stale again.
+            self.stale, self.steps = True, tokens
+
+    def prepare(self, tokens: int) -> None:
+        """Makes ready for a graph step of so many tokens: what an update or the budget has left to do.
+
+        Raises:
+            ValueError: it would exceed the capacity. Nothing is changed then.
+        """
+        members = self.members
+        if self.stale:
+            self.catch_up()
+        first = members[0].layer
+        first.check_capacity(self.ahead + tokens)
+        if not self.ahead:
+            for member in members:
+                member.finish_update()
+        bound = first.seen + self.ahead + tokens
+        if any(member.wants_host(bound) for member in members):
+            self.settle()
+            for member in members:
+                member.between_steps()

@@ -1,0 +1,116 @@
+"""What the buffer of a layer is like, and how what a store holds comes into it."""
+
+from __future__ import annotations
+
+import torch
+
+from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState
+
+from ..store import SIDES, KVStore
+from .base import LayerBase
+from .budget import Budget
+
+
+def make_plan(
+    layer: LayerBase, room: int, before: StepPlan | None, budget: Budget | None, queries_per_head: int
+) -> StepPlan | None:
+    """The plan of a buffer that what a layer holds can lie in; None while the store holds more than that.
+
+    Args:
+        layer: with a store, of which tails are made as long as they may become.
+        room: logical columns.
+        before: of the buffer that there is.
+        budget: of a layer that evicts.
+        queries_per_head: query heads of a KV head.
+    """
+    store, hold = layer.held(), layer.hold
+    if budget is not None:
+        blocks = _budget_blocks(store, layer, room, before, budget)
+    elif layer.capacity is None and len(store.runs) > 1:
+        blocks = _blocks_ahead(store, room - layer.seen, room, before)
+    else:
+        rest = max(room - store.layout.sink, 0)
+        blocks = tuple(
+            max(-(-rest // keys.page_size), view.table.shape[1])
+            for view, (keys, _) in zip(store.runs, store.format.runs, strict=True)
+        )
+    if blocks is None:
+        return None
+    if hold:
+        store.reserve_tail(hold)
+    for side in SIDES:
+        # While nothing is there, nothing has to move.
+        store.grow_tail(side, store.tail_limit[side], store.longest == 0)
+    keys, values = store.layout.keys, store.layout.values
+    rule = layer.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
+    fold = 1 if budget is None else layer.heads
+    query = "keep" if budget is not None else "sum" if "query" in layer.scheme.needs else ""
+    return StepPlan(
+        store=store.format.spec,
+        rows=store.batch,
+        heads=store.heads,
+        key_dim=store.dims["keys"],
+        value_dim=store.dims["values"],
+        dtype=str(store.dtype),
+        blocks=blocks,
+        tails=(store.windows[2].shape[2], store.windows[3].shape[2]),
+        local=(max(keys.local, hold), max(values.local, hold)),
+        unit=(keys.unit, values.unit),
+        capacity=room,
+        rule=rule or "",
+        query=query,
+        fold=fold,
+        query_heads=fold * store.heads * queries_per_head if budget is not None else 0,
+        balance=(keys.balance, values.balance),
+    )
+
+
+def _budget_blocks(
+    store: KVStore, layer: LayerBase, room: int, before: StepPlan | None, budget: Budget
+) -> tuple[int, ...] | None:
+    # A trim is due as soon as a row holds more; steps of up to so many tokens may pass before.
+    slack = 2 * MAX_STEP
+    page = store.format.runs[0][0].page_size
+    most = [-(-min(tokens + slack, room) // page) for tokens in budget.most]
+    if layer.capacity is None:
+        # A budget that is not used up is not paid for.
+        return _blocks_ahead(store, room - layer.seen, most[-1] * page, before)
+    have = [view.table.shape[1] for view in store.runs]
+    return None if any(a > b for a, b in zip(have, most, strict=True)) else tuple(most)
+
+
+def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None) -> tuple[int, ...]:
+    """Pages of a row in several runs of a layer that grows: steps seal into the last one only, up to ``most``."""
+    have = [view.table.shape[1] for view in store.runs]
+    if before is not None and all(a <= b for a, b in zip(have, before.blocks, strict=True)):
+        # Those of the buffer, until it has no room.
+        return before.blocks
+    held = min(store.state.wide_most + max(new, 0), most)
+    return (*have[:-1], max(have[-1], -(-held // store.format.runs[-1][0].page_size)))
+
+
+def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
+    """Copies a store's tensors into a buffer's, where they are not those already, and gives the store the latter."""
+    if store.counters is not state.counters:
+        state.counters.copy_(store.counters)
+        store.replace(counters=state.counters)
+    for at, (own, new) in enumerate(zip(store.windows, state.windows, strict=True)):
+        if own is not new:
+            new.copy_(own)
+            store.replace(windows=[*store.windows[:at], new, *store.windows[at + 1 :]])
+    for i, (own, new) in enumerate(zip(store.runs, state.runs, strict=True)):
+        blocks, have = plan.blocks[i], own.table.shape[1]
+        pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
+        if all(a is b for a, b in pairs):
+            if own.table is not new.table:
+                new.table.copy_(own.table)
+        else:
+            every = torch.arange(plan.rows * blocks, dtype=torch.int32, device=store.device)
+            new.table.copy_(every.view(plan.rows, blocks))
+            target, source = new.table[:, :have].flatten().long(), own.table.flatten().long()
+            for old, part in pairs:
+                raw, held = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (part, old))
+                raw[target] = held[source]
+        if own.pos is not None and new.pos is not None and own.pos is not new.pos:
+            new.pos[:, : own.pos.shape[1]].copy_(own.pos)
+        store.replace(runs=[*store.runs[:i], new, *store.runs[i + 1 :]])

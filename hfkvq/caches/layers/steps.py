@@ -1,0 +1,212 @@
+"""Steps of a layer that the host does not see: recorded once, and then run without Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import LENGTH, RUNS, START
+from hfkvq.kernels.step import MAX_STEP, run_step, seen
+
+from ..recorded import is_recorded
+from ..router import is_inside
+from ..states import RowState
+from .base import LayerBase, Part
+from .buffer import StepBuffer
+from .eviction import Eviction
+from .group import DeviceSync
+
+
+class StepKV:
+    """What `KVLayer.update` returns in a recorded step: the layer's steps and the new tokens; no tensor."""
+
+    def __init__(self, steps: DeviceSteps, keys: Tensor, values: Tensor) -> None:
+        self.steps, self.keys, self.values = steps, keys, values
+
+
+class DeviceSteps(Part):
+    """What the host knows of a layer's steps on the device, and how the two come together again.
+
+    Attributes:
+        buffer: of the layer.
+        eviction: of the layer; None where it keeps all tokens. Then steps may have several tokens, and the host has no
+            work between them.
+        leads: whether the layer is the first of its cache, which answers for all.
+    """
+
+    leads: bool
+
+    def __init__(self, layer: LayerBase, buffer: StepBuffer, eviction: Eviction | None) -> None:
+        super().__init__(layer)
+        self.buffer, self.eviction = buffer, eviction
+        DeviceSync([self])
+
+    @property
+    def sync(self) -> DeviceSync:
+        """What the cache's layers know together."""
+        return self.buffer.sync
+
+    @sync.setter
+    def sync(self, sync: DeviceSync) -> None:
+        self.buffer.sync = sync
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is a buffer now."""
+        return self.buffer.state is not None
+
+    @property
+    def run_eagerly(self) -> bool:
+        """Whether an eager step goes as that of any layer: before there is a buffer, and once its kernels are there."""
+        return self.buffer.tensor is None and not self.sync.waits
+
+    # Steps that the host does not see.
+
+    def record(self, keys: Tensor, values: Tensor) -> tuple[StepKV, StepKV]:
+        """An update in a recorded step; what is returned is known to "hfkvq" attention alone."""
+        if self.leads:
+            self.sync.stale = True
+        return StepKV(self, keys, values), StepKV(self, keys, values)
+
+    def note_steps(self, tokens: int, peak: int) -> None:
+        """Takes note of graph steps: ``tokens`` have come, ``peak`` before some were taken back."""
+        layer = self.layer
+        store = layer.held()
+        then = store.ahead(peak, layer.hold).sealed
+        if peak > tokens:
+            then = frozenset(state._replace(length=state.length - (peak - tokens)) for state in then)
+        store.replace(states=then)
+        layer.seen += tokens
+        layer.edition += 1
+        self.buffer.open = True
+
+    def device_counts(self) -> list[Tensor]:
+        """What the host asks for after steps that it has not counted: i32, flat."""
+        self.buffer.open = True
+        self.buffer.close()
+        state = self.buffer.state
+        assert state is not None, "asked of layers that have one"
+        return [state.counters.flatten(), state.flag]
+
+    def learn(self, numbers: list[int]) -> bool:
+        """Takes the answer; whether tokens were lost."""
+        layer, state = self.layer, self.buffer.state
+        assert state is not None, "asked of layers that have one"
+        store = layer.held()
+        *counters, flag = numbers
+        rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
+        keys = [sum(column) for column in zip(*rows[RUNS::2], strict=True)]
+        values = [sum(column) for column in zip(*rows[RUNS + 1 :: 2], strict=True)]
+        store.replace(states=frozenset(RowState(*each) for each in zip(rows[LENGTH], keys, values, strict=True)))
+        layer.seen = rows[START][0] + rows[LENGTH][0]
+        layer.edition += 1
+        self.note_rows()
+        if flag:
+            state.flag.zero_()
+        return bool(flag)
+
+    def note_rows(self) -> None:
+        """Tells whether every row has a token that is no padding."""
+        store = self.layer.store
+        if self.leads and store is not None:
+            self.sync.ready = all(state.length for state in store.states)
+
+    def finish_update(self) -> None:
+        """Does what is left of an update whose attention never called `KVLayer.finish`."""
+        self.layer.settle()
+
+    def catch_up(self) -> None:
+        """Makes sure that the host knows what the device holds."""
+        self.sync.catch_up()
+        self.buffer.close()
+
+    def before_update(self, tokens: int) -> None:
+        """Makes ready for so many tokens in Python."""
+        layer, buffer, sync = self.layer, self.buffer, self.buffer.sync
+        if self.leads and not is_inside():
+            sync.look_for_kernels()
+        sync.catch_up()
+        if layer.capacity is None and buffer.tensor is not None and layer.seen + tokens > buffer.room:
+            buffer.leave()
+
+    # Work of the host between steps: trims.
+
+    def wants_host(self, bound: int) -> bool:
+        """Whether something is due, between steps, once ``bound`` tokens have been seen."""
+        return self.eviction is not None and self.layer.store is not None and bound > self.eviction.full_at
+
+    def between_steps(self) -> None:
+        """Trims rows that have outgrown their budget, by the newest query."""
+        state, eviction = self.buffer.state, self.eviction
+        if eviction is None or state is None or self.layer.seen < eviction.full_at:
+            return
+        eviction.judge_step(state.query.clone())
+        self.buffer.bind()
+
+    # Lengths and masks.
+
+    def seen_on_device(self) -> Tensor:
+        """Logical tokens seen, on the device: i64 (1,). Stock static layers have a number without axes there."""
+        buffer = self.buffer
+        assert buffer.tensor is not None
+        assert buffer.plan is not None
+        return seen(buffer.tensor, buffer.plan.rows)
+
+    def length(self, seen: int) -> Any:
+        """Tokens seen, ``seen`` of which the layer knows; on the device where the host does not know all."""
+        if self.buffer.tensor is not None and (is_recorded() or self.sync.stale):
+            return self.seen_on_device()
+        return seen + self.sync.ahead
+
+    def need_no_mask(self) -> bool:
+        """Whether steps need no mask: nothing that is stored is padding, and every row has something stored."""
+        if self.layer.capacity is None or self.buffer.tensor is None or self.sync.waits:
+            # Dense keys and values have padding among them.
+            return False
+        return self.sync.ready and not self.sync.holes
+
+    def most_tokens(self) -> int:
+        """Most tokens of a recorded step.
+
+        Where tags have a say in what is sealed, only generated ones have none. A trim judges by one query.
+        """
+        layer = self.layer
+        if self.eviction is not None:
+            return 1
+        return 1 if "tags" in layer.scheme.needs and not layer.record_past else MAX_STEP
+
+    # A step in Python over the buffer.
+
+    def take_step(self, queries: int, mask: Tensor | None) -> bool:
+        """Whether the staged tokens can go through `run`."""
+        layer = self.layer
+        # A trim may be due, and the host is here.
+        if layer.staged is None or not self.is_bound or self.sync.waits or self.eviction is not None:
+            return False
+        tokens = layer.staged[0].shape[2]
+        if tokens > self.most_tokens():
+            return False
+        started = all(state.length for state in layer.held().states)
+        return tokens == queries <= MAX_STEP and started and (mask is None or tokens == 1)
+
+    def run(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
+        """The staged tokens' whole step, as a compiled one would take it: (B, Hq, Q, Dv)."""
+        layer, buffer = self.layer, self.buffer
+        store, state, plan = layer.held(), buffer.state, buffer.plan
+        assert layer.staged is not None
+        assert state is not None
+        assert plan is not None
+        keys, values = layer.staged
+        layer.staged, layer.new_columns, buffer.open = None, 0, True
+        then = store.ahead(keys.shape[2], layer.hold)
+        scaling, mask, softcap, sinks, *_ = arguments.biased()
+        try:
+            out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap, any(then.due))
+        except BaseException:
+            # The tokens may be stored or not; the device knows.
+            self.sync.stale = True
+            raise
+        store.replace(states=then.sealed)
+        return out

@@ -1,0 +1,68 @@
+"""Tags of tokens, by which some schemes choose widths, and by which tokens that have aged are quantized again."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from torch import Tensor
+
+from ..routing import ColumnTags
+from ..store.requantize import requantize_by_tags
+from ..tokens import TokenRecord
+from .base import LayerBase
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_without_tags(scheme: str) -> None:
+    logger.warning(
+        "%s gives tokens their bits by tags, which this cache is not shown, so every token gets the most bits; use "
+        "TriAxialCache(model, tokenizer).",
+        scheme,
+    )
+
+
+class TokenTags:
+    """What a layer knows of its tokens' tags.
+
+    Attributes:
+        record: ids and tags of the cache's tokens, one for all layers; None where nobody shows the cache any.
+    """
+
+    def __init__(self) -> None:
+        self.record: TokenRecord | None = None
+
+    def of_columns(self, layer: LayerBase) -> ColumnTags | None:
+        """The tags of all columns known, which layers share."""
+        if self.record is None:
+            _warn_without_tags(layer.scheme.name)
+            return None
+        return self.record.shared_tags(layer.held().device)
+
+    def may_be_due(self, layer: LayerBase) -> bool:
+        """Whether any token in the tail may have a tag."""
+        record = self.record
+        return record is None or layer.seen - max(layer.held().ahead().needs) < record.tagged
+
+    def renewed(self, layer: LayerBase) -> Tensor | None:
+        """Tags that the prompt about to come has renewed, by which tokens may get fewer bits: u8 (B, n), or None."""
+        record = self.record
+        if layer.store is None or record is None or "turns" not in layer.scheme.needs:
+            return None
+        return record.tags_on(layer.store.device) if layer.seen and record.renewed == layer.seen else None
+
+    def requantize(self, layer: LayerBase) -> None:
+        """Gives tokens fewer bits if the prompt that is about to come has made them older, and the scheme wants it."""
+        tags = self.renewed(layer)
+        if tags is None:
+            return
+        if layer.buffer is not None:
+            layer.buffer.close()
+        if requantize_by_tags(layer.held(), tags) and layer.buffer is not None:
+            layer.buffer.bind()
+
+    def tensors(self) -> list[Tensor]:
+        """What the record holds."""
+        return [] if self.record is None else self.record.tensors()

@@ -1,0 +1,57 @@
+"""What a model's config says of its attention."""
+
+from __future__ import annotations
+
+import importlib
+
+from transformers.configuration_utils import PreTrainedConfig
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The decoder's part of a config."""
+    return config.get_text_config(decoder=True)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int | None:
+    """The head dim if the config says it plainly; latent attention (MLA) and layers of several kinds (Gemma4) don't."""
+    if getattr(config, "kv_lora_rank", None) or getattr(config, "is_heterogeneous", False):
+        return None
+    dim = getattr(config, "head_dim", None)
+    if dim is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
+        dim = config.hidden_size // config.num_attention_heads
+    return dim if isinstance(dim, int) else None
+
+
+def queries_per_head(config: PreTrainedConfig) -> int:
+    """Query heads of a KV head."""
+    heads = getattr(config, "num_attention_heads", 1)
+    return max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
+
+
+def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
+    """Query heads, KV heads and head dim of full attention; None if the config does not say it plainly."""
+    text = text_config(config)
+    dim, heads = head_dim_of(text), getattr(text, "num_attention_heads", None)
+    return None if dim is None or not heads else (heads, heads // queries_per_head(text), dim)
+
+
+TOUCHES_KEYS = {"bloom", "diffllama", "doge", "falcon", "gptj", "jetmoe"}
+"""Between update and attention these compute with keys or values, which no graph of ours can follow."""
+
+
+def looks_attention_up(config: PreTrainedConfig) -> bool:
+    """Whether the model of this config takes its attention from Transformers' table.
+
+    Falcon and a few others compare the implementation's name with those they know; a new name would lead them astray.
+    """
+    for cls in type(config).__mro__:
+        name = cls.__module__.replace("configuration_", "modeling_")
+        if name == cls.__module__:
+            # A config class of a user's own, or Transformers' base classes.
+            continue
+        try:
+            return hasattr(importlib.import_module(name), "ALL_ATTENTION_FUNCTIONS")
+        except ImportError:
+            # A config without a modeling file beside it: stock sdpa is intercepted all the same.
+            return False
+    return False
