@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from hfkvq import ARKVCache, MixedKVCache, get_scheme
 from hfkvq.caches.peers import Peers
 from hfkvq.caches.ranking import Attention, tier_widths
+from hfkvq.caches.schemes import Arkv
 from hfkvq.caches.store.columns import positions
 from hfkvq.caches.store.moves import EVICT, STAY
 from hfkvq.caches.store.requantize import requantize_by_tiers
-from hfkvq.caches.schemes import Arkv
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from tests.caches.driver import (
     DIM,
