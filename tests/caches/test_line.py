@@ -584,7 +584,7 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
         q, k, v = states(1, 1, 128, torch.bfloat16, "cpu", generator)
         mask = padded([2], columns, "cpu") if masked else None
         if at % 7 == 3:
-            store.grow(0, store.runs[0].table.shape[1] + 1)
+            store.state = grow(store.state, 0, store.runs[0].table.shape[1] + 1)
         if at % 7 == 5:
             store.replace(counters=store.counters.clone())
         then = store.ahead(1)
