@@ -499,3 +499,12 @@ def test_hidden_tokens_may_be_no_numbers(triton_backend):
     full = next(x for x in runs if x.dtype == torch.bfloat16 and x.shape[-1] == 8)
     full[:, :, 3] = torch.inf
     torch.testing.assert_close(decode_attention(q, *asked), expected, rtol=0, atol=0)
+
+
+def test_constants_of_formats_are_where_their_names_say():
+    pair = pytest.importorskip("hfkvq.kernels.triton.pair_format")
+    for at, name in enumerate(pair.PairFormat._fields[:-1]):
+        assert getattr(pair, name.upper()).value == at
+    names = [f"K_{name.upper()}" for name in pair.KEY_TENSORS] + [f"V_{name.upper()}" for name in pair.VALUE_TENSORS]
+    for at, name in enumerate(["TABLE", "POS", *names]):
+        assert getattr(pair, name).value == at

@@ -99,18 +99,18 @@ PARTS = ("codes", "scale", "zero", "norm", "high", "high_index", "full", "full_i
 """A side's tensors in the order in which `load_page` takes them."""
 
 
-def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> list[Tensor | None]:
-    """A side's tensors in the order in which `load_page` takes them; fp8 codes as bytes."""
+def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> dict[str, Tensor | None]:
+    """What `load_page` takes of a side's tensors, by name; fp8 codes as bytes, None for what a format lacks."""
     assert all(part.is_contiguous() for part in parts), "pages are contiguous"
     named = dict(zip(fmt.names, parts, strict=True))
     if fmt.bits == 8:
         # Not every GPU that Triton knows has an fp8 type, but all have bytes.
         named["codes"] = named["codes"].view(torch.uint8)
-    return [named.get(name) for name in PARTS]
+    return {name: named.get(name) for name in PARTS}
 
 
 def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> list[torch.dtype | None]:
-    """Dtypes of what `page_tensors` returns for pages of a model of ``dtype``."""
+    """Dtypes of what `page_tensors` returns, in order, for pages of a model of ``dtype``."""
     named = {name: kind or dtype for name, (_, kind) in fmt.shapes(side, heads, head_dim).items()}
     if fmt.bits == 8:
         named["codes"] = torch.uint8

@@ -18,7 +18,6 @@ from ..hadamard import hadamard
 from ..pages import PageFormat, RunView, StoreFormat, split_runs
 from ._lib import (
     DOT_DTYPES,
-    PARTS,
     cdiv,
     dot_dtype,
     field_channels,
@@ -285,8 +284,9 @@ def _page_arguments(
     view: RunView, keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A run's tensors as the kernel names them, and the constants that describe them."""
-    parts = {f"k_{name}": x for name, x in zip(PARTS, page_tensors(view.keys, keys), strict=True)}
-    parts |= {f"v_{name}": x for name, x in zip(PARTS[:4], page_tensors(view.values, values), strict=False)}
+    parts = {f"k_{name}": x for name, x in page_tensors(view.keys, keys).items()}
+    named = page_tensors(view.values, values)
+    parts |= {f"v_{name}": named[name] for name in ("codes", "scale", "zero", "norm")}
     constants = {
         "G": keys.page_size,
         "K_BITS": keys.bits,

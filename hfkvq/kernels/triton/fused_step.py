@@ -29,10 +29,6 @@ from .merge import MaskKind, mask_kind, mask_words
 from .seal import seal_launch
 
 
-def _is_current(x: Tensor) -> bool:
-    return not x.is_cuda or x.get_device() == torch.cuda.current_device()
-
-
 class _Sums(NamedTuple):
     """Where the sums of splits lie in one tensor: f32 in all, and which are tops, weights, and what is due."""
 
@@ -336,7 +332,7 @@ def seal_tail(
 ) -> bool:
     """See `hfkvq.kernels.fused_step`; False where the operations have to go one by one, and nothing is done."""
     device, tails = counters.device, windows[2:]
-    if not _is_current(counters):
+    if counters.is_cuda and counters.get_device() != torch.cuda.current_device():
         return False
     shapes, strides = (tails[0].shape, tails[1].shape), (tails[0].stride(), tails[1].stride())
     blocks, positions = run.table.shape[1], None if run.pos is None else run.pos.shape[1]

@@ -129,11 +129,10 @@ def gather_rows_triton(
     out = make((batch, heads, columns, head_dim), dtype=dtype, device=sink.device)
     if not out.numel():
         return out.to(sink.dtype)
-    counters = counters.contiguous()
-    common = {"H": heads, "S": form.sink, "BLOCK": rotate, "BD": max(16, power(head_dim))}
+    common = {"out": out, "counters": counters.contiguous(), "rotation": rotate**-0.5 if rotate else 1.0}
+    common |= {"B": batch, "COLUMNS": columns, "H": heads, "S": form.sink, "BLOCK": rotate, "num_warps": 4}
     # The reference multiplies and adds, and rounds both.
-    common |= {"enable_fp_fusion": False, "num_warps": 4}
-    rotation = rotate**-0.5 if rotate else 1.0
+    common |= {"BD": max(16, power(head_dim)), "enable_fp_fusion": False}
     with on_device(sink):
         for i, (view, formats) in enumerate(zip(views, form.runs, strict=True)):
             fmt, blocks = formats[at], view.table.shape[1]
@@ -141,15 +140,10 @@ def gather_rows_triton(
                 continue
             block_t = page_block(fmt, head_dim, TILE, 1)
             gather_pages_kernel[(blocks * -(-fmt.page_size // block_t), batch * heads)](
-                out,
-                counters,
-                view.table.contiguous(),
-                None if view.pos is None else view.pos.contiguous(),
-                *page_tensors(view.values if at else view.keys, fmt),
-                rotation,
-                batch,
-                blocks,
-                columns,
+                table=view.table.contiguous(),
+                pos=None if view.pos is None else view.pos.contiguous(),
+                **page_tensors(view.values if at else view.keys, fmt),
+                N=blocks,
                 COUNTER=RUNS + 2 * i + at,
                 BT=block_t,
                 **page_constants(fmt, which, head_dim),
@@ -157,14 +151,9 @@ def gather_rows_triton(
             )
         block_t = max(1, TILE // power(head_dim))
         gather_windows_kernel[(cdiv(columns, block_t), batch * heads)](
-            out,
-            counters,
-            sink,
-            tail,
-            rotation,
-            batch,
-            tail.shape[2],
-            columns,
+            sink=sink,
+            tail=tail,
+            W=tail.shape[2],
             SIDE=RUNS + at,
             RUNS=len(views),
             D=head_dim,

@@ -42,7 +42,8 @@ def hadamard_triton(x: Tensor, block: int) -> Tensor:
     rows = max(1, 2048 // block)
     if blocks.shape[0]:
         with on_device(x):
-            hadamard_kernel[(cdiv(blocks.shape[0], rows),)](blocks, out, blocks.shape[0], block**-0.5, H=block, BR=rows)
+            grid = (cdiv(blocks.shape[0], rows),)
+            hadamard_kernel[grid](x=blocks, y=out, ROWS=blocks.shape[0], scale=block**-0.5, H=block, BR=rows)
     return out.to(x.dtype).view(x.shape)
 
 

@@ -51,7 +51,7 @@ def key_fields(
         else:
             return unpack4(b_w)
     else:
-        # What bytes of keys make of slots that were never written is not looked at.
+        # Bytes that were never written may be NaN: so are logits then, which are masked in the end.
         return unpacked_fields(codes, i_head, o_slot, m_t, D, G, BITS, BE, MASKED and BITS == 16, 1)
 
 

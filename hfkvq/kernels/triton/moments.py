@@ -116,15 +116,12 @@ def attention_moments_triton(logits: Tensor, sinks: Tensor | None, real: Tensor)
     out = torch.empty((3, rows, share, columns), dtype=torch.float32, device=logits.device)
     entropy = torch.empty((rows, share * blocks), dtype=torch.float32, device=logits.device)
     with on_device(logits):
-        weight_sums_kernel[(rows * share * queries,)](
-            logits, None if sinks is None else sinks.float().contiguous(), tops, shares, columns,
-            queries,
-            BLOCK=BLOCK,
-        )  # fmt: skip
-        moments_kernel[(blocks, rows * share)](
-            logits, tops, shares, real, out, entropy, columns, queries, share,
-            BN=KEYS, BQ=QUERIES if queries > 1 else 1,
-        )  # fmt: skip
+        named = {"x": logits, "tops": tops, "shares": shares, "n": columns, "Q": queries}
+        own = None if sinks is None else sinks.float().contiguous()
+        weight_sums_kernel[(rows * share * queries,)](sinks=own, BLOCK=BLOCK, **named)
+        block_q = QUERIES if queries > 1 else 1
+        named |= {"real": real, "out": out, "entropy": entropy, "R": share}
+        moments_kernel[(blocks, rows * share)](BN=KEYS, BQ=block_q, **named)
     return out, entropy.sum(1)
 
 

@@ -115,14 +115,14 @@ def page_norms_triton(
         return out
     with on_device(source):
         page_norms_kernel[(pages, batch * heads)](
-            out,
-            source,
-            index.contiguous(),
-            new,
-            *source.stride(),
-            heads,
-            index.shape[1],
-            length,
+            out=out,
+            source=source,
+            index=index.contiguous(),
+            new=new,
+            **dict(zip(("s_b", "s_h", "s_l", "s_d"), source.stride(), strict=True)),
+            H=heads,
+            M=index.shape[1],
+            L=length,
             **_constants(axis, page, head_dim, rounds),
         )
     return out

@@ -17,7 +17,6 @@ from ..dispatch import reference
 from ..pages import PageFormat, Side
 from ._lib import (
     DOT_DTYPES,
-    PARTS,
     cdiv,
     dot_dtype,
     field_channels,
@@ -183,9 +182,9 @@ def qk_pages_triton(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Ten
     if not out.numel():
         return out
     constants = _constants(form, "keys", head_dim, q.dtype, rows)
+    grid = _grid(q, table.shape[1], constants)
     with on_device(q):
-        pages = dict(zip(PARTS, page_tensors(parts, form), strict=True))
-        _launch(qk_pages_kernel, _grid(q, table.shape[1], constants), q, table, count, out=out, **pages, **constants)
+        _launch(qk_pages_kernel, grid, q, table, count, out=out, **page_tensors(parts, form), **constants)
     return out
 
 
@@ -212,8 +211,7 @@ def sv_pages_triton(
     if not part.numel():
         return part.sum(2)
     with on_device(probs):
-        pages = dict(zip(PARTS, page_tensors(parts, form), strict=True))
-        _launch(sv_pages_kernel, grid, probs, table, count, part=part, **pages, **constants)
+        _launch(sv_pages_kernel, grid, probs, table, count, part=part, **page_tensors(parts, form), **constants)
         if grid[0] == 1:
             return part.squeeze(2)
         out = torch.empty((batch, heads, rows, head_dim), dtype=torch.float32, device=probs.device)
