@@ -13,6 +13,7 @@ from transformers.masking_utils import causal_mask_function
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.attention import hfkvq_mask
 from hfkvq.caches.evict import layer_class
+from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.layer import KVLayer, PaddingReader
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.decode import LENGTH, RUNS, START
@@ -27,7 +28,8 @@ def small(name: str | Scheme, **knobs: Any) -> Scheme:
     """A preset with small pages and windows, as far as it has these knobs."""
     scheme = get_scheme(name)
     own = {field.name for field in fields(scheme)}
-    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | knobs)
+    pages = {"pages": small(scheme.pages)} if isinstance(scheme, TokenEviction) else {}
+    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | pages | knobs)
 
 
 def cases() -> dict[str, Scheme]:

@@ -40,7 +40,7 @@ class ExpectedAttention(TokenEviction):
 
     name = "expected-attention"
     paper = "arXiv:2510.00636"
-    place = 75
+    place = 85
     presets = {
         "expected-attention": Entry(
             "Long prompts whose questions are yet to come: what the queries to come may look at stays.",

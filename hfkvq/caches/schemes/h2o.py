@@ -37,7 +37,7 @@ class H2O(TokenEviction):
 
     name = "h2o"
     paper = "arXiv:2306.14048"
-    place = 72
+    place = 82
     presets = {
         "h2o": Entry(
             "A fixed budget by the attention received so far; asks attention in every step.",

@@ -39,7 +39,7 @@ class PyramidKV(TokenEviction):
 
     name = "pyramidkv"
     paper = "arXiv:2406.02069"
-    place = 71
+    place = 81
     presets = {"pyramidkv": Entry("SnapKV with more tokens in lower layers.", lists=("demo",), group="eviction")}
 
     window: int = knob(8, low=1, high=4096, search=[8, 32, 64])

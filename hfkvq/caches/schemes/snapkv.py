@@ -37,7 +37,7 @@ class SnapKV(TokenEviction):
 
     name = "snapkv"
     paper = "arXiv:2404.14469"
-    place = 70
+    place = 80
     presets = {
         "snapkv": Entry(
             "Long prompts of which little matters: the tokens stay that its end attends to.",

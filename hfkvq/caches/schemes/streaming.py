@@ -35,7 +35,7 @@ class StreamingLLM(TokenEviction):
 
     name = "streaming-llm"
     paper = "arXiv:2309.17453"
-    place = 73
+    place = 83
     alike = True
     presets = {
         "streaming-llm": Entry(

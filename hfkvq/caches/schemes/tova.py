@@ -36,7 +36,7 @@ class TOVA(TokenEviction):
 
     name = "tova"
     paper = "arXiv:2401.06104"
-    place = 74
+    place = 84
     alike = True
     presets = {"tova": Entry("A fixed budget by what the newest query attends to.", lists=("demo",), group="eviction")}
 
