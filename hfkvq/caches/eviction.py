@@ -23,10 +23,10 @@ ASKS = "scores that accumulate ask attention in every step"
 class EvictionScheme(Scheme):
     """A scheme that forgets tokens: in each layer and KV head the best stay, as many as a budget has room for.
 
-    When a prompt is over, and before a step adds more than `interval` tokens to a full budget, the layer shows
-    `scores` the `evidence` that it asks for. Of every row the first `first` tokens and the newest ``window`` always
-    stay; of the others those of highest score, until the row holds `budget` tokens. Of a first prompt the others are
-    never stored; later they leave the pages that they were in.
+    When a prompt is over, and when steps have added `interval` tokens to a full budget, `scores` is shown the
+    `evidence` that it asks for. Of every row the first `first` tokens and the newest ``window`` always stay; of the
+    others those of highest score, until the row holds `budget` tokens. Of a first prompt the others are never stored;
+    later they leave the pages that they were in.
 
     A scheme that only evicts derives from `TokenEviction`, which holds what stays in the pages of any other scheme, and
     writes `scores` and `evidence`. `TieredEviction` gives what stays bits of its own.
@@ -86,6 +86,19 @@ class EvictionScheme(Scheme):
         """
         return torch.full_like(given, self.tokens)
 
+    def room(self, given: Tensor, held: Tensor, layer: int, layers: int, hold: int = 0) -> Tensor:
+        """Tokens that a trim leaves: the budget, at least those that always stay, at most those that are there.
+
+        Args:
+            given: see `budget`.
+            held: i64 (...,), tokens that the row holds.
+            layer: see `budget`.
+            layers: likewise.
+            hold: newest tokens that have to stay, beyond the window.
+        """
+        always = self.first + max(self.window, hold)
+        return torch.minimum(self.budget(given, layer, layers).clamp(min=always), held)
+
     def scores(self, evidence: Evidence) -> Tensor:
         """Score of every token: f32 (N, n). The highest stay; of equal ones the earlier.
 
@@ -123,8 +136,8 @@ class TokenEviction(EvictionScheme):
         sink_length: first tokens that always stay.
         trim_every: steps trim a row that holds so many tokens more than its budget; 0 trims prompts alone, so that what
             is generated stays.
-        pages: the scheme that holds what stays: a preset, a `Scheme`, or the description of one. Its own sink and local
-            window stay as well.
+        pages: the scheme that holds what stays: a preset, a `Scheme`, or the description of one. Its sink and local
+            window hold the first and the newest of them.
     """
 
     budget_share: float | None = knob(None, low=0.001, high=1.0)

@@ -21,9 +21,14 @@ from hfkvq.caches import evidence as evidence_module
 from hfkvq.caches import registry
 from hfkvq.caches.eviction import EvictionScheme, TokenEviction
 from hfkvq.caches.evidence import Evidence, keep_columns, keep_mask, prompt_evidence
+from hfkvq.caches.headwise import HeadwiseStore
+from hfkvq.caches.prompt_choice import choose
 from hfkvq.caches.ranking import expected_attention
 from hfkvq.caches.scheme import Limits, warn_of_limits
 from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
+from hfkvq.caches.store import Padding
+from hfkvq.kernels.decode import LENGTH, RUNS, START
+from tests.caches.driver import small
 
 HEADS, SHARE, TOKENS, DIM = 2, 2, 20, 8
 KVPRESS = json.loads(Path(__file__).with_name("kvpress.json").read_text(encoding="utf-8"))
@@ -238,6 +243,82 @@ class TestEvidence:
     def test_what_was_not_asked_for_is_missing(self):
         with pytest.raises(ValueError, match="evidence: 'keys' is missing"):
             evidence_of(SnapKV()).of("keys")
+
+
+LONG = 60
+
+
+def stored_tokens(name, leads=()):
+    """What a store of pages holds of a prompt, by the choice of SnapKV; the first row's window and budget are full."""
+    held = small(name, **{"local_length" if name == "kivi-2" else "page_size": 8})
+    scheme = get_scheme("snapkv", budget_tokens=40, window=8, pages=held)
+    rows = max(len(leads), 1)
+    given = [noise(7 + i, rows, heads, LONG, DIM) for i, heads in enumerate((HEADS * SHARE, HEADS, HEADS))]
+    padding = Padding(torch.tensor(leads, dtype=torch.int32), frozenset(leads), None) if leads else None
+    choice = choose(scheme, 0, 2, *given, DIM**-0.5, padding=padding)
+    store = HeadwiseStore(scheme.layout(DIM, DIM), scheme, *given[1:])
+    store.extend(choice.keys, choice.values, choice.padding)
+    store.counters[START] += choice.shorter
+    return scheme, choice, store, given
+
+
+@pytest.mark.parametrize("name", ["full", "kitty", "kivi-2", "saw-int4", "mixkvq-error-only"])
+class TestPrompts:
+    """What stays of a first prompt is as if nothing else had been there, in any pages."""
+
+    def test_each_head_keeps_its_best(self, name):
+        scheme, choice, store, given = stored_tokens(name)
+        scores = scheme.scores(evidence_of(scheme, *given))
+        best = [sorted({*own[:52].topk(32).indices.tolist(), *range(52, 60)}) for own in scores]
+        assert best[0] != best[1]
+        for head, columns in enumerate(best):
+            assert torch.equal(choice.keys[0, head], given[1][0, head, columns])
+            assert torch.equal(choice.values[0, head], given[2][0, head, columns])
+            assert torch.equal(choice.scores[head], scores[head, columns])
+        assert choice.evicted.tolist() == [20]
+        assert store.counters[LENGTH].tolist() == [40] * HEADS
+        assert store.counters[START].tolist() == [20] * HEADS
+        assert store.counters[RUNS].min() >= 8
+        alone = HeadwiseStore(store.layout, scheme, *given[1:])
+        alone.extend(choice.keys, choice.values)
+        assert torch.equal(store.dense("keys", LONG)[:, :, 20:], alone.dense("keys", 40))
+
+    def test_padded_rows_are_the_rows_alone(self, name):
+        """One far beyond its budget, one a little, one within it, one that the window alone fills."""
+        leads = [0, 17, 33, 55]
+        scheme, choice, store, given = stored_tokens(name, leads)
+        assert choice.evicted.tolist() == [20, 3, 0, 0]
+        dense = [store.dense(side, LONG) for side in ("keys", "values")]
+        for i, lead in enumerate(leads):
+            own = [x[i : i + 1, :, lead:] for x in given]
+            alone = choose(scheme, 0, 2, *own, DIM**-0.5)
+            count = min(LONG - lead, 40)
+            assert (alone is None) == (count == LONG - lead)
+            single = HeadwiseStore(store.layout, scheme, *own[1:])
+            single.extend(*(own[1:] if alone is None else (alone.keys, alone.values)))
+            for side, mine in zip(("keys", "values"), dense, strict=True):
+                assert torch.equal(mine[i : i + 1, :, LONG - count :], single.dense(side, count))
+                assert (mine[i, :, : LONG - count] == 0).all()
+
+
+def test_prompts_within_their_budget_are_left_alone():
+    """Nothing is computed for them; nor where padding stands among tokens, which takes the general way."""
+    scheme = SnapKV(budget_tokens=20, window=4)
+    assert choose(scheme, 0, 2, QUERIES, KEYS, VALUES, 1.0) is None
+    none = torch.zeros(1, dtype=torch.int32)
+    holes = Padding(none, frozenset({0}), torch.arange(TOKENS)[None])
+    assert choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, 1.0, padding=holes) is None
+
+
+def test_heads_that_are_alike_keep_the_same():
+    choice = choose(TOVA(budget_tokens=9), 0, 2, QUERIES[:, :, -1:], KEYS, VALUES, DIM**-0.5)
+    best = probabilities()[0, :, -1].mean(0)[:19].topk(8).indices.sort().values.tolist()
+    assert torch.equal(choice.keys, KEYS[:, :, [*best, 19]])
+
+
+def test_what_is_held_for_rollback_stays():
+    choice = choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, 1.0, hold=12)
+    assert torch.equal(choice.keys, KEYS[:, :, 8:])
 
 
 class TestKeeping:
