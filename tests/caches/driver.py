@@ -42,8 +42,13 @@ def cases() -> dict[str, Scheme]:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
-    # Same code as their siblings; one corner of each is enough. Budgets of ARKV that nothing exceeds evict nothing.
+    found["snapkv+kitty-pro"] = small("snapkv+kitty-pro")
+    # Same code as their siblings; one corner of each is enough. Budgets that nothing exceeds evict nothing.
     for name in (
+        "expected-attention",
+        "h2o-prompt",
+        "pyramidkv",
+        "tova",
         "arkv-origin",
         "arkv-window",
         "kitty-pro-bare",
