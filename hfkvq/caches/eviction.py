@@ -82,7 +82,7 @@ class EvictionScheme(Scheme):
             layers: layers of the model.
 
         Returns:
-            i64 (...,). Tokens that always stay do so whatever it says.
+            i64 (...,), never less for more tokens given. Tokens that always stay do so whatever it says.
         """
         return torch.full_like(given, self.tokens)
 
@@ -98,6 +98,16 @@ class EvictionScheme(Scheme):
         """
         always = self.first + max(self.window, hold)
         return torch.minimum(self.budget(given, layer, layers).clamp(min=always), held)
+
+    def due_in(self, given: Tensor, held: Tensor, layer: int, layers: int) -> Tensor | None:
+        """Steps after which a trim is due, one at least: i64 (...,); None where steps are not trimmed.
+
+        Budgets never fall, so that it is not due before. Arguments are those of `room`.
+        """
+        if self.interval is None:
+            return None
+        budget = self.budget(given, layer, layers).clamp(min=self.first + self.window)
+        return (budget + self.interval - held).clamp(min=1)
 
     def scores(self, evidence: Evidence) -> Tensor:
         """Score of every token: f32 (N, n). The highest stay; of equal ones the earlier.

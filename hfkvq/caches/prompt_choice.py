@@ -26,6 +26,7 @@ class Choice(NamedTuple):
         padding: rows that keep fewer than n tokens begin with padding; None where none does.
         shorter: columns by which every row is shorter than the prompt: ``start`` is to be greater by so many.
         evicted: i32 (B,), tokens of each row that are gone.
+        rows: what rows may be like: tokens given, and tokens that stay.
     """
 
     keys: Tensor
@@ -34,6 +35,7 @@ class Choice(NamedTuple):
     padding: Padding | None
     shorter: int
     evicted: Tensor
+    rows: frozenset[tuple[int, int]]
 
 
 def choose(
@@ -98,7 +100,8 @@ def choose(
         after = Padding((most - room).int(), frozenset(most - own for own in rooms), None)
     columns = columns.view(batch, heads, most, 1)
     kept = [x.gather(2, columns.expand(-1, -1, -1, x.shape[3])) for x in (keys, values)]
-    return Choice(kept[0], kept[1], scores, after, tokens - most, evicted)
+    rows = frozenset(zip(lengths.tolist(), rooms, strict=True))
+    return Choice(kept[0], kept[1], scores, after, tokens - most, evicted, rows)
 
 
 def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:

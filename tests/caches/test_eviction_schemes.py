@@ -168,6 +168,19 @@ class TestBudgets:
         assert (rows.diff(dim=0) <= 0).all()
         assert scheme.budget(lengths, 0, 1).tolist()[-1] >= 100
 
+    def test_when_a_step_is_trimmed(self):
+        """A row may have so many tokens more than its budget; the next trim is as far away as it is below that."""
+        given, held = torch.tensor([300, 300, 40]), torch.tensor([50, 57, 40])
+        scheme = TOVA(budget_tokens=50, trim_every=8)
+        assert scheme.room(given, held, 0, 2).tolist() == [50, 50, 40]
+        assert scheme.room(given, held, 0, 2, hold=64).tolist() == [50, 57, 40]
+        assert scheme.due_in(given, held, 0, 2).tolist() == [8, 1, 18]
+        assert SnapKV().due_in(given, held, 0, 2) is None
+        share = StreamingLLM(budget_share=0.5, trim_every=1)
+        assert share.due_in(torch.tensor([100, 200]), torch.tensor([50, 100]), 0, 2).tolist() == [1, 1]
+        # As soon as there is one token more than the budget.
+        assert get_scheme("arkv").due_in(torch.tensor(1024), torch.tensor(1024), 0, 2) == 1
+
     def test_h2o_adds_up(self):
         """A score is the sum over all queries, however they came."""
         scheme = H2O()
@@ -288,6 +301,7 @@ class TestPrompts:
         leads = [0, 17, 33, 55]
         scheme, choice, store, given = stored_tokens(name, leads)
         assert choice.evicted.tolist() == [20, 3, 0, 0]
+        assert choice.rows == {(60, 40), (43, 40), (27, 27), (5, 5)}
         dense = [store.dense(side, LONG) for side in ("keys", "values")]
         for i, lead in enumerate(leads):
             own = [x[i : i + 1, :, lead:] for x in given]
