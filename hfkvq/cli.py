@@ -65,10 +65,10 @@ def schemes(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/schemes.md.")] = False,
 ) -> None:
     """List every preset: whom it is for, layout, bits, knobs, and what steps lose by its choices."""
-    from hfkvq.demo.schemes import HEAD_DIM, describe_all, schemes_markdown, schemes_table
+    from hfkvq.demo.schemes import HEAD_DIM, describe_all, eviction_markdown, schemes_markdown, schemes_table
 
     if as_markdown:
-        typer.echo(schemes_markdown())
+        typer.echo(f"{schemes_markdown()}\n\n{eviction_markdown()}")
         return
     if as_json:
         typer.echo(json.dumps(describe_all(), indent=2))

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
-from hfkvq import kernels
+from .evidence import Attention as Attention
+from .evidence import Evidence
 
 WHOLE = 16
 """Width of a token in the model's own dtype; 0 is a token to evict."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """What queries pay the tokens of their rows: all that scores and statistics ask of it.
-
-    N rows are of one KV head each, which has r query heads; n tokens are in order.
-
-    Attributes:
-        mean: f32 (N, r, n), over the real queries.
-        squares: f32 (N, r, n), sum over them of ``(A - mean)^2``.
-        fourths: f32 (N, r, n), of ``(A - mean)^4``.
-        entropy: f32 (N,), ``-Σ A log(A + 1e-10)`` over heads, queries and tokens.
-        count: f32 (N,), real queries.
-    """
-
-    mean: Tensor
-    squares: Tensor
-    fourths: Tensor
-    entropy: Tensor
-    count: Tensor
-
-    @classmethod
-    def of(cls, logits: Tensor, sinks: Tensor | None, real: Tensor) -> Attention:
-        """Of logits (N, r, Q, n); see `hfkvq.kernels.attention_moments`."""
-        (mean, squares, fourths), entropy = kernels.attention_moments(logits, sinks, real)
-        return cls(mean, squares, fourths, entropy, real.sum(1).float())
-
-    @cached_property
-    def variance(self) -> Tensor:
-        """f32 (N, r, n), unbiased; that of a single query is 0."""
-        return self.squares / (self.count - 1).clamp(min=1)[:, None, None]
 
 
 def token_scores(seen: Attention, gamma: float) -> Tensor:
@@ -56,6 +22,44 @@ def token_scores(seen: Attention, gamma: float) -> Tensor:
     """
     score = (seen.mean + gamma * seen.variance).mean(1, keepdim=True)
     return torch.nn.functional.avg_pool1d(score, 5, stride=1, padding=2)[:, 0]
+
+
+def window_scores(evidence: Evidence, window: int, kernel: int) -> Tensor:
+    """SnapKV's: what the newest queries pay each older token, averaged over queries, neighbours and query heads.
+
+    Beyond the ends of what is older than the window scores count as 0, and there they are 0.
+
+    Args:
+        evidence: with "attention".
+        window: newest tokens, which are not judged.
+        kernel: neighbours, an odd number, the token itself included.
+
+    Returns:
+        f32 (N, n).
+    """
+    past = evidence.past(window)
+    paid = evidence.of("attention").mean(1, keepdim=True) * past[:, None]
+    return torch.nn.functional.avg_pool1d(paid, kernel, stride=1, padding=kernel // 2)[:, 0] * past
+
+
+def expected_attention(mean: Tensor, covariance: Tensor, evidence: Evidence, first: int) -> Tensor:
+    """Expected Attention's: softmax over the keys of ``s μ·k + s² kᵀΣk / 2``, s the factor on logits.
+
+    That is the logarithm of the mean of ``exp(s q·k)`` over normal queries q.
+
+    Args:
+        mean: f32 (N, r, D), μ of the queries of each query head.
+        covariance: f32 (N, r, D, D), Σ.
+        evidence: with "keys".
+        first: first tokens, which are left out, with 0.
+
+    Returns:
+        f32 (N, r, n).
+    """
+    keys, scale = evidence.of("keys").float(), evidence.scaling
+    logits = (mean @ keys.mT) * scale + (keys[:, None] @ covariance * keys[:, None]).sum(-1) * (scale * scale / 2)
+    judged = (evidence.rank >= first) & evidence.past(0)
+    return torch.softmax(logits.masked_fill(~judged[:, None], -torch.inf), -1).nan_to_num(0.0)
 
 
 def code_statistics(seen: Attention) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 LISTS = ("demo", "kld", "bench kernels", "bench generate", "fit")
 """What shows presets unless it is told which, by command; "kld" is that of ``hfkvq leaderboard``, too."""
 
-GROUPS = ("scheme", "control", "baseline")
-"""What a preset is in a comparison: a scheme, the lossless control, or a baseline that is expected to lose."""
+GROUPS = ("scheme", "eviction", "control", "baseline")
+"""What a preset is in a comparison: a scheme, one that evicts tokens and holds what stays in any other scheme's pages,
+the lossless control, or a baseline that is expected to lose."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,15 @@ def presets() -> list[str]:
 
 
 def entry_of(name: str) -> tuple[type[Scheme], Entry]:
-    """The class and the declaration of a preset.
+    """The class and the declaration of a preset; of "snapkv+kitty-pro" those of "snapkv" over pages of "kitty-pro".
 
     Raises:
         ValueError: an unknown preset; the nearest names are shown.
     """
+    name, plus, pages = name.partition("+") if isinstance(name, str) else (name, "", "")
+    if plus:
+        cls, entry = entry_of(name)
+        return cls, replace(entry, knobs={**entry.knobs, "pages": pages}, lists=())
     if not isinstance(name, str) or name not in _PRESETS:
         raise ValueError(f"scheme: got {name!r}, which is unknown; {nearest(name, presets())}")
     return _PRESETS[name]

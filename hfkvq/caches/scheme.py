@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from hfkvq.kernels.hadamard import check_rotation
-from hfkvq.kernels.pages import PageFormat, StoreFormat
+from hfkvq.kernels.step import MAX_STEP
 
 from . import registry
+from .layout import Layout as Layout
+from .layout import SideLayout as SideLayout
 from .registry import Entry, nearest
 
 UNTAGGED = 255
@@ -39,67 +41,29 @@ def knob(
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "choices": choices, "search": search})
 
 
-@dataclass(frozen=True, slots=True)
-class SideLayout:
-    """How the keys, or the values, of a layer are held.
+class Limits(NamedTuple):
+    """What steps lose by a scheme's choices: the reason, or None where they lose nothing.
 
     Attributes:
-        formats: page format of each run, narrow to wide; several only if the scheme assigns token widths.
-        local: newest tokens that stay unquantized.
-        unit: tokens that are sealed together; a multiple of the page where pages are sealed whole.
-        rotate: Hadamard block, 0 for none.
-        balance: rounds of `kernels.page_norms` for normed formats.
-        clip: vectors are clipped, when they are sealed, at the entry of this rank among their magnitudes, as a share of
-            the dimension; 1 clips nothing.
+        captured: why steps can be neither captured as CUDA graphs nor compiled.
+        fused: why a step that no graph replays seals in several launches.
+        requantized: why tokens that stay are quantized again.
     """
 
-    formats: tuple[PageFormat, ...]
-    local: int = 0
-    unit: int = 1
-    rotate: int = 0
-    clip: float = 1.0
-    balance: int = 1
+    captured: str | None = None
+    fused: str | None = None
+    requantized: str | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Static layout of one layer: both sides and the sink they share.
-
-    Attributes:
-        keys: the key side.
-        values: the value side.
-        sink: first tokens of a row, never quantized.
-    """
-
-    keys: SideLayout
-    values: SideLayout
-    sink: int = 0
-
-    def __post_init__(self) -> None:
-        """Checks what the store relies on."""
-        for name, side in (("keys", self.keys), ("values", self.values)):
-            for fmt in side.formats:
-                if fmt.whole and len(side.formats) == 1 and side.unit % fmt.page_size:
-                    raise ValueError(
-                        f"{name}: got a seal unit of {side.unit} tokens, which must be a multiple of the page of "
-                        f"{fmt.page_size} tokens where scales are per channel, or pages normed."
-                    )
-        if len(self.keys.formats) > 1 and (self.keys.local, self.keys.unit) != (self.values.local, self.values.unit):
-            raise ValueError("local, unit: keys and values must leave the tail together where tokens have widths.")
-
-    @property
-    def store(self) -> StoreFormat:
-        """The format that kernels see."""
-        runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
-        return StoreFormat(runs, self.sink, self.keys.rotate, self.values.rotate)
-
-    def check(self, key_dim: int, value_dim: int) -> None:
-        """Raises ValueError if heads of these dimensions cannot be held."""
-        check_rotation("rotate (keys)", self.keys.rotate, key_dim)
-        check_rotation("rotate (values)", self.values.rotate, value_dim)
-        for side, dim in ((self.keys, key_dim), (self.values, value_dim)):
-            for fmt in side.formats:
-                fmt.check_head_dim(dim)
+    def words(self) -> list[str]:
+        """A line for each thing that is lost."""
+        lines = []
+        if self.captured:
+            lines.append(f"steps are not captured: {self.captured}")
+        if self.fused:
+            lines.append(f"without graphs steps seal in several launches: {self.fused}")
+        if self.requantized:
+            lines.append(f"tokens that stay are quantized again: {self.requantized}")
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +76,14 @@ class Scheme:
     Attributes:
         name: of the scheme, and of the preset of its defaults; without one a class registers nothing.
         paper: where it comes from.
+        evicts: whether it forgets tokens: see `hfkvq.caches.eviction.EvictionScheme`.
         presets: what each preset is, by name, the scheme's own included: an `Entry`, or knobs alone.
         place: where lists and tables show its presets: low ones first.
     """
 
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
+    evicts: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Entry | Mapping[str, Any]]] = {}
     place: ClassVar[int] = 100
 
@@ -154,8 +120,7 @@ class Scheme:
 
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
         `hfkvq.caches.store.requantize`.
-        A scheme that observes attention probabilities ("probs") evicts tokens and assigns tiers again: see
-        `hfkvq.caches.evict.EvictingLayer` for the methods that it must have.
+        "probs" is of schemes that evict, which say in `EvictionScheme.evidence` what they observe.
         """
         return frozenset()
 
@@ -220,6 +185,53 @@ class Scheme:
         """
         return type(self).token_bits is not Scheme.token_bits
 
+    # What steps lose.
+
+    def seals_plainly(self, layout: Layout) -> bool:
+        """Whether sealing takes nothing but the tokens and, perhaps, a rule."""
+        plain = all(
+            side.clip >= 1.0 and not fmt.normed and (not fmt.raised or self.channel_rule)
+            for side, fmt in zip((layout.keys, layout.values), layout.store.runs[0], strict=True)
+        )
+        return plain and layout.store.ordered
+
+    def seals_widely(self, layout: Layout) -> bool:
+        """Whether tokens without a tag go to the last of several runs, and nothing else has to be known of them."""
+        plain = all(
+            side.clip >= 1.0 and not fmt.normed and not fmt.raised and not fmt.whole
+            for side, fmt in zip((layout.keys, layout.values), layout.store.runs[-1], strict=True)
+        )
+        return plain and self.untagged_is_wide
+
+    def limits(self, key_dim: int, value_dim: int) -> Limits:
+        """What steps lose by the scheme's choices, for heads of these dimensions."""
+        layout = self.layout(key_dim, value_dim)
+        return Limits(self._captured_limit(layout, key_dim), self._fused_limit(layout))
+
+    def _captured_limit(self, layout: Layout, key_dim: int) -> str | None:
+        keys = layout.keys
+        if min(keys.clip, layout.values.clip) < 1:
+            return "clipped values are sorted by the host"
+        if keys.formats[-1].raised and self.step_rule(key_dim) is None:
+            return "this choice of raised channels is no rule that the sealing kernel knows"
+        if len(keys.formats) > 1 and type(self).token_bits is not Scheme.token_bits:
+            most = (keys.unit - 1 + MAX_STEP) // keys.unit * keys.unit
+            if any(not fmt.whole or fmt.page_size <= most for fmt in keys.formats[:-1]):
+                return "tokens that a step seals may belong in several runs"
+        return None
+
+    def _fused_limit(self, layout: Layout) -> str | None:
+        # Generated tokens go to the last of several runs, if that needs no look at them.
+        keys, values = layout.store.runs[-1]
+        ordered = layout.store.ordered
+        if self.seals_plainly(layout) if ordered else self.seals_widely(layout):
+            return "queries weigh the channels" if ordered and "query" in self.needs else None
+        if min(layout.keys.clip, layout.values.clip) < 1:
+            return "clipped values are sorted first"
+        if keys.normed or values.normed:
+            return "pages have factors"
+        return "the scheme itself says which channels are raised" if ordered else "tokens have widths of their own"
+
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
         """What the tuner searches unless told otherwise: ranges and choices by knob, as the knobs name them."""
         ranges = {field.name: field.metadata.get("search") for field in dataclasses.fields(self)}
@@ -227,13 +239,33 @@ class Scheme:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain description, ``{"scheme": name, knob: value, ...}``."""
-        return {"scheme": self.name, **dataclasses.asdict(self)}
+        return {"scheme": self.name, **self.knobs()}
+
+    def knobs(self) -> dict[str, Any]:
+        """Value of every knob, plain as JSON has it."""
+        return {
+            name: value.to_dict() if isinstance(value, Scheme) else value for name, value in _fields_of(self).items()
+        }
 
     @staticmethod
     def from_dict(description: Mapping[str, Any]) -> Scheme:
         """Inverse of `to_dict`; missing knobs take their defaults."""
         knobs = dict(description)
         return get_scheme(knobs.pop("scheme"), **knobs)
+
+
+def _fields_of(scheme: Scheme) -> dict[str, Any]:
+    return {field.name: getattr(scheme, field.name) for field in dataclasses.fields(scheme)}
+
+
+def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
+    """Warns the author of a scheme that is not this library's of what steps lose by its choices.
+
+    Once for each place that a cache is made in; of the library's own ``hfkvq schemes`` says it.
+    """
+    if type(scheme).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        for line in scheme.limits(key_dim, value_dim).words():
+            warnings.warn(f"{scheme.name}: {line} (see Scheme.limits).", UserWarning, stacklevel=3)
 
 
 def list_schemes() -> dict[str, Scheme]:
@@ -245,7 +277,8 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
     """A scheme from a preset's name and overrides: ``get_scheme("kitty", boost_ratio=0.2)``.
 
     Args:
-        name: a preset (see `list_schemes`), or a scheme whose knobs are to be changed.
+        name: a preset (see `list_schemes`), one that evicts over another's pages ("snapkv+kitty-pro"), or a scheme
+            whose knobs are to be changed.
         knobs: overrides.
 
     Returns:
@@ -255,12 +288,12 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
         ValueError: unknown preset or knob (the nearest names are shown), or a knob out of range.
     """
     if isinstance(name, Scheme):
-        cls, base = type(name), dataclasses.asdict(name)
+        cls, base = type(name), _fields_of(name)
     else:
         cls, entry = registry.entry_of(name)
         base = dict(entry.knobs)
     known = [field.name for field in dataclasses.fields(cls)]
-    for knob_name in knobs:
+    for knob_name in base | knobs:
         if knob_name not in known:
             raise ValueError(f"{cls.name}: knob {knob_name!r} is unknown; {nearest(knob_name, known)}")
     return cls(**(base | knobs))

@@ -12,9 +12,9 @@ from rich import box
 from rich.table import Table
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.caches.layers import why_not, why_several_launches
+from hfkvq.caches.eviction import EvictionScheme, TokenEviction
 from hfkvq.caches.registry import Entry, entry_of, in_order, presets
-from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes
+from hfkvq.caches.scheme import Layout, Limits, Scheme, SideLayout, get_scheme, list_schemes
 from hfkvq.kernels.pages import PageFormat, Side
 
 HEAD_DIM = 128
@@ -64,6 +64,21 @@ def _newest(side: SideLayout) -> str:
     return "" if not most else str(most) if most == side.local else f"{side.local}–{most}"
 
 
+def budget_words(scheme: Scheme) -> str:
+    """Which tokens stay; nothing where all do."""
+    if not isinstance(scheme, EvictionScheme):
+        return ""
+    held = scheme.tokens
+    budget = f"{held} tokens"
+    if isinstance(scheme, TokenEviction) and scheme.budget_share is not None:
+        budget = f"{scheme.budget_share:.4g} of the tokens"
+    always = [f"first {scheme.first}"] if scheme.first else []
+    always.append(f"newest {scheme.window}")
+    heads = "all KV heads of a layer the same" if scheme.alike else "each KV head its own"
+    when = "after prompts and in steps" if scheme.interval is not None else "after prompts"
+    return f"{budget}, {heads}, always the {' and the '.join(always)}; trimmed {when}"
+
+
 def page_bits(fmt: PageFormat, side: Side, head_dim: int) -> float:
     """Bits an element of a sealed page, scales and indices included, for a bf16 model."""
     sizes = fmt.shapes(side, 1, head_dim).values()
@@ -84,7 +99,7 @@ def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
             if value is None:
                 continue
             try:
-                reason = why_not(get_scheme(scheme, **{field.name: value}), head_dim, head_dim)
+                reason = get_scheme(scheme, **{field.name: value}).limits(head_dim, head_dim).captured
             except ValueError:
                 # Not with the other knobs as they are.
                 continue
@@ -105,10 +120,11 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
 
     Bits are the mean of keys and values, least and most where tokens differ in width; ``long_context_bits`` counts
     pages alone, since windows and tables vanish in a long context. ``not_captured`` says why steps can be neither
-    captured nor compiled, ``several_launches`` why those in Python seal in more than one launch; None if they do not.
+    captured nor compiled, ``several_launches`` why those in Python seal in more than one launch, ``requantized`` why
+    tokens that stay are quantized again; None if they do not. ``stays`` says which tokens do, where others are evicted.
     """
     entry = entry_of(name)[1] if name in presets() else Entry()
-    layout = scheme.layout(head_dim, head_dim)
+    layout, limits = scheme.layout(head_dim, head_dim), scheme.limits(head_dim, head_dim)
     pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
     code = [(keys.code_bits(head_dim) + values.code_bits(head_dim)) / 2 for keys, values in pairs]
     return {
@@ -125,10 +141,12 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
         "head_dim": head_dim,
         "code_bits": [min(code), max(code)],
         "long_context_bits": long_context_bits(layout, head_dim),
-        "not_captured": why_not(scheme, head_dim, head_dim),
-        "several_launches": why_several_launches(scheme, head_dim, head_dim),
+        "stays": budget_words(scheme),
+        "not_captured": limits.captured,
+        "several_launches": limits.fused,
+        "requantized": limits.requantized,
         "costly_choices": costly_choices(scheme, head_dim),
-        "knobs": dataclasses.asdict(scheme),
+        "knobs": scheme.knobs(),
     }
 
 
@@ -142,7 +160,7 @@ def widest_first(names: Iterable[str]) -> list[str]:
 
     def place(name: str) -> tuple[bool, float]:
         scheme = get_scheme(name)
-        return "probs" in scheme.needs, -sum(long_context_bits(scheme.layout(HEAD_DIM, HEAD_DIM)))
+        return scheme.evicts, -sum(long_context_bits(scheme.layout(HEAD_DIM, HEAD_DIM)))
 
     return sorted(names, key=place)
 
@@ -161,11 +179,7 @@ def _knob_words(name: str, value: Any) -> str:
 
 def step_words(item: dict[str, Any]) -> list[str]:
     """What steps lose, line by line; nothing where they lose nothing."""
-    lines = []
-    if item["not_captured"]:
-        lines.append(f"steps are not captured: {item['not_captured']}")
-    if item["several_launches"]:
-        lines.append(f"without graphs steps seal in several launches: {item['several_launches']}")
+    lines = Limits(item["not_captured"], item["several_launches"], item["requantized"]).words()
     by_reason: dict[str, list[str]] = {}
     for choice, reason in item["costly_choices"].items():
         by_reason.setdefault(reason, []).append(choice)
@@ -185,9 +199,10 @@ def schemes_table() -> Table:
     for number, item in enumerate(items):
         same = item["keys"] == item["values"]
         held = [f"keys, values: {item['keys']}"] if same else [f"keys: {item['keys']}", f"values: {item['values']}"]
+        stays = [f"stays: {item['stays']}"] if item["stays"] else []
         view.add_row(
             f"{item['name']}\n{item['class']}\n{item['paper'].removeprefix('arXiv:')}",
-            "\n".join([item["purpose"], *held, f"whole: {item['whole']}", *step_words(item)]),
+            "\n".join([item["purpose"], *stays, *held, f"whole: {item['whole']}", *step_words(item)]),
             _bits(item["code_bits"]),
             _bits(item["long_context_bits"]),
             "\n".join(_knob_words(name, value) for name, value in item["knobs"].items()),
@@ -209,6 +224,8 @@ def _markdown_rows() -> Iterator[tuple[str, ...]]:
         names.setdefault(get_scheme(name), []).append(name)
     for scheme, own in names.items():
         item = describe(own[0], scheme)
+        if item["group"] == "eviction":
+            continue
         known = ", ".join(f"`{name}`" for name in own) + (" (default)" if DEFAULT_SCHEME in own else "")
         # An alias says nothing of its own.
         purpose = next((text for name in own if (text := entry_of(name)[1].purpose)), item["purpose"])
@@ -217,7 +234,17 @@ def _markdown_rows() -> Iterator[tuple[str, ...]]:
         yield known, purpose, bits, item["keys"], values, item["whole"], _paper_words(item)
 
 
+def eviction_markdown() -> str:
+    """Table of the schemes that only evict, whose pages are any other scheme's."""
+    lines = ["| name | for | stays | paper |", "|---|---|---|---|"]
+    for name in in_order():
+        if entry_of(name)[1].group == "eviction":
+            item = describe(name, get_scheme(name))
+            lines.append(f"| `{name}` | {item['purpose']} | {item['stays']} | {_paper_words(item)} |")
+    return "\n".join(lines)
+
+
 def schemes_markdown() -> str:
-    """The table of docs/schemes.md: a row for each scheme with its knobs, with all its names."""
+    """The table of docs/schemes.md: a row for each scheme with its knobs, with all its names; without those that only evict."""
     lines = ["| name | for | bits | keys | values | kept whole | paper |", "|---|---|---|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in _markdown_rows())])

@@ -12,6 +12,7 @@ from transformers.masking_utils import causal_mask_function
 
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.attention import hfkvq_mask
+from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
@@ -27,7 +28,8 @@ def small(name: str | Scheme, **knobs: Any) -> Scheme:
     """A preset with small pages and windows, as far as it has these knobs."""
     scheme = get_scheme(name)
     own = {field.name for field in fields(scheme)}
-    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | knobs)
+    pages = {"pages": small(scheme.pages)} if isinstance(scheme, TokenEviction) else {}
+    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | pages | knobs)
 
 
 def cases() -> dict[str, Scheme]:
@@ -40,8 +42,13 @@ def cases() -> dict[str, Scheme]:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
-    # Same code as their siblings; one corner of each is enough. Budgets of ARKV that nothing exceeds evict nothing.
+    found["snapkv+kitty-pro"] = small("snapkv+kitty-pro")
+    # Same code as their siblings; one corner of each is enough. Budgets that nothing exceeds evict nothing.
     for name in (
+        "expected-attention",
+        "h2o-prompt",
+        "pyramidkv",
+        "tova",
         "arkv-origin",
         "arkv-window",
         "kitty-pro-bare",

@@ -137,7 +137,7 @@ class TestEquations:
         assert scheme.kept(past, share, (3, 5), NO).tolist() == [6, 12, 9]
 
     def test_whole(self):
-        assert Arkv.whole(torch.tensor([10, 10, 5, 0]), torch.tensor([0.25, 0.31, 1.0, 0.5])).tolist() == [3, 3, 5, 0]
+        assert arkv().whole(torch.tensor([10, 10, 5, 0]), torch.tensor([0.25, 0.31, 1.0, 0.5])).tolist() == [3, 3, 5, 0]
 
     def test_widths(self):
         scores = torch.tensor([[5.0, 1.0, 4.0, 2.0, 3.0, -torch.inf]])

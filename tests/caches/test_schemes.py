@@ -12,7 +12,7 @@ from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.bench.cases import default_formats
 from hfkvq.bench.generate.engines import default_schemes
 from hfkvq.caches import registry
-from hfkvq.caches.layers import why_not, why_several_launches
+from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
 from hfkvq.demo.run import choose_schemes
@@ -313,12 +313,18 @@ def test_full_is_exact_in_every_dtype(dtype):
 # A line a scheme: formats, then local window and seal unit of keys and of values, whose heads have 128 and 64 channels.
 LAYOUTS = {
     "arkv": ("s0;k0;v0;8t128p32/8t64p32|16t1p32/16t1p32", (32, 16), (32, 16)),
+    "expected-attention": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "full": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
+    "h2o": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "kitty": ("s32;k0;v0;2c128p128+4x16/2t64p128", (0, 128), (128, 128)),
     "kivi": ("s0;k0;v0;2c32p128/2t32p128", (0, 128), (128, 1)),
     "kvarn": ("s128;k128;v64;4c128p128n/2t64p128n", (0, 128), (0, 128)),
     "mixkvq": ("s32;k0;v0;2c32p128+4x32+16x8/2t32p128", (0, 128), (0, 128)),
+    "pyramidkv": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "saw-int4": ("s0;k128;v0;4t128p128/4t64p128", (0, 1), (0, 1)),
+    "snapkv": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
+    "streaming-llm": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
+    "tova": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "triaxial": ("s0;k0;v0;2c32p128/2t32p128|4t32p128/4t32p128", (0, 32), (0, 32)),
 }
 
@@ -358,10 +364,12 @@ def test_schemes_have_places_of_their_own():
 
 
 def test_what_is_shown_by_default_leaves_no_scheme_out():
-    """Beside the control: a quick look, and what fits, have a preset of each."""
+    """Beside the control: a quick look, and what fits, have a preset of each; what only evicts fits as its pages."""
+    schemes = {type(scheme) for scheme in list_schemes().values()}
     for which in ("demo", "fit"):
         shown = {registry.entry_of(name)[0] for name in registry.listed(which)}
-        assert {type(scheme) for scheme in list_schemes().values()} - shown <= {Full}
+        left = schemes - shown - {Full}
+        assert not left or (which == "fit" and all(issubclass(cls, TokenEviction) for cls in left))
 
 
 def test_unknown_lists_and_groups():
@@ -369,7 +377,7 @@ def test_unknown_lists_and_groups():
         registry.Entry("Nobody.", lists=("dmo",))
     with pytest.raises(ValueError, match="lists: got 'bench', which is unknown"):
         registry.listed("bench")
-    with pytest.raises(ValueError, match="group: got 'best', allowed 'scheme', 'control', 'baseline'"):
+    with pytest.raises(ValueError, match="group: got 'best', allowed 'scheme', 'eviction', 'control', 'baseline'"):
         registry.Entry("Nobody.", group="best")
 
 
@@ -552,7 +560,7 @@ def test_layout_checks_what_the_store_relies_on():
     ids=str,
 )
 def test_why_steps_seal_in_several_launches(scheme, reason):
-    found = why_several_launches(scheme, 128, 128)
+    found = scheme.limits(128, 128).fused
     assert found is None if reason is None else reason in found
     assert describe("", scheme)["several_launches"] == found
 
@@ -564,7 +572,7 @@ def test_choices_that_steps_lose_by():
     assert "salience=zscore" in costly_choices(get_scheme("mixkvq-r1-qwen-7b"))
     for name, scheme in list_schemes().items():
         found = describe(name, scheme)
-        assert found["not_captured"] == why_not(scheme, 128, 128)
+        assert found["not_captured"] == scheme.limits(128, 128).captured
         assert found["costly_choices"] == costly_choices(scheme)
 
 

@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme
-from hfkvq.caches.layers import why_not
 from tests.caches.driver import DIM, assert_same_bits, small, stored
 from tests.caches.models import build, prompt
 from tests.caches.test_generate import FULL, MODES, _generate
@@ -404,7 +403,7 @@ def test_tags_after_compiled_generation():
     ],
 )
 def test_what_needs_the_host_works_without_graphs(scheme, reason):
-    assert reason in why_not(scheme, DIM, DIM)
+    assert reason in scheme.limits(DIM, DIM).captured
     model, ids = build("llama"), prompt(2, 30)
     cache = MixedKVCache(model, scheme, max_cache_len=80)
     assert not cache.is_compileable

@@ -10,7 +10,6 @@ from .base import ROLLBACK
 from .eviction import Eviction
 from .group import DeviceSync, LayerGroup
 from .layer import KVLayer
-from .limits import why_not, why_several_launches
 from .padding import PaddingReader
 
 __all__ = [
@@ -20,6 +19,4 @@ __all__ = [
     "KVLayer",
     "LayerGroup",
     "PaddingReader",
-    "why_not",
-    "why_several_launches",
 ]

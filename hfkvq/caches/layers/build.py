@@ -13,7 +13,6 @@ from ..preset import Preset
 from ..scheme import Scheme
 from .group import DeviceSync, LayerGroup
 from .layer import KVLayer
-from .limits import why_not
 from .padding import PaddingReader
 
 logger = logging.getLogger(__name__)
@@ -137,5 +136,5 @@ def _why_not_recorded(text: PreTrainedConfig, schemes: list[Scheme], shares: boo
         return "layers share keys and values"
     if text.model_type in TOUCHES_KEYS:
         return f"{text.model_type} computes with the cached keys itself"
-    reasons = (why_not(scheme, head_dim, head_dim) for scheme in schemes)
+    reasons = (scheme.limits(head_dim, head_dim).captured for scheme in schemes)
     return next((reason for reason in reasons if reason), None)

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.pages import PageFormat, Side
+from hfkvq.kernels.pages import PageFormat
 
+from ..eviction import TieredEviction
+from ..evidence import Evidence, Kind
 from ..ranking import WHOLE, Attention, code_statistics, paper_statistics, token_scores
 from ..registry import Entry
-from ..scheme import Layout, Scheme, SideLayout, knob
+from ..scheme import Layout, SideLayout, knob
 
 SEAL_UNIT = 16
 """Tokens that leave the tail together: fewer, longer steps, and nothing else, since they stay whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arkv(Scheme):
+class Arkv(TieredEviction):
     """A budget of tokens per layer and KV head: the best stay whole, the next in few bits, the others are evicted.
 
     Layout: the newest ``window`` tokens always stay, whole. Older ones are ranked by the attention that the newest
@@ -67,9 +69,6 @@ class Arkv(Scheme):
         "arkv-window": Entry("The newest tokens alone.", {"tiers": "origin", "score": "recency"}, group="baseline"),
     }
 
-    budget_tokens: int | None = knob(None, low=2)
-    budget_bytes: int | None = knob(None, low=1)
-    window: int = knob(32, low=1, high=4096, search=[16, 32, 64])
     alpha: float = knob(0.75, low=0.0, high=1.0, search=(0.05, 1.0))
     # The released code's defaults: found by search, on the code's statistics.
     gamma: float = knob(263.8108280337562, low=0.0, search=(1.0, 1000.0))
@@ -79,7 +78,6 @@ class Arkv(Scheme):
     stats: str = knob("code", choices=("code", "paper"))
     tiers: str = knob("mixed", choices=("mixed", "origin", "quant"))
     score: str = knob("attention", choices=("attention", "recency"))
-    low_bits: int = knob(8, choices=(8, 4))
     beta: float = knob(0.0, low=0.0, high=0.999)
     page_size: int = knob(32, low=8, high=1024)
 
@@ -98,11 +96,6 @@ class Arkv(Scheme):
                 f"budget_tokens: got {self.tokens}, allowed more than the window of {self.window} tokens, which always "
                 "stay; raise it, or lower window."
             )
-
-    @property
-    def tokens(self) -> int:
-        """C, where the budget counts tokens."""
-        return 1024 if self.budget_tokens is None else self.budget_tokens
 
     @property
     def needs(self) -> frozenset[str]:
@@ -128,42 +121,8 @@ class Arkv(Scheme):
 
     # How many tokens stay.
 
-    @staticmethod
-    def token_bytes(layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
-        """Bytes of one token of one KV head in few bits and whole: codes, scales and position.
-
-        Args:
-            layout: the layer's layout.
-            key_dim: D of the keys.
-            value_dim: D of the values.
-            itemsize: bytes of an element of the model's dtype.
-        """
-        costs = []
-        for pair in layout.store.runs:
-            cost = 4
-            sides: tuple[tuple[PageFormat, Side, int], ...] = (
-                (pair[0], "keys", key_dim),
-                (pair[1], "values", value_dim),
-            )
-            for fmt, side, dim in sides:
-                for shape, own in fmt.shapes(side, 1, dim).values():
-                    size = itemsize if own is None else own.itemsize
-                    cost += size * torch.Size(shape).numel() // fmt.page_size
-            costs.append(cost)
-        return costs[0], costs[1]
-
     def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor:
-        """Older tokens that a trim keeps: b = floor(α * past) (eq. 10), but never more than the budget has room for.
-
-        Args:
-            past: i64 (...,), tokens older than the window.
-            share: f32 (...,), ρ.
-            costs: bytes of a token in few bits and whole, see `token_bytes`.
-            prompt: bool (...,), whether a prompt is trimmed: it fills the budget.
-
-        Returns:
-            i64 (...,).
-        """
+        """Older tokens that a trim keeps: b = floor(α * past) (eq. 10), but never more than the budget has room for."""
         if self.budget_bytes is None:
             room = torch.full_like(past, self.tokens - self.window)
             base = past
@@ -177,12 +136,32 @@ class Arkv(Scheme):
         step = (self.alpha * base.double()).floor().long()
         return torch.minimum(torch.where(prompt, room, step), torch.minimum(room, past))
 
-    @staticmethod
-    def whole(kept: Tensor, share: Tensor) -> Tensor:
+    def whole(self, kept: Tensor, share: Tensor) -> Tensor:
         """Tokens of those kept that stay whole: B_o = round(ρ b), half up: i64 (...,)."""
         return (share.double() * kept + 0.5).floor().long()
 
     # What attention says.
+
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """Attention, unless tokens go by age and tiers are fixed."""
+        return frozenset() if self.score == "recency" and self.tiers != "mixed" else frozenset({"attention"})
+
+    @property
+    def remembers(self) -> bool:
+        """Whether β gives earlier scores a say."""
+        return self.beta > 0
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """Eq. (9), or the token's age."""
+        if self.score == "recency":
+            return evidence.rank.float()
+        assert evidence.attention is not None, "it is asked for"
+        return self.token_scores(evidence.attention)
+
+    def merge(self, old: Tensor, new: Tensor) -> Tensor:
+        """``β old + (1 - β) new``."""
+        return self.beta * old + (1 - self.beta) * new
 
     def token_scores(self, seen: Attention) -> Tensor:
         """Eq. (9), see `ranking.token_scores`: f32 (N, n)."""
@@ -199,15 +178,7 @@ class Arkv(Scheme):
         return torch.stack([joined[:, i] ** root for i, root in enumerate(roots)]).prod(0).float()
 
     def share(self, own: Tensor, most: Tensor) -> Tensor:
-        """Eq. (7): ``ρ = o / max o`` over the layers, 1 where no layer shows any; 1 or 0 where the tiers are fixed.
-
-        Args:
-            own: f32 (B,), the layer's strength.
-            most: f32 (B,), the greatest of all layers.
-
-        Returns:
-            f32 (B,).
-        """
+        """Eq. (7): ``ρ = o / max o`` over the layers, 1 where no layer shows any; 1 or 0 where the tiers are fixed."""
         if self.tiers != "mixed":
             return torch.full_like(own, float(self.tiers == "origin"))
         return torch.where(most > 0, own / most, 1.0)

@@ -16,7 +16,6 @@ from . import accounting
 from .accounting import StoreBytes
 from .growth import MAX_STEP, grow, grow_tail, pages_for, tail_limits
 from .reading import dense_alike
-from .rules import seals_plainly, seals_widely
 from .state import SIDES, StoreState
 
 
@@ -37,7 +36,7 @@ class StoreView:
         layout.check(keys.shape[-1], values.shape[-1])
         self.layout, self.format, self.scheme = layout, layout.store, scheme
         self.sizes, self.capacity = WindowSizes.of(layout), capacity
-        self.seals_plainly, self.seals_widely = seals_plainly(layout, scheme), seals_widely(layout, scheme)
+        self.seals_plainly, self.seals_widely = scheme.seals_plainly(layout), scheme.seals_widely(layout)
         self.state = StoreState.empty(layout, keys, values, MAX_STEP, "tags" in scheme.needs)
         self.heads, self.dims, self.dtype = self.state.heads, self.state.dims, self.state.dtype
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.

@@ -1,0 +1,71 @@
+"""How a layer holds keys and values: page formats, windows, and what happens to vectors before they are sealed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfkvq.kernels.hadamard import check_rotation
+from hfkvq.kernels.pages import PageFormat, StoreFormat
+
+
+@dataclass(frozen=True, slots=True)
+class SideLayout:
+    """How the keys, or the values, of a layer are held.
+
+    Attributes:
+        formats: page format of each run, narrow to wide; several only if the scheme assigns token widths.
+        local: newest tokens that stay unquantized.
+        unit: tokens that are sealed together; a multiple of the page where pages are sealed whole.
+        rotate: Hadamard block, 0 for none.
+        balance: rounds of `kernels.page_norms` for normed formats.
+        clip: vectors are clipped, when they are sealed, at the entry of this rank among their magnitudes, as a share of
+            the dimension; 1 clips nothing.
+    """
+
+    formats: tuple[PageFormat, ...]
+    local: int = 0
+    unit: int = 1
+    rotate: int = 0
+    clip: float = 1.0
+    balance: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Static layout of one layer: both sides and the sink they share.
+
+    Attributes:
+        keys: the key side.
+        values: the value side.
+        sink: first tokens of a row, never quantized.
+    """
+
+    keys: SideLayout
+    values: SideLayout
+    sink: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks what the store relies on."""
+        for name, side in (("keys", self.keys), ("values", self.values)):
+            for fmt in side.formats:
+                if fmt.whole and len(side.formats) == 1 and side.unit % fmt.page_size:
+                    raise ValueError(
+                        f"{name}: got a seal unit of {side.unit} tokens, which must be a multiple of the page of "
+                        f"{fmt.page_size} tokens where scales are per channel, or pages normed."
+                    )
+        if len(self.keys.formats) > 1 and (self.keys.local, self.keys.unit) != (self.values.local, self.values.unit):
+            raise ValueError("local, unit: keys and values must leave the tail together where tokens have widths.")
+
+    @property
+    def store(self) -> StoreFormat:
+        """The format that kernels see."""
+        runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
+        return StoreFormat(runs, self.sink, self.keys.rotate, self.values.rotate)
+
+    def check(self, key_dim: int, value_dim: int) -> None:
+        """Raises ValueError if heads of these dimensions cannot be held."""
+        check_rotation("rotate (keys)", self.keys.rotate, key_dim)
+        check_rotation("rotate (values)", self.values.rotate, value_dim)
+        for side, dim in ((self.keys, key_dim), (self.values, value_dim)):
+            for fmt in side.formats:
+                fmt.check_head_dim(dim)

@@ -1,0 +1,112 @@
+"""A first prompt beyond its budget: the tokens that stay are chosen before anything is stored.
+
+They are handed to the store as if they were the whole prompt, so any layout takes them, and they are quantized once,
+from what the model gave. The host knows how many tokens a row keeps, and asks the device nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .eviction import EvictionScheme
+from .evidence import keep_columns, keep_mask, prompt_evidence
+from .store import Padding
+
+
+class Choice(NamedTuple):
+    """What stays of a first prompt, as `KVStore.extend` takes it.
+
+    Attributes:
+        keys: (B, H, n, Dk), each KV head's own tokens, in order.
+        values: (B, H, n, Dv), likewise.
+        scores: f32 (B*H, n), of the same tokens.
+        padding: rows that keep fewer than n tokens begin with padding; None where none does.
+        shorter: columns by which every row is shorter than the prompt: ``start`` is to be greater by so many.
+        evicted: i32 (B,), tokens of each row that are gone.
+        rows: what rows may be like: tokens given, and tokens that stay.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scores: Tensor
+    padding: Padding | None
+    shorter: int
+    evicted: Tensor
+    rows: frozenset[tuple[int, int]]
+
+
+def choose(
+    scheme: EvictionScheme,
+    layer: int,
+    layers: int,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    *,
+    hold: int = 0,
+    mask: Tensor | None = None,
+    padding: Padding | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Choice | None:
+    """The tokens of a first prompt that stay; None where all do, or where padding stands among tokens.
+
+    Args:
+        scheme: the policy.
+        layer: index of the layer in the model.
+        layers: layers of the model.
+        query: (B, Hq, Q, D), after RoPE: all queries, or the newest ``scheme.queries`` where nobody asks for more.
+        keys: (B, H, T, Dk), as the model gave them.
+        values: (B, H, T, Dv), likewise.
+        scaling: factor on the logits.
+        hold: newest tokens that have to stay, beyond the scheme's window.
+        mask: see `prompt_evidence`.
+        padding: of the prompt.
+        softcap: see `prompt_evidence`.
+        sinks: likewise.
+    """
+    batch, heads, tokens, _ = keys.shape
+    if padding is not None and padding.source is not None:
+        return None
+    lengths = torch.tensor([tokens - lead for lead in ([0] if padding is None else padding.amounts)])
+    rooms: list[int] = scheme.room(lengths, lengths, layer, layers, hold).tolist()
+    if rooms == lengths.tolist():
+        return None
+    lead = None if padding is None else padding.lead.to(keys.device).long()
+    parts = [
+        scheme.scores(found)
+        for _, found in prompt_evidence(
+            scheme.evidence, scheme.queries, query, keys, values, scaling, mask, lead, softcap, sinks
+        )
+    ]
+    scores, most, newest = shared(scheme, torch.cat(parts), heads), max(rooms), max(scheme.window, hold)
+    if lead is None:
+        columns, after = keep_columns(scores, most, scheme.first, newest), None
+        evicted = torch.full((batch,), tokens - most, dtype=torch.int32, device=keys.device)
+        scores = scores.gather(1, columns)
+    else:
+        length = tokens - lead
+        room = scheme.room(length, length, layer, layers, hold)
+        evicted = (length - room).int()
+        folded = [x.repeat_interleave(heads) for x in (length, room, lead)]
+        stays = keep_mask(scores, folded[0], folded[1], scheme.first, newest)
+        # Those that stay are last, in order; what is before them in shorter rows is padding now.
+        rank = stays.to(torch.int8).argsort(dim=1, stable=True)[:, -most:]
+        scores, columns = scores.gather(1, rank), (rank + folded[2][:, None]).clamp(max=tokens - 1)
+        after = Padding((most - room).int(), frozenset(most - own for own in rooms), None)
+    columns = columns.view(batch, heads, most, 1)
+    kept = [x.gather(2, columns.expand(-1, -1, -1, x.shape[3])) for x in (keys, values)]
+    rows = frozenset(zip(lengths.tolist(), rooms, strict=True))
+    return Choice(kept[0], kept[1], scores, after, tokens - most, evicted, rows)
+
+
+def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:
+    """Scores (B*H, n) by which heads choose: the mean of all of a row where the scheme says that they are alike."""
+    if not scheme.alike:
+        return scores
+    by_row = scores.unflatten(0, (-1, heads))
+    return by_row.mean(1, keepdim=True).expand_as(by_row).flatten(0, 1)

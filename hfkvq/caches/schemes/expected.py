@@ -1,0 +1,76 @@
+"""Expected Attention: the tokens that coming queries are expected to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..eviction import TokenEviction
+from ..evidence import Evidence, Kind
+from ..ranking import expected_attention
+from ..registry import Entry
+from ..scheme import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(TokenEviction):
+    """Coming queries are taken to be normal, as the newest ones were; tokens stay that they would attend to and read.
+
+    Layout: that of ``pages``. What is generated stays; each KV head has its own tokens.
+
+    Paper: Devoto et al., arXiv:2510.00636, section 3: ``E[exp(q·k/√d)] = exp(μ·k/√d + kᵀΣk/2d)`` for normal queries,
+    times the norm of the value; `ranking.expected_attention`.
+    Differs from the paper: μ and Σ are of the newest ``recent`` queries as attention saw them, positions included. The
+    paper takes all queries, without positions, and turns μ and Σ by the mean rotation of the 512 positions to come. So
+    coming queries are here taken to stand where the newest do, and what positions add is part of Σ.
+    Differs from the released code: as above; scores of padded rows are those of the rows alone.
+
+    Attributes:
+        budget_tokens: most tokens of a row in each KV head after a prompt; 1024 if unset.
+        budget_share: the same as a share of the prompt.
+        window: newest tokens that always stay (none in the paper; here one at least).
+        recent: queries that μ and Σ are taken of.
+        epsilon: added to expected attention before it is multiplied by the value's norm.
+        sink_length: first tokens that always stay, and whose queries do not count.
+        trim_every: see `TokenEviction`; by the newest query alone where steps trim.
+        pages: the scheme that holds what stays.
+    """
+
+    name = "expected-attention"
+    paper = "arXiv:2510.00636"
+    place = 85
+    presets = {
+        "expected-attention": Entry(
+            "Long prompts whose questions are yet to come: what the queries to come may look at stays.",
+            lists=("demo",),
+            group="eviction",
+        )
+    }
+
+    window: int = knob(1, low=1, high=4096)
+    recent: int = knob(512, low=2, high=65536, search=[128, 512, 2048])
+    epsilon: float = knob(0.0, low=0.0, high=1.0, search=[0.0, 0.01, 0.1])
+    sink_length: int = knob(4, low=0, high=4096)
+
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """The newest queries, keys and values."""
+        return frozenset({"queries", "keys", "values"})
+
+    @property
+    def queries(self) -> int:
+        """Those that μ and Σ are taken of."""
+        return self.recent
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """``(E + ε) |v|`` with E averaged over query heads."""
+        query, real = evidence.of("queries").float(), evidence.of("real")
+        place = evidence.length[:, None] - torch.arange(query.shape[2], 0, -1, device=query.device)
+        weight = (real & (place >= self.sink_length))[:, None, :, None].float()
+        count = weight.sum(2, keepdim=True).clamp(min=1)
+        mean = (query * weight).sum(2, keepdim=True) / count
+        centred = (query - mean) * weight
+        expected = expected_attention(mean[:, :, 0], centred.mT @ centred / count, evidence, self.sink_length)
+        return (expected.mean(1) + self.epsilon) * evidence.of("values").float().norm(dim=-1)

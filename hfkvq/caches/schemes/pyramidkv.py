@@ -1,0 +1,67 @@
+"""PyramidKV: SnapKV's tokens, more of them in lower layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..eviction import TokenEviction
+from ..evidence import Evidence, Kind
+from ..ranking import window_scores
+from ..registry import Entry
+from ..scheme import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(TokenEviction):
+    """SnapKV's choice of tokens, with budgets that fall evenly from the first layer to the last.
+
+    Layout: that of ``pages``. What is generated stays.
+
+    Paper: Cai et al., arXiv:2406.02069, section 3.2: budgets are an arithmetic sequence over the layers whose mean is
+    the budget, and whose least is a part 1/β of it; `budget`. Scores are SnapKV's.
+    Differs from the paper: budgets count the window, so that their mean is the budget; where the least would not hold
+    the window, or a prompt is too short for the pyramid, every layer has the mean (kvpress does both).
+    Differs from the released code: as above; budgets are rounded to the nearest token, half to even.
+
+    Attributes:
+        budget_tokens: tokens of a row in each KV head after a prompt, on average over layers; 1024 if unset.
+        budget_share: the same as a share of the prompt.
+        window: α, newest tokens, whose queries vote.
+        beta: β, by which the last layer's budget is less than the mean: larger is steeper.
+        kernel: neighbours that are averaged, an odd number.
+        sink_length: first tokens that always stay (0 in the paper).
+        trim_every: see `TokenEviction`; by the newest query alone where steps trim.
+        pages: the scheme that holds what stays.
+    """
+
+    name = "pyramidkv"
+    paper = "arXiv:2406.02069"
+    place = 81
+    presets = {"pyramidkv": Entry("SnapKV with more tokens in lower layers.", lists=("demo",), group="eviction")}
+
+    window: int = knob(8, low=1, high=4096, search=[8, 32, 64])
+    beta: int = knob(20, low=1, high=1000, search=[2, 5, 10, 20])
+    kernel: int = knob(5, choices=(1, 3, 5, 7, 9, 11, 13))
+
+    def budget(self, given: Tensor, layer: int, layers: int) -> Tensor:
+        """``b_l = b_0 - l (b_0 - b_{m-1}) / (m - 1)`` with ``b_{m-1} = b / β``; b_0 at most what there is to choose."""
+        mean = super().budget(given, layer, layers)
+        older, even = (given - self.window).double(), mean.double()
+        least = even / self.beta
+        most = 2 * even - least
+        least = torch.where(most >= older, 2 * even - older, least)
+        most = torch.minimum(most, older)
+        falls = (given >= most) & (most >= least) & (least >= self.window)
+        return torch.where(falls, (most - layer * (most - least) / max(layers - 1, 1)).round().long(), mean)
+
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """Attention of the window's queries."""
+        return frozenset({"attention"})
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """SnapKV's."""
+        return window_scores(evidence, self.window, self.kernel)

@@ -1,0 +1,58 @@
+"""TOVA: the tokens that the newest query attends to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..eviction import TokenEviction
+from ..evidence import Evidence, Kind
+from ..registry import Entry
+from ..scheme import knob
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(TokenEviction):
+    """When the cache is full, the tokens leave that the newest query attends to least, all heads of a layer together.
+
+    Layout: that of ``pages``. Prompts and steps are trimmed; all KV heads of a layer hold the same tokens.
+
+    Paper: Oren et al., arXiv:2401.06104, section 4: a multi-state RNN whose policy is the attention of the last token,
+    averaged over heads.
+    Differs from the paper: a row may outgrow its budget by ``trim_every`` tokens before a step trims it (1 is the
+    paper's), since a trim is work; a prompt attends to all of itself, and is trimmed when it is over; the newest token
+    itself always stays (it does in kvpress).
+    Differs from the released code: as above; softmax in f32.
+
+    Attributes:
+        budget_tokens: tokens of a row in a layer; 1024 if unset.
+        budget_share: the same as a share of the tokens given.
+        window: newest tokens that always stay. The newest query alone is asked, whatever it is.
+        sink_length: first tokens that always stay (0 in the paper).
+        trim_every: see `TokenEviction`.
+        pages: the scheme that holds what stays.
+    """
+
+    name = "tova"
+    paper = "arXiv:2401.06104"
+    place = 84
+    alike = True
+    presets = {"tova": Entry("A fixed budget by what the newest query attends to.", lists=("demo",), group="eviction")}
+
+    window: int = knob(1, low=1, high=4096)
+    trim_every: int = knob(64, low=0, high=65536)
+
+    @property
+    def evidence(self) -> frozenset[Kind]:
+        """Attention of the newest query."""
+        return frozenset({"attention"})
+
+    @property
+    def queries(self) -> int:
+        """The newest."""
+        return 1
+
+    def scores(self, evidence: Evidence) -> Tensor:
+        """``A`` of the newest query, averaged over query heads; KV heads are averaged by the layer."""
+        return evidence.of("attention").mean(1)

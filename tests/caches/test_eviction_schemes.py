@@ -1,0 +1,463 @@
+"""Schemes that evict, without a cache: contract, evidence, and scores and budgets against those of kvpress.
+
+What kvpress computes (https://github.com/NVIDIA/kvpress, commit 8bb29b9c) is written down here in plain PyTorch; the
+numbers in kvpress.json are what its functions gave for the tensors made here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfkvq import Scheme, get_scheme, list_schemes
+from hfkvq.caches import evidence as evidence_module
+from hfkvq.caches import registry
+from hfkvq.caches.eviction import EvictionScheme, TokenEviction
+from hfkvq.caches.evidence import Evidence, keep_columns, keep_mask, prompt_evidence
+from hfkvq.caches.headwise import HeadwiseStore
+from hfkvq.caches.prompt_choice import choose
+from hfkvq.caches.ranking import expected_attention
+from hfkvq.caches.scheme import Limits, warn_of_limits
+from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
+from hfkvq.caches.store import Padding
+from hfkvq.kernels.decode import LENGTH, RUNS, START
+from tests.caches.driver import small
+
+HEADS, SHARE, TOKENS, DIM = 2, 2, 20, 8
+KVPRESS = json.loads(Path(__file__).with_name("kvpress.json").read_text(encoding="utf-8"))
+SIX = (SnapKV, H2O, StreamingLLM, TOVA, ExpectedAttention, PyramidKV)
+
+
+def noise(seed, *shape):
+    """Numbers between -2 and 2 that are the same everywhere."""
+    x = torch.sin(torch.arange(math.prod(shape), dtype=torch.float64) * 12.9898 + seed * 78.233) * 43758.5453
+    return ((x - x.floor()) * 4 - 2).float().view(shape)
+
+
+def rotation(positions):
+    """Cosines and sines (n, D) of rotary positions of base 10000, halves side by side."""
+    angle = positions[:, None] / 10000.0 ** (torch.arange(0, DIM, 2) / DIM)
+    angle = torch.cat([angle, angle], 1)
+    return angle.cos(), angle.sin()
+
+
+def rotated(x, positions):
+    cos, sin = rotation(positions)
+    return x * cos + torch.cat([-x[..., DIM // 2 :], x[..., : DIM // 2]], -1) * sin
+
+
+# (B, Hq, T, D) before and after rotation, and keys and values (B, H, T, D).
+PLAIN = noise(1, 1, TOKENS, HEADS * SHARE, DIM).transpose(1, 2)
+QUERIES = rotated(PLAIN, torch.arange(TOKENS))
+KEYS, VALUES = noise(2, 1, HEADS, TOKENS, DIM), noise(3, 1, HEADS, TOKENS, DIM)
+
+
+def evidence_of(scheme, queries=QUERIES, keys=KEYS, values=VALUES, **options):
+    """All rows' evidence at once."""
+    ((_, found),) = prompt_evidence(
+        scheme.evidence, scheme.queries, queries, keys, values, queries.shape[-1] ** -0.5, **options
+    )
+    return found
+
+
+def probabilities(queries=QUERIES, keys=KEYS):
+    """Causal attention (B, Hq, T, T)."""
+    logits = queries @ keys.repeat_interleave(SHARE, 1).mT / math.sqrt(DIM)
+    return logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf).softmax(-1)
+
+
+def assert_numbers(got, name):
+    torch.testing.assert_close(got, torch.tensor(KVPRESS[name]), rtol=0, atol=2e-6)
+
+
+class TestKvpress:
+    """The same scores, tokens and budgets."""
+
+    def test_snapkv(self):
+        """The window's queries, averaged; pooled over what is before the window alone, zeros beyond; then the group."""
+        scheme = SnapKV(window=4, kernel=3)
+        scores = scheme.scores(evidence_of(scheme))
+        paid = probabilities()[0, :, -4:, :-4].mean(1)
+        pooled = torch.nn.functional.pad(paid, (1, 1)).unfold(1, 3, 1).sum(2) / 3
+        torch.testing.assert_close(scores[:, :-4], pooled.view(HEADS, SHARE, -1).mean(1))
+        assert_numbers(scores[:, :-4], "snapkv")
+        assert (scores[:, -4:] == 0).all()
+
+    def test_tova(self):
+        """The last query, averaged over all heads of the layer."""
+        scheme = TOVA()
+        scores = scheme.scores(evidence_of(scheme)).mean(0)
+        torch.testing.assert_close(scores, probabilities()[0, :, -1].mean(0))
+        assert_numbers(scores[None, :-1], "tova")
+
+    def test_h2o(self):
+        """Its ObservedAttention is H2O's sum over queries, divided by how many of them see the token."""
+        scores = H2O().scores(evidence_of(H2O()))
+        seen_by = torch.arange(TOKENS, 0, -1)
+        torch.testing.assert_close(scores, probabilities()[0].sum(1).view(HEADS, SHARE, -1).mean(1))
+        assert_numbers(scores / seen_by, "h2o")
+
+    def test_expected_attention_of_given_statistics(self):
+        """μ and Σ of all queries but the first two, before rotation, turned by the mean rotation of six positions.
+
+        The covariance is divided by the number of queries; sinks are left out of the softmax.
+        """
+        queries = PLAIN[0, :, 2:]
+        mean = queries.mean(1)
+        covariance = (queries - mean[:, None]).mT @ (queries - mean[:, None]) / (TOKENS - 2)
+        cos, sin = rotation(torch.arange(TOKENS, TOKENS + 6))
+        half = torch.zeros(DIM, DIM)
+        half[DIM // 2 :, : DIM // 2], half[: DIM // 2, DIM // 2 :] = torch.eye(DIM // 2), -torch.eye(DIM // 2)
+        turn = (cos[:, None] * torch.eye(DIM) + sin[:, None] * half).mean(0)
+        mean, covariance = mean @ turn.T, turn @ covariance @ turn.T
+        found = evidence_of(ExpectedAttention(recent=TOKENS))
+        expected = expected_attention(
+            mean.view(HEADS, SHARE, DIM), covariance.view(HEADS, SHARE, DIM, DIM), found, first=2
+        )
+        scores = (expected.mean(1) + 0.01) * VALUES[0].norm(dim=-1)
+        assert_numbers(scores[:, 2:], "expected of given statistics")
+
+    def test_expected_attention_without_rotation(self):
+        """Where positions turn nothing, the scheme as a whole is kvpress's."""
+        scheme = ExpectedAttention(recent=64, sink_length=2, epsilon=0.01)
+        scores = scheme.scores(evidence_of(scheme, PLAIN))
+        assert_numbers(scores[:, 2:], "expected without rotation")
+
+    @pytest.mark.parametrize(
+        ("share", "kept"),
+        [(0.5, [0, 1, 2, 3, *range(14, 20)]), (0.7, [0, 1, 2, 3, *range(10, 20)])],
+    )
+    def test_streaming_llm(self, share, kept):
+        """Four sinks and the newest tokens, as many as int(T (1 - ratio))."""
+        scheme = StreamingLLM(budget_share=share)
+        room = int(scheme.budget(torch.tensor(TOKENS), 0, 4))
+        scores = scheme.scores(evidence_of(scheme))
+        assert keep_columns(scores, room, scheme.first, scheme.window).tolist() == [kept] * HEADS
+
+    @pytest.mark.parametrize(("tokens", "budget", "window", "beta", "budgets"), KVPRESS["pyramidkv"])
+    def test_pyramidkv(self, tokens, budget, window, beta, budgets):
+        """Steep where the prompt has room for it; even where the last layer's would not hold the window."""
+        scheme = PyramidKV(budget_tokens=budget, window=window, beta=beta)
+        found = [int(scheme.budget(torch.tensor(tokens), i, len(budgets))) for i in range(len(budgets))]
+        assert found == budgets
+        assert abs(sum(found) / len(found) - budget) < 1
+
+
+class TestBudgets:
+    def test_a_number_or_a_share(self):
+        given = torch.tensor([10, 100, 3000])
+        assert SnapKV().budget(given, 0, 2).tolist() == [1024] * 3
+        assert SnapKV(budget_tokens=99).budget(given, 0, 2).tolist() == [99] * 3
+        # What always stays does.
+        assert SnapKV(budget_share=0.25, window=16).budget(given, 1, 2).tolist() == [16, 25, 750]
+
+    def test_a_pyramid_for_rows_of_many_lengths(self):
+        scheme = PyramidKV(budget_tokens=100, window=4)
+        lengths = torch.tensor([3, 90, 100, 101, 120, 400])
+        rows = torch.stack([scheme.budget(lengths, i, 6) for i in range(6)])
+        alone = [[int(scheme.budget(x, i, 6)) for x in lengths] for i in range(6)]
+        assert rows.tolist() == alone
+        assert (rows[:, :3] == 100).all()
+        assert (rows.diff(dim=0) <= 0).all()
+        assert scheme.budget(lengths, 0, 1).tolist()[-1] >= 100
+
+    def test_when_a_step_is_trimmed(self):
+        """A row may have so many tokens more than its budget; the next trim is as far away as it is below that."""
+        given, held = torch.tensor([300, 300, 40]), torch.tensor([50, 57, 40])
+        scheme = TOVA(budget_tokens=50, trim_every=8)
+        assert scheme.room(given, held, 0, 2).tolist() == [50, 50, 40]
+        assert scheme.room(given, held, 0, 2, hold=64).tolist() == [50, 57, 40]
+        assert scheme.due_in(given, held, 0, 2).tolist() == [8, 1, 18]
+        assert SnapKV().due_in(given, held, 0, 2) is None
+        share = StreamingLLM(budget_share=0.5, trim_every=1)
+        assert share.due_in(torch.tensor([100, 200]), torch.tensor([50, 100]), 0, 2).tolist() == [1, 1]
+        # As soon as there is one token more than the budget.
+        assert get_scheme("arkv").due_in(torch.tensor(1024), torch.tensor(1024), 0, 2) == 1
+
+    def test_h2o_adds_up(self):
+        """A score is the sum over all queries, however they came."""
+        scheme = H2O()
+        whole = scheme.scores(evidence_of(scheme))
+        half = scheme.scores(evidence_of(scheme, QUERIES[:, :, :12], KEYS[:, :, :12], VALUES[:, :, :12]))
+        late = evidence_of(scheme, QUERIES[:, :, 12:])
+        torch.testing.assert_close(scheme.merge(torch.nn.functional.pad(half, (0, 8)), scheme.scores(late)), whole)
+
+
+class TestEvidence:
+    def test_of_a_padded_row_is_that_of_the_row_alone(self):
+        """Ranks count from a row's first token, and padding neither pays nor is paid."""
+        kinds = frozenset({"attention", "received", "queries", "keys", "values"})
+        queries, keys, values = (torch.cat([x, x.flip(2)]) for x in (QUERIES, KEYS, VALUES))
+        lead = torch.tensor([0, 7])
+        ((_, found),) = prompt_evidence(kinds, 5, queries, keys, values, 0.5, lead=lead)
+        ((_, alone),) = prompt_evidence(kinds, 5, queries[1:, :, 7:], keys[1:, :, 7:], values[1:, :, 7:], scaling=0.5)
+        assert found.length.tolist() == [20, 20, 13, 13]
+        for name in ("attention", "received", "keys", "values"):
+            mine, its = found.of(name), alone.of(name)
+            axis = 1 if name in ("keys", "values") else 2
+            torch.testing.assert_close(mine[2:].narrow(axis, 0, 13), its)
+            if axis == 2:
+                assert (mine[2:, :, 13:] == 0).all()
+        assert torch.equal(found.queries[2:], alone.queries)
+        assert found.real.all()
+        scheme = SnapKV(window=3)
+        torch.testing.assert_close(scheme.scores(found)[2:, :13], scheme.scores(alone))
+        assert found.past(3).sum(1).tolist() == [17, 17, 10, 10]
+
+    @pytest.mark.parametrize("kind", ["bool", "added", "per head", "one query"])
+    def test_masks_say_the_same_as_none(self, kind):
+        scheme, lead = H2O(), torch.tensor([0, 6])
+        queries, keys, values = (torch.cat([x, x.flip(1)]) for x in (QUERIES, KEYS, VALUES))
+        column = torch.arange(TOKENS)
+        shown = (column <= column[:, None]) & (column >= lead[:, None, None])
+        mask = shown[:, None]
+        if kind == "added":
+            mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+        if kind == "per head":
+            mask = mask.expand(-1, HEADS * SHARE, -1, -1)
+        if kind == "one query":
+            scheme, mask = TOVA(), mask[:, :, -1:]
+        expected = evidence_of(scheme, queries, keys, values, lead=lead)
+        got = evidence_of(scheme, queries, keys, values, lead=lead, mask=mask)
+        torch.testing.assert_close(scheme.scores(got), scheme.scores(expected))
+
+    def test_a_mask_for_all_rows(self):
+        scheme = SnapKV(window=4)
+        shown = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool).tril()
+        torch.testing.assert_close(scheme.scores(evidence_of(scheme, mask=shown)), scheme.scores(evidence_of(scheme)))
+
+    def test_softcap_and_sinks(self):
+        """As attention has them: logits are capped before the mask, and a sink takes its part."""
+        sinks = torch.tensor([0.1, -0.3, 0.7, 0.2])
+        found = evidence_of(H2O(), softcap=0.9, sinks=sinks)
+        logits = torch.tanh(QUERIES @ KEYS.repeat_interleave(SHARE, 1).mT / math.sqrt(DIM) / 0.9) * 0.9
+        logits = logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf)
+        logits = torch.cat([logits, sinks[None, :, None, None].expand(1, -1, TOKENS, 1)], -1)
+        expected = logits.softmax(-1)[0, :, :, :-1].sum(1)
+        torch.testing.assert_close(found.received.flatten(0, 1), expected)
+
+    def test_pieces_do_not_matter(self, monkeypatch):
+        """A few rows and queries at a time, as of long prompts."""
+        kinds = frozenset({"attention", "received"})
+        ((_, whole),) = prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, 0.5)
+        monkeypatch.setattr(evidence_module, "ELEMENTS", 200)
+        parts = list(prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, 0.5))
+        assert [own for own, _ in parts] == [slice(0, 1), slice(1, 2)]
+        for name in kinds:
+            torch.testing.assert_close(torch.cat([found.of(name) for _, found in parts]), whole.of(name))
+
+    def test_what_was_not_asked_for_is_missing(self):
+        with pytest.raises(ValueError, match="evidence: 'keys' is missing"):
+            evidence_of(SnapKV()).of("keys")
+
+
+LONG = 60
+
+
+def stored_tokens(name, leads=()):
+    """What a store of pages holds of a prompt, by the choice of SnapKV; the first row's window and budget are full."""
+    held = small(name, **{"local_length" if name == "kivi-2" else "page_size": 8})
+    scheme = get_scheme("snapkv", budget_tokens=40, window=8, pages=held)
+    rows = max(len(leads), 1)
+    given = [noise(7 + i, rows, heads, LONG, DIM) for i, heads in enumerate((HEADS * SHARE, HEADS, HEADS))]
+    padding = Padding(torch.tensor(leads, dtype=torch.int32), frozenset(leads), None) if leads else None
+    choice = choose(scheme, 0, 2, *given, DIM**-0.5, padding=padding)
+    store = HeadwiseStore(scheme.layout(DIM, DIM), scheme, *given[1:])
+    store.extend(choice.keys, choice.values, choice.padding)
+    store.counters[START] += choice.shorter
+    return scheme, choice, store, given
+
+
+@pytest.mark.parametrize("name", ["full", "kitty", "kivi-2", "saw-int4", "mixkvq-error-only"])
+class TestPrompts:
+    """What stays of a first prompt is as if nothing else had been there, in any pages."""
+
+    def test_each_head_keeps_its_best(self, name):
+        scheme, choice, store, given = stored_tokens(name)
+        scores = scheme.scores(evidence_of(scheme, *given))
+        best = [sorted({*own[:52].topk(32).indices.tolist(), *range(52, 60)}) for own in scores]
+        assert best[0] != best[1]
+        for head, columns in enumerate(best):
+            assert torch.equal(choice.keys[0, head], given[1][0, head, columns])
+            assert torch.equal(choice.values[0, head], given[2][0, head, columns])
+            assert torch.equal(choice.scores[head], scores[head, columns])
+        assert choice.evicted.tolist() == [20]
+        assert store.counters[LENGTH].tolist() == [40] * HEADS
+        assert store.counters[START].tolist() == [20] * HEADS
+        assert store.counters[RUNS].min() >= 8
+        alone = HeadwiseStore(store.layout, scheme, *given[1:])
+        alone.extend(choice.keys, choice.values)
+        assert torch.equal(store.dense("keys", LONG)[:, :, 20:], alone.dense("keys", 40))
+
+    def test_padded_rows_are_the_rows_alone(self, name):
+        """One far beyond its budget, one a little, one within it, one that the window alone fills."""
+        leads = [0, 17, 33, 55]
+        scheme, choice, store, given = stored_tokens(name, leads)
+        assert choice.evicted.tolist() == [20, 3, 0, 0]
+        assert choice.rows == {(60, 40), (43, 40), (27, 27), (5, 5)}
+        dense = [store.dense(side, LONG) for side in ("keys", "values")]
+        for i, lead in enumerate(leads):
+            own = [x[i : i + 1, :, lead:] for x in given]
+            alone = choose(scheme, 0, 2, *own, DIM**-0.5)
+            count = min(LONG - lead, 40)
+            assert (alone is None) == (count == LONG - lead)
+            single = HeadwiseStore(store.layout, scheme, *own[1:])
+            single.extend(*(own[1:] if alone is None else (alone.keys, alone.values)))
+            for side, mine in zip(("keys", "values"), dense, strict=True):
+                assert torch.equal(mine[i : i + 1, :, LONG - count :], single.dense(side, count))
+                assert (mine[i, :, : LONG - count] == 0).all()
+
+
+def test_prompts_within_their_budget_are_left_alone():
+    """Nothing is computed for them; nor where padding stands among tokens, which takes the general way."""
+    scheme = SnapKV(budget_tokens=20, window=4)
+    assert choose(scheme, 0, 2, QUERIES, KEYS, VALUES, 1.0) is None
+    none = torch.zeros(1, dtype=torch.int32)
+    holes = Padding(none, frozenset({0}), torch.arange(TOKENS)[None])
+    assert choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, 1.0, padding=holes) is None
+
+
+def test_heads_that_are_alike_keep_the_same():
+    choice = choose(TOVA(budget_tokens=9), 0, 2, QUERIES[:, :, -1:], KEYS, VALUES, DIM**-0.5)
+    best = probabilities()[0, :, -1].mean(0)[:19].topk(8).indices.sort().values.tolist()
+    assert torch.equal(choice.keys, KEYS[:, :, [*best, 19]])
+
+
+def test_what_is_held_for_rollback_stays():
+    choice = choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, 1.0, hold=12)
+    assert torch.equal(choice.keys, KEYS[:, :, 8:])
+
+
+class TestKeeping:
+    def test_best_first_and_newest(self):
+        scores = torch.tensor([[9.0, 1, 5, 5, 7, 0, 0, 0], [0.0, 1, 2, 3, 4, 9, 9, 9]])
+        assert keep_columns(scores, 5, 1, 2).tolist() == [[0, 2, 4, 6, 7], [0, 4, 5, 6, 7]]
+
+    def test_rows_of_many_lengths(self):
+        """A row's tokens depend on it alone, and a row within its budget keeps all."""
+        scores, lengths = noise(5, 4, 30), torch.tensor([30, 12, 25, 4])
+        rooms = torch.tensor([9, 12, 20, 9])
+        mask = keep_mask(scores, lengths, rooms, 2, 3)
+        for i, (length, room) in enumerate(zip(lengths.tolist(), rooms.tolist(), strict=True)):
+            expected = keep_columns(scores[i : i + 1, :length], min(room, length), 2, 3)[0]
+            assert mask[i].nonzero().flatten().tolist() == expected.tolist()
+
+    def test_what_always_stays_may_be_more_than_the_budget(self):
+        mask = keep_mask(noise(6, 1, 10), torch.tensor([10]), torch.tensor([2]), 2, 3)
+        assert mask[0].nonzero().flatten().tolist() == [0, 1, 7, 8, 9]
+
+
+class TestContract:
+    @pytest.mark.parametrize("cls", SIX, ids=lambda cls: cls.name)
+    def test_a_scheme_is_its_pages_and_more(self, cls):
+        """Bytes are the pages': layout, raised channels, widths of tokens, and what sealing may do at once."""
+        for pages in ("full", "kitty-pro", "mixkvq", "saw-int4", "kvarn"):
+            scheme, held = get_scheme(f"{cls.name}+{pages}"), get_scheme(pages)
+            assert type(scheme) is cls
+            assert scheme == get_scheme(cls.name, pages=pages)
+            assert scheme.layout(128, 64) == held.layout(128, 64)
+            assert (scheme.channel_rule, scheme.step_rule(128)) == (held.channel_rule, held.step_rule(128))
+            assert (scheme.needs, scheme.untagged_is_wide) == (held.needs, held.untagged_is_wide)
+            assert scheme.limits(128, 64).fused == held.limits(128, 64).fused
+            assert pickle.loads(pickle.dumps(scheme)) == scheme == Scheme.from_dict(scheme.to_dict())
+            assert hash(scheme) == hash(Scheme.from_dict(scheme.to_dict()))
+
+    def test_pages_with_knobs_of_their_own(self):
+        held = get_scheme("kitty", page_size=32)
+        scheme = get_scheme("snapkv", pages=held, window=8)
+        assert scheme.layout(64, 64) == held.layout(64, 64)
+        assert scheme.to_dict()["pages"] == held.to_dict()
+        assert get_scheme(scheme, kernel=7).pages == held
+
+    @pytest.mark.parametrize(
+        ("name", "knobs", "message"),
+        [
+            ("snapkv", {"pages": "arkv"}, "pages: got 'arkv', which evicts itself"),
+            ("snapkv", {"pages": "triaxial"}, "pages: got 'triaxial', which reads tags"),
+            ("snapkv", {"pages": "kity"}, "scheme: got 'kity', which is unknown; did you mean 'kitty'"),
+            ("snapkv", {"budget_tokens": 64}, "budget_tokens: got 64, allowed more than the 64 tokens of window"),
+            ("tova", {"budget_tokens": 9, "budget_share": 0.5}, "budget_tokens, budget_share: got 9 and 0.5"),
+            ("h2o", {"budget_share": 1.5}, "budget_share: got 1.5, allowed 0.001 to 1.0"),
+            ("kitty+full", {}, "kitty: knob 'pages' is unknown"),
+            ("snapky+full", {}, "scheme: got 'snapky', which is unknown; did you mean 'snapkv'"),
+        ],
+    )
+    def test_choices_that_do_not_go_together(self, name, knobs, message):
+        with pytest.raises(ValueError, match=message):
+            get_scheme(name, **knobs)
+
+    def test_what_steps_lose(self):
+        """Scores that add up ask every step; shared scales are made again; the rest is the pages'."""
+        assert get_scheme("snapkv").limits(128, 128) == Limits()
+        assert get_scheme("streaming-llm").limits(128, 128) == Limits()
+        assert "in every step" in get_scheme("h2o").limits(128, 128).captured
+        assert get_scheme("h2o-prompt").limits(128, 128) == Limits()
+        assert get_scheme("snapkv+kitty-pro").limits(128, 128) == Limits()
+        lost = get_scheme("tova+kitty-pro").limits(128, 128)
+        assert lost.captured is None
+        assert "trim pages" in lost.requantized
+        assert get_scheme("tova+saw-int4").limits(128, 128) == Limits()
+        clipped = get_scheme("h2o", pages=get_scheme("kitty", clip_values=0.9)).limits(128, 128)
+        assert "clipped" in clipped.captured
+        assert len(clipped.words()) == 3
+        assert "in every step" in get_scheme("arkv", beta=0.5).limits(128, 128).captured
+
+    def test_arkv_is_one_of_them(self):
+        scheme = get_scheme("arkv")
+        assert isinstance(scheme, EvictionScheme)
+        assert scheme.evidence == {"attention"}
+        assert get_scheme("arkv-window").evidence == set()
+        found = evidence_of(get_scheme("arkv", window=5))
+        torch.testing.assert_close(scheme.scores(found), scheme.token_scores(found.attention))
+        assert torch.equal(get_scheme("arkv-window").scores(found), found.rank.float())
+        half = get_scheme("arkv", beta=0.25)
+        assert half.remembers
+        assert half.merge(torch.tensor(4.0), torch.tensor(8.0)) == 7.0
+
+    def test_who_evicts(self):
+        evicting = {name for name, scheme in list_schemes().items() if scheme.evicts}
+        assert {cls.name for cls in SIX} | {"arkv"} <= evicting
+        assert not evicting & {"full", "kitty-pro", "triaxial"}
+        assert registry.entry_of("snapkv")[1].group == "eviction"
+
+
+def test_a_scheme_of_a_users_own(monkeypatch):
+    """A score in a line; and who writes it is told, as a warning, what steps lose by its choices."""
+    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+
+    @dataclass(frozen=True, kw_only=True)
+    class SmallKeys(TokenEviction):
+        """Tokens whose keys are short stay (Devoto et al., arXiv:2406.11430)."""
+
+        name = "small-keys"
+
+        @property
+        def evidence(self):
+            return frozenset({"keys"})
+
+        @property
+        def remembers(self):
+            return True
+
+        def scores(self, evidence: Evidence):
+            return -evidence.of("keys").float().norm(dim=-1)
+
+    scheme = get_scheme("small-keys+kitty-pro", window=4)
+    torch.testing.assert_close(scheme.scores(evidence_of(scheme)), -KEYS[0].norm(dim=-1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_limits(scheme, 128, 128)
+        warn_of_limits(get_scheme("h2o"), 128, 128)
+    with pytest.warns(UserWarning, match="small-keys: ") as told:
+        warn_of_limits(get_scheme(scheme, trim_every=8), 128, 128)
+    assert "small-keys: steps are not captured: scores that accumulate" in str(told[0].message)
+    assert "small-keys: tokens that stay are quantized again" in str(told[1].message)
+    with pytest.raises(NotImplementedError, match="SmallKeys merges no scores"):
+        scheme.merge(torch.zeros(1), torch.zeros(1))
