@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hfkvq.bench.cli import app as bench_app
-from hfkvq.divergence.cli import app as divergence_app
 from hfkvq.lm_eval.cli import app as lm_eval_app
-from hfkvq.report.cli import app as report_app
+from hfkvq.measure.bench.cli import app as bench_app
+from hfkvq.measure.divergence.cli import app as divergence_app
+from hfkvq.measure.report.cli import app as report_app
 from hfkvq.terminal import DType, check_files, fail, make_console, pick_device, split
 from hfkvq.tuning.cli import app as tuning_app
 from hfkvq.tuning.fit.cli import app as fit_app
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hfkvq.caches.tags import ChatFormat
-    from hfkvq.demo.prompts import Subject
-    from hfkvq.demo.run import Result, Settings
+    from hfkvq.measure.demo.prompts import Subject
+    from hfkvq.measure.demo.run import Result, Settings
 
 app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
@@ -65,7 +65,7 @@ def schemes(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of the README.")] = False,
 ) -> None:
     """List every preset: whom it is for, layout, bits, knobs, and what steps lose by its choices."""
-    from hfkvq.demo.schemes import HEAD_DIM, describe_all, schemes_markdown, schemes_table
+    from hfkvq.measure.demo.schemes import HEAD_DIM, describe_all, schemes_markdown, schemes_table
 
     if as_markdown:
         typer.echo(schemes_markdown())
@@ -94,7 +94,7 @@ def _pick_device(name: str) -> torch.device:
 def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, outliers: float | None) -> Subject:
     from transformers.utils import logging
 
-    from hfkvq.demo.prompts import load
+    from hfkvq.measure.demo.prompts import load
 
     logging.disable_progress_bar()
     try:
@@ -106,7 +106,7 @@ def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, ou
 def _run(subject: Subject, settings: Settings) -> Result:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from hfkvq.demo import run_demo
+    from hfkvq.measure.demo import run_demo
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
@@ -160,8 +160,8 @@ def demo(
 
     import torch
 
-    from hfkvq.demo import Settings
-    from hfkvq.demo.report import as_json, notes, save_picture, table
+    from hfkvq.measure.demo import Settings
+    from hfkvq.measure.demo.report import as_json, notes, save_picture, table
 
     try:
         settings = Settings(

@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 from hfkvq.caches import get_scheme, list_schemes, registry
 from hfkvq.cli import app
-from hfkvq.demo.schemes import describe, schemes_markdown
+from hfkvq.measure.demo.schemes import describe, schemes_markdown
 from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival
 

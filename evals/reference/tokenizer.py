@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hfkvq.reference import tasks
+from hfkvq.measure.reference import tasks
 
 VOCABULARY = 1_024
 MAX_LENGTH = 4_096

@@ -47,7 +47,7 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
-from hfkvq.reference import tasks  # noqa: E402
+from hfkvq.measure.reference import tasks  # noqa: E402
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 ATTENTION = "reference_causal"

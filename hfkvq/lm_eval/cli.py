@@ -21,8 +21,8 @@ BASELINE = "none"
 
 def _presets(names: str | None) -> dict[str, Preset | None]:
     """What is measured, by name; Transformers' own cache first."""
-    from hfkvq.demo.run import choose_schemes
-    from hfkvq.divergence.naming import parse_schemes
+    from hfkvq.measure.demo.run import choose_schemes
+    from hfkvq.measure.divergence.naming import parse_schemes
 
     chosen = split(names) if names else ()
     if chosen == ("all",):
@@ -87,8 +87,8 @@ def leaderboard(
     except ValueError as error:
         fail(error)
 
-    from hfkvq.divergence.cli import kld
-    from hfkvq.report.cli import report
+    from hfkvq.measure.divergence.cli import kld
+    from hfkvq.measure.report.cli import report
 
     from .runs import run_tasks
 

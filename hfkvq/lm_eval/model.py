@@ -22,7 +22,7 @@ import hfkvq
 from hfkvq.caches import MixedKVCache, make_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.tags import Tagger
-from hfkvq.demo.measure import answer_lengths, read_memory
+from hfkvq.measure.demo.answers import answer_lengths, read_memory
 
 from . import bill
 from .arguments import check_loading, take_arguments

@@ -51,7 +51,7 @@ def calibrate(
     from rich.console import Console
     from rich.progress import Progress
 
-    from hfkvq.demo.prompts import load
+    from hfkvq.measure.demo.prompts import load
 
     from .calibrate import calibrate as measure
     from .conversations import load_conversations

@@ -108,7 +108,7 @@ def scale_values(axes: Axes, scores: Sequence[Score], direction: str) -> None:
 def write_names(axes: Axes, names: Sequence[tuple[str, tuple[float, float], str]]) -> None:
     """Writes names (name, point, colour) beside their points, where there is room."""
     # The demo's picture does this well, and needs colours by name.
-    from hfkvq.demo.report import _label
+    from hfkvq.measure.demo.report import _label
 
     figure = axes.get_figure()
     assert figure is not None

@@ -160,7 +160,7 @@ def layer_bits(preset: Preset, layers: int, head_dim: int) -> list[dict[Side, tu
 
     What a long context comes to: windows and tables vanish there. Where tokens differ in width, the widest.
     """
-    from hfkvq.demo.schemes import page_bits
+    from hfkvq.measure.demo.schemes import page_bits
 
     found = []
     for scheme in preset.by_layer(layers):

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hfkvq.caches import Preset, get_preset, list_schemes
-from hfkvq.divergence import subject as subjects
-from hfkvq.divergence.intervals import check_scipy
-from hfkvq.divergence.naming import parse_scheme
-from hfkvq.divergence.windows import SEPARATOR, cut, hub_documents, read_files, reference_documents
+from hfkvq.measure.divergence import subject as subjects
+from hfkvq.measure.divergence.intervals import check_scipy
+from hfkvq.measure.divergence.naming import parse_scheme
+from hfkvq.measure.divergence.windows import SEPARATOR, cut, hub_documents, read_files, reference_documents
 
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from .score import COSTS, Objective
@@ -169,7 +169,7 @@ def _documents(text: Sequence[Path] | None, dataset: str | None, model: str | No
 def _load(outline: Any, where: Any, kind: Any, outliers: float | None) -> Any:
     loaded = subjects.load(outline, where, kind)
     if outliers is not None:
-        from hfkvq.reference import with_outliers
+        from hfkvq.measure.reference import with_outliers
 
         loaded = with_outliers(loaded, outliers)
     return loaded
@@ -186,7 +186,7 @@ def _reference(
     batch_size: int,
     seed: int,
 ) -> tuple[Any, Objective, Objective]:
-    from hfkvq.demo.prompts import load
+    from hfkvq.measure.demo.prompts import load
 
     subject = load(outline.source, device=where, dtype=kind, outliers=outliers)
     names = tasks or ("recall", "arithmetic", "tools")
@@ -209,7 +209,7 @@ def _lm_eval(
 
     from hfkvq.lm_eval import task_folder
     from hfkvq.lm_eval.model import HFKVQ
-    from hfkvq.reference import reference_path
+    from hfkvq.measure.reference import reference_path
 
     pretrained = model or str(reference_path())
     extra = json.loads(metadata) if metadata else {}

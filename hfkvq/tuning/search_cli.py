@@ -24,7 +24,7 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: neither.
     """
-    from hfkvq.divergence.naming import parse_value
+    from hfkvq.measure.divergence.naming import parse_value
 
     found: dict[str, Any] = {}
     for text in texts:

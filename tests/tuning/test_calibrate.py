@@ -290,7 +290,7 @@ def test_a_template_that_refuses():
 
 def test_calibrate_then_allocate(tmp_path):
     from hfkvq import TriAxialCache
-    from hfkvq.reference import load_reference, tools
+    from hfkvq.measure.reference import load_reference, tools
 
     data, found, table = (tmp_path / name for name in ("data.jsonl", "s.json", "table.json"))
     with data.open("w") as file:

@@ -17,8 +17,8 @@ from hfkvq.caches import get_preset
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.cli import app
-from hfkvq.demo.outline import outline
-from hfkvq.reference import load_reference
+from hfkvq.measure.demo.outline import outline
+from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
 from hfkvq.cli import app
-from hfkvq.divergence import measure
 from hfkvq.lm_eval import task_folder
-from hfkvq.reference import load_reference
+from hfkvq.measure.divergence import measure
+from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.search_cli import parse_ranges
@@ -124,7 +124,7 @@ def test_kld_of_text_is_that_of_measure(subject):
 
 
 def test_reference_tasks(subject):
-    from hfkvq.demo.prompts import Subject
+    from hfkvq.measure.demo.prompts import Subject
 
     objective = ReferenceTasks(Subject("tiny", *subject, True), ("recall-4",), samples=2, batch_size=2)
     score = objective(get_preset("full"))
