@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.bench.generate.engines import SpreadTags
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.evict import layer_class
 from hfkvq.caches.layer import KVLayer, PaddingReader
@@ -24,6 +23,7 @@ from hfkvq.kernels import append, decode_attention, line, use_interpreter
 from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.pages import PageFormat, split_runs
 from hfkvq.kernels.step import observe
+from hfkvq.measure.bench.generate.engines import SpreadTags
 from tests.caches.driver import cases, small
 from tests.caches.models import build
 
