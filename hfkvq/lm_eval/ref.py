@@ -15,7 +15,7 @@ import datasets
 
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, prompt_text
 from hfkvq.measure.reference import Example, evaluation_set
-from hfkvq.measure.reference.tasks import CHAT_TEMPLATE
+from hfkvq.measure.reference.chat import CHAT_TEMPLATE
 
 from .chat import tokenizer_name, tokenizer_of
 from .rows import Row, as_dataset

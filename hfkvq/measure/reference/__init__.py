@@ -1,7 +1,9 @@
 """A small trained language model, and the tasks it was trained for, to measure KV caches without any download."""
 
+from .chat import Example
 from .model import load_reference, reference_path, with_outliers
-from .tasks import EVALUATION_TASKS, Example, arithmetic, evaluation_set, recall, tools
+from .tasks import EVALUATION_TASKS, arithmetic, evaluation_set, recall
+from .tool_calls import tools
 
 __all__ = [
     "EVALUATION_TASKS",

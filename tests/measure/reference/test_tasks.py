@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hfkvq.measure.reference import EVALUATION_TASKS, Example, arithmetic, evaluation_set, recall, tools
-from hfkvq.measure.reference.tasks import IM_END, parse_tool_call
+from hfkvq.measure.reference.chat import IM_END, parse_tool_call
 
 CHECKPOINT = Path(__file__).resolve().parents[3] / "evals" / "reference" / "checkpoint"
 
