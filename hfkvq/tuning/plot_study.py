@@ -29,7 +29,7 @@ from .score import Score
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .study import Point, TuningStudy
+    from .trials import Point, TuningStudy
 
 
 def presets_of(study: TuningStudy) -> dict[str, tuple[Score, Score | None]]:
@@ -112,7 +112,7 @@ def knob_importance(study: TuningStudy) -> Figure:
     """
     import optuna
 
-    from .study import SCORE
+    from .trials import SCORE
 
     points = _points(study, 4)
     figure, grid = new_figure(8.4, 1.4 + 0.4 * len(study.space), columns=2, sharey=True)

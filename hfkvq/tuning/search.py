@@ -22,7 +22,8 @@ from hfkvq.measure.divergence.windows import SEPARATOR, cut, hub_documents, read
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from .score import COSTS, Objective
 from .sensitivity import Sensitivity
-from .study import Point, TuningStudy, tune
+from .study import tune
+from .trials import Point, TuningStudy
 from .workers import finished
 
 OBJECTIVES = ("kld", "reference", "tasks")

@@ -25,6 +25,7 @@ def _held_out(name: str) -> bool:
 
 
 def draw_people(rng: random.Random, count: int, split: Split) -> list[str]:
+    """Different full names, all of the split's part of them."""
     held_out = split == "eval"
     draw = rng.random
     found: dict[str, None] = {}
@@ -36,6 +37,7 @@ def draw_people(rng: random.Random, count: int, split: Split) -> list[str]:
 
 
 def random_stream(split: Split, task: str, seed: int) -> random.Random:
+    """The random numbers of one example. Raises ValueError if there is no such split."""
     if split not in ("train", "eval"):
         raise ValueError(f'split={split!r} is unknown; use "train" or "eval"')
     return random.Random(f"{split}/{task}/{seed}")
