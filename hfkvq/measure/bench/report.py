@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
-import hfkvq
-
+from ..drawing import draw_line, legend_beside, new_figure
+from ..records import now, versions
+from ..tables import NOTHING, new_table, number
 from .cases import Shape, short
 from .checks import checkout
 from .run import Row
@@ -55,13 +52,6 @@ def commit_of(root: Path | None) -> str:
     return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--tags")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def environment(device: torch.device, commit: str) -> Record:
     """GPU, versions, commit and date."""
     properties = torch.cuda.get_device_properties(device)
@@ -73,15 +63,13 @@ def environment(device: torch.device, commit: str) -> Record:
         "l2_bytes": properties.L2_cache_size,
         "memory_bytes": properties.total_memory,
         "versions": {
-            "python": platform.python_version(),
-            **{package: _version(package) for package in ("torch", "triton", "transformers")},
-            "hfkvq": hfkvq.__version__,
+            **versions("torch", "triton", "transformers"),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         },
         "commit": commit or commit_of(checkout()),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "method": METHOD,
     }
 
@@ -119,21 +107,6 @@ def file_name(path: Path, gpu: str, suffix: str) -> Path:
 # Tables.
 
 
-def new_table(title: str, columns: Sequence[str]) -> Table:
-    """An empty table in the house's look."""
-    view = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for column in columns:
-        # Remarks and errors, which have no title, give way to figures.
-        view.add_column(column, justify="left" if column in ("name", "shape", "") else "right", no_wrap=column != "")
-    return view
-
-
-def _number(value: float | None, digits: int, unit: str = "") -> str:
-    return "–" if value is None else f"{value:,.{digits}f}{unit}"
-
-
 def table(rows: Sequence[Row]) -> Table:
     """The lines of one shape."""
     columns = ("name", "us", "p20 to p80", "MB", "TB/s", "of copy", "speed-up", "")
@@ -141,17 +114,17 @@ def table(rows: Sequence[Row]) -> Table:
     for row, after in zip(rows, [*rows[1:], None], strict=True):
         last = row["kind"] == "baseline" and after is not None and after["kind"] != "baseline"
         if "error" in row:
-            view.add_row(row["name"], *["–"] * 6, row["error"], end_section=last)
+            view.add_row(row["name"], *[NOTHING] * 6, row["error"], end_section=last)
             continue
         us, share = row["us"], row["share_of_copy"]
         view.add_row(
             row["name"],
-            _number(us["p50"], 1),
+            number(us["p50"], 1),
             f"{us['p20']:,.1f} to {us['p80']:,.1f}",
-            _number(row["bytes"] / 1e6, 1),
-            _number(row["tb_per_s"], 2),
-            _number(None if share is None else 100 * share, 0, " %"),
-            _number(row.get("speedup"), 2, "x"),
+            number(row["bytes"] / 1e6, 1),
+            number(row["tb_per_s"], 2),
+            number(None if share is None else 100 * share, 0, " %"),
+            number(row.get("speedup"), 2, "x"),
             row["remark"],
             end_section=last,
         )
@@ -198,8 +171,8 @@ def compare_table(before: Record, after: Record) -> Table:
         view.add_row(
             f"{shape.batch} x {short(shape.context)}",
             line["name"],
-            _number(line["before"], 1),
-            _number(line["after"], 1),
+            number(line["before"], 1),
+            number(line["after"], 1),
             f"{line['change']:+.1f} %",
             "slower" if line["regression"] else "",
             style="red" if line["regression"] else None,
@@ -228,26 +201,18 @@ def save_plot(record: Record, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
-
     rows = [row for row in record["rows"] if row["kind"] == "format" and "speedup" in row]
     batches = sorted({row["batch"] for row in rows})
     names = list(dict.fromkeys(row["name"] for row in rows))
-    figure = Figure(figsize=(1.5 + 5.5 * max(len(batches), 1), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(len(batches), 1), sharey=True, squeeze=False)[0]
+    count = max(len(batches), 1)
+    figure, grid = new_figure(1.5 + 5.5 * count, 5, columns=count, sharey=True)
+    panels = grid[0]
     for panel, batch in zip(panels, batches, strict=False):
         own = [row for row in rows if row["batch"] == batch]
         contexts = sorted({row["context"] for row in own})
         for i, name in enumerate(names):
             line = sorted((row["context"], row["speedup"]) for row in own if row["name"] == name)
-            # Ten colours; further lines differ by marker.
-            marker, color = "os^D"[i // 10 % 4], f"C{i % 10}"
-            panel.plot(*zip(*line, strict=True), marker=marker, markersize=4, color=color, label=name)
+            draw_line(panel, i, line, name)
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_xticks(contexts, [short(context) for context in contexts])
@@ -258,6 +223,6 @@ def save_plot(record: Record, path: Path) -> None:
     panels[0].set_ylabel("speed-up against the fastest unquantized attention")
     panels[0].set_ylim(bottom=0)
     if rows:
-        panels[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+        legend_beside(panels[-1])
     figure.suptitle(f"Decode attention of one layer, {record['gpu']}")
     figure.savefig(path, dpi=140)

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from hfkvq.kernels.triton import configs
 
+from ..tables import new_table
 from .cases import Shape, fill
-from .report import new_table
 from .run import store_calls
 from .split_kv import FAILURES
 from .timing import cache_size, time_calls

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
-from .run import BASELINE, Result, Row
+from ..drawing import new_figure, write_names
+from ..records import BASELINE, device_name, finite, versions
+from ..tables import NOTHING, narrow_table
+from .run import Result, Row
 
 
 def short_name(task: str) -> str:
@@ -28,25 +28,26 @@ def _kl(row: Row) -> tuple[float, float]:
     return (max(0.0, float(kl.mean())), max(0.0, float(kl.quantile(0.999)))) if len(kl) else (math.nan, math.nan)
 
 
-def _number(value: float, digits: int) -> str:
+def _rounded(value: float, digits: int) -> str:
+    """So many digits; what rounds to nothing is said to be less than the least of them."""
     if math.isnan(value):
-        return "–"
+        return NOTHING
     least = 10.0**-digits
     return f"<{least:.{digits}f}" if 0 < value < least / 2 else f"{value:.{digits}f}"
 
 
 def _speed(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:,.0f}"
+    return NOTHING if math.isnan(value) else f"{value:,.0f}"
 
 
 def _percent(share: float) -> str:
     """Rounded, but 100.0 only for everything."""
-    return "–" if math.isnan(share) else f"{100 if share == 1 else min(100 * share, 99.9):.1f}"
+    return NOTHING if math.isnan(share) else f"{100 if share == 1 else min(100 * share, 99.9):.1f}"
 
 
 def table(result: Result, wide: bool = True) -> Table:
     """One row per cache; ``wide`` takes up to 120 columns, otherwise 100."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    view = narrow_table()
     view.add_column("cache", no_wrap=True, vertical="bottom")
     titles = ["total\nbits", "code\nbits", "held\nMiB", *(["bf16\nMiB"] if wide else []), "bf16 /\nheld"]
     titles += [short_name(task) for task in result.rows[0].tasks]
@@ -61,14 +62,14 @@ def table(result: Result, wide: bool = True) -> Table:
         view.add_row(
             row.name,
             f"{memory.total_bits:.2f}",
-            _number(memory.code_bits, 2),
+            _rounded(memory.code_bits, 2),
             f"{memory.held / 2**20:.2f}",
             *([f"{memory.bf16 / 2**20:.2f}"] if wide else []),
             f"{memory.bf16 / memory.held:.2f}",
             *(f"{task.right}/{task.total}" for task in row.tasks.values()),
             "" if baseline else _percent(row.agreement),
-            "" if baseline else _number(mean, 4),
-            "" if baseline else _number(high, 4),
+            "" if baseline else _rounded(mean, 4),
+            "" if baseline else _rounded(high, 4),
             *([_speed(row.prompt_speed)] if wide else []),
             _speed(row.decode_speed),
             end_section=baseline,
@@ -98,10 +99,6 @@ def notes(result: Result) -> list[str]:
     return said
 
 
-def _finite(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 def _describe(row: Row) -> dict[str, Any]:
     memory = row.memory
     assert memory is not None
@@ -110,18 +107,18 @@ def _describe(row: Row) -> dict[str, Any]:
         "name": row.name,
         "scheme": row.scheme.to_dict() if row.scheme else None,
         "total_bits": memory.total_bits,
-        "code_bits": _finite(memory.code_bits),
+        "code_bits": finite(memory.code_bits),
         "held_bytes": memory.held,
         "bf16_bytes": memory.bf16,
         "ratio": memory.bf16 / memory.held,
         "context_tokens": memory.tokens,
         "accuracy": row.accuracy,
-        "agreement": _finite(row.agreement),
-        "kl_mean": _finite(mean),
-        "kl_999": _finite(high),
+        "agreement": finite(row.agreement),
+        "kl_mean": finite(mean),
+        "kl_999": finite(high),
         "kl_positions": len(row.kl),
         "prompt_tokens_per_second": row.prompt_speed,
-        "decode_tokens_per_second": _finite(row.decode_speed),
+        "decode_tokens_per_second": finite(row.decode_speed),
         "tasks": {
             name: {
                 "right": task.right,
@@ -138,29 +135,18 @@ def _describe(row: Row) -> dict[str, Any]:
 
 def as_json(result: Result) -> dict[str, Any]:
     """Everything in the table, and what it takes to repeat it."""
-    cuda = result.device == "cuda"
     return {
         "model": result.model,
         "dtype": result.dtype,
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "device": device_name(torch.device(result.device)),
         "device_type": result.device,
         "threads": torch.get_num_threads(),
         "settings": dataclasses.asdict(result.settings),
         "memory": {"task": result.memory_task, "rows": result.memory_rows},
         "seconds": result.seconds,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-            "hfkvq": _own_version(),
-        },
+        "versions": versions("torch", "transformers"),
         "rows": [_describe(row) for row in result.rows],
     }
-
-
-def _own_version() -> str:
-    import hfkvq
-
-    return hfkvq.__version__
 
 
 def save_picture(result: Result, path: Path) -> None:
@@ -169,12 +155,8 @@ def save_picture(result: Result, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure, grid = new_figure(10, 4.6, columns=2)
+    left, right = grid[0]
     points = [(row.name, row.memory.total_bits, 100 * row.accuracy, _kl(row)[0]) for row in result.rows if row.memory]
     colors = {point[0]: f"C{number % 10}" for number, point in enumerate(points)}
     drawn = [(left, [(name, bits, accuracy) for name, bits, accuracy, _ in points])]
@@ -204,51 +186,5 @@ def save_picture(result: Result, path: Path) -> None:
         right.set_ylim(min(values) / 4, max(values) * 4)
     total = sum(task.total for task in result.rows[0].tasks.values())
     figure.suptitle(f"{result.model}: {total} examples of {', '.join(result.rows[0].tasks)}", fontsize=11)
-    # Positions are known only after a layout.
-    canvas.draw()
-    for axes, data in drawn:
-        _label(axes, canvas, [(name, (bits, value)) for name, bits, value in data], colors)
+    write_names([(axes, [(name, (bits, value)) for name, bits, value in data]) for axes, data in drawn], colors)
     figure.savefig(path, dpi=150, format="png")
-
-
-def _label(axes: Any, canvas: Any, points: list[tuple[str, tuple[float, float]]], colors: dict[str, str]) -> None:
-    """Writes each name at the first place near its point that is still free."""
-    from matplotlib.text import Text
-
-    taken = []
-    for _, at in points:
-        x, y = axes.transData.transform(at)
-        taken.append((x - 5, y - 5, x + 5, y + 5))
-    frame = axes.get_window_extent()
-    steps = [(8, 0), (-8, 0), (0, 8), (0, -8)]
-    steps += [(dx, sign * 13 * k) for k in range(1, 11) for sign in (1, -1) for dx in (10, -10, 40, -40)]
-    for name, at in sorted(points, key=lambda point: point[1]):
-        best = None
-        for dx, dy in steps:
-            text = axes.annotate(
-                name,
-                at,
-                xytext=(dx, dy),
-                textcoords="offset points",
-                fontsize=8.5,
-                color=colors[name],
-                ha="center" if dx == 0 else "left" if dx > 0 else "right",
-                va="center" if dx else "bottom" if dy > 0 else "top",
-                # A line to the point, where the name had to move away.
-                arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "0.5"} if abs(dy) > 12 else None,
-            )
-            # Of the words alone: an annotation's own extent takes in its line.
-            text.update_positions(canvas.get_renderer())
-            window = Text.get_window_extent(text, canvas.get_renderer())
-            box_ = (window.x0, window.y0, window.x1, window.y1)
-            inside = frame.x0 <= box_[0] and box_[2] <= frame.x1 and frame.y0 <= box_[1] and box_[3] <= frame.y1
-            free = all(box_[2] < a or c < box_[0] or box_[3] < b or d < box_[1] for a, b, c, d in taken)
-            if inside and free:
-                best = box_
-                break
-            text.remove()
-        if best is None:
-            # Nothing is free: better over others than not at all.
-            axes.annotate(name, at, xytext=(8, 0), textcoords="offset points", fontsize=8.5, color=colors[name])
-        else:
-            taken.append(best)

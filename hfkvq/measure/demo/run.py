@@ -13,6 +13,7 @@ import torch
 from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
 
+from ..records import BASELINE
 from .answers import (
     Answers,
     Memory,
@@ -24,8 +25,6 @@ from .answers import (
     texts,
 )
 from .prompts import SIZES, Batch, Subject, full_name, is_right, make_batches
-
-BASELINE = "DynamicCache"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -16,6 +15,8 @@ from hfkvq.caches.registry import Entry, entry_of, in_order, presets
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes
 from hfkvq.caches.static import why_not, why_several_launches
 from hfkvq.kernels.pages import PageFormat, Side
+
+from ..tables import markdown_table, narrow_table
 
 HEAD_DIM = 128
 
@@ -175,7 +176,7 @@ def step_words(item: dict[str, Any]) -> list[str]:
 
 def schemes_table() -> Table:
     """All presets."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    view = narrow_table()
     view.add_column("preset\nscheme\npaper", no_wrap=True)
     view.add_column("what is held", min_width=24)
     view.add_column("code\nbits", justify="right")
@@ -219,5 +220,4 @@ def _markdown_rows() -> Iterator[tuple[str, ...]]:
 
 def schemes_markdown() -> str:
     """README's table: a row for each scheme with its knobs, with all its names."""
-    lines = ["| name | for | bits | keys | values | kept whole | paper |", "|---|---|---|---|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in _markdown_rows())])
+    return markdown_table(("name", "for", "bits", "keys", "values", "kept whole", "paper"), _markdown_rows())

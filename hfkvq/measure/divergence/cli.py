@@ -104,6 +104,7 @@ def kld(
     import torch
     from transformers.utils import logging
 
+    from ..records import device_name
     from . import intervals, measurement, naming, report, subject
     from .windows import cut
 
@@ -135,7 +136,7 @@ def kld(
     about = {
         "model": plan.name,
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": report.device_name(where),
+        "device": device_name(where),
         "device_type": where.type,
         "settings": {"context": context, "prefill": prompt, "chunk": chunk, "batch_size": batch_size, "seed": seed},
         "text": {"source": source, "tokens_sha256": given.sha256, "first_token": given.first_token},

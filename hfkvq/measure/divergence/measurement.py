@@ -19,9 +19,8 @@ from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
 from hfkvq.measure.demo.answers import read_memory
 
+from ..records import BASELINE
 from .values import Bill, Divergence, Measured, Perplexity
-
-BASELINE = "DynamicCache"
 
 KEEP_BYTES = 2**30
 """Most bytes of the baseline's logits that are kept while schemes are compared with them."""

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable
-from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import Any
 
-import torch
-from rich import box
 from rich.table import Table
 
-import hfkvq
-
+from ..records import BASELINE, finite, now, versions
+from ..tables import NOTHING, narrow_table, number, small_number
 from .intervals import CONFIDENCE, RESAMPLES, Interval, mean_interval
-from .measurement import BASELINE
 from .values import Bill, Divergence, Measured
 
 KIND = "hfkvq kld"
@@ -24,14 +18,10 @@ KIND = "hfkvq kld"
 Record = dict[str, Any]
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _bill(bill: Bill) -> Record:
     return {
-        "code_bits": _finite(bill.code_bits),
-        "total_bits": _finite(bill.total_bits),
+        "code_bits": finite(bill.code_bits),
+        "total_bits": finite(bill.total_bits),
         "held_bytes": round(bill.held_bytes),
         "bf16_bytes": round(bill.bf16_bytes),
     }
@@ -73,13 +63,9 @@ def as_record(measured: Measured, seed: int, about: Record) -> Record:
     """
     return {
         "kind": KIND,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         **about,
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers", "scipy")},
-            "hfkvq": hfkvq.__version__,
-        },
+        "versions": versions("torch", "transformers", "scipy"),
         "windows": measured.windows,
         "tokens": measured.windows * measured.scored,
         "bootstrap": {"unit": "window", "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": seed},
@@ -88,25 +74,11 @@ def as_record(measured: Measured, seed: int, about: Record) -> Record:
     }
 
 
-def device_name(device: torch.device) -> str:
-    """What the hardware calls itself."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-
-
 # The table.
 
 
-def _small(value: float) -> str:
-    """Four digits behind the point, for the table's width; what rounds to nothing is said to be less than that."""
-    return "<0.0001" if 0 < value < 5e-5 else f"{value:.4f}"
-
-
 def _range(interval: Interval | None, show: Callable[[float], str]) -> str:
-    return "–" if interval is None else f"{show(interval[0])}–{show(interval[1])}"
-
-
-def _optional(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+    return NOTHING if interval is None else f"{show(interval[0])}–{show(interval[1])}"
 
 
 def table(record: Record, wide: bool = True) -> Table:
@@ -114,7 +86,7 @@ def table(record: Record, wide: bool = True) -> Table:
 
     ``wide`` takes up to 120 columns, otherwise 100.
     """
-    view = Table(box=box.SIMPLE_HEAD, show_edge=wide, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    view = narrow_table(show_edge=wide)
     view.add_column("cache", vertical="top", overflow="fold")
     titles = ["code\nbits", "total\nbits", *(["held\nMiB"] if wide else []), "KLD\nmean", "KLD\nmedian", "KLD\n99%"]
     for title in [*titles, "KLD\n99.9%", "top-1\n%", "perp-\nlexity", "ratio\nto bf16"]:
@@ -122,7 +94,7 @@ def table(record: Record, wide: bool = True) -> Table:
 
     def memory(row: Record) -> list[str]:
         held = [f"{row['held_bytes'] / 2**20:.2f}"] if wide else []
-        return [_optional(row["code_bits"]), _optional(row["total_bits"]), *held]
+        return [number(row["code_bits"], 2), number(row["total_bits"], 2), *held]
 
     base = record["baseline"]
     view.add_row(base["name"], *memory(base), *[""] * 5, f"{base['perplexity']:.3f}", "", end_section=True)
@@ -132,8 +104,8 @@ def table(record: Record, wide: bool = True) -> Table:
             # Colons are where a long name may be folded.
             row["name"].replace(":", "\n"),
             *memory(row),
-            f"{_small(kld['mean'])}\n{_range(kld['interval'], _small)}",
-            *(_small(kld[name]) for name in ("median", "p99", "p999")),
+            f"{small_number(kld['mean'])}\n{_range(kld['interval'], small_number)}",
+            *(small_number(kld[name]) for name in ("median", "p99", "p999")),
             f"{100 * top1['share']:.2f}\n{_range(top1['interval'], lambda share: f'{100 * share:.1f}')}",
             f"{row['perplexity']:.3f}",
             f"{ratio['value']:.4f}\n{_range(ratio['interval'], lambda value: f'{value:.3f}')}",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES
 
+from ..records import now
+from ..tables import NOTHING, narrow_table, small_number
 from .metrics import title
 from .names import scheme_label
 from .paired import PERMUTATIONS, Verdict
@@ -40,7 +40,7 @@ def as_record(first: Run, second: Run, verdicts: Sequence[Verdict], unpaired: Se
 
     return {
         "kind": "hfkvq compare",
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "first": describe(first),
         "second": describe(second),
         "confidence": CONFIDENCE,
@@ -53,13 +53,9 @@ def as_record(first: Run, second: Run, verdicts: Sequence[Verdict], unpaired: Se
     }
 
 
-def _p(value: float) -> str:
-    return "<0.0001" if value < 5e-5 else f"{value:.4f}"
-
-
 def table(record: Record) -> Table:
     """One row a task and metric."""
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    view = narrow_table()
     view.add_column("task", overflow="fold")
     view.add_column("metric", overflow="fold")
     for name in ("samples", "first", "second", "difference", f"{100 * CONFIDENCE:.0f} % interval", "more", "less", "p"):
@@ -75,10 +71,10 @@ def table(record: Record) -> Table:
             f"{row['first']:.4f}",
             f"{row['second']:.4f}",
             f"{row['difference']:+.4f}",
-            "–" if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}",
+            NOTHING if interval is None else f"{interval[0]:+.4f} to {interval[1]:+.4f}",
             str(row["better"]),
             str(row["worse"]),
-            _p(row["p"]),
+            small_number(max(row["p"], 1e-9)),
             row["test"],
             end_section=after is not None and after["task"] == "pooled",
         )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from ..records import BASELINE
 from .metrics import SHARES, split_key
-from .names import BASELINE
 from .results import Bill, Score, Source, TaskResult
 
 Column = tuple[str, str]

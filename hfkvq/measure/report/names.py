@@ -9,7 +9,8 @@ from typing import Any
 
 from hfkvq.caches.scheme import list_schemes
 
-BASELINE = "DynamicCache"
+from ..records import BASELINE
+
 REFERENCE = "reference model"
 
 

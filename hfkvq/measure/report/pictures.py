@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..drawing import draw_line, legend_beside, new_figure, write_names
+from ..records import BASELINE
 from .leaderboard import Board, Row, speeds
-from .names import BASELINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,16 +19,6 @@ Point = tuple[str, float, float]
 
 _BITS_TICKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _MIB = 2**20
-
-
-def _figure(columns: int, rows: int, height: float = 4.4) -> tuple[Any, Any, Any]:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("report: matplotlib is not installed; pip install 'hfkvq[plot]', or --no-plots.") from error
-    figure = Figure(figsize=(5.4 * columns, height * rows + 0.3), layout="constrained")
-    return figure, FigureCanvasAgg(figure), figure.subplots(rows, columns, squeeze=False)
 
 
 def _points(rows: Sequence[Row], x: Callable[[Row], float | None], y: Callable[[Row], float | None]) -> list[Point]:
@@ -116,12 +107,11 @@ def save_quality(board: Board, path: Path) -> bool:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from hfkvq.measure.demo.report import _label
-
     panels = _panels(board)
     if not panels:
         return False
-    figure, canvas, grid = _figure(max(map(len, panels)), len(panels))
+    columns, rows = max(map(len, panels)), len(panels)
+    figure, grid = new_figure(5.4 * columns, 4.4 * rows + 0.3, columns, rows)
     colors = {row.label: f"C{number % 10}" for number, row in enumerate(board.rows)}
     drawn = []
     for line, axes_line in zip(panels, grid, strict=True):
@@ -129,10 +119,7 @@ def save_quality(board: Board, path: Path) -> bool:
             axes.set_axis_off()
         drawn += [(axes, _draw(axes, panel, colors)) for panel, axes in zip(line, axes_line, strict=False)]
     figure.suptitle(board.model, fontsize=11)
-    # Positions are known only after a layout.
-    canvas.draw()
-    for axes, points in drawn:
-        _label(axes, canvas, [(label, (x, y)) for label, x, y in points], colors)
+    write_names([(axes, [(label, (x, y)) for label, x, y in points]) for axes, points in drawn], colors)
     figure.savefig(path, dpi=150, format="png")
     return True
 
@@ -148,13 +135,10 @@ def save_speed(board: Board, path: Path) -> bool:
     lines = [line for line in lines if line[2]]
     if not lines:
         return False
-    figure, _, grid = _figure(1, 1, 4.8)
-    figure.set_size_inches(8, 4.8)
+    figure, grid = new_figure(8, 4.8)
     axes = grid[0][0]
     for number, label, points in lines:
-        # Ten colours; further lines differ by marker.
-        marker, color = "os^D"[number // 10 % 4], f"C{number % 10}"
-        axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, color=color, label=label)
+        draw_line(axes, number, points, label)
     axes.set_xscale("log")
     contexts = [x for _, _, points in lines for x, _ in points]
     low, high = min(contexts) / 1.2, max(contexts) * 1.2
@@ -164,7 +148,7 @@ def save_speed(board: Board, path: Path) -> bool:
     axes.set_ylabel("generated tokens/s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    legend_beside(axes)
     figure.suptitle(board.model, fontsize=11)
     figure.savefig(path, dpi=150, format="png")
     return True

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rich import box
 from rich.table import Table
 
+from ..records import BASELINE
+from ..tables import NOTHING, markdown_table, new_table, number, small_number
 from .leaderboard import Board, Row, is_share
 from .metrics import title
-from .names import BASELINE
 from .results import Score
 
 
 def _bits(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _small(value: float) -> str:
-    return "<0.0001" if 0 < value < 5e-5 else f"{value:.4f}"
 
 
 def _range(interval: Sequence[float] | None, show: Callable[[float], str]) -> str:
@@ -39,8 +35,8 @@ def _divergence_cells(row: Row) -> list[str]:
         return [""] * 4
     kld, top1, ratio = found["kld"], found["top1"], found["perplexity_ratio"]
     return [
-        _small(kld["mean"]) + _range(kld["interval"], _small),
-        _small(kld["p999"]),
+        small_number(kld["mean"]) + _range(kld["interval"], small_number),
+        small_number(kld["p999"]),
         f"{100 * top1['share']:.2f}" + _range(top1["interval"], lambda share: f"{100 * share:.2f}"),
         f"{ratio['value']:.4f}" + _range(ratio["interval"], lambda value: f"{value:.4f}"),
     ]
@@ -82,11 +78,10 @@ def cells_of(board: Board) -> tuple[list[str], list[list[str]]]:
     return head, body
 
 
-def markdown_table(board: Board) -> str:
+def board_table(board: Board) -> str:
     """The table of a model."""
     head, body = cells_of(board)
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join([f"`{cells[0]}`", *cells[1:]]) + " |" for cells in body)])
+    return markdown_table(head, [[f"`{cells[0]}`", *cells[1:]] for cells in body])
 
 
 def _explain(board: Board) -> list[str]:
@@ -124,7 +119,7 @@ def markdown(boards: Sequence[Board], heading: str, pictures: Mapping[str, Seque
     """
     parts = [f"# {heading}"]
     for board in boards:
-        parts += [f"## {board.model}", markdown_table(board), *_explain(board)]
+        parts += [f"## {board.model}", board_table(board), *_explain(board)]
         parts += [f"![{words}]({name})" for words, name in pictures.get(board.model, ())]
     parts += [f"![{words}]({name})" for words, name in pictures.get("", ())]
     return "\n\n".join(parts) + "\n"
@@ -132,14 +127,7 @@ def markdown(boards: Sequence[Board], heading: str, pictures: Mapping[str, Seque
 
 def console_table(board: Board) -> Table:
     """Bits, mean accuracy and KLD of each cache; the rest is in the report."""
-    view = Table(
-        title=board.model,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
+    view = new_table(board.model)
     view.add_column("cache", overflow="fold")
     columns = board.compared
     for name in ("code bits", "total bits", "peak MiB", "right, %", "KLD mean", "its total bits", "tokens/s"):
@@ -148,12 +136,12 @@ def console_table(board: Board) -> Table:
         mean, peak, speed = row.accuracy(columns), row.peak_bytes, row.mean("tokens_per_second")
         view.add_row(
             row.label,
-            _bits(board.bits(row, "code_bits")) or "–",
-            _bits(board.bits(row, "total_bits")) or "–",
-            "–" if peak is None else f"{peak / 2**20:.2f}",
-            "–" if mean is None else f"{mean:.1f}",
-            "–" if row.divergence is None else _small(row.divergence["kld"]["mean"]),
-            _bits(row.divergent("total_bits")) or "–",
-            "–" if speed is None else f"{speed:,.1f}",
+            number(board.bits(row, "code_bits"), 2),
+            number(board.bits(row, "total_bits"), 2),
+            number(None if peak is None else peak / 2**20, 2),
+            number(mean, 1),
+            NOTHING if row.divergence is None else small_number(row.divergence["kld"]["mean"]),
+            number(row.divergent("total_bits"), 2),
+            number(speed, 1),
         )
     return view

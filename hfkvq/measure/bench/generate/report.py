@@ -8,8 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
+from ...drawing import draw_line, legend_beside, new_figure
+from ...tables import NOTHING, markdown_table, new_table, number
 from ..cases import short
-from ..report import Record, new_table
+from ..report import Record
 from .cases import Case
 from .search import Row
 
@@ -25,12 +27,8 @@ _TITLES = {
 }
 
 
-def _number(value: float | None, digits: int, unit: str = "") -> str:
-    return "–" if value is None else f"{value:,.{digits}f}{unit}"
-
-
 def _gb(count: int | None) -> str:
-    return _number(None if count is None else count / 1e9, 1)
+    return number(None if count is None else count / 1e9, 1)
 
 
 def remark_of(row: Row) -> str:
@@ -72,18 +70,18 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         name = row["engine"] if not sizes else f"{row['engine']}, {Case(row['batch'], row['context']).title}"
         if "error" in row:
-            view.add_row(name, *["–"] * 7, row["error"])
+            view.add_row(name, *[NOTHING] * 7, row["error"])
             continue
         ms = row["ms"]
         view.add_row(
             name,
-            _number(ms["p50"], 2),
+            number(ms["p50"], 2),
             f"{ms['p20']:,.2f} to {ms['p80']:,.2f}",
-            _number(row["tokens_per_s"], 0),
+            number(row["tokens_per_s"], 0),
             _gb(row.get(held)),
             _gb(row.get("peak_bytes")),
-            _number(row.get("speedup_eager"), 2, "x"),
-            _number(row.get("speedup_compiled"), 2, "x"),
+            number(row.get("speedup_eager"), 2, "x"),
+            number(row.get("speedup_compiled"), 2, "x"),
             remark_of(row),
         )
     return view
@@ -94,17 +92,16 @@ def largest_table(rows: Sequence[Row]) -> Table:
     view = new_table("Rows that fit", ("name", "shape", "largest batch", "best tokens/s", "at batch", ""))
     for row in rows:
         if "error" in row:
-            view.add_row(row["engine"], short(row["context"]), *["–"] * 3, row["error"])
+            view.add_row(row["engine"], short(row["context"]), *[NOTHING] * 3, row["error"])
             continue
-        view.add_row(
-            row["engine"],
-            f"{short(row['context'])} tokens",
-            f"{row['largest']}" if row["full"] else f"{row['largest']} or more",
-            _number(row["tokens_per_s"], 0),
-            str(row["best_batch"]),
-            "",
-        )
+        view.add_row(row["engine"], f"{short(row['context'])} tokens", *_largest_cells(row), "")
     return view
+
+
+def _largest_cells(row: Row) -> list[str]:
+    """Largest batch, and the best speed and where it was."""
+    most = f"{row['largest']}" if row["full"] else f"{row['largest']} or more"
+    return [most, number(row["tokens_per_s"], 0), str(row["best_batch"])]
 
 
 def cold_table(rows: Sequence[Row]) -> Table:
@@ -114,7 +111,7 @@ def cold_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         shape = Case(row["batch"], row["context"]).title
         if "error" in row:
-            view.add_row(row["engine"], shape, *["–"] * 5, row["error"])
+            view.add_row(row["engine"], shape, *[NOTHING] * 5, row["error"])
             continue
         said = [f"after {', '.join(row['after'])}"] if row["after"] else []
         said += [_agreement(row)] if "agrees" in row else []
@@ -122,7 +119,7 @@ def cold_table(rows: Sequence[Row]) -> Table:
         view.add_row(
             row["engine"],
             shape,
-            *(_number(each, 2) for each in (*seconds, row["first_token_s"][0])),
+            *(number(each, 2) for each in (*seconds, row["first_token_s"][0])),
             _gb(row["above_bytes"]),
             ", ".join(said),
         )
@@ -151,19 +148,13 @@ def markdown(record: Record) -> str:
         heads = [Case(batch, context).title for context, batch in sizes]
         found = {(row["engine"], row["context"], row["batch"]): row for row in own}
         title = _TITLES[kind] + (f", {tokens} tokens" if tokens else "")
-        lines = [f"| {title} | {' | '.join(heads)} |", "|---|" + "---|" * len(sizes)]
-        for engine in dict.fromkeys(row["engine"] for row in own):
-            cells = [_cell(found.get((engine, *size))) for size in sizes]
-            lines.append(f"| `{engine}` | {' | '.join(cells)} |")
-        parts.append("\n".join(lines))
+        engines = dict.fromkeys(row["engine"] for row in own)
+        lines = [[f"`{engine}`", *(_cell(found.get((engine, *size))) for size in sizes)] for engine in engines]
+        parts.append(markdown_table([title, *heads], lines))
     found_largest = [row for row in rows if row["kind"] == "largest" and "error" not in row]
     if found_largest:
-        lines = ["| rows that fit | context | largest batch | best tokens/s | at batch |", "|---|---|---|---|---|"]
-        for row in found_largest:
-            most = row["largest"] if row["full"] else f"{row['largest']} or more"
-            rate = _number(row["tokens_per_s"], 0)
-            lines.append(f"| `{row['engine']}` | {short(row['context'])} | {most} | {rate} | {row['best_batch']} |")
-        parts.append("\n".join(lines))
+        lines = [[f"`{row['engine']}`", short(row["context"]), *_largest_cells(row)] for row in found_largest]
+        parts.append(markdown_table(["rows that fit", "context", "largest batch", "best tokens/s", "at batch"], lines))
     return "\n\n".join(parts) + "\n"
 
 
@@ -173,8 +164,8 @@ def _cell(row: Row | None) -> str:
     if "error" in row:
         return "out of memory" if row.get("oom") else "failed"
     if "calls_s" in row:
-        return ", ".join(_number(each, 2) for each in row["calls_s"])
-    return f"{_number(row['ms']['p50'], 2)} ({_number(row['tokens_per_s'], 0)})"
+        return ", ".join(number(each, 2) for each in row["calls_s"])
+    return f"{number(row['ms']['p50'], 2)} ({number(row['tokens_per_s'], 0)})"
 
 
 def notes(record: Record) -> list[str]:
@@ -206,10 +197,7 @@ def _draw(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value: 
     for i, name in enumerate(names):
         line = sorted((row[x], value(row)) for row in rows if row["engine"] == name)
         if line:
-            # Ten colours; further lines differ by marker.
-            panel.plot(
-                *zip(*line, strict=True), marker="os^D"[i // 10 % 4], markersize=4, color=f"C{i % 10}", label=name
-            )
+            draw_line(panel, i, line, name)
     if rows:
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
@@ -231,17 +219,10 @@ def save_plot(record: Record, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
-
     rows = [row for row in record["rows"] if row["kind"] == "decode" and "ms" in row]
     names = list(dict.fromkeys(row["engine"] for row in rows))
-    figure = Figure(figsize=(13.5, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
+    figure, grid = new_figure(13.5, 5, columns=2)
+    left, right = grid[0]
 
     batch = min((row["batch"] for row in rows), default=1)
     own = [row for row in rows if row["batch"] == batch]
@@ -272,8 +253,6 @@ def save_plot(record: Record, path: Path) -> None:
             for panel in (left, right)
             for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
         }
-        right.legend(
-            handles.values(), handles.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False
-        )
+        legend_beside(right, handles.values(), handles.keys())
     figure.suptitle(f"{record['model']['name']}, random weights, {record['gpu']}")
     figure.savefig(path, dpi=140)
