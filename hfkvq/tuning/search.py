@@ -17,7 +17,7 @@ from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
 from hfkvq.measure.divergence.naming import parse_scheme
-from hfkvq.measure.divergence.windows import SEPARATOR, cut, hub_documents, read_files, reference_documents
+from hfkvq.measure.divergence.windows import cut, find_documents
 
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from .score import COSTS, Objective
@@ -122,8 +122,8 @@ def make_plan(
     if objective == "kld":
         prompt = context * 3 // 4 if prefill is None else prefill
         subjects.check_lengths(outline, context, prompt)
-        documents = _documents(text, dataset, model, seed)
-        windows = cut(documents[0], outline.tokenizer, context, samples + held_out, documents[1])
+        documents, _, separator = find_documents(text, dataset, "test", "text", model, seed)
+        windows = cut(documents, outline.tokenizer, context, samples + held_out, separator)
         if len(windows.tokens) < samples + held_out:
             raise ValueError(
                 f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
@@ -155,16 +155,6 @@ def _dtype(name: str) -> Any:
     if name not in ("auto", "bfloat16", "float16", "float32"):
         raise ValueError(f"dtype: got {name!r}, allowed auto, bfloat16, float16, float32.")
     return None if name == "auto" else getattr(torch, name)
-
-
-def _documents(text: Sequence[Path] | None, dataset: str | None, model: str | None, seed: int) -> tuple[Any, str]:
-    if text:
-        return read_files(list(text), "text"), SEPARATOR
-    if dataset is not None:
-        return hub_documents(dataset, "test", "text"), SEPARATOR
-    if model is not None:
-        raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
-    return reference_documents(seed), ""
 
 
 def _load(outline: Any, where: Any, kind: Any, outliers: float | None) -> Any:

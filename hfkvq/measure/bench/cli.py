@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.terminal import check_files, fail, make_console, print_notes, print_saved, progress_bar, split
 
+from .device import bench_device
 from .generate.cli import generate_command
 
 # torch is imported inside the commands, so that help comes at once.
@@ -46,20 +46,6 @@ class BenchDType(str, Enum):
 
 
 BenchDTypes = Annotated[BenchDType, typer.Option(help="Of queries, and of what is not quantized.")]
-
-
-def _bench_device() -> torch.device:
-    """The current GPU; ends the command where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        fail(
-            f"bench: PyTorch {torch.__version__} sees no CUDA device. Kernels are timed on an NVIDIA GPU (compute "
-            "capability 8.0 or newer) with a CUDA build of PyTorch and Triton."
-        )
-    if importlib.util.find_spec("triton") is None:
-        fail("bench: Triton is not installed; pip install triton.")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _bench_cases(
@@ -137,7 +123,7 @@ def bench_kernels(
     Refuses to measure kernels that fail their tests or differ from the torch reference.
     """
     check_files("plot", json_file, plot_file)
-    device = _bench_device()
+    device = bench_device()
 
     from . import report, timing
     from .run import measure_shape
@@ -172,15 +158,12 @@ def bench_kernels(
             # What is measured is kept, even if a later shape ends the run.
             if json_file is not None:
                 report.save(record, json_file)
-    for note in report.notes(record):
-        console.print(note, style="dim", highlight=False)
+    print_notes(console, report.notes(record))
     if before is not None:
         console.print(report.compare_table(before, record))
-    if json_file is not None:
-        console.print(f"Saved {json_file}", highlight=False)
     if plot_file is not None:
         report.save_plot(record, plot_file)
-        console.print(f"Saved {plot_file}", highlight=False)
+    print_saved(console, json_file, plot_file)
     if any("error" in row for row in record["rows"] if row["kind"] == "format"):
         raise typer.Exit(1)
 
@@ -196,10 +179,9 @@ def bench_tune(
     formats: Formats = None,
 ) -> None:
     """Search for the fastest launch parameters on this GPU, and save them where attention looks them up."""
-    device = _bench_device()
+    device = bench_device()
 
     import torch
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from hfkvq.kernels.triton import configs
 
@@ -208,13 +190,9 @@ def bench_tune(
     shapes, names = _bench_cases(
         batch, context, formats, False, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=1.0)
+    with progress_bar() as show:
         try:
-            findings = tune.tune(
-                names, shapes, device, lambda what, share: progress.update(bar, description=what, completed=share)
-            )
+            findings = tune.tune(names, shapes, device, show)
         except torch.OutOfMemoryError as error:
             fail(f"tune: {error} All shapes and formats are held at once; choose fewer or smaller ones.", code=1)
     console = make_console()
@@ -225,4 +203,4 @@ def bench_tune(
         path = configs.save(device, tune.to_save(findings))
     except ValueError as error:
         fail(error)
-    console.print(f"Saved {path}", highlight=False)
+    print_saved(console, path)

@@ -2,57 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from hfkvq.terminal import DType, check_files, fail, make_console, pick_device, split
+from hfkvq.terminal import (
+    Device,
+    DType,
+    JsonFile,
+    Model,
+    ModelDType,
+    check_files,
+    fail,
+    make_console,
+    pick_device,
+    print_notes,
+    progress_bar,
+    save_json,
+    split,
+)
 
 # torch, Transformers and datasets are imported inside the command, so that help comes at once.
-if TYPE_CHECKING:
-    from .values import Measured
-
 app = typer.Typer()
-
-
-def _documents(
-    text: list[Path] | None, dataset: str | None, part: str, field: str, model: str | None, seed: int
-) -> tuple[Iterable[str], str, str]:
-    """Documents, what they are for the record, and what stands between them."""
-    from . import windows
-
-    if text:
-        return windows.read_files(text, field), ", ".join(path.name for path in text), windows.SEPARATOR
-    if dataset is not None:
-        return (
-            windows.hub_documents(dataset, part, field),
-            f"{Path(dataset).name if Path(dataset).is_dir() else dataset}, split {part}",
-            windows.SEPARATOR,
-        )
-    if model is not None:
-        raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
-    # Each ends with its own line break, and this is how the model was trained.
-    return windows.reference_documents(seed), "the reference tasks", ""
-
-
-def _progress(run: Callable[[Callable[[str, float], None]], Measured]) -> Measured:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=1.0)
-        return run(lambda name, share: progress.update(bar, description=f"{name:<13}", completed=share))
 
 
 @app.command()
 def kld(
-    model: Annotated[
-        str | None, typer.Option(help=r"Model: a folder or a name on the Hub. \[default: the reference model]")
-    ] = None,
+    model: Model = None,
     schemes: Annotated[
         str | None,
         typer.Option(
@@ -84,14 +61,10 @@ def kld(
     ] = 16,
     windows: Annotated[int, typer.Option(min=1, help="Most windows.")] = 16,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows run together.")] = 1,
-    dtype: Annotated[
-        DType, typer.Option(help="auto: bfloat16 for the reference model, otherwise the checkpoint's.")
-    ] = DType.auto,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: ModelDType = DType.auto,
+    device: Device = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap, and of the reference model's own text.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, metavar="FILE", help="Save all figures.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Compare schemes with bf16 on the same tokens: KL divergence, top-1 agreement, perplexity, bits."""
     check_files("png", json_file, None)
@@ -106,21 +79,21 @@ def kld(
 
     from ..records import device_name
     from . import intervals, measurement, naming, report, subject
-    from .windows import cut
+    from .windows import cut, find_documents
 
     logging.disable_progress_bar()
     try:
         intervals.check_scipy("kld")
         chosen = naming.parse_schemes(split(schemes))
         where = pick_device(device)
-        documents, source, separator = _documents(text, dataset, part, field, model, seed)
+        documents, source, separator = find_documents(text, dataset, part, field, model, seed)
         plan = subject.outline(model)
         subject.check_lengths(plan, context, prompt)
         subject.check_schemes(plan, chosen)
         given = cut(documents, plan.tokenizer, context, windows, separator)
         loaded = subject.load(plan, where, None if dtype is DType.auto else getattr(torch, dtype.value))
-        measured = _progress(
-            lambda tell: measurement.measure(
+        with progress_bar() as show:
+            measured = measurement.measure(
                 loaded,
                 given.tokens,
                 chosen,
@@ -128,9 +101,8 @@ def kld(
                 chunk=chunk,
                 batch_size=batch_size,
                 tokenizer=plan.tokenizer,
-                on_progress=tell,
+                on_progress=lambda name, share: show(f"{name:<13}", share),
             )
-        )
     except (ValueError, ImportError) as error:
         fail(error)
     about = {
@@ -145,8 +117,5 @@ def kld(
     record = report.as_record(measured, seed, about)
     console = make_console()
     console.print(report.table(record, wide=console.width >= 112))
-    for note in report.notes(record):
-        console.print(note, style="dim", highlight=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        console.print(f"Saved {json_file}", highlight=False)
+    print_notes(console, report.notes(record))
+    save_json(console, record, json_file)

@@ -102,6 +102,25 @@ def reference_documents(seed: int = 0) -> Iterator[str]:
             yield evaluation_set(task, 1, seed=number)[0].text
 
 
+def find_documents(
+    text: Sequence[Path] | None, dataset: str | None, split: str, field: str, model: str | None, seed: int
+) -> tuple[Iterable[str], str, str]:
+    """Documents of files, of a data set, or of the reference model's own tasks; their name, and what stands between.
+
+    Raises:
+        ValueError: neither files nor a data set for another model than the reference model; see `read_files`.
+    """
+    if text:
+        return read_files(text, field), ", ".join(path.name for path in text), SEPARATOR
+    if dataset is not None:
+        name = Path(dataset).name if Path(dataset).is_dir() else dataset
+        return hub_documents(dataset, split, field), f"{name}, split {split}", SEPARATOR
+    if model is not None:
+        raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
+    # Each ends with its own line break, and this is how the model was trained.
+    return reference_documents(seed), "the reference tasks", ""
+
+
 def cut(documents: Iterable[str], tokenizer: Any, context: int, limit: int, separator: str = SEPARATOR) -> Windows:
     """The first windows of the documents' tokens, one behind the other.
 

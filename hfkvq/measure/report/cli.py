@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.terminal import JsonFile, check_files, check_folder, fail, make_console, print_notes, save_json, split
 
 # Torch comes with the schemes' names, matplotlib with the plots; both are imported inside the commands.
 if TYPE_CHECKING:
@@ -27,9 +26,7 @@ def compare(
         str | None, typer.Option(help=r"Metrics, with commas. \[default: the main ones of each task]")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of bootstrap and permutations.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, metavar="FILE", help="Save all figures.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Test whether two runs of lm-eval differ, sample by sample (run them with --log_samples)."""
     check_files("png", json_file, None)
@@ -49,11 +46,8 @@ def compare(
     record = comparison.as_record(*runs, [*verdicts, *([together] if together else [])], unpaired, seed)
     console = make_console()
     console.print(comparison.table(record))
-    for note in comparison.notes(record):
-        console.print(note, style="dim", highlight=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        console.print(f"Saved {json_file}", highlight=False)
+    print_notes(console, comparison.notes(record))
+    save_json(console, record, json_file)
 
 
 def _slug(name: str) -> str:
@@ -97,8 +91,7 @@ def report(
 ) -> None:
     """Write results as one table, and plot accuracy and KLD against bits and bytes, and speed against context."""
     check_files("plots", None, Path("x.png") if plots else None)
-    if not out.absolute().parent.is_dir():
-        fail(f"out: got {out}, but the folder {out.parent} does not exist.")
+    check_folder("out", out)
 
     from . import leaderboard, tables
     from .results import read_files
@@ -115,9 +108,8 @@ def report(
     console = make_console()
     for board in boards:
         console.print(tables.console_table(board))
-        for note in board.notes:
-            console.print(note, style="dim", highlight=False)
+        print_notes(console, board.notes)
     if found.skipped:
-        console.print(f"Left out, no results: {', '.join(found.skipped)}", style="dim", highlight=False)
+        print_notes(console, [f"Left out, no results: {', '.join(found.skipped)}"])
     names = [name for pictures in shown.values() for _, name in pictures]
     console.print(f"Saved {', '.join(str(out / name) for name in ['report.md', *names])}", highlight=False)

@@ -133,7 +133,7 @@ def pretended_gpu(monkeypatch, tmp_path):
         name="Synthetic 9000", major=9, minor=0, multi_processor_count=2, L2_cache_size=10**5, total_memory=10**9
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr("hfkvq.measure.bench.cli._bench_device", lambda: CPU)
+    monkeypatch.setattr("hfkvq.measure.bench.cli.bench_device", lambda: CPU)
     monkeypatch.setattr("hfkvq.measure.bench.timing.copy_bandwidth", lambda device: (10**6, Timing(1, 1, 1, 1, 1, 1)))
     monkeypatch.setenv("HFKVQ_TUNING", str(tmp_path / "tuning.json"))
     configs.reload()

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hfkvq.terminal import check_files, fail, make_console, split
+from hfkvq.terminal import check_files, check_folder, fail, make_console, print_notes, print_saved, split
+
+from ..device import bench_device
 
 # torch and Transformers are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -238,15 +240,11 @@ def generate_command(
     What fails, for want of memory or otherwise, is a line of the table and ends nothing.
     """
     check_files("plot", json_file, plot_file)
-    if markdown_file is not None and not markdown_file.absolute().parent.is_dir():
-        fail(f"markdown: got {markdown_file}, but the folder {markdown_file.parent} does not exist.")
+    check_folder("markdown", markdown_file)
     if resume and json_file is None:
         fail("resume: there is nothing to go on with; name the earlier run's file with --json.")
 
-    # The commands share it; imported here, because that module mounts this one.
-    from ..cli import _bench_device
-
-    device = _bench_device()
+    device = bench_device()
 
     import torch
     from transformers.utils import logging
@@ -348,14 +346,11 @@ def generate_command(
                 meeting.leave()
     # Rows taken over count too, and speed-ups of the last group.
     keep()
-    for note in report.notes(record):
-        console.print(note, style="dim", highlight=False)
+    print_notes(console, report.notes(record))
     if markdown_file is not None:
         markdown_file.write_text(report.markdown(record), encoding="utf-8")
     if plot_file is not None:
         report.save_plot(record, plot_file)
-    for path in (json_file, markdown_file, plot_file):
-        if path is not None:
-            console.print(f"Saved {path}", highlight=False)
+    print_saved(console, json_file, markdown_file, plot_file)
     if failures(record):
         raise typer.Exit(1)
