@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
 from transformers import DeepseekV3Config as DeepseekConfig
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3NextConfig
 from transformers import Gemma3ForCausalLM as Gemma3
-from typer.testing import CliRunner
 
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.tokens import TokenRecord
-from hfkvq.cli import app
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
+from tests.command import assert_refused, invoke
+
+run = partial(invoke, "fit")
+
 
 # PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of conftest.py.
 with torch.device("meta"):
@@ -319,10 +322,6 @@ class TestUse:
         assert cache_bytes(TINY, None, 50, 2) == sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["fit", *arguments])
-
-
 class TestCommand:
     def test_a_config_is_enough(self, tmp_path):
         QWEN3_8B.save_pretrained(tmp_path)
@@ -355,9 +354,7 @@ class TestCommand:
         ],
     )
     def test_bad_input_has_a_remedy_and_no_traceback(self, arguments, message):
-        done = run(*arguments)
-        assert done.exit_code == 2
-        assert message in done.output
+        assert_refused(run(*arguments), message)
 
     def test_more_tokens_than_positions_if_asked(self):
         assert run("--context", "8192", "--beyond", "--schemes", "kitty").exit_code == 0

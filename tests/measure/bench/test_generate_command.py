@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import Qwen3Config
-from typer.testing import CliRunner
 
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.registry import listed
-from hfkvq.cli import app
 from hfkvq.measure.bench.generate import models
 from hfkvq.measure.bench.generate import record as records
 from hfkvq.measure.bench.generate.cases import DEFAULT_CASES
@@ -19,16 +18,10 @@ from hfkvq.measure.bench.generate.engines import DEFAULT_STOCK, STOCK, default_s
 from hfkvq.measure.bench.generate.models import ARCHITECTURES
 from hfkvq.measure.bench.generate.run import Bench
 from hfkvq.measure.bench.timing import Timing
+from tests.command import assert_refused, flat, invoke
 
+run = partial(invoke, "bench", "generate")
 CPU = torch.device("cpu")
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", "generate", *arguments], env={"COLUMNS": "140"})
-
-
-def flat(text: str) -> str:
-    return " ".join(text.split())
 
 
 @pytest.fixture
@@ -53,10 +46,7 @@ def tiny(tmp_path):
 
 def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = run()
-    assert done.exit_code == 2
-    assert "sees no CUDA device" in flat(done.output)
-    assert "Traceback" not in done.output
+    assert_refused(run(), "sees no CUDA device")
 
 
 @pytest.mark.parametrize(
@@ -93,10 +83,7 @@ def test_without_a_gpu_it_says_what_it_needs(monkeypatch):
 )
 def test_wrong_arguments_are_told_before_anything_runs(arguments, message, monkeypatch, pretended_gpu):
     monkeypatch.setattr("hfkvq.measure.bench.generate.models.build", lambda *rest: pytest.fail("weights were made"))
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert message in flat(done.output)
-    assert "Traceback" not in done.output
+    assert_refused(run(*arguments), message)
 
 
 def test_weights_that_do_not_fit(monkeypatch, pretended_gpu):
@@ -104,9 +91,7 @@ def test_weights_that_do_not_fit(monkeypatch, pretended_gpu):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("hfkvq.measure.bench.generate.models.build", full)
-    done = run()
-    assert done.exit_code == 1
-    assert "cut it with --layers" in flat(done.output)
+    assert_refused(run(), "cut it with --layers", 1)
 
 
 def test_a_run_is_saved_shown_and_taken_up_again(pretended_gpu, tiny, tmp_path, monkeypatch):
@@ -213,9 +198,11 @@ def test_a_failure_ends_nothing_but_shows_in_the_exit_code(pretended_gpu, tiny, 
 
     monkeypatch.setattr(Bench, "_decode", broken)
     path = tmp_path / "a.json"
-    done = run(*tiny, "--cases", "1x64", "--engines", "dynamic,static", "--schemes", "none", "--json", str(path))
-    assert done.exit_code == 1
-    assert "RuntimeError: no such kernel" in flat(done.output)
+    assert_refused(
+        run(*tiny, "--cases", "1x64", "--engines", "dynamic,static", "--schemes", "none", "--json", str(path)),
+        "RuntimeError: no such kernel",
+        1,
+    )
     rows = records.load(path)["rows"]
     assert ["error" in each for each in rows] == [True, False]
 
@@ -245,7 +232,7 @@ def test_auto_looks_for_the_largest_batch(pretended_gpu, tiny, tmp_path, monkeyp
 
 
 def test_help_names_architectures_and_defaults():
-    text = flat(run("--help").output.replace("│", " "))
+    text = flat(run("--help").output)
     for name in (*ARCHITECTURES, *STOCK):
         assert name in text
     assert f"[default: {DEFAULT_CASES.replace(',', ', ')}]" in text

@@ -7,18 +7,8 @@ import torch
 
 from hfkvq.measure.demo import Settings, run_demo
 from hfkvq.measure.demo.prompts import load
-from hfkvq.measure.reference import reference_path
 
 
-def has_weights() -> bool:
-    try:
-        reference_path()
-    except FileNotFoundError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_weights(), reason="the reference model's weights are not in this checkout")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_four_bits_answer_as_the_baseline_does(device: str) -> None:
     """Whole caches through ``generate``; on a GPU with the kernels that are compiled there."""

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
 from hfkvq import get_scheme
-from hfkvq.cli import app
+from tests.command import assert_refused, flat, invoke
 
-RUNNER = CliRunner()
-
-
-def run(*arguments: str, columns: int = 120) -> Result:
-    return RUNNER.invoke(app, ["kld", *arguments], env={"COLUMNS": str(columns)})
-
-
-def flat(text: str) -> str:
-    """Text without the line breaks and frames of a narrow terminal."""
-    return " ".join(text.replace("│", " ").split())
+run = partial(invoke, "kld")
 
 
 @pytest.fixture
@@ -74,9 +64,9 @@ def test_the_reference_model_has_a_text_of_its_own() -> None:
 def test_a_window_takes_more_tokens_than_the_text_has(stand_in: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("Too short.", encoding="utf-8")
-    done = run("--model", str(stand_in), "--text", str(short), "--context", "64")
-    assert done.exit_code == 2
-    assert "but a window takes 64; give more text" in flat(done.output)
+    assert_refused(
+        run("--model", str(stand_in), "--text", str(short), "--context", "64"), "but a window takes 64; give more text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,29 +90,23 @@ def test_wrong_arguments_are_told_before_any_model_is_loaded(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hfkvq.measure.divergence.subject.load", lambda *a, **k: pytest.fail("the model was loaded"))
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert isinstance(done.exception, SystemExit)
-    assert message in flat(done.output)
-    assert "Traceback" not in done.output
+    assert_refused(run(*arguments), message)
 
 
 def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, text: Path, tmp_path: Path) -> None:
-    done = run("--model", str(encoder_decoder), "--text", str(text))
-    assert done.exit_code == 2
-    assert "it is an encoder-decoder model; choose a decoder-only one" in flat(done.output)
-    done = run("--model", str(tmp_path), "--text", str(text))
-    assert done.exit_code == 2
-    assert "cannot be used" in flat(done.output)
-    # 48 does not divide heads of 32.
-    done = run("--model", str(stand_in), "--text", str(text), "--context", "64", "--schemes", "kivi-2:group_size=48")
-    assert done.exit_code == 2
-    assert "Traceback" not in done.output
+    assert_refused(
+        run("--model", str(encoder_decoder), "--text", str(text)),
+        "it is an encoder-decoder model; choose a decoder-only one",
+    )
+    assert_refused(run("--model", str(tmp_path), "--text", str(text)), "cannot be used")
+    # 48 does not divide heads of 64.
+    assert_refused(
+        run("--model", str(stand_in), "--text", str(text), "--context", "64", "--schemes", "kivi-2:group_size=48"),
+        "kivi-2",
+    )
 
 
 def test_missing_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "scipy" else find(name, *a))
-    done = run()
-    assert done.exit_code == 2
-    assert "hfkvq[eval]" in done.output
+    assert_refused(run(), "hfkvq[eval]")

@@ -33,14 +33,6 @@ def tiny_qwen3() -> Qwen3ForCausalLM:
     return model
 
 
-def has_weights() -> bool:
-    try:
-        reference_path()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 @torch.inference_mode()
 def run(model: Qwen3ForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return logits, and the range of each key channel, (layers, head_dim)."""
@@ -91,7 +83,6 @@ def test_missing_weights_name_both_places(tmp_path: Path, monkeypatch: pytest.Mo
     assert reference_path() == checkout
 
 
-@pytest.mark.skipif(not has_weights(), reason="the checkout has no weights of the reference model")
 def test_reference_answers_also_with_outliers() -> None:
     torch.set_num_threads(1)
     model, tokenizer = load_reference(torch.float32)

@@ -5,22 +5,12 @@ from __future__ import annotations
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hfkvq.measure.reference import EVALUATION_TASKS, Example, arithmetic, evaluation_set, recall, tools
 from hfkvq.measure.reference.chat import IM_END, parse_tool_call
-
-CHECKPOINT = Path(__file__).resolve().parents[3] / "evals" / "reference" / "checkpoint"
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    if not (CHECKPOINT / "tokenizer.json").is_file():
-        pytest.skip("the checkout has no tokenizer of the reference model")
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
 
 
 def names(text: str) -> set[str]:

@@ -7,29 +7,17 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
 
-from hfkvq.cli import app
+from tests.command import assert_refused, flat, invoke
 
 from .files import divergence, divergences, evaluation, kvq, run_files, write
-
-RUNNER = CliRunner()
-
-
-def run(*arguments: str, columns: int = 120) -> Result:
-    return RUNNER.invoke(app, list(arguments), env={"COLUMNS": str(columns)})
-
-
-def flat(text: str) -> str:
-    return " ".join(text.replace("│", " ").split())
 
 
 def test_compare(tmp_path: Path) -> None:
     first = run_files(tmp_path / "a", "2026-01-01T00-00-00.1", {"x": [1.0] * 10, "y": [1.0] * 4})
     second = run_files(tmp_path / "b", "2026-01-01T00-00-00.2", {"x": [0.0] * 8 + [1.0] * 2, "y": [1.0] * 4, "z": [1]})
     saved = tmp_path / "compare.json"
-    done = run("compare", str(first), str(second), "--json", str(saved), columns=100)
+    done = invoke("compare", str(first), str(second), "--json", str(saved), columns=100)
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.splitlines()[:10])) <= 100
     assert "In one of the files only, so left out: z." in flat(done.output)
@@ -49,10 +37,7 @@ def test_compare_refuses(tmp_path: Path) -> None:
             "x: the samples do not match: the first file has 2, the second 1",
         ),
     ):
-        done = run("compare", str(first), str(other))
-        assert done.exit_code == 2
-        assert message in flat(done.output)
-        assert "Traceback" not in done.output
+        assert_refused(invoke("compare", str(first), str(other)), message)
 
 
 def test_report(tmp_path: Path) -> None:
@@ -62,7 +47,7 @@ def test_report(tmp_path: Path) -> None:
     write(tmp_path / "m" / "results_0.json", evaluation({"a": {"acc,none": 0.6}}))
     kld = write(tmp_path / "kld.json", divergences(divergence("kivi-2", 0.02, 3.6)))
     out = tmp_path / "out"
-    done = run("report", str(tmp_path / "m"), str(kld), "--out", str(out), "--title", "Ours", columns=100)
+    done = invoke("report", str(tmp_path / "m"), str(kld), "--out", str(out), "--title", "Ours", columns=100)
     assert done.exit_code == 0, done.output
     text = (out / "report.md").read_text(encoding="utf-8")
     assert text.startswith("# Ours\n\n## org/model\n")
@@ -70,7 +55,7 @@ def test_report(tmp_path: Path) -> None:
     for name in ("quality.png", "speed.png"):
         assert f"]({name})" in text
         assert (out / name).read_bytes().startswith(b"\x89PNG")
-    done = run("report", str(tmp_path / "m"), "--out", str(tmp_path / "bare"), "--no-plots")
+    done = invoke("report", str(tmp_path / "m"), "--out", str(tmp_path / "bare"), "--no-plots")
     assert done.exit_code == 0, done.output
     assert [path.name for path in (tmp_path / "bare").iterdir()] == ["report.md"]
 
@@ -78,7 +63,7 @@ def test_report(tmp_path: Path) -> None:
 def test_the_pictures_of_the_kernels_benchmark(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     bench = Path(__file__).resolve().parents[3] / "evals" / "results" / "kernels-h200.json"
-    done = run("report", str(bench), "--out", str(tmp_path / "out"))
+    done = invoke("report", str(bench), "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
     assert "](kernels.png)" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
 
@@ -90,11 +75,7 @@ def test_wrong_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ([str(foreign)], "was not written by lm-eval, `hfkvq kld --json` or `hfkvq bench kernels --json`"),
         ([str(foreign), "--out", str(tmp_path / "a" / "b")], "out: got"),
     ):
-        done = run("report", *arguments)
-        assert done.exit_code == 2
-        assert message in flat(done.output)
+        assert_refused(invoke("report", *arguments), message)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
-    done = run("report", str(foreign))
-    assert done.exit_code == 2
-    assert "hfkvq[plot]" in done.output
+    assert_refused(invoke("report", str(foreign)), "hfkvq[plot]")

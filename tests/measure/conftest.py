@@ -1,4 +1,4 @@
-"""Stand-in models on disk: random weights with the reference tokenizer."""
+"""A stand-in chat model: random weights, small enough for a test, with the reference tokenizer."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, T5Config
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, T5Config
 
-CHECKPOINT = Path(__file__).resolve().parents[3] / "evals" / "reference" / "checkpoint"
+from hfkvq.measure.reference import reference_path
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(CHECKPOINT)
+    return AutoTokenizer.from_pretrained(reference_path())
 
 
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """Folder of a saved decoder-only model."""
+    """Folder of the saved model. In f32, so that two ways of attending cannot differ in a token."""
     folder = tmp_path_factory.mktemp("stand-in")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,
+        head_dim=64,
         initializer_range=0.2,
-        max_position_embeddings=512,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
