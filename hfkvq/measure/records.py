@@ -1,15 +1,16 @@
-"""What records of measurements say of themselves: date, versions, device."""
+"""What records of measurements say of themselves: date, versions, device; and the clock that they are made with."""
 
 from __future__ import annotations
 
 import math
 import platform
+import time
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+import hfkvq
 
 BASELINE = "DynamicCache"
 """Transformers' own cache, which all others are compared with."""
@@ -22,8 +23,6 @@ def now() -> str:
 
 def versions(*packages: str) -> dict[str, str | None]:
     """Versions of Python, of packages (None where one is not installed), and of this library."""
-    import hfkvq
-
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -37,9 +36,14 @@ def device_name(device: torch.device) -> str:
     """What the hardware calls itself."""
     if device.type != "cuda":
         return platform.processor() or platform.machine()
-    import torch
-
     return torch.cuda.get_device_name(device)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def finite(value: float) -> float | None:

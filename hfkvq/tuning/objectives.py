@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +14,7 @@ from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.records import clock
 
 from .score import Objective, Report, Score
 
@@ -248,17 +248,11 @@ class Timed:
         times = []
         # The first steps compile kernels.
         for step in range(self.steps + 4):
-            begin = _now(device)
+            begin = clock(device)
             self.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
             if step >= 4:
-                times.append(_now(device) - begin)
+                times.append(clock(device) - begin)
         return 1000 * sorted(times)[len(times) // 2]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 class Custom:

@@ -16,6 +16,7 @@ from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.tokens import TokenRecord
+from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
@@ -30,18 +31,7 @@ run = partial(invoke, "fit")
 with torch.device("meta"):
     torch.empty(0)
 
-QWEN3_8B = Qwen3Config(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-    dtype=torch.bfloat16,
-)
+QWEN3_8B = get_config("qwen3-8b")
 LLAMA_31_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import Cache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.cache import MixedKVCache
+from hfkvq.caches.make import make_cache as make
 from hfkvq.caches.scheme import Scheme
-from hfkvq.caches.schemes import TriAxial
-from hfkvq.caches.triaxial import TriAxialCache
 
+from ..records import clock
 from .prompts import Batch, Subject
 
 
 def make_cache(subject: Subject, scheme: Scheme | None) -> Cache:
     """A fresh cache; no scheme means the stock one."""
-    config = subject.model.config
-    if scheme is None:
-        return DynamicCache(config=config)
-    if isinstance(scheme, TriAxial):
-        knobs = {key: value for key, value in scheme.to_dict().items() if key != "scheme"}
-        return TriAxialCache(subject.model, subject.tokenizer, **knobs)
-    return MixedKVCache(config, scheme)
+    return make(subject.model, scheme, subject.tokenizer)
 
 
 def greedy(subject: Subject, limit: int) -> GenerationConfig:
@@ -51,13 +44,7 @@ def greedy(subject: Subject, limit: int) -> GenerationConfig:
     )
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-class _Watch(LogitsProcessor):
+class _PromptEnd(LogitsProcessor):
     """Takes the time when the prompt is done and a copy of the cache at that point, and records logits."""
 
     def __init__(self, cache: Cache, device: torch.device, rows: int) -> None:
@@ -68,14 +55,14 @@ class _Watch(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         if self.copy is None:
-            self.done = _now(self.device)
+            self.done = clock(self.device)
             self.copy = copy.deepcopy(self.cache)
-            self.resumed = _now(self.device)
+            self.resumed = clock(self.device)
         self.logits.append(scores[: self.rows].to(torch.float32, copy=True))
         return scores
 
 
-class _Force(LogitsProcessor):
+class _ForcedTokens(LogitsProcessor):
     """Records logits, and makes ``generate`` go on with given tokens (B, n) whatever it would choose."""
 
     def __init__(self, tokens: Tensor) -> None:
@@ -115,8 +102,8 @@ class Answers:
 def answer(subject: Subject, batch: Batch, cache: Cache, rows: int = 0) -> Answers:
     """Runs ``generate``, greedy, to the end token; keeps the logits of the first ``rows``."""
     device, config = batch.ids.device, greedy(subject, batch.limit)
-    watch = _Watch(cache, device, rows)
-    begin = _now(device)
+    watch = _PromptEnd(cache, device, rows)
+    begin = clock(device)
     out = subject.model.generate(
         input_ids=batch.ids,
         attention_mask=batch.mask,
@@ -124,7 +111,7 @@ def answer(subject: Subject, batch: Batch, cache: Cache, rows: int = 0) -> Answe
         generation_config=config,
         logits_processor=LogitsProcessorList([watch]),
     )
-    end = _now(device)
+    end = clock(device)
     assert watch.copy is not None
     ids = out[:, batch.ids.shape[1] :]
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
@@ -176,7 +163,7 @@ def predictions(subject: Subject, batch: Batch, mine: Answers, baseline: Answers
     if steps:
         if len(others) < len(batch.ids):
             mine.after_prompt.batch_select_indices(others)
-        force = _Force(baseline.ids[others, 1:])
+        force = _ForcedTokens(baseline.ids[others, 1:])
         first = baseline.ids[others, :1]
         subject.model.generate(
             input_ids=torch.cat([batch.ids[others], first], 1),

@@ -87,7 +87,7 @@ def kld(
         chosen = naming.parse_schemes(split(schemes))
         where = pick_device(device)
         documents, source, separator = find_documents(text, dataset, part, field, model, seed)
-        plan = subject.outline(model)
+        plan = subject.find_checkpoint(model)
         subject.check_lengths(plan, context, prompt)
         subject.check_schemes(plan, chosen)
         given = cut(documents, plan.tokenizer, context, windows, separator)

@@ -74,7 +74,7 @@ def _make_cache(model: Any, preset: Preset, tokenizer: Any) -> Cache:
     return make_cache(model, preset, tokenizer)
 
 
-class _Tally:
+class _Collected:
     """Collects one cache's tokens, window by window, and its memory."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Tally:
         columns = zip(*parts, strict=True)
         self.batches.append([torch.cat([x.view(rows, -1) for x in column], 1) for column in columns])
 
-    def weigh(self, cache: Cache, rows: int) -> None:
+    def add_memory(self, cache: Cache, rows: int) -> None:
         self.windows += rows
         if isinstance(cache, DynamicCache) and not any(type(layer) is DynamicLayer for layer in cache.layers):
             # Sliding windows alone: nothing that a scheme would compress.
@@ -171,8 +171,8 @@ def measure(
     attached = config._attn_implementation == NAME
     # Refused heads are told before the first batch is run.
     caches = [_make_cache(model, preset, tokenizer) for preset in chosen.values()]
-    tallies = {name: _Tally() for name in chosen}
-    base = _Tally()
+    collected = {name: _Collected() for name in chosen}
+    base = _Collected()
     element = torch.finfo(model.dtype).bits // 8
     kept_bytes = batch_size * (tokens.shape[1] - prefill) * config.vocab_size * element
     work, done = len(tokens) * (1 + len(chosen)), 0
@@ -204,7 +204,7 @@ def measure(
                 else:
                     kept = None
                     base.add(((nll(p, y),) for p, y in zip(run(stock, batch, BASELINE), labels, strict=True)), rows)
-                base.weigh(stock, rows)
+                base.add_memory(stock, rows)
                 del stock
                 done += rows
                 for name, preset in chosen.items():
@@ -213,8 +213,8 @@ def measure(
                     # In step with a baseline of its own where the baseline's logits are too many.
                     source = kept if kept is not None else run(DynamicCache(config=model.config), batch, BASELINE)
                     trio = zip(source, run(cache, batch, name), labels, strict=True)
-                    tallies[name].add(((x[0], x[2], x[3]) for x in (compare_logits(*each) for each in trio)), rows)
-                    tallies[name].weigh(cache, rows)
+                    collected[name].add(((x[0], x[2], x[3]) for x in (compare_logits(*each) for each in trio)), rows)
+                    collected[name].add_memory(cache, rows)
                     done += rows
     finally:
         if not attached:
@@ -223,9 +223,9 @@ def measure(
                     cache.detach()
     baseline = Perplexity(base.tensors()[0], base.bill())
     found = []
-    for name, tally in tallies.items():
-        kld, loss, agrees = tally.tensors()
-        found.append(Divergence(loss, tally.bill(), name, chosen[name], kld, agrees))
+    for name, one in collected.items():
+        kld, loss, agrees = one.tensors()
+        found.append(Divergence(loss, one.bill(), name, chosen[name], kld, agrees))
     return Measured(baseline, tuple(found))
 
 

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.tags import Tagger
+from hfkvq.measure.demo.outline import read_config
 from hfkvq.measure.reference import load_reference, reference_path
 
 
 @dataclass(frozen=True)
-class Outline:
+class Checkpoint:
     """A model without its weights.
 
     Attributes:
@@ -33,31 +34,27 @@ class Outline:
     tokenizer: Any
 
 
-def outline(model: str | None) -> Outline:
+def find_checkpoint(model: str | None) -> Checkpoint:
     """Reads config and tokenizer; None is the reference model.
 
     Raises:
         ValueError: the folder does not exist, the model cannot be loaded, or it has an encoder.
     """
-    if model is not None and model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-        raise ValueError(f"model: the folder {model} does not exist.")
+    config = read_config(str(reference_path()) if model is None else model)
     source = str(reference_path()) if model is None else str(Path(model).expanduser()) if model[0] == "~" else model
     try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        if config.is_encoder_decoder:
-            raise ValueError("it is an encoder-decoder model; choose a decoder-only one.")
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"model: {model!r} cannot be used: {error}") from error
     name = "reference model" if model is None else Path(source).resolve().name if Path(source).is_dir() else source
-    return Outline(name, None if model is None else source, config, tokenizer)
+    return Checkpoint(name, None if model is None else source, config, tokenizer)
 
 
-def check_lengths(outline: Outline, context: int, prefill: int) -> None:
+def check_lengths(checkpoint: Checkpoint, context: int, prefill: int) -> None:
     """Raises ValueError if windows are too long for the model, or prompts for the windows."""
-    room = getattr(outline.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    room = getattr(checkpoint.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if room and context > room:
-        raise ValueError(f"context: got {context}, but {outline.name} has {room} positions; use --context {room}.")
+        raise ValueError(f"context: got {context}, but {checkpoint.name} has {room} positions; use --context {room}.")
     if not 2 <= prefill < context:
         raise ValueError(
             f"prefill: got {prefill}, allowed 2 to {context - 1}, fewer than --context ({context}): what follows is "
@@ -65,26 +62,26 @@ def check_lengths(outline: Outline, context: int, prefill: int) -> None:
         )
 
 
-def check_schemes(outline: Outline, schemes: dict[str, Preset]) -> None:
+def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset]) -> None:
     """Raises ValueError if a scheme cannot hold the model's heads, or read its roles."""
     for preset in schemes.values():
-        MixedKVCache(outline.config, preset, attach=False)
+        MixedKVCache(checkpoint.config, preset, attach=False)
         if "tags" in preset.needs:
-            Tagger.from_tokenizer(outline.tokenizer)
+            Tagger.from_tokenizer(checkpoint.tokenizer)
 
 
-def load(outline: Outline, device: torch.device, dtype: torch.dtype | None) -> Any:
+def load(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype | None) -> Any:
     """Loads the weights; without a dtype bf16 for the reference model, and what the checkpoint says for any other.
 
     Raises:
         ValueError: they cannot be loaded.
     """
-    if outline.source is None:
+    if checkpoint.source is None:
         return load_reference(dtype or torch.bfloat16, device)[0]
     try:
-        model = AutoModelForCausalLM.from_pretrained(outline.source, dtype=dtype or "auto", trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.source, dtype=dtype or "auto", trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: {outline.source!r} cannot be loaded: {error}") from error
+        raise ValueError(f"model: {checkpoint.source!r} cannot be loaded: {error}") from error
     # The wrapper around PreTrainedModel.to confuses type checkers.
     nn.Module.to(model, device)
     return model.eval()

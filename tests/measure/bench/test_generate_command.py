@@ -154,7 +154,7 @@ def test_generate_is_timed_as_users_call_it(pretended_gpu, tiny, tmp_path, monke
         events.append(("weights", device.type))
         return built(config, device, *rest)
 
-    monkeypatch.setattr("hfkvq.measure.bench.generate.session.measure_children", children)
+    monkeypatch.setattr("hfkvq.measure.bench.generate.session.measure_processes", children)
     monkeypatch.setattr("hfkvq.measure.bench.generate.models.build", noted)
     path = tmp_path / "a.json"
     options = [*tiny, "--no-decode", "--engines", "dynamic,static", "--schemes", "kitty", "--json", str(path)]

@@ -12,12 +12,12 @@ from transformers import Qwen3Config
 
 from hfkvq.measure.bench.generate import cold, run, whole
 from hfkvq.measure.bench.generate.cases import Case, Settings
-from hfkvq.measure.bench.generate.cold import Child, Order, engine_of, measure_children, measure_cold
+from hfkvq.measure.bench.generate.cold import ColdCalls, ColdProcess, engine_of, measure_cold, measure_processes
 from hfkvq.measure.bench.generate.models import build
 from hfkvq.measure.bench.generate.prompts import random_prompt
 from hfkvq.measure.bench.generate.run import Bench
 from hfkvq.measure.bench.generate.session import Plan, cold_rows
-from hfkvq.measure.bench.generate.whole import Draft, Stamps, calls
+from hfkvq.measure.bench.generate.whole import Draft, TokenTimes, calls
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -51,7 +51,7 @@ def no_sweep(monkeypatch):
 
 
 def test_stamps_leave_the_prompt_out():
-    stamps = Stamps()
+    stamps = TokenTimes()
     for value in (torch.zeros(2, 40), torch.zeros(2), torch.zeros(1, 3)):
         stamps.put(value)
     stamps.end()
@@ -165,27 +165,27 @@ def test_first_calls_are_told_apart(model):
         assert len(row["tokens"].split()) == row["new_tokens"] == 4
 
 
-def order_for(folder: Path, **changes) -> Order:
+def order_for(folder: Path, **changes) -> ColdCalls:
     Qwen3Config(**SIZES).save_pretrained(folder / "tiny")
     sizes = {"cases": [[1, 6], [2, 50]], "tokens": 4, "compile": {"fullgraph": True, "mode": "reduce-overhead"}}
     where = {"model": str(folder / "tiny"), "layers": 1, "device": "cpu", "dtype": "float32", "seed": 0}
-    return Order(**{"engine": "dynamic", "experts": "auto", **where, **sizes, **changes})
+    return ColdCalls(**{"engine": "dynamic", "experts": "auto", **where, **sizes, **changes})
 
 
 def test_a_process_of_its_own_finds_no_compiled_code(tmp_path, monkeypatch):
     """And says the same as this one; one that fails keeps no other from it."""
     for name in cold.CACHES:
         monkeypatch.setenv(name, str(tmp_path / "used"))
-    seen, start = [], Child.__init__
+    seen, start = [], ColdProcess.__init__
 
     def noted(self, order, folder):
         start(self, order, folder)
         environment = Path(f"/proc/{self.process.pid}/environ")
         seen.append(environment.read_bytes().decode() if environment.exists() else None)
 
-    monkeypatch.setattr(Child, "__init__", noted)
+    monkeypatch.setattr(ColdProcess, "__init__", noted)
     good, bad = order_for(tmp_path), order_for(tmp_path, model=str(tmp_path / "absent"))
-    answers = list(measure_children([good, bad]))
+    answers = list(measure_processes([good, bad]))
     model = build(Qwen3Config(**{**SIZES, "num_hidden_layers": 1}), CPU, torch.float32, seed=0)
     own = list(measure_cold(model, engine_of("dynamic"), [Case(1, 6), Case(2, 50)], 4, SETTINGS))
     assert [row["digest"] for row in answers[0]] == [row["digest"] for row in own]
@@ -198,17 +198,17 @@ def test_a_process_of_its_own_finds_no_compiled_code(tmp_path, monkeypatch):
 
 def test_a_process_that_dies_is_rows_that_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "false")
-    (rows,) = measure_children([order_for(tmp_path)])
+    (rows,) = measure_processes([order_for(tmp_path)])
     assert [row["error"] for row in rows] == ["the process ended with 1: "] * 2
     assert not any(row.get("oom") for row in rows)
 
 
 def test_processes_are_ended_with_what_asked_for_them(tmp_path, monkeypatch):
-    children, start = [], Child.__init__
-    monkeypatch.setattr(Child, "__init__", lambda self, *rest: (children.append(self), start(self, *rest))[1])
-    monkeypatch.setattr(Child, "wait", lambda self: None)
-    monkeypatch.setattr(Child, "rows", lambda self: [])
-    for _ in measure_children([order_for(tmp_path), order_for(tmp_path)]):
+    children, start = [], ColdProcess.__init__
+    monkeypatch.setattr(ColdProcess, "__init__", lambda self, *rest: (children.append(self), start(self, *rest))[1])
+    monkeypatch.setattr(ColdProcess, "wait", lambda self: None)
+    monkeypatch.setattr(ColdProcess, "rows", lambda self: [])
+    for _ in measure_processes([order_for(tmp_path), order_for(tmp_path)]):
         break
     assert len(children) == 2
     assert [child.process.poll() for child in children] == [-9, -9]
@@ -227,7 +227,7 @@ def test_engines_that_a_record_holds_are_not_called_again(monkeypatch):
         size = {"batch": batch, "context": context, "new_tokens": 4}
         return {"kind": "cold", "engine": name, **size, "tokens": "1 2 3 4", "digest": "0", "calls_s": [1.0]}
 
-    monkeypatch.setattr("hfkvq.measure.bench.generate.session.measure_children", answer)
+    monkeypatch.setattr("hfkvq.measure.bench.generate.session.measure_processes", answer)
     held = [cold_row("dynamic", 1, 6), cold_row("dynamic", 2, 50), cold_row("kitty", 2, 50)]
     record = {"rows": held}
     rows = cold_rows(plan, {"dynamic": "dynamic", "kitty": "kitty"}, record)

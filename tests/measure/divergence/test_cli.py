@@ -96,7 +96,7 @@ def test_wrong_arguments_are_told_before_any_model_is_loaded(
 def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, text: Path, tmp_path: Path) -> None:
     assert_refused(
         run("--model", str(encoder_decoder), "--text", str(text)),
-        "it is an encoder-decoder model; choose a decoder-only one",
+        "is an encoder-decoder model; choose a decoder-only one",
     )
     assert_refused(run("--model", str(tmp_path), "--text", str(text)), "cannot be used")
     # 48 does not divide heads of 64.

@@ -254,7 +254,7 @@ def generate_command(
     from . import record as records
     from . import report
     from .cases import Settings, compile_arguments, parse_cases
-    from .cold import Order
+    from .cold import ColdCalls
     from .meeting import Meeting
     from .models import apply_liger
     from .run import Bench, sweep
@@ -324,7 +324,7 @@ def generate_command(
         if plan.cold:
             sizes = [(case.batch, case.context) for case in plan.cold_cases]
             where = (model, layers, str(device), dtype.value, seed, experts.value)
-            orders = {name: Order(name, *where, sizes, cold_tokens, settings.compile) for name in plan.cold}
+            orders = {name: ColdCalls(name, *where, sizes, cold_tokens, settings.compile) for name in plan.cold}
             # The copy's room, for the processes.
             sweep(device)
             console.print(report.view(cold_rows(plan, orders, record, keep, status.update)))

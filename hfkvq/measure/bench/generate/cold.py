@@ -34,7 +34,7 @@ CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class ColdCalls:
     """What a process is to do, as plain values that JSON takes.
 
     Attributes:
@@ -97,7 +97,7 @@ def engine_of(name: str) -> Engine:
     return parse_engines(*([name], []) if name in STOCK else ([], [name]))[0]
 
 
-def _obey(order: Order) -> list[Row]:
+def _measure_all(order: ColdCalls) -> list[Row]:
     """In the process: makes the model and calls it."""
     import torch
     from transformers.utils import logging
@@ -116,7 +116,7 @@ def _obey(order: Order) -> list[Row]:
     return [{**row, "build_s": made} for row in rows]
 
 
-class Child:
+class ColdProcess:
     """A process that has imported everything, and waits.
 
     Args:
@@ -124,7 +124,7 @@ class Child:
         folder: an empty one, for compiled code and answers.
     """
 
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, order: ColdCalls, folder: Path) -> None:
         self.order, self.folder = order, folder
         (folder / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
         root = str(Path(hfkvq.__file__).parents[1])
@@ -168,14 +168,14 @@ class Child:
             self.process.communicate()
 
 
-def measure_children(orders: Sequence[Order]) -> Iterator[list[Row]]:
+def measure_processes(orders: Sequence[ColdCalls]) -> Iterator[list[Row]]:
     """Rows of each order, every one in a process of its own; one at a time, but they import together and before."""
     with tempfile.TemporaryDirectory(prefix="hfkvq-cold-") as folder, contextlib.ExitStack() as stack:
         children = []
         for i, order in enumerate(orders):
             own = Path(folder) / str(i)
             own.mkdir()
-            children.append(Child(order, own))
+            children.append(ColdProcess(order, own))
             stack.callback(children[-1].stop)
         for child in children:
             child.wait()
@@ -189,8 +189,8 @@ def main(folder: str) -> None:
     sys.stdout.flush()
     if not sys.stdin.readline():
         return
-    order = Order(**json.loads((Path(folder) / "order.json").read_text(encoding="utf-8")))
-    found = attempt(lambda: {"rows": _obey(order)})
+    order = ColdCalls(**json.loads((Path(folder) / "order.json").read_text(encoding="utf-8")))
+    found = attempt(lambda: {"rows": _measure_all(order)})
     if "error" in found:
         engine = engine_of(order.engine)
         rows = [start_row("cold", engine, Case(*case), new_tokens=order.tokens) | found for case in order.cases]

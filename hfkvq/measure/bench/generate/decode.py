@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from hfkvq.caches.cache import MixedKVCache
 
+from ...records import clock
 from ..timing import quantiles
 from .cases import Case, Settings
 from .fill import length
@@ -20,13 +20,6 @@ from .meeting import Meeting
 
 Figures = dict[str, Any]
 """What was measured, as it stands in a row of the JSON."""
-
-
-def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 class Memory:
@@ -57,9 +50,9 @@ def time_repeats(run: Callable[[], object], repeats: int, device: torch.device) 
     """Seconds of each of ``repeats`` runs."""
     times = []
     for _ in range(repeats):
-        start = now(device)
+        start = clock(device)
         run()
-        times.append(now(device) - start)
+        times.append(clock(device) - start)
     return times
 
 
@@ -142,17 +135,17 @@ def measure_decode(
 
         counters.clear()
     decoder = Decoder(model, cache, case.batch, settings.compile if compiled else None, settings.seed)
-    start = now(device)
+    start = clock(device)
     decoder.step()
-    first = now(device) - start
+    first = clock(device) - start
     decoder.check()
     quick = settings.warmup // 2
     for _ in range(settings.warmup - 2 - quick):
         decoder.step()
-    start = now(device)
+    start = clock(device)
     for _ in range(quick):
         decoder.step()
-    steps, repeats = settings.affordable((now(device) - start) / quick)
+    steps, repeats = settings.affordable((clock(device) - start) / quick)
 
     def run() -> None:
         for _ in range(steps):

@@ -114,12 +114,10 @@ class Engine:
     @contextlib.contextmanager
     def settings(self, model: Any) -> Iterator[None]:
         """For caches that are made inside, one after the other: attention as they need it, and after it as before."""
-        before = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(before if self.cudnn is None else self.cudnn)
         try:
-            yield
+            with _cudnn(self.cudnn):
+                yield
         finally:
-            torch.backends.cuda.enable_cudnn_sdp(before)
             if self.preset is not None:
                 # Whatever cache of this model does it.
                 MixedKVCache(_config(model), self.preset, attach=False).detach()
@@ -127,15 +125,24 @@ class Engine:
     @contextlib.contextmanager
     def running(self, cache: Cache) -> Iterator[None]:
         """The settings that a cache of this engine is to be measured with, and after it those that were before."""
-        before = torch.backends.cuda.cudnn_sdp_enabled()
-        torch.backends.cuda.enable_cudnn_sdp(before if self.cudnn is None else self.cudnn)
         if isinstance(cache, MixedKVCache):
             cache.attach()
         try:
-            yield
+            with _cudnn(self.cudnn):
+                yield
         finally:
-            torch.backends.cuda.enable_cudnn_sdp(before)
             _detach(cache)
+
+
+@contextlib.contextmanager
+def _cudnn(allowed: bool | None) -> Iterator[None]:
+    """Whether PyTorch's attention may take cuDNN within this context; None leaves it as it is."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before if allowed is None else allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _detach(cache: Cache) -> None:

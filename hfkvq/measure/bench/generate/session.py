@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..report import Record
 from .cases import Case
-from .cold import Order, measure_children
+from .cold import ColdCalls, measure_processes
 from .engines import Engine
 from .record import add_agreement, add_speedups, key_of
 from .run import Bench
@@ -196,7 +196,7 @@ class Session:
 
 def cold_rows(
     plan: Plan,
-    orders: Mapping[str, Order],
+    orders: Mapping[str, ColdCalls],
     record: Record,
     keep: Callable[[], None] = lambda: None,
     progress: Callable[[str], None] = lambda what: None,
@@ -218,7 +218,7 @@ def cold_rows(
     # A size's first call depends on those before, so an engine's are all measured, or none.
     missing = [name for name in plan.cold if not held.issuperset(keys[name])]
     progress(f"first calls: {', '.join(missing)}")
-    for name, rows in zip(missing, measure_children([orders[name] for name in missing]), strict=True):
+    for name, rows in zip(missing, measure_processes([orders[name] for name in missing]), strict=True):
         record["rows"][:] = [*(row for row in record["rows"] if key_of(row) not in keys[name]), *rows]
         keep()
     add_agreement(record["rows"])

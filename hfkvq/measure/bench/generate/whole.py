@@ -16,8 +16,9 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from ...records import clock
 from .cases import Case, Settings
-from .decode import Figures, as_ms, now
+from .decode import Figures, as_ms
 from .engines import Engine
 from .prompts import random_prompt
 
@@ -25,7 +26,7 @@ WARM_UP = 8
 """New tokens of the call that warms up a cache whose steps record nothing."""
 
 
-class Stamps(BaseStreamer):
+class TokenTimes(BaseStreamer):
     """When tokens came, and how many at a time.
 
     Attributes:
@@ -62,7 +63,7 @@ class Call:
 
     start: float
     end: float
-    stamps: Stamps
+    stamps: TokenTimes
     tokens: Tensor
 
     @property
@@ -153,8 +154,8 @@ def calls(
         return cache
 
     def call(count: int) -> Call:
-        stamps, config = Stamps(), _generation(engine, settings, count, draft)
-        start = now(model.device)
+        stamps, config = TokenTimes(), _generation(engine, settings, count, draft)
+        start = clock(model.device)
         out = model.generate(
             ids,
             attention_mask=mask,
@@ -163,7 +164,7 @@ def calls(
             streamer=stamps,
             assistant_model=assistant,
         )
-        end = now(model.device)
+        end = clock(model.device)
         if out.shape[1] != case.context + count:
             raise RuntimeError(f"generate stopped after {out.shape[1] - case.context} tokens.")
         return Call(start, end, stamps, out[:, case.context :].cpu())
