@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..drawing import new_figure, write_names
+from ..panels import BITS, KLD, Panel, save_panels
 from ..records import BASELINE, device_name, finite, versions
 from ..tables import NOTHING, narrow_table
 from .run import Result, Row
@@ -155,36 +155,9 @@ def save_picture(result: Result, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure, grid = new_figure(10, 4.6, columns=2)
-    left, right = grid[0]
     points = [(row.name, row.memory.total_bits, 100 * row.accuracy, _kl(row)[0]) for row in result.rows if row.memory]
-    colors = {point[0]: f"C{number % 10}" for number, point in enumerate(points)}
-    drawn = [(left, [(name, bits, accuracy) for name, bits, accuracy, _ in points])]
-    drawn.append((right, [(name, bits, kl) for name, bits, _, kl in points if name != BASELINE and kl > 0]))
-    for axes, data in drawn:
-        axes.set_xscale("log", base=2)
-        for name, bits, value in data:
-            axes.scatter(bits, value, s=42, color=colors[name], zorder=3)
-        axes.set_xlabel("total bits an element, everything counted")
-        axes.grid(alpha=0.25)
-        # Room for names beside the outermost points.
-        low, high = min(p[1] for p in points), max(p[1] for p in points)
-        low, high = low / 1.35, high * 1.35
-        axes.set_xlim(low, high)
-        ticks = [bits for bits in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if low <= bits <= high]
-        axes.set_xticks(ticks, [str(bits) for bits in ticks])
-        axes.minorticks_off()
-    lowest = min(point[2] for point in points)
-    margin = max(4.0, 0.12 * (100 - lowest))
-    left.set_ylim(lowest - 2 * margin, 100 + 2 * margin)
-    left.set_yticks([tick for tick in range(0, 101, 20 if lowest < 60 else 5) if tick >= lowest - 2 * margin])
-    left.set_ylabel("right answers, %")
-    right.set_ylabel(f"mean KL divergence to {BASELINE}, nats")
-    if drawn[1][1]:
-        values = [value for _, _, value in drawn[1][1]]
-        right.set_yscale("log")
-        right.set_ylim(min(values) / 4, max(values) * 4)
+    right = Panel(BITS, "right answers, %", [(name, bits, accuracy) for name, bits, accuracy, _ in points])
+    others = [(name, bits, kl) for name, bits, _, kl in points if name != BASELINE and kl > 0]
     total = sum(task.total for task in result.rows[0].tasks.values())
-    figure.suptitle(f"{result.model}: {total} examples of {', '.join(result.rows[0].tasks)}", fontsize=11)
-    write_names([(axes, [(name, (bits, value)) for name, bits, value in data]) for axes, data in drawn], colors)
-    figure.savefig(path, dpi=150, format="png")
+    title = f"{result.model}: {total} examples of {', '.join(result.rows[0].tasks)}"
+    save_panels([[right, Panel(BITS, KLD, others, True)]], [point[0] for point in points], title, path)
