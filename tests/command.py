@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from hfkvq.cli import app
@@ -26,3 +27,11 @@ def assert_refused(done: Result, message: str, code: int = 2) -> None:
     assert isinstance(done.exception, SystemExit)
     assert message in flat(done.output)
     assert "Traceback" not in done.output
+
+
+def printed(what: object, width: int = 140) -> str:
+    """What a terminal of that width shows."""
+    console = Console(width=width, record=True, force_terminal=False)
+    with console.capture() as capture:
+        console.print(what)
+    return capture.get()

@@ -225,8 +225,8 @@ def test_logits_that_are_not_finite_are_not_timed():
 
 
 def test_slow_steps_get_fewer_of_them(model, monkeypatch):
-    clock = iter(range(10**6))
-    monkeypatch.setattr(decode, "now", lambda device: next(clock))
+    seconds = iter(range(10**6))
+    monkeypatch.setattr(decode, "clock", lambda device: next(seconds))
     with engine("dynamic").cache(model.config, 320) as cache:
         filled(model, cache)
         found = measure_decode(model, cache, CASE, False, SETTINGS)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from hfkvq.measure.bench.generate import record as records
 from hfkvq.measure.bench.generate import report
 from hfkvq.measure.bench.generate.meeting import Meeting
+from tests.command import printed
 
 CPU = torch.device("cpu")
 RESULTS = Path(__file__).parents[3] / "evals" / "results"
@@ -58,13 +58,6 @@ ROWS = [
     row("kitty", 64, 8192, 16.0, graphs=2, cudagraph_skips=1),
     failed("int4", 64, 8192),
 ]
-
-
-def printed(what: object, width: int = 140) -> str:
-    console = Console(width=width, record=True, force_terminal=False)
-    with console.capture() as capture:
-        console.print(what)
-    return capture.get()
 
 
 def lines_of(text: str) -> dict[str, str]:

@@ -50,14 +50,14 @@ def no_sweep(monkeypatch):
 # Warm.
 
 
-def test_stamps_leave_the_prompt_out():
-    stamps = TokenTimes()
+def test_times_of_tokens_leave_the_prompt_out():
+    times = TokenTimes()
     for value in (torch.zeros(2, 40), torch.zeros(2), torch.zeros(1, 3)):
-        stamps.put(value)
-    stamps.end()
-    assert stamps.counts == [1, 3]
-    assert len(stamps.times) == 2
-    assert stamps.times[0] <= stamps.times[1]
+        times.put(value)
+    times.end()
+    assert times.counts == [1, 3]
+    assert len(times.times) == 2
+    assert times.times[0] <= times.times[1]
 
 
 @pytest.mark.parametrize(("name", "warms_up"), [("dynamic", False), ("kitty:eager", False), ("kitty", True)])

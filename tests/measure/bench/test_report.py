@@ -7,12 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from hfkvq.measure.bench import report
 from hfkvq.measure.bench.cases import Shape
 from hfkvq.measure.bench.run import add_speedups, row_of
 from hfkvq.measure.bench.timing import METHOD, Timing
+from tests.command import printed
 
 
 def timing(us: float) -> Timing:
@@ -47,14 +47,6 @@ def record_of(rows: list[dict], gpu: str = "Synthetic 9000") -> report.Record:
         "copy": report.describe_copy(4_000_000, timing(1.0)),
         "rows": rows,
     }
-
-
-def printed(*what: object, width: int = 120) -> str:
-    console = Console(width=width, record=True, force_terminal=False)
-    with console.capture() as capture:
-        for item in what:
-            console.print(item)
-    return capture.get()
 
 
 def test_a_line_has_rate_and_share_of_the_copy():

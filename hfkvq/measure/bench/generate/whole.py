@@ -57,13 +57,13 @@ class Call:
     Attributes:
         start: seconds by the clock.
         end: likewise.
-        stamps: of its tokens.
+        token_times: of its tokens.
         tokens: (B, N), new ones.
     """
 
     start: float
     end: float
-    stamps: TokenTimes
+    token_times: TokenTimes
     tokens: Tensor
 
     @property
@@ -74,7 +74,7 @@ class Call:
     @property
     def first(self) -> float:
         """Seconds until the first token."""
-        return self.stamps.times[0] - self.start
+        return self.token_times.times[0] - self.start
 
 
 @dataclass(frozen=True)
@@ -154,20 +154,20 @@ def calls(
         return cache
 
     def call(count: int) -> Call:
-        stamps, config = TokenTimes(), _generation(engine, settings, count, draft)
+        token_times, config = TokenTimes(), _generation(engine, settings, count, draft)
         start = clock(model.device)
         out = model.generate(
             ids,
             attention_mask=mask,
             past_key_values=fresh(),
             generation_config=config,
-            streamer=stamps,
+            streamer=token_times,
             assistant_model=assistant,
         )
         end = clock(model.device)
         if out.shape[1] != case.context + count:
             raise RuntimeError(f"generate stopped after {out.shape[1] - case.context} tokens.")
-        return Call(start, end, stamps, out[:, case.context :].cpu())
+        return Call(start, end, token_times, out[:, case.context :].cpu())
 
     with engine.settings(model), torch.no_grad():
         yield call
@@ -200,7 +200,7 @@ def _summary(done: list[Call], case: Case, tokens: int) -> Figures:
     ms = as_ms([call.seconds for call in done])
     prompt = as_ms([call.first for call in done])
     # From the first token on: with a draft there may be several by then.
-    later = tokens - done[0].stamps.counts[0]
+    later = tokens - done[0].token_times.counts[0]
     return {
         "ms": ms,
         "tokens_per_s": 1e3 * case.batch * tokens / ms["p50"],
@@ -231,7 +231,7 @@ def measure_whole(model: Any, engine: Engine, case: Case, tokens: int, settings:
     """
     with calls(model, engine, case, tokens, settings) as call:
         first, done = _timed(call, engine, tokens, settings)
-    gaps = [after - before for each in done for before, after in itertools.pairwise(each.stamps.times)]
+    gaps = [after - before for each in done for before, after in itertools.pairwise(each.token_times.times)]
     return {**_summary(done, case, tokens), "ms_token": as_ms(gaps), **first}
 
 
@@ -252,8 +252,8 @@ def measure_assisted(model: Any, engine: Engine, case: Case, tokens: int, draft:
     """
     with calls(model, engine, case, tokens, settings, draft) as call:
         first, done = _timed(call, engine, tokens, settings)
-    gaps = [after - before for each in done for before, after in itertools.pairwise(each.stamps.times)]
-    counts = done[-1].stamps.counts
+    gaps = [after - before for each in done for before, after in itertools.pairwise(each.token_times.times)]
+    counts = done[-1].token_times.counts
     return {
         **_summary(done, case, tokens),
         "forwards": len(counts),
