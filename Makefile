@@ -60,10 +60,10 @@ bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
 	PYTHONPATH=. $(GPU_PYTHON) -m hfkvq.cli bench kernels $(BENCH_ARGS)
 
 # Modules by name: what is meant to be imported. The guides stand beside them.
-DOCUMENTED := docs/guides.py hfkvq hfkvq.caches hfkvq.caches.tags hfkvq.kernels.pages hfkvq.demo \
-	hfkvq.divergence.measurement hfkvq.divergence.values hfkvq.lm_eval hfkvq.lm_eval.model hfkvq.reference \
-	hfkvq.tuning hfkvq.tuning.fit hfkvq.tuning.layerwise hfkvq.tuning.objectives hfkvq.tuning.plots hfkvq.tuning.score \
-	hfkvq.tuning.study
+DOCUMENTED := docs/guides.py hfkvq hfkvq.caches hfkvq.caches.tags hfkvq.kernels.pages hfkvq.measure.demo \
+	hfkvq.measure.divergence.measurement hfkvq.measure.divergence.values hfkvq.measure.reference hfkvq.lm_eval \
+	hfkvq.lm_eval.model hfkvq.tuning hfkvq.tuning.fit hfkvq.tuning.layerwise hfkvq.tuning.objectives hfkvq.tuning.plots \
+	hfkvq.tuning.score hfkvq.tuning.study hfkvq.tuning.trials
 
 docs: $(FOR_DOCS)  ## API reference and guides as HTML, in build/docs
 	$(BIN)/pdoc -d google -o build/docs $(DOCUMENTED)

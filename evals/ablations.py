@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import hfkvq
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.tags import PAD, TAGS
-from hfkvq.demo.measure import answer, kl_divergence, make_cache, predictions, read_memory, texts
-from hfkvq.demo.prompts import Subject, is_right, make_batches
-from hfkvq.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval
-from hfkvq.divergence.measurement import measure
-from hfkvq.reference import load_reference, recall, tools, with_outliers
+from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory, texts
+from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
+from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval
+from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.reference import load_reference, recall, tools, with_outliers
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, make_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -72,8 +72,8 @@ app = typer.Typer(add_completion=False)
 def with_unseen_outliers(model: ModelT, factor: float, pairs: int) -> ModelT:
     """A copy with outlier key channels where queries see least, which computes the same.
 
-    As `hfkvq.reference.with_outliers`, but for which pairs: those whose norm weights, of query times key, are smallest,
-    so that no logit owes them much. Large error and small query is what MixKVQ is made for.
+    As `hfkvq.measure.reference.with_outliers`, but for which pairs: those whose norm weights, of query times key, are
+    smallest, so that no logit owes them much. Large error and small query is what MixKVQ is made for.
 
     Args:
         model: a Qwen3 model.

@@ -19,11 +19,11 @@ import torch
 import typer
 
 from hfkvq.caches import Scheme, get_scheme
-from hfkvq.demo import Settings, run_demo
-from hfkvq.demo.prompts import load
-from hfkvq.demo.report import as_json, save_picture
-from hfkvq.demo.run import BASELINE, Result, choose_schemes
-from hfkvq.demo.schemes import describe
+from hfkvq.measure.demo import Settings, run_demo
+from hfkvq.measure.demo.prompts import load
+from hfkvq.measure.demo.report import as_json, save_picture
+from hfkvq.measure.demo.run import BASELINE, Result, choose_schemes
+from hfkvq.measure.demo.schemes import describe
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs/results.md"

@@ -9,11 +9,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from hfkvq.bench.cli import app as bench_app
-from hfkvq.divergence.cli import app as divergence_app
 from hfkvq.lm_eval.cli import app as lm_eval_app
-from hfkvq.report.cli import app as report_app
-from hfkvq.terminal import DType, check_files, fail, make_console, pick_device, split
+from hfkvq.measure.bench.cli import app as bench_app
+from hfkvq.measure.divergence.cli import app as divergence_app
+from hfkvq.measure.report.cli import app as report_app
+from hfkvq.terminal import (
+    ChatModel,
+    Device,
+    DType,
+    JsonFile,
+    ModelDType,
+    Outliers,
+    check_files,
+    fail,
+    make_console,
+    pick_device,
+    print_notes,
+    print_saved,
+    progress_bar,
+    save_json,
+    split,
+)
 from hfkvq.tuning.cli import app as tuning_app
 from hfkvq.tuning.fit.cli import app as fit_app
 from hfkvq.tuning.search_cli import app as search_app
@@ -25,8 +41,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hfkvq.caches.tags import ChatFormat
-    from hfkvq.demo.prompts import Subject
-    from hfkvq.demo.run import Result, Settings
+    from hfkvq.measure.demo.prompts import Subject
+    from hfkvq.measure.demo.run import Result, Settings
 
 app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
@@ -65,7 +81,7 @@ def schemes(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/schemes.md.")] = False,
 ) -> None:
     """List every preset: whom it is for, layout, bits, knobs, and what steps lose by its choices."""
-    from hfkvq.demo.schemes import HEAD_DIM, describe_all, eviction_markdown, schemes_markdown, schemes_table
+    from hfkvq.measure.demo.schemes import HEAD_DIM, describe_all, eviction_markdown, schemes_markdown, schemes_table
 
     if as_markdown:
         typer.echo(f"{schemes_markdown()}\n\n{eviction_markdown()}")
@@ -75,13 +91,12 @@ def schemes(
         return
     console = make_console()
     console.print(schemes_table())
-    console.print(
+    note = (
         f"Bits an element for heads of {HEAD_DIM} channels, keys and values together. Code bits are the payload; total "
         "bits count all of a page, scales included, which is what a long context comes to. Knobs are given by name: "
-        'get_scheme("kitty", boost_ratio=0.2).',
-        style="dim",
-        highlight=False,
+        'get_scheme("kitty", boost_ratio=0.2).'
     )
+    print_notes(console, [note])
 
 
 def _pick_device(name: str) -> torch.device:
@@ -94,7 +109,7 @@ def _pick_device(name: str) -> torch.device:
 def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, outliers: float | None) -> Subject:
     from transformers.utils import logging
 
-    from hfkvq.demo.prompts import load
+    from hfkvq.measure.demo.prompts import load
 
     logging.disable_progress_bar()
     try:
@@ -104,25 +119,15 @@ def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, ou
 
 
 def _run(subject: Subject, settings: Settings) -> Result:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from hfkvq.measure.demo import run_demo
 
-    from hfkvq.demo import run_demo
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=1.0)
-
-        def show(cache: str, task: str, share: float) -> None:
-            progress.update(bar, description=f"{cache:<13} {task:<13}", completed=share)
-
-        return run_demo(subject, settings, show)
+    with progress_bar() as show:
+        return run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
 
 
 @app.command()
 def demo(
-    model: Annotated[
-        str | None, typer.Option(help=r"Chat model: a folder or a name on the Hub. \[default: the reference model]")
-    ] = None,
+    model: ChatModel = None,
     schemes: Annotated[
         str | None, typer.Option(help=r"Presets, separated by commas, or all. \[default: the main ones]")
     ] = None,
@@ -134,17 +139,11 @@ def demo(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=2, help=r"Most tokens of an answer. \[default: by task; 256 with --model]")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        DType, typer.Option(help="auto: bfloat16 for the reference model, otherwise the checkpoint's.")
-    ] = DType.auto,
-    outliers: Annotated[
-        float | None, typer.Option(help="Enlarge some key channels of the reference model by this factor, e.g. 8.")
-    ] = None,
+    device: Device = "auto",
+    dtype: ModelDType = DType.auto,
+    outliers: Outliers = None,
     seed: Annotated[int, typer.Option(min=0, help="Another seed asks other questions.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, metavar="FILE", help="Save all figures.")
-    ] = None,
+    json_file: JsonFile = None,
     png_file: Annotated[
         Path | None, typer.Option("--png", dir_okay=False, metavar="FILE", help="Save accuracy against bits.")
     ] = None,
@@ -160,8 +159,8 @@ def demo(
 
     import torch
 
-    from hfkvq.demo import Settings
-    from hfkvq.demo.report import as_json, notes, save_picture, table
+    from hfkvq.measure.demo import Settings
+    from hfkvq.measure.demo.report import as_json, notes, save_picture, table
 
     try:
         settings = Settings(
@@ -184,14 +183,11 @@ def demo(
 
     console = make_console()
     console.print(table(result, wide=console.width >= 118))
-    for note in notes(result):
-        console.print(note, style="dim", highlight=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(as_json(result), indent=2) + "\n", encoding="utf-8")
-        console.print(f"Saved {json_file}", highlight=False)
+    print_notes(console, notes(result))
+    save_json(console, as_json(result), json_file)
     if png_file is not None:
         save_picture(result, png_file)
-        console.print(f"Saved {png_file}", highlight=False)
+        print_saved(console, png_file)
 
 
 def _chat_format(given: str | None) -> ChatFormat | None:

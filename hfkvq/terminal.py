@@ -1,11 +1,14 @@
-"""What commands share: a console, errors without a traceback, and small parsers."""
+"""What commands share: options, a console, errors without a traceback, and small parsers."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -43,6 +46,21 @@ class DType(str, Enum):
     float32 = "float32"
 
 
+Model = Annotated[
+    str | None, typer.Option(help=r"Model: a folder or a name on the Hub. \[default: the reference model]")
+]
+ChatModel = Annotated[
+    str | None, typer.Option(help=r"Chat model: a folder or a name on the Hub. \[default: the reference model]")
+]
+Outliers = Annotated[
+    float | None, typer.Option(help="Enlarge some key channels of the reference model by this factor, e.g. 8.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+DTypeName = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+ModelDType = Annotated[DType, typer.Option(help="auto: bfloat16 for the reference model, otherwise the checkpoint's.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, metavar="FILE", help="Save all figures.")]
+
+
 def pick_device(name: str) -> torch.device:
     """The device of a name; auto takes a GPU if there is one.
 
@@ -63,10 +81,46 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def check_folder(option: str, path: Path | None) -> None:
+    """Ends the command if a file could not be written there."""
+    if path is not None and not path.absolute().parent.is_dir():
+        fail(f"{option}: got {path}, but the folder {path.parent} does not exist.")
+
+
 def check_files(picture: str, json_file: Path | None, png_file: Path | None) -> None:
     """Ends the command if its results could not be saved; ``picture`` is the name of the picture's option."""
-    for option, path in (("json", json_file), (picture, png_file)):
-        if path is not None and not path.absolute().parent.is_dir():
-            fail(f"{option}: got {path}, but the folder {path.parent} does not exist.")
+    check_folder("json", json_file)
+    check_folder(picture, png_file)
     if png_file is not None and importlib.util.find_spec("matplotlib") is None:
         fail(f"{picture}: matplotlib is not installed; pip install 'hfkvq[plot]'.")
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """How to read what was printed, in small print."""
+    for note in notes:
+        console.print(note, style="dim", highlight=False)
+
+
+def save_json(console: Console, record: Any, path: Path | None) -> None:
+    """Writes a record, if a file was asked for."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        print_saved(console, path)
+
+
+def print_saved(console: Console, *paths: Path | None) -> None:
+    """Names the files that were written; None for those that nobody asked for."""
+    for path in paths:
+        if path is not None:
+            console.print(f"Saved {path}", highlight=False)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error; is told what is being done, and the share that is."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as view:
+        bar = view.add_task("", total=1.0)
+        yield lambda what, share: view.update(bar, description=what, completed=share)

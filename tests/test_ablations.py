@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfkvq.divergence.measurement import measure
-from hfkvq.reference import load_reference
+from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.reference import load_reference
 
 EVALS = Path(__file__).resolve().parents[1] / "evals"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from transformers import Qwen3Config
 
 from hfkvq.caches import get_scheme, list_schemes, registry
 from hfkvq.cli import app
-from hfkvq.demo.schemes import describe, schemes_markdown
+from hfkvq.measure.bench.generate.models import get_config
+from hfkvq.measure.demo.schemes import describe, schemes_markdown
 from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival
 
@@ -126,19 +126,7 @@ class TestChoosing:
     RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
     def test_what_fits_is_what_is_computed(self):
-        config = Qwen3Config(
-            vocab_size=151936,
-            hidden_size=4096,
-            intermediate_size=12288,
-            num_hidden_layers=36,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=40960,
-            tie_word_embeddings=False,
-            dtype=torch.bfloat16,
-        )
-        model = outline_of(config)
+        model = outline_of(get_config("qwen3-8b"))
         weights: Weights = weights_of(model, model.dtype)
         for name, cells in rows(self.TEXT, "| cache | 32k tokens").items():
             preset = None if name == "bf16" else re.match("`([^`]+)`", name)[1]

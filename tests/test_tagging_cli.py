@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
-from hfkvq.cli import app
 from tests.caches.chats import byte_tokenizer
+from tests.command import assert_refused, invoke
+
+run = partial(invoke, "tag")
+
 
 # What it writes for a conversation is no matter here.
 TEMPLATE = (
@@ -31,10 +34,6 @@ def messages(tmp_path):
     path = tmp_path / "messages.jsonl"
     path.write_text("\n".join(map(json.dumps, MESSAGES)) + "\n", encoding="utf-8")
     return path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["tag", *map(str, arguments)], env={"COLUMNS": "120"})
 
 
 def test_runs_of_equal_tags_and_a_count(tokenizer, messages):
@@ -121,10 +120,7 @@ def test_colours():
 )
 def test_errors_have_no_traceback(tokenizer, messages, arguments, message):
     # The last of an option given twice counts.
-    done = run("--tokenizer", tokenizer, "--messages", messages, *arguments)
-    assert done.exit_code == 2
-    assert message in done.output
-    assert isinstance(done.exception, SystemExit)
+    assert_refused(run("--tokenizer", tokenizer, "--messages", messages, *arguments), message)
 
 
 @pytest.mark.parametrize(
@@ -140,13 +136,9 @@ def test_files_that_hold_something_else(tmp_path, text, message):
     byte_tokenizer("qwen3", TEMPLATE.replace("m.content", "m.content + ''")).save_pretrained(tmp_path)
     path = tmp_path / "given.jsonl"
     path.write_text(text, encoding="utf-8")
-    done = run("--tokenizer", tmp_path, "--messages", path)
-    assert done.exit_code == 2
-    assert message in done.output
+    assert_refused(run("--tokenizer", tmp_path, "--messages", path), message)
 
 
 def test_a_tokenizer_that_cannot_write_conversations(tmp_path, messages):
     byte_tokenizer("qwen3", None).save_pretrained(tmp_path)
-    done = run("--tokenizer", tmp_path, "--messages", messages)
-    assert done.exit_code == 2
-    assert "no chat template" in done.output
+    assert_refused(run("--tokenizer", tmp_path, "--messages", messages), "no chat template")

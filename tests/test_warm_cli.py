@@ -1,10 +1,14 @@
 """`hfkvq warm`: what it is told wrongly it says plainly."""
 
+from functools import partial
+
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from hfkvq.cli import app
+from tests.command import assert_refused, invoke
+
+run = partial(invoke, "warm")
+
 
 SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
 
@@ -24,13 +28,9 @@ SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
     ],
 )
 def test_errors_name_what_was_given_and_what_is_allowed(given, said):
-    done = CliRunner().invoke(app, ["warm", *given])
-    assert done.exit_code == 2
-    assert said in done.stderr
+    assert_refused(run(*given), said)
 
 
 def test_no_gpu_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = CliRunner().invoke(app, ["warm", "--preset", "kitty-pro", *SHAPE])
-    assert done.exit_code == 2
-    assert "there is no GPU here; say which one it is for: sm_80" in done.stderr
+    assert_refused(run("--preset", "kitty-pro", *SHAPE), "there is no GPU here; say which one it is for: sm_80")

@@ -16,13 +16,13 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hfkvq.reference import tasks
+from hfkvq.measure.reference import chat, tasks, tools
 
 VOCABULARY = 1_024
 MAX_LENGTH = 4_096
 END_OF_TEXT = "<|endoftext|>"
 # Control tokens are left out of decoded text; the tags are text that always is one token.
-CONTROL = (END_OF_TEXT, tasks.IM_START, tasks.IM_END)
+CONTROL = (END_OF_TEXT, chat.IM_START, chat.IM_END)
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tools>", "</tools>")
 
 
@@ -32,7 +32,7 @@ def corpus(text: Path | None, documents: int) -> Iterator[str]:
     for seed in range(documents):
         yield tasks.recall(rng.randint(4, 40), seed=seed, questions=2).text
         yield tasks.arithmetic(rng.randint(1, 12), seed=seed).text
-        yield tasks.tools(seed=seed).text
+        yield tools(seed=seed).text
     if text is not None:
         for line in text.read_text(encoding="utf-8").splitlines():
             problem = json.loads(line)
@@ -61,12 +61,12 @@ def train(text: Path | None, documents: int) -> PreTrainedTokenizerFast:
     backend.add_tokens(list(TAGS))
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=tasks.IM_END,
+        eos_token=chat.IM_END,
         pad_token=END_OF_TEXT,
         model_max_length=MAX_LENGTH,
         padding_side="left",
         clean_up_tokenization_spaces=False,
-        chat_template=tasks.CHAT_TEMPLATE,
+        chat_template=chat.CHAT_TEMPLATE,
     )
 
 

@@ -47,7 +47,7 @@ from transformers import (  # noqa: E402
     Qwen3ForCausalLM,
 )
 
-from hfkvq.reference import tasks  # noqa: E402
+from hfkvq.measure.reference import chat, tasks, tools  # noqa: E402
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoint"
 ATTENTION = "reference_causal"
@@ -123,7 +123,7 @@ class Documents:
         self.problems = problems
         self.rng = random.Random(f"documents/{seed}")
         self.start, self.assistant, self.end, self.separator = (
-            self._token(text) for text in (tasks.IM_START, "assistant", tasks.IM_END, "<|endoftext|>")
+            self._token(text) for text in (chat.IM_START, "assistant", chat.IM_END, "<|endoftext|>")
         )
         self.drawn = dict.fromkeys(SHARES if problems else [task for task in SHARES if task != "text"], 0.0)
         self.ready: deque[tuple[np.ndarray, np.ndarray]] = deque()
@@ -142,7 +142,7 @@ class Documents:
         if task == "text":
             return rng.choice(self.problems), CLASSES.index("text")
         if task == "tools":
-            return tasks.tools(seed=seed).text, CLASSES.index("tools")
+            return tools(seed=seed).text, CLASSES.index("tools")
         if task == "recall":
             # A record is about 14 tokens, a further question about 30.
             most = max(2, min(int(8 + 104 * min(progress / 0.15, 1.0)) * length // 2048, (length - 250) // 16))
@@ -213,8 +213,8 @@ def read_problems(path: Path | None) -> list[str]:
     for line in path.read_text(encoding="utf-8").splitlines():
         problem = json.loads(line)
         answer = re.sub(r"<<.*?>>", "", problem["answer"])
-        prompt = tasks.render([{"role": "user", "content": problem["question"]}])
-        problems.append(f"{prompt}{answer}{tasks.IM_END}\n")
+        prompt = chat.render([{"role": "user", "content": problem["question"]}])
+        problems.append(f"{prompt}{answer}{chat.IM_END}\n")
     return problems
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import fail, make_console, pick_device, split
+from hfkvq.terminal import Device, DTypeName, Model, check_folder, fail, make_console, pick_device, split
 
 # torch, Transformers and lm-eval are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ BASELINE = "none"
 
 def _presets(names: str | None) -> dict[str, Preset | None]:
     """What is measured, by name; Transformers' own cache first."""
-    from hfkvq.demo.run import choose_schemes
-    from hfkvq.divergence.naming import parse_schemes
+    from hfkvq.measure.demo.run import choose_schemes
+    from hfkvq.measure.divergence.naming import parse_schemes
 
     chosen = split(names) if names else ()
     if chosen == ("all",):
@@ -46,9 +46,7 @@ def _metadata(text: str | None) -> dict[str, Any]:
 @app.command()
 def leaderboard(
     out: Annotated[Path, typer.Option(file_okay=False, metavar="FOLDER", help="Where to write results and report.")],
-    model: Annotated[
-        str | None, typer.Option(help=r"Model: a folder or a name on the Hub. \[default: the reference model]")
-    ] = None,
+    model: Model = None,
     tasks: Annotated[
         str, typer.Option(help="lm-eval's tasks and hfkvq's, with commas.")
     ] = "ref_recall,ref_math,ref_tools,ref_recall_ll",
@@ -68,15 +66,14 @@ def leaderboard(
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of it.")] = 16,
     context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Device = "auto",
+    dtype: DTypeName = "auto",
 ) -> None:
     """Run tasks through every cache, measure KL divergence, and write the report of both.
 
     Results are lm-eval's, a folder for each cache; what is there already is not run again.
     """
-    if not out.absolute().parent.is_dir():
-        fail(f"out: got {out}, but the folder {out.parent} does not exist.")
+    check_folder("out", out)
     try:
         import lm_eval  # noqa: F401
     except ImportError:
@@ -87,8 +84,8 @@ def leaderboard(
     except ValueError as error:
         fail(error)
 
-    from hfkvq.divergence.cli import kld
-    from hfkvq.report.cli import report
+    from hfkvq.measure.divergence.cli import kld
+    from hfkvq.measure.report.cli import report
 
     from .runs import run_tasks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ import hfkvq
 from hfkvq.caches import MixedKVCache, make_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.tags import Tagger
-from hfkvq.demo.measure import answer_lengths, read_memory
+from hfkvq.measure.demo.answers import answer_lengths, read_memory
+from hfkvq.measure.records import clock
 
 from . import bill
 from .arguments import check_loading, take_arguments
@@ -45,14 +45,8 @@ class _FirstToken(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         if self.began is None:
             self.peak = self.look()
-            self.began = _now(self.device)
+            self.began = clock(self.device)
         return scores
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @register_model("hf-kvq")
@@ -275,7 +269,7 @@ class HFKVQ(HFLM):
             logits_processor=LogitsProcessorList([first]),
             **generation_kwargs,
         )
-        seconds = _now(device) - (first.began or 0.0)
+        seconds = clock(device) - (first.began or 0.0)
         ends = self._subject.generation_config.eos_token_id
         lengths = answer_lengths(out[:, context.shape[1] :], ends if isinstance(ends, list) else [ends])
         cost = self.bill.of(self._task)

@@ -13,9 +13,9 @@ from typing import Any
 
 import datasets
 
-from hfkvq.demo.prompts import Subject, full_name, is_right, prompt_text
-from hfkvq.reference import Example, evaluation_set
-from hfkvq.reference.tasks import CHAT_TEMPLATE
+from hfkvq.measure.demo.prompts import Subject, full_name, is_right, prompt_text
+from hfkvq.measure.reference import Example, evaluation_set
+from hfkvq.measure.reference.chat import CHAT_TEMPLATE
 
 from .chat import tokenizer_name, tokenizer_of
 from .rows import Row, as_dataset
@@ -34,7 +34,7 @@ def examples(
     """Generated documents of one task, the same for the same arguments.
 
     Args:
-        example: the task, as `hfkvq.reference.evaluation_set` names it; YAML gives it.
+        example: the task, as `hfkvq.measure.reference.evaluation_set` names it; YAML gives it.
         ref_size: records or steps, instead of the task's own number.
         ref_samples: number of documents.
         ref_seed: another seed gives other documents.

@@ -14,30 +14,20 @@ from .chat import tokenizer_of
 from .rows import as_dataset, data_folder, find_file, read_jsonl, read_text
 from .upstream import missing
 
+
+def _needle(hay: str, key: str, value: str, **counts: int) -> dict[str, Any]:
+    return {"type_haystack": hay, "type_needle_k": key, "type_needle_v": value, **counts}
+
+
 NEEDLES: dict[str, dict[str, Any]] = {
-    "niah_single_1": {"type_haystack": "repeat", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_single_2": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_single_3": {"type_haystack": "essay", "type_needle_k": "words", "type_needle_v": "uuids"},
-    "niah_multikey_1": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_k": 4,
-    },
-    "niah_multikey_2": {"type_haystack": "needle", "type_needle_k": "words", "type_needle_v": "numbers"},
-    "niah_multikey_3": {"type_haystack": "needle", "type_needle_k": "uuids", "type_needle_v": "uuids"},
-    "niah_multivalue": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_v": 4,
-    },
-    "niah_multiquery": {
-        "type_haystack": "essay",
-        "type_needle_k": "words",
-        "type_needle_v": "numbers",
-        "num_needle_q": 4,
-    },
+    "niah_single_1": _needle("repeat", "words", "numbers"),
+    "niah_single_2": _needle("essay", "words", "numbers"),
+    "niah_single_3": _needle("essay", "words", "uuids"),
+    "niah_multikey_1": _needle("essay", "words", "numbers", num_needle_k=4),
+    "niah_multikey_2": _needle("needle", "words", "numbers"),
+    "niah_multikey_3": _needle("needle", "uuids", "uuids"),
+    "niah_multivalue": _needle("essay", "words", "numbers", num_needle_v=4),
+    "niah_multiquery": _needle("essay", "words", "numbers", num_needle_q=4),
 }
 """The eight tasks, in upstream's words."""
 

@@ -10,7 +10,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 
 from hfkvq.caches import Preset
-from hfkvq.reference import reference_path
+from hfkvq.measure.reference import reference_path
 
 from . import task_folder
 from .model import HFKVQ

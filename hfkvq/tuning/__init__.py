@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .layerwise import tune_layers
     from .objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
     from .score import Score
-    from .study import TuningStudy, load_study, tune
+    from .study import load_study, tune
+    from .trials import TuningStudy
 
 # Optuna and SciPy come with the extra ``hfkvq[tune]``, and are loaded when one of these is asked for.
 _LATER = {
@@ -23,7 +24,8 @@ _LATER = {
     "tune_layers": "layerwise",
     **dict.fromkeys(("Custom", "LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
     "Score": "score",
-    **dict.fromkeys(("TuningStudy", "load_study", "tune"), "study"),
+    **dict.fromkeys(("load_study", "tune"), "study"),
+    "TuningStudy": "trials",
 }
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfkvq.terminal import fail, make_console
+from hfkvq.terminal import ChatModel, Device, check_folder, fail, make_console, print_notes, progress_bar
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -19,20 +19,13 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-def _check_folder(option: str, path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        fail(f"{option}: got {path}, but the folder {path.parent} does not exist.")
-
-
 @app.command()
 def calibrate(
     data: Annotated[
         Path, typer.Argument(dir_okay=False, help='Conversations: JSON Lines of {"messages": [...], "tools": [...]}.')
     ],
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the sensitivities, as JSON.")],
-    model: Annotated[
-        str | None, typer.Option(help=r"Chat model: a folder or a name on the Hub. \[default: the reference model]")
-    ] = None,
+    model: ChatModel = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Take the first conversations only.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers to measure, evenly spread.")] = 6,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer requests.")] = None,
@@ -42,16 +35,14 @@ def calibrate(
     shared_inst: Annotated[
         bool, typer.Option(help="Whether requests share one copy of their instructions (prefix caching).")
     ] = True,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; auto takes a GPU if there is one.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Measure how much each tag's tokens suffer in 2 and in 4 bits (TriAxialKV)."""
-    _check_folder("out", out)
+    check_folder("out", out)
 
     import torch
-    from rich.console import Console
-    from rich.progress import Progress
 
-    from hfkvq.demo.prompts import load
+    from hfkvq.measure.demo.prompts import load
 
     from .calibrate import calibrate as measure
     from .conversations import load_conversations
@@ -60,8 +51,7 @@ def calibrate(
         conversations = load_conversations(data)[:samples]
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         subject = load(model, device=where)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            bar = progress.add_task("calibrating", total=1.0)
+        with progress_bar() as show:
             result = measure(
                 subject.model,
                 subject.tokenizer,
@@ -70,19 +60,18 @@ def calibrate(
                 shared_inst=shared_inst,
                 all_queries=all_queries,
                 max_tokens=max_tokens,
-                progress=lambda share: progress.update(bar, completed=share),
+                progress=lambda share: show("calibrating", share),
             )
     except (OSError, ValueError, RuntimeError) as error:
         fail(error)
     result.save(out)
     console = make_console()
     console.print(_sensitivities(result))
-    console.print(
+    note = (
         f"{result.origin.requests} requests, layers {', '.join(map(str, result.origin.layers))}. Saved {out}; next: "
-        f"hfkvq allocate {out} --budget 2.7 --out table.json",
-        style="dim",
-        highlight=False,
+        f"hfkvq allocate {out} --budget 2.7 --out table.json"
     )
+    print_notes(console, [note])
 
 
 @app.command()
@@ -98,7 +87,7 @@ def allocate(
     if out is not None:
         if budget is None:
             fail("out: a table has one budget; give --budget too.")
-        _check_folder("out", out)
+        check_folder("out", out)
 
     from .allocate import make_table, sweep
     from .sensitivity import Sensitivity

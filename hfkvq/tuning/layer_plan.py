@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -140,44 +140,7 @@ class LayerPlan:
 
     def save(self, path: str | Path) -> None:
         """Writes everything as JSON; ``preset.save`` writes the choice alone, as caches take it."""
-        values = {
-            "kind": KIND,
-            "preset": self.preset.to_dict(),
-            "base": self.base.to_dict(),
-            "layers": self.layers,
-            "candidates": {name: scheme.to_dict() for name, scheme in self.candidates.items()},
-            "objective": self.objective,
-            "direction": self.direction,
-            "cost": self.cost,
-            "limit": self.limit,
-            "start": self.start.to_dict(),
-            "table": [
-                {"layer": cell.layer, "candidate": cell.candidate, "score": cell.score.to_dict()} for cell in self.table
-            ],
-            "steps": [
-                {
-                    "changes": [list(change) for change in step.changes],
-                    "gain": step.gain,
-                    "noise": step.noise,
-                    "score": step.score.to_dict(),
-                    "reason": step.reason,
-                }
-                for step in self.steps
-            ],
-            "stopped": self.stopped,
-            "compared": [
-                {
-                    "name": other.name,
-                    "preset": other.preset.to_dict(),
-                    "score": other.score.to_dict(),
-                    "held_out": None if other.held_out is None else other.held_out.to_dict(),
-                }
-                for other in self.compared
-            ],
-            "evaluations": self.evaluations,
-            "held_out_evaluations": self.held_out_evaluations,
-            "origin": dict(self.origin),
-        }
+        values = {"kind": KIND, **_plain(self)}
         Path(path).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
     @staticmethod
@@ -189,47 +152,42 @@ class LayerPlan:
         """
         values = read_json(path, KIND, "plan", "LayerPlan.save")
         try:
-            origin = values["origin"]
-            return LayerPlan(
-                get_preset(values["preset"], origin=origin),
-                get_preset(values["base"]),
-                int(values["layers"]),
-                {name: Scheme.from_dict(described) for name, described in values["candidates"].items()},
-                values["objective"],
-                values["direction"],
-                values["cost"],
-                values["limit"],
-                Score.from_dict(values["start"]),
-                tuple(
-                    LayerCell(cell["layer"], cell["candidate"], Score.from_dict(cell["score"]))
-                    for cell in values["table"]
-                ),
-                tuple(
-                    LayerStep(
-                        tuple((int(layer), str(name)) for layer, name in step["changes"]),
-                        step["gain"],
-                        step["noise"],
-                        Score.from_dict(step["score"]),
-                        step["reason"],
-                    )
-                    for step in values["steps"]
-                ),
-                values["stopped"],
-                tuple(
-                    Compared(
-                        other["name"],
-                        get_preset(other["preset"]),
-                        Score.from_dict(other["score"]),
-                        None if other["held_out"] is None else Score.from_dict(other["held_out"]),
-                    )
-                    for other in values["compared"]
-                ),
-                values["evaluations"],
-                values["held_out_evaluations"],
-                origin,
+            read = {name: value for name, value in values.items() if name != "kind"}
+            read["preset"] = get_preset(values["preset"], origin=values["origin"])
+            read["base"] = get_preset(values["base"])
+            read["candidates"] = {name: Scheme.from_dict(each) for name, each in values["candidates"].items()}
+            read["start"] = Score.from_dict(values["start"])
+            read["table"] = tuple(
+                LayerCell(**{**cell, "score": Score.from_dict(cell["score"])}) for cell in values["table"]
             )
+            read["steps"] = tuple(
+                LayerStep(**{**step, "changes": _pairs(step["changes"]), "score": Score.from_dict(step["score"])})
+                for step in values["steps"]
+            )
+            read["compared"] = tuple(_compared(other) for other in values["compared"])
+            return LayerPlan(**read)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"plan: {path} is damaged ({error!r}); make it again with tune_layers.") from None
+
+
+def _plain(thing: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(thing, (Preset, Scheme, Score)):
+        return thing.to_dict()
+    if is_dataclass(thing):
+        return {each.name: _plain(getattr(thing, each.name)) for each in fields(thing)}
+    if isinstance(thing, Mapping):
+        return {key: _plain(value) for key, value in thing.items()}
+    return [_plain(each) for each in thing] if isinstance(thing, tuple) else thing
+
+
+def _pairs(changes: list[list[Any]]) -> tuple[tuple[int, str], ...]:
+    return tuple((int(layer), str(name)) for layer, name in changes)
+
+
+def _compared(other: Mapping[str, Any]) -> Compared:
+    held_out = None if other["held_out"] is None else Score.from_dict(other["held_out"])
+    return Compared(other["name"], get_preset(other["preset"]), Score.from_dict(other["score"]), held_out)
 
 
 def override(base: Preset, own: list[Scheme], origin: Mapping[str, Any] | None = None) -> Preset:

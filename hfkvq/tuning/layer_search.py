@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.scheme import Scheme
-from hfkvq.divergence.intervals import mean_interval
+from hfkvq.measure.divergence.intervals import mean_interval
 
 from .layer_plan import check_number, override
 from .score import Cost, Objective, Score

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import Any
 
 import hfkvq
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
+from hfkvq.measure.records import now
 
 from .layer_plan import Compared, LayerCell, LayerPlan, LayerStep, override
 from .layer_search import Search, Trial, by_gain, by_ratio, by_saving, run
@@ -159,7 +159,7 @@ def tune_layers(
         "cost": cost,
         "limit": limit,
         cost: score.cost(cost),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": now(),
         "versions": {"hfkvq": hfkvq.__version__, **{name: version(name) for name in ("torch", "transformers")}},
     }
     return LayerPlan(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,13 +12,14 @@ from torch import Tensor
 
 from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset
-from hfkvq.divergence.intervals import mean_interval
-from hfkvq.divergence.measurement import measure
+from hfkvq.measure.divergence.intervals import mean_interval
+from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.records import clock
 
 from .score import Objective, Report, Score
 
 if TYPE_CHECKING:
-    from hfkvq.demo.prompts import Subject
+    from hfkvq.measure.demo.prompts import Subject
 
 
 class TextKLD:
@@ -27,7 +27,7 @@ class TextKLD:
 
     Args:
         model: in eval mode.
-        tokens: i64 (W, T), see `hfkvq.divergence.measure`.
+        tokens: i64 (W, T), see `hfkvq.measure.divergence.measure`.
         prefill: tokens of each window that are its prompt.
         chunk: tokens fed at a time.
         batch_size: windows run together.
@@ -171,7 +171,7 @@ class ReferenceTasks:
     """Share of right answers of the reference model's own tasks (`hfkvq demo`).
 
     Args:
-        subject: the model, from `hfkvq.demo.prompts.load`.
+        subject: the model, from `hfkvq.measure.demo.prompts.load`.
         tasks: as `hfkvq demo` names them.
         samples: of each task.
         batch_size: prompts run together.
@@ -184,7 +184,7 @@ class ReferenceTasks:
     def __init__(
         self, subject: Subject, tasks: Sequence[str], *, samples: int = 16, batch_size: int = 16, seed: int = 0
     ) -> None:
-        from hfkvq.demo.prompts import make_batches
+        from hfkvq.measure.demo.prompts import make_batches
 
         self.subject = subject
         self.batches = [
@@ -193,8 +193,8 @@ class ReferenceTasks:
 
     def __call__(self, preset: Preset, report: Report | None = None) -> Score:
         """Every answer is a sample."""
-        from hfkvq.demo.measure import answer, read_memory, texts
-        from hfkvq.demo.prompts import is_right
+        from hfkvq.measure.demo.answers import answer, read_memory, texts
+        from hfkvq.measure.demo.prompts import is_right
 
         right: list[float] = []
         held = bf16 = bits = most = 0.0
@@ -248,17 +248,11 @@ class Timed:
         times = []
         # The first steps compile kernels.
         for step in range(self.steps + 4):
-            begin = _now(device)
+            begin = clock(device)
             self.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
             if step >= 4:
-                times.append(_now(device) - begin)
+                times.append(clock(device) - begin)
         return 1000 * sorted(times)[len(times) // 2]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 class Custom:

@@ -10,8 +10,9 @@ from torch import Tensor
 from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.decode import run_count
+from hfkvq.measure.drawing import new_figure
 
-from .plot_figure import BLACK, new_figure
+from .plot_figure import BLACK
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""What all pictures share: an empty figure without pyplot's state, colours, titles of axes, and files."""
+"""What all pictures of searches share: colours, titles of axes, scores with their intervals, and files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hfkvq.measure.drawing import write_names
 
 from .score import Cost, Score
 
@@ -23,22 +25,6 @@ _COSTS: dict[Cost, tuple[str, float]] = {
     "milliseconds": ("a step of generation, ms", 1.0),
 }
 _VALUES = {"KLD": "mean KL divergence to DynamicCache, nats"}
-
-
-def new_figure(width: float, height: float, columns: int = 1, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
-    """A figure in inches, and its axes as an array.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def save(figure: Figure, path: str | Path) -> None:
@@ -105,14 +91,6 @@ def scale_values(axes: Axes, scores: Sequence[Score], direction: str) -> None:
     axes.set_axisbelow(True)
 
 
-def write_names(axes: Axes, names: Sequence[tuple[str, tuple[float, float], str]]) -> None:
+def write_scores(axes: Axes, names: Sequence[tuple[str, tuple[float, float], str]]) -> None:
     """Writes names (name, point, colour) beside their points, where there is room."""
-    # The demo's picture does this well, and needs colours by name.
-    from hfkvq.demo.report import _label
-
-    figure = axes.get_figure()
-    assert figure is not None
-    canvas: Any = figure.canvas
-    # Positions are known only after a layout.
-    canvas.draw()
-    _label(axes, canvas, [(name, at) for name, at, _ in names], {name: color for name, _, color in names})
+    write_names([(axes, [(name, at) for name, at, _ in names])], {name: color for name, _, color in names})

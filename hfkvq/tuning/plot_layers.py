@@ -10,6 +10,7 @@ from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.scheme import Scheme
 from hfkvq.kernels.pages import Side
+from hfkvq.measure.drawing import legend_beside, new_figure
 
 from .plot_figure import (
     BLACK,
@@ -24,10 +25,9 @@ from .plot_figure import (
     cost_title,
     cost_unit,
     draw_scores,
-    new_figure,
     scale_values,
     value_title,
-    write_names,
+    write_scores,
 )
 
 if TYPE_CHECKING:
@@ -145,13 +145,13 @@ def layer_steps(plan: LayerPlan) -> Figure:
     axes.set_ylabel(value_title(plan.objective, plan.direction))
     scale_values(axes, [*cells, *plain, *scores, *held_out], plan.direction)
     axes.margins(x=0.1)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    legend_beside(axes)
     figure.suptitle(f"{_label(plan.base.scheme)}, layer by layer: {len(plan.steps)} steps", fontsize=11)
     names = [("base", plan.start, BLUE)]
     if plan.steps:
         names.append(("plan", plan.score, BLUE))
     names += [(f"{other.name.split()[3]} + {other.name.split()[3]}", other.score, BLACK) for other in naive]
-    write_names(axes, [(name, (cost_of(score, cost), score.value), color) for name, score, color in names])
+    write_scores(axes, [(name, (cost_of(score, cost), score.value), color) for name, score, color in names])
     return figure
 
 
@@ -160,7 +160,7 @@ def layer_bits(preset: Preset, layers: int, head_dim: int) -> list[dict[Side, tu
 
     What a long context comes to: windows and tables vanish there. Where tokens differ in width, the widest.
     """
-    from hfkvq.demo.schemes import page_bits
+    from hfkvq.measure.demo.schemes import page_bits
 
     found = []
     for scheme in preset.by_layer(layers):
@@ -241,4 +241,4 @@ def _finish_bars(axes: Any, layers: list[int], tops: list[float]) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+    legend_beside(axes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfkvq.caches.scheme import list_schemes
+from hfkvq.measure.drawing import legend_beside, new_figure
 
 from .plot_figure import (
     BLACK,
@@ -19,17 +20,16 @@ from .plot_figure import (
     cost_title,
     cost_unit,
     draw_scores,
-    new_figure,
     scale_values,
     value_title,
-    write_names,
+    write_scores,
 )
 from .score import Score
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from .study import Point, TuningStudy
+    from .trials import Point, TuningStudy
 
 
 def presets_of(study: TuningStudy) -> dict[str, tuple[Score, Score | None]]:
@@ -95,9 +95,8 @@ def pareto_front(study: TuningStudy, picked: Point | None = None, limit: float |
     scale_values(axes, shown, study.direction)
     axes.margins(x=0.08)
     figure.suptitle(f"{study.preset.scheme.name}: {len(points)} trials", fontsize=11)
-    # Beside the axes: within, it would lie on points.
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
-    write_names(axes, [(name, (cost_of(score, cost), score.value), BLACK) for name, (score, _) in presets.items()])
+    legend_beside(axes)
+    write_scores(axes, [(name, (cost_of(score, cost), score.value), BLACK) for name, (score, _) in presets.items()])
     return figure
 
 
@@ -112,7 +111,7 @@ def knob_importance(study: TuningStudy) -> Figure:
     """
     import optuna
 
-    from .study import SCORE
+    from .trials import SCORE
 
     points = _points(study, 4)
     figure, grid = new_figure(8.4, 1.4 + 0.4 * len(study.space), columns=2, sharey=True)

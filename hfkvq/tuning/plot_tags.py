@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from .plot_figure import BLUE, GREY, ORANGE, new_figure
+from hfkvq.measure.drawing import new_figure
+
+from .plot_figure import BLUE, GREY, ORANGE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,15 +14,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hfkvq.caches import Preset, get_preset, list_schemes
-from hfkvq.divergence import subject as subjects
-from hfkvq.divergence.intervals import check_scipy
-from hfkvq.divergence.naming import parse_scheme
-from hfkvq.divergence.windows import SEPARATOR, cut, hub_documents, read_files, reference_documents
+from hfkvq.measure.divergence import subject as subjects
+from hfkvq.measure.divergence.intervals import check_scipy
+from hfkvq.measure.divergence.naming import parse_scheme
+from hfkvq.measure.divergence.windows import cut, find_documents
 
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from .score import COSTS, Objective
 from .sensitivity import Sensitivity
-from .study import Point, TuningStudy, tune
+from .study import tune
+from .trials import Point, TuningStudy
 from .workers import finished
 
 OBJECTIVES = ("kld", "reference", "tasks")
@@ -107,8 +108,8 @@ def make_plan(
 
         tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
     where, kind = device, _dtype(dtype)
-    outline = subjects.outline(model)
-    subjects.check_schemes(outline, {"": preset})
+    checkpoint = subjects.find_checkpoint(model)
+    subjects.check_schemes(checkpoint, {"": preset})
     about: dict[str, Any] = {
         "objective": objective,
         "samples": samples,
@@ -120,23 +121,23 @@ def make_plan(
         about["outliers"] = outliers
     if objective == "kld":
         prompt = context * 3 // 4 if prefill is None else prefill
-        subjects.check_lengths(outline, context, prompt)
-        documents = _documents(text, dataset, model, seed)
-        windows = cut(documents[0], outline.tokenizer, context, samples + held_out, documents[1])
+        subjects.check_lengths(checkpoint, context, prompt)
+        documents, _, separator = find_documents(text, dataset, "test", "text", model, seed)
+        windows = cut(documents, checkpoint.tokenizer, context, samples + held_out, separator)
         if len(windows.tokens) < samples + held_out:
             raise ValueError(
                 f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
                 f"--held-out {held_out} take {samples + held_out}; give more text, or fewer or smaller windows."
             )
-        loaded = _load(outline, where, kind, outliers)
-        shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": outline.tokenizer}
+        loaded = _load(checkpoint, where, kind, outliers)
+        shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": checkpoint.tokenizer}
         # Reports after each batch, for searches that stop poor trials early.
         parts = -(-samples // batch_size)
         one: Objective = TextKLD(loaded, windows.tokens[:samples], parts=parts, **shared)
         other: Objective = TextKLD(loaded, windows.tokens[samples:], **shared)
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
     elif objective == "reference":
-        loaded, one, other = _reference(outline, where, kind, outliers, tasks, samples, held_out, batch_size, seed)
+        loaded, one, other = _reference(checkpoint, where, kind, outliers, tasks, samples, held_out, batch_size, seed)
         about["tasks"] = list(tasks)
     else:
         if outliers is not None:
@@ -144,8 +145,8 @@ def make_plan(
         loaded, one, other = _lm_eval(model, tasks, samples, held_out, batch_size, str(where), dtype, metadata)
         about["tasks"] = list(tasks)
     if milliseconds:
-        one = Timed(one, loaded, context=context, batch=batch_size, tokenizer=outline.tokenizer)
-    return Plan(preset, one, other, outline.name, about, cost, tables)
+        one = Timed(one, loaded, context=context, batch=batch_size, tokenizer=checkpoint.tokenizer)
+    return Plan(preset, one, other, checkpoint.name, about, cost, tables)
 
 
 def _dtype(name: str) -> Any:
@@ -156,27 +157,17 @@ def _dtype(name: str) -> Any:
     return None if name == "auto" else getattr(torch, name)
 
 
-def _documents(text: Sequence[Path] | None, dataset: str | None, model: str | None, seed: int) -> tuple[Any, str]:
-    if text:
-        return read_files(list(text), "text"), SEPARATOR
-    if dataset is not None:
-        return hub_documents(dataset, "test", "text"), SEPARATOR
-    if model is not None:
-        raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
-    return reference_documents(seed), ""
-
-
-def _load(outline: Any, where: Any, kind: Any, outliers: float | None) -> Any:
-    loaded = subjects.load(outline, where, kind)
+def _load(checkpoint: Any, where: Any, kind: Any, outliers: float | None) -> Any:
+    loaded = subjects.load(checkpoint, where, kind)
     if outliers is not None:
-        from hfkvq.reference import with_outliers
+        from hfkvq.measure.reference import with_outliers
 
         loaded = with_outliers(loaded, outliers)
     return loaded
 
 
 def _reference(
-    outline: Any,
+    checkpoint: Any,
     where: Any,
     kind: Any,
     outliers: float | None,
@@ -186,9 +177,9 @@ def _reference(
     batch_size: int,
     seed: int,
 ) -> tuple[Any, Objective, Objective]:
-    from hfkvq.demo.prompts import load
+    from hfkvq.measure.demo.prompts import load
 
-    subject = load(outline.source, device=where, dtype=kind, outliers=outliers)
+    subject = load(checkpoint.source, device=where, dtype=kind, outliers=outliers)
     names = tasks or ("recall", "arithmetic", "tools")
     one = ReferenceTasks(subject, names, samples=samples, batch_size=batch_size, seed=seed)
     other = ReferenceTasks(subject, names, samples=held_out, batch_size=batch_size, seed=seed + 1)
@@ -209,7 +200,7 @@ def _lm_eval(
 
     from hfkvq.lm_eval import task_folder
     from hfkvq.lm_eval.model import HFKVQ
-    from hfkvq.reference import reference_path
+    from hfkvq.measure.reference import reference_path
 
     pretrained = model or str(reference_path())
     extra = json.loads(metadata) if metadata else {}

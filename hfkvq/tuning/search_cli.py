@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import check_files, fail, make_console, pick_device, split
+from hfkvq.terminal import (
+    Device,
+    DTypeName,
+    Model,
+    Outliers,
+    check_files,
+    fail,
+    make_console,
+    pick_device,
+    print_notes,
+    print_saved,
+    split,
+)
 
 # torch, Transformers and Optuna are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -24,7 +36,7 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: neither.
     """
-    from hfkvq.divergence.naming import parse_value
+    from hfkvq.measure.divergence.naming import parse_value
 
     found: dict[str, Any] = {}
     for text in texts:
@@ -39,12 +51,8 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
 @app.command()
 def tune(
     scheme: Annotated[str, typer.Argument(help="Preset, with knobs that are not searched: arkv:budget_tokens=512.")],
-    model: Annotated[
-        str | None, typer.Option(help=r"Model: a folder or a name on the Hub. \[default: the reference model]")
-    ] = None,
-    outliers: Annotated[
-        float | None, typer.Option(help="Enlarge some key channels of the reference model by this factor, e.g. 8.")
-    ] = None,
+    model: Model = None,
+    outliers: Outliers = None,
     objective: Annotated[
         str, typer.Option(help="kld (on text), reference (right answers) or tasks (lm-eval's, with --tasks).")
     ] = "kld",
@@ -87,8 +95,8 @@ def tune(
     ] = None,
     name: Annotated[str | None, typer.Option(help=r"Of the study. \[default: scheme, model and objective]")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler, and of the reference model's text.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Device = "auto",
+    dtype: DTypeName = "auto",
     out: Annotated[
         Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Preset file of what is recommended.")
     ] = None,
@@ -153,11 +161,10 @@ def tune(
         fail(error)
     console = make_console()
     console.print(table(study, picked))
-    for note in notes(plan, study, picked):
-        console.print(note, style="dim", highlight=False)
+    print_notes(console, notes(plan, study, picked))
     if out is not None:
         search.save(plan, study, picked, out)
         console.print(f"Saved {out}; use it with MixedKVCache(model.config, {str(out)!r}).", highlight=False)
     if png is not None:
         save_front(study, picked, png)
-        console.print(f"Saved {png}", highlight=False)
+        print_saved(console, png)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from .score import Score
-from .study import Point, TuningStudy
+from .trials import Point, TuningStudy, words_of
 
 if TYPE_CHECKING:
     from .search import Plan
@@ -22,14 +22,6 @@ def _value(score: Score | None) -> str:
     if score.low is not None and score.high is not None:
         text += f" ({score.low:.3g}–{score.high:.3g})"
     return text
-
-
-def _knob(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _words(point: Point) -> str:
-    return ", ".join(f"{name}={_knob(value)}" for name, value in point.knobs.items())
 
 
 def table(study: TuningStudy, picked: Point) -> Table:
@@ -56,7 +48,7 @@ def table(study: TuningStudy, picked: Point) -> Table:
             f"{point.number}{' *' if mine else ''}",
             point.score,
             point.held_out,
-            _words(point),
+            words_of(point.knobs),
             "bold" if mine else None,
         )
     grid.add_section()

@@ -724,8 +724,8 @@ def test_decode_kernel_of_models_in_bf16(masked):
 @pytest.mark.slow
 def test_tiers_are_worth_their_bytes_on_the_reference_model():
     """The same bytes a KV head: the more tokens in few bits, the nearer to the stock cache's predictions."""
-    from hfkvq.demo.measure import answer, kl_divergence, make_cache, predictions
-    from hfkvq.demo.prompts import load, make_batches
+    from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions
+    from hfkvq.measure.demo.prompts import load, make_batches
 
     subject = load(None, device=torch.device("cpu"))
     (batch,) = make_batches(subject, "recall-80", 8, 8, 0, None)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, get_scheme
-from hfkvq.bench.generate.engines import SpreadTags
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.routing import HostCounters
@@ -25,6 +24,7 @@ from hfkvq.kernels import fused_step as line
 from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.pages import PageFormat, split_runs
 from hfkvq.kernels.step import observe
+from hfkvq.measure.bench.generate.engines import SpreadTags
 from tests.caches.driver import cases, small
 from tests.caches.models import build
 

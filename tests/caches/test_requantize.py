@@ -17,8 +17,8 @@ from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
-from hfkvq.reference import load_reference, tools
-from hfkvq.reference.tasks import render
+from hfkvq.measure.reference import load_reference, tools
+from hfkvq.measure.reference.chat import render
 from tests.caches import driver
 from tests.caches.driver import DIM, assert_close, assert_same_bits, attention, join, mask_of, row, stored, tensors_of
 from tests.caches.models import build, prompt

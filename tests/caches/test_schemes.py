@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.bench.cases import default_formats
-from hfkvq.bench.generate.engines import default_schemes
 from hfkvq.caches import registry
 from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
-from hfkvq.demo.run import choose_schemes
-from hfkvq.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
-from hfkvq.divergence.naming import parse_schemes
 from hfkvq.kernels import PageFormat, channel_widths
+from hfkvq.measure.bench.cases import default_formats
+from hfkvq.measure.bench.generate.engines import default_schemes
+from hfkvq.measure.demo.run import choose_schemes
+from hfkvq.measure.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
+from hfkvq.measure.divergence.naming import parse_schemes
 from hfkvq.tuning.fit.cli import _main as fit_names
 from tests.caches.driver import Row, feed, feed_as_is, forward, make, row
 

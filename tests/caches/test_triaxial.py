@@ -369,7 +369,7 @@ def test_memory_counts_ids_and_tags(model):
 def test_one_line_on_a_chat_model():
     """Model and tokenizer are all it takes: the chat template tells what each token is."""
     from hfkvq.caches.tags import Tagger
-    from hfkvq.reference import load_reference, tools
+    from hfkvq.measure.reference import load_reference, tools
 
     model, tokenizer = load_reference(torch.float32)
     ids = tokenizer(tools(seed=3, rounds=4).prompt, return_tensors="pt", add_special_tokens=False).input_ids

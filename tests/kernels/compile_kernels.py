@@ -32,9 +32,6 @@ from triton.runtime.jit import JITFunction
 
 import hfkvq
 from hfkvq import kernels
-from hfkvq.bench import split_kv
-from hfkvq.bench.cases import default_formats, scheme_of
-from hfkvq.bench.tune import GRID
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
@@ -44,6 +41,9 @@ from hfkvq.kernels.seal import RULES, range_rule
 from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, observe, seal_due, views_of_buffer
 from hfkvq.kernels.step_tensors import Observing
 from hfkvq.kernels.triton import configs
+from hfkvq.measure.bench import split_kv
+from hfkvq.measure.bench.cases import default_formats, scheme_of
+from hfkvq.measure.bench.tune import GRID
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -13,7 +13,7 @@ import datasets
 from hfkvq.lm_eval import bfcl, boxed, ruler, sources
 from hfkvq.lm_eval.longbench import load
 from hfkvq.lm_eval.rows import ENVIRONMENT, data_folder, read_csv, read_jsonl, read_text
-from hfkvq.reference.model import reference_path
+from hfkvq.measure.reference.model import reference_path
 
 QUESTION = {"question": "1 + 1?", "answer": "One and one.\n#### 1,002"}
 

@@ -2,18 +2,16 @@
 
 import functools
 import json
+from functools import partial
 
 import pytest
 from lm_eval.tasks import TaskManager
-from typer.testing import CliRunner
 
-from hfkvq.cli import app
 from hfkvq.lm_eval import runs
 from hfkvq.lm_eval.runs import folder_name
+from tests.command import assert_refused, invoke
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["leaderboard", *map(str, arguments)])
+run = partial(invoke, "leaderboard")
 
 
 def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
@@ -50,9 +48,7 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input(tmp_path, arguments, message):
-    done = run("--out", tmp_path / "board", *arguments)
-    assert done.exit_code != 0
-    assert message in " ".join(done.output.split())
+    assert_refused(run("--out", tmp_path / "board", *arguments), message)
 
 
 def test_folders_of_typed_schemes():

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import get_preset
 from hfkvq.lm_eval.model import HFKVQ
-from hfkvq.reference import load_reference, reference_path
+from hfkvq.measure.reference import load_reference, reference_path
 
 # Pages that short prompts fill.
 KITTY = {"scheme": "kitty", "page_size": 8, "sink_length": 2, "local_length": 8}

@@ -15,7 +15,7 @@ from lm_eval.utils import make_table
 import hfkvq.lm_eval.model
 from hfkvq.lm_eval import __main__ as plain_road
 from hfkvq.lm_eval import task_folder
-from hfkvq.reference import reference_path
+from hfkvq.measure.reference import reference_path
 
 START = Path(hfkvq.lm_eval.__file__).parent / "start"
 

@@ -17,7 +17,7 @@ from hfkvq.lm_eval import task_folder
 from hfkvq.lm_eval import upstream as upstream_module
 from hfkvq.lm_eval.longbench import METRICS
 from hfkvq.lm_eval.upstream import NEEDS, PROTOCOLS, UpstreamTask
-from hfkvq.reference.model import reference_path
+from hfkvq.measure.reference.model import reference_path
 
 FOLDER = task_folder()
 FILES = sorted(FOLDER.rglob("*.yaml"))

@@ -11,10 +11,10 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM
 
-from hfkvq.demo.prompts import Subject, make_batches
 from hfkvq.lm_eval.ref import examples, recall_choices, score, score_choices
-from hfkvq.reference import evaluation_set, load_reference
-from hfkvq.reference.model import reference_path
+from hfkvq.measure.demo.prompts import Subject, make_batches
+from hfkvq.measure.reference import evaluation_set, load_reference
+from hfkvq.measure.reference.model import reference_path
 
 
 @pytest.fixture(scope="module")

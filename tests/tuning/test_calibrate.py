@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hfkvq.caches import BitTable
 from hfkvq.caches.tags import TAGS, parse_tag
@@ -14,9 +13,9 @@ from hfkvq.kernels.pages import PageFormat
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, load_conversations, parse_conversation
 from hfkvq.tuning.calibrate import aggregate, count_tokens, distortion
 from hfkvq.tuning.capture import Capture, capture, compressed_layers, quantized, spread_layers
-from hfkvq.tuning.cli import app
 from hfkvq.tuning.conversations import data_hash, make_request
 from tests.caches.models import build, prompt
+from tests.command import assert_refused, invoke
 
 OBS, USER, INST = "older|text|obs", "current|text|user", "older|text|inst"
 
@@ -290,7 +289,7 @@ def test_a_template_that_refuses():
 
 def test_calibrate_then_allocate(tmp_path):
     from hfkvq import TriAxialCache
-    from hfkvq.reference import load_reference, tools
+    from hfkvq.measure.reference import load_reference, tools
 
     data, found, table = (tmp_path / name for name in ("data.jsonl", "s.json", "table.json"))
     with data.open("w") as file:
@@ -298,16 +297,15 @@ def test_calibrate_then_allocate(tmp_path):
             example = tools(seed=seed, rounds=2)
             messages = [*example.messages, {"role": "assistant", "content": example.answer}]
             file.write(json.dumps({"messages": messages, "tools": list(example.tools)}) + "\n")
-    run = CliRunner().invoke
-    done = run(app, ["calibrate", str(data), "--out", str(found), "--layers", "1", "--device", "cpu"])
+    done = invoke("calibrate", str(data), "--out", str(found), "--layers", "1", "--device", "cpu")
     assert done.exit_code == 0, done.output
     assert INST in done.output
     sensitivity = Sensitivity.load(found)
     assert sensitivity.origin.requests == 2
-    done = run(app, ["allocate", str(found)])
+    done = invoke("allocate", str(found))
     assert done.exit_code == 0, done.output
     assert "2.7" in done.output
-    done = run(app, ["allocate", str(found), "--budget", "2.7", "--out", str(table)])
+    done = invoke("allocate", str(found), "--budget", "2.7", "--out", str(table))
     assert done.exit_code == 0, done.output
     model, tokenizer = load_reference(torch.float32)
     # What the call repeats to the letter gets the bits.
@@ -327,7 +325,5 @@ def test_calibrate_then_allocate(tmp_path):
 )
 def test_commands_say_what_is_wrong(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 2
-    assert "Traceback" not in done.output
+    assert_refused(invoke(*arguments), "")
     assert list(tmp_path.iterdir()) == []

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
 from transformers import DeepseekV3Config as DeepseekConfig
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3NextConfig
 from transformers import Gemma3ForCausalLM as Gemma3
-from typer.testing import CliRunner
 
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.tokens import TokenRecord
-from hfkvq.cli import app
-from hfkvq.demo.outline import outline
-from hfkvq.reference import load_reference
+from hfkvq.measure.bench.generate.models import get_config
+from hfkvq.measure.demo.outline import outline
+from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
+from tests.command import assert_refused, invoke
+
+run = partial(invoke, "fit")
+
 
 # PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of conftest.py.
 with torch.device("meta"):
     torch.empty(0)
 
-QWEN3_8B = Qwen3Config(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=40960,
-    tie_word_embeddings=False,
-    dtype=torch.bfloat16,
-)
+QWEN3_8B = get_config("qwen3-8b")
 LLAMA_31_8B = LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
@@ -319,10 +312,6 @@ class TestUse:
         assert cache_bytes(TINY, None, 50, 2) == sum(x.keys.nbytes + x.values.nbytes for x in cache.layers)
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["fit", *arguments])
-
-
 class TestCommand:
     def test_a_config_is_enough(self, tmp_path):
         QWEN3_8B.save_pretrained(tmp_path)
@@ -355,9 +344,7 @@ class TestCommand:
         ],
     )
     def test_bad_input_has_a_remedy_and_no_traceback(self, arguments, message):
-        done = run(*arguments)
-        assert done.exit_code == 2
-        assert message in done.output
+        assert_refused(run(*arguments), message)
 
     def test_more_tokens_than_positions_if_asked(self):
         assert run("--context", "8192", "--beyond", "--schemes", "kitty").exit_code == 0

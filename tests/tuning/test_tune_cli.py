@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
-from hfkvq.cli import app
-from hfkvq.divergence import measure
 from hfkvq.lm_eval import task_folder
-from hfkvq.reference import load_reference
+from hfkvq.measure.divergence import measure
+from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.search_cli import parse_ranges
 from hfkvq.tuning.study import load_study, tune
+from tests.command import assert_refused, flat, invoke
+
+run = partial(invoke, "tune")
 
 SMALL = ["--samples", "2", "--held-out", "2", "--context", "192", "--prefill", "128", "--chunk", "64"]
 
@@ -32,18 +34,13 @@ def subject():
     return model, tokenizer
 
 
-def run(*arguments):
-    done = CliRunner().invoke(app, ["tune", *map(str, arguments)])
-    return done, " ".join(done.output.split())
-
-
 def test_from_search_to_preset(tmp_path):
     storage, out, png = f"sqlite:///{tmp_path}/tuning.db", tmp_path / "tuned.json", tmp_path / "front.png"
     options = ["kitty:page_size=32:sink_length=4", "--space", "boost_ratio=0,0.125,0.5", "--trials", 4, *SMALL]
     options += ["--storage", storage, "--name", "mine", "--device", "cpu", "--dtype", "float32"]
-    done, words = run(*options, "--out", out, "--png", png)
+    done = run(*options, "--out", out, "--png", png)
     assert done.exit_code == 0, done.output
-    assert "4 trials measured on 2 samples each" in words
+    assert "4 trials measured on 2 samples each" in flat(done.output)
     assert png.read_bytes()[:4] == b"\x89PNG"
     preset = Preset.load(out)
     assert preset.scheme.page_size == 32
@@ -54,19 +51,16 @@ def test_from_search_to_preset(tmp_path):
     assert MixedKVCache(load_reference()[0], str(out)).scheme == preset.scheme
     # It goes on where it stopped: nothing is left to do, but a limit may choose another point.
     cheapest = min(point.score.total_bits for point in study.points())
-    done, words = run(*options, "--max-total-bits", cheapest + 1e-6)
+    done = run(*options, "--max-total-bits", cheapest + 1e-6)
     assert done.exit_code == 0, done.output
-    starred = re.search(r"(\d+) \*", words)
+    starred = re.search(r"(\d+) \*", done.output)
     assert starred is not None
     assert study.points()[int(starred[1])].score.total_bits == cheapest
     # Other text, or another model, under the same name: trials that could not be compared.
     for other in (["--seed", 1], ["--outliers", 8], ["--samples", 3]):
-        done, words = run(*options, *other)
-        assert done.exit_code != 0
-        assert "is one of another measured_on" in words
-    done, words = run(*options, "--max-total-bits", 0.5)
-    assert done.exit_code != 0
-    assert "none of 4 trials is within total_bits <= 0.5; the closest is trial" in words
+        assert_refused(run(*options, *other), "is one of another measured_on")
+    done = run(*options, "--max-total-bits", 0.5)
+    assert_refused(done, "none of 4 trials is within total_bits <= 0.5; the closest is trial")
 
 
 @pytest.mark.parametrize(
@@ -86,9 +80,7 @@ def test_from_search_to_preset(tmp_path):
     ],
 )
 def test_bad_input(arguments, message):
-    done, words = run(*arguments, "--device", "cpu")
-    assert done.exit_code != 0
-    assert message in words
+    assert_refused(run(*arguments, "--device", "cpu"), message)
 
 
 def test_ranges_as_typed():
@@ -124,7 +116,7 @@ def test_kld_of_text_is_that_of_measure(subject):
 
 
 def test_reference_tasks(subject):
-    from hfkvq.demo.prompts import Subject
+    from hfkvq.measure.demo.prompts import Subject
 
     objective = ReferenceTasks(Subject("tiny", *subject, True), ("recall-4",), samples=2, batch_size=2)
     score = objective(get_preset("full"))

@@ -14,7 +14,7 @@ from hfkvq.terminal import DType, fail, make_console, split
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hfkvq.demo.outline import Outline
+    from hfkvq.measure.demo.outline import Outline
 
     from .model import Plan
     from .weights import Weights
@@ -25,7 +25,7 @@ app = typer.Typer()
 def _main() -> tuple[str, ...]:
     """Caches shown by default: the stock one, and a preset or two of each scheme."""
     from hfkvq.caches.registry import listed
-    from hfkvq.demo.schemes import widest_first
+    from hfkvq.measure.demo.schemes import widest_first
 
     return "bf16", *widest_first(listed("fit"))
 
@@ -74,8 +74,8 @@ def fit(
 
     import torch
 
-    from hfkvq.demo.outline import checkpoint_bytes, outline, read_config
-    from hfkvq.reference import reference_path
+    from hfkvq.measure.demo.outline import checkpoint_bytes, outline, read_config
+    from hfkvq.measure.reference import reference_path
 
     from .layer import Arrival
     from .model import parse_size, plan

@@ -15,7 +15,7 @@ from hfkvq.caches.graphs import wanted
 from hfkvq.caches.model_config import queries_per_head
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.tokens import room_for
-from hfkvq.demo.outline import Outline, outline
+from hfkvq.measure.demo.outline import Outline, outline
 
 from .layer import Arrival, layer_bytes
 from .weights import Weights, peak

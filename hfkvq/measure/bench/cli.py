@@ -1,0 +1,206 @@
+"""The commands ``hfkvq bench kernels`` and ``hfkvq bench tune``; mounts ``hfkvq bench generate``."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from hfkvq.terminal import check_files, fail, make_console, print_notes, print_saved, progress_bar, split
+
+from .device import bench_device
+from .generate.cli import generate_command
+
+# torch is imported inside the commands, so that help comes at once.
+if TYPE_CHECKING:
+    import torch
+
+    from .cases import Shape
+    from .report import Record
+
+app = typer.Typer(
+    help="Time the decode kernels and whole models on this GPU, and tune the kernels for it.", no_args_is_help=True
+)
+app.command("generate")(generate_command)
+
+_DEFAULT_SHAPES = r"\[default: 32x32k, 1x128k, 32x8k, 1x8k, 1x1k]"
+Batches = Annotated[str | None, typer.Option("--batch", help=f"Batch sizes, with commas. {_DEFAULT_SHAPES}")]
+Contexts = Annotated[str | None, typer.Option("--context", help="Tokens of context, with commas, e.g. 8k,32768.")]
+Formats = Annotated[
+    str | None,
+    typer.Option(help=r"Presets and formats of the benchmark, with commas. \[default: all of the benchmark]"),
+]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Channels of a head.")]
+
+
+class BenchDType(str, Enum):
+    """Choices of `hfkvq bench --dtype`."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+BenchDTypes = Annotated[BenchDType, typer.Option(help="Of queries, and of what is not quantized.")]
+
+
+def _bench_cases(
+    batch: str | None, context: str | None, formats: str | None, sweep: bool, **heads: int | str
+) -> tuple[list[Shape], tuple[str, ...]]:
+    """Shapes and formats; ends the command if they make no sense."""
+    from . import cases
+
+    try:
+        if sweep:
+            if batch or context:
+                raise ValueError("sweep: it has batches and contexts of its own; leave --batch and --context out.")
+            sizes = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
+        elif batch or context:
+            batches = [cases.parse_count(part) for part in split(batch or "1")]
+            sizes = [(rows, cases.parse_count(part)) for rows in batches for part in split(context or "8k")]
+        else:
+            sizes = list(cases.DEFAULT_SHAPES)
+        shapes = [cases.Shape(rows, tokens, **heads) for rows, tokens in sizes]  # type: ignore[arg-type]
+        names = cases.default_formats() if formats is None else split(formats)
+        cases.check(names, shapes)
+    except ValueError as error:
+        fail(error)
+    return shapes, names
+
+
+def _gate(shapes: list[Shape], names: tuple[str, ...], device: torch.device, skip_tests: bool) -> Record:
+    """Tests the kernels before they are timed; ends the command if they are wrong."""
+    from . import checks
+
+    console, root = make_console(), checks.checkout()
+    try:
+        if root is None:
+            tests = "not there"
+        elif skip_tests:
+            tests = "skipped"
+        else:
+            console.print("GPU tests of the kernels:", style="dim")
+            checks.run_tests(root)
+            tests = "passed"
+        errors = checks.self_check(names, shapes, device)
+    except checks.GateError as error:
+        fail(error, code=1)
+    console.print(f"Self-check: errors up to {max(errors.values()):.2g} of the output; tests {tests}.", style="dim")
+    return {"tests": tests, "self_check": errors}
+
+
+@app.command("kernels")
+def bench_kernels(
+    batch: Batches = None,
+    context: Contexts = None,
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    dtype: BenchDTypes = BenchDType.bfloat16,
+    formats: Formats = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Contexts of 1k to 128k at batch 1 and 32.")] = False,
+    replays: Annotated[int, typer.Option(min=20, help="Replays of each CUDA graph.")] = 30,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="PATH", help="Save all figures to a file, or into a folder.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="PATH", help="Save speed-up against context as PNG, likewise.")
+    ] = None,
+    compare: Annotated[
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Compare with figures saved earlier.")
+    ] = None,
+    commit: Annotated[str, typer.Option(help=r"What is measured, for the record. \[default: what git says]")] = "",
+    skip_tests: Annotated[
+        bool, typer.Option("--skip-tests", help="Leave the kernel tests out; the self-check stays.")
+    ] = False,
+) -> None:
+    """Time decode attention of one layer against bf16, from the call to the merged output.
+
+    Refuses to measure kernels that fail their tests or differ from the torch reference.
+    """
+    check_files("plot", json_file, plot_file)
+    device = bench_device()
+
+    from . import report, timing
+    from .run import measure_shape
+
+    shapes, names = _bench_cases(
+        batch, context, formats, sweep, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
+    )
+    try:
+        before = report.load(compare) if compare is not None else None
+    except ValueError as error:
+        fail(error)
+    record: Record = {**report.environment(device, commit), "checks": _gate(shapes, names, device, skip_tests)}
+    record |= {"copy": report.describe_copy(*timing.copy_bandwidth(device)), "rows": []}
+    json_file, plot_file = (
+        path and report.file_name(path, record["gpu"], suffix)
+        for path, suffix in ((json_file, ".json"), (plot_file, ".png"))
+    )
+
+    console = make_console()
+    with Console(stderr=True).status("") as status:
+        for shape in shapes:
+            rows = measure_shape(
+                shape,
+                names,
+                device,
+                record["copy"]["tb_per_s"] * 1e12,
+                replays,
+                lambda name, shape=shape: status.update(f"{shape.title}: {name}"),
+            )
+            record["rows"] += rows
+            console.print(report.table(rows))
+            # What is measured is kept, even if a later shape ends the run.
+            if json_file is not None:
+                report.save(record, json_file)
+    print_notes(console, report.notes(record))
+    if before is not None:
+        console.print(report.compare_table(before, record))
+    if plot_file is not None:
+        report.save_plot(record, plot_file)
+    print_saved(console, json_file, plot_file)
+    if any("error" in row for row in record["rows"] if row["kind"] == "format"):
+        raise typer.Exit(1)
+
+
+@app.command("tune")
+def bench_tune(
+    batch: Batches = None,
+    context: Contexts = None,
+    heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_dim: HeadDim = 128,
+    dtype: BenchDTypes = BenchDType.bfloat16,
+    formats: Formats = None,
+) -> None:
+    """Search for the fastest launch parameters on this GPU, and save them where attention looks them up."""
+    device = bench_device()
+
+    import torch
+
+    from hfkvq.kernels.triton import configs
+
+    from . import tune
+
+    shapes, names = _bench_cases(
+        batch, context, formats, False, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
+    )
+    with progress_bar() as show:
+        try:
+            findings = tune.tune(names, shapes, device, show)
+        except torch.OutOfMemoryError as error:
+            fail(f"tune: {error} All shapes and formats are held at once; choose fewer or smaller ones.", code=1)
+    console = make_console()
+    if not findings:
+        fail(f"tune: no kernel with launch parameters serves {', '.join(names)} at these shapes.")
+    console.print(tune.table(findings))
+    try:
+        path = configs.save(device, tune.to_save(findings))
+    except ValueError as error:
+        fail(error)
+    print_saved(console, path)

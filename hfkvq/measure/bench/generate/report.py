@@ -1,0 +1,258 @@
+"""A record as tables, as Markdown and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ...drawing import draw_line, legend_beside, new_figure
+from ...tables import NOTHING, markdown_table, new_table, number
+from ..cases import short
+from ..report import Record
+from .cases import Case
+from .search import Row
+
+_TITLES = {
+    "decode": "decode",
+    "turns": "decode, not compiled, in turns",
+    "prefill": "prefill",
+    "whole": "generate, prefill included",
+    "assisted": "generate, a model guessing",
+    "lookup": "generate, guesses looked up",
+    "cold": "first calls of generate, s",
+    "largest": "rows that fit",
+}
+
+
+def _gb(count: int | None) -> str:
+    return number(None if count is None else count / 1e9, 1)
+
+
+def remark_of(row: Row) -> str:
+    """What else there is to know of a row."""
+    said = []
+    if row.get("graphs", 1) != 1:
+        said.append(f"{row['graphs']} graphs")
+    if row.get("cudagraph_skips"):
+        said.append(f"CUDA graph skipped {row['cudagraph_skips']} times")
+    if row.get("than", row["engine"]) != row["engine"]:
+        share = row["times_as_long"]
+        said.append(f"{share['p50']:.2f} times {row['than']} ({share['p20']:.2f} to {share['p80']:.2f})")
+    if "ms_step" in row:
+        said.append(f"prefill {row['ms_prefill']['p50']:,.0f} ms, then {row['ms_step']:,.2f} ms a step")
+    if "forwards" in row:
+        said.append(f"{row['forwards']} forwards, {row['accepted']:.2f} guesses of {row['draft_tokens']} taken")
+    if "agrees" in row:
+        said.append(_agreement(row))
+    return ", ".join(said)
+
+
+def _agreement(row: Row) -> str:
+    agrees = row["agrees"]
+    if agrees["all"]:
+        return f"tokens of {agrees['with']}"
+    return f"{agrees['tokens']} tokens as {agrees['with']}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Rows of one kind, named by their size too where it differs."""
+    sizes = {Case(row["batch"], row["context"]) for row in rows}
+    title = _TITLES[rows[0]["kind"]]
+    if len(sizes) == 1:
+        title = f"{title}, {sizes.pop().title} tokens"
+    # Without a cache that was filled first, all that came after the weights.
+    held, head = ("cache_bytes", "cache GB") if rows[0]["kind"] in ("decode", "turns") else ("above_bytes", "added GB")
+    columns = ("name", "ms", "p20 to p80", "tokens/s", head, "peak GB", "vs dynamic", "vs static", "")
+    view = new_table(title, columns)
+    for row in rows:
+        name = row["engine"] if not sizes else f"{row['engine']}, {Case(row['batch'], row['context']).title}"
+        if "error" in row:
+            view.add_row(name, *[NOTHING] * 7, row["error"])
+            continue
+        ms = row["ms"]
+        view.add_row(
+            name,
+            number(ms["p50"], 2),
+            f"{ms['p20']:,.2f} to {ms['p80']:,.2f}",
+            number(row["tokens_per_s"], 0),
+            _gb(row.get(held)),
+            _gb(row.get("peak_bytes")),
+            number(row.get("speedup_eager"), 2, "x"),
+            number(row.get("speedup_compiled"), 2, "x"),
+            remark_of(row),
+        )
+    return view
+
+
+def largest_table(rows: Sequence[Row]) -> Table:
+    """What searches for the largest batch have found."""
+    view = new_table("Rows that fit", ("name", "shape", "largest batch", "best tokens/s", "at batch", ""))
+    for row in rows:
+        if "error" in row:
+            view.add_row(row["engine"], short(row["context"]), *[NOTHING] * 3, row["error"])
+            continue
+        view.add_row(row["engine"], f"{short(row['context'])} tokens", *_largest_cells(row), "")
+    return view
+
+
+def _largest_cells(row: Row) -> list[str]:
+    """Largest batch, and the best speed and where it was."""
+    most = f"{row['largest']}" if row["full"] else f"{row['largest']} or more"
+    return [most, number(row["tokens_per_s"], 0), str(row["best_batch"])]
+
+
+def cold_table(rows: Sequence[Row]) -> Table:
+    """First calls in processes of their own."""
+    title = f"{_TITLES['cold']}, {rows[0]['new_tokens']} new tokens"
+    view = new_table(title, ("name", "shape", "1st", "2nd", "3rd", "1st token", "GB above weights", ""))
+    for row in rows:
+        shape = Case(row["batch"], row["context"]).title
+        if "error" in row:
+            view.add_row(row["engine"], shape, *[NOTHING] * 5, row["error"])
+            continue
+        said = [f"after {', '.join(row['after'])}"] if row["after"] else []
+        said += [_agreement(row)] if "agrees" in row else []
+        seconds = [*row["calls_s"], None, None][:3]
+        view.add_row(
+            row["engine"],
+            shape,
+            *(number(each, 2) for each in (*seconds, row["first_token_s"][0])),
+            _gb(row["above_bytes"]),
+            ", ".join(said),
+        )
+    return view
+
+
+def view(rows: Sequence[Row]) -> Table:
+    """The table for rows of whatever kind."""
+    tables = {"largest": largest_table, "cold": cold_table}
+    return tables.get(rows[0]["kind"], table)(rows)
+
+
+def markdown(record: Record) -> str:
+    """Tables to paste: a line for each cache, a column for each size, ``ms (tokens/s)``."""
+    rows = record["rows"]
+    parts = [f"{record['model']['name']}, random weights, {record['gpu']}: milliseconds (tokens/s)."]
+    kinds: list[tuple[str, int | None]] = [(kind, None) for kind in ("decode", "turns", "prefill", "cold")]
+    # Of other lengths in tables of their own.
+    whole = (row for row in rows if row["kind"] in ("whole", "assisted", "lookup"))
+    kinds += dict.fromkeys((row["kind"], row.get("new_tokens")) for row in whole)
+    for kind, tokens in kinds:
+        own = [row for row in rows if row["kind"] == kind and (tokens is None or row.get("new_tokens") == tokens)]
+        if not own:
+            continue
+        sizes = sorted({(row["context"], row["batch"]) for row in own})
+        heads = [Case(batch, context).title for context, batch in sizes]
+        found = {(row["engine"], row["context"], row["batch"]): row for row in own}
+        title = _TITLES[kind] + (f", {tokens} tokens" if tokens else "")
+        engines = dict.fromkeys(row["engine"] for row in own)
+        lines = [[f"`{engine}`", *(_cell(found.get((engine, *size))) for size in sizes)] for engine in engines]
+        parts.append(markdown_table([title, *heads], lines))
+    found_largest = [row for row in rows if row["kind"] == "largest" and "error" not in row]
+    if found_largest:
+        lines = [[f"`{row['engine']}`", short(row["context"]), *_largest_cells(row)] for row in found_largest]
+        parts.append(markdown_table(["rows that fit", "context", "largest batch", "best tokens/s", "at batch"], lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if "error" in row:
+        return "out of memory" if row.get("oom") else "failed"
+    if "calls_s" in row:
+        return ", ".join(number(each, 2) for each in row["calls_s"])
+    return f"{number(row['ms']['p50'], 2)} ({number(row['tokens_per_s'], 0)})"
+
+
+def notes(record: Record) -> list[str]:
+    """How to read the tables."""
+    model, versions = record["model"], record["versions"]
+    floor = model["weight_ms_of_a_step"]
+    said = [
+        f"{record['gpu']}, torch {versions['torch']}, Triton {versions['triton']}, Transformers "
+        f"{versions['transformers']}, commit {record['commit'] or 'unknown'}. Weights: {_gb(model['weight_bytes'])} GB."
+    ]
+    if floor is not None:
+        said[0] += f" At the speed of a copy a step's weights alone take {floor:.2f} ms."
+    return [
+        *said,
+        "vs dynamic: times faster than DynamicCache, the better of with and without cuDNN attention; vs static: than "
+        "StaticCache compiled. Peak counts weights, filling and compiling; added leaves weights out.",
+        record["method"],
+    ]
+
+
+# The picture.
+
+
+def _draw(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value: Callable[[Row], float]) -> list[int]:
+    """Lines of ``value`` over the field ``x``; the latter's ticks."""
+    from matplotlib.ticker import LogLocator
+
+    ticks = sorted({row[x] for row in rows})
+    for i, name in enumerate(names):
+        line = sorted((row[x], value(row)) for row in rows if row["engine"] == name)
+        if line:
+            draw_line(panel, i, line, name)
+    if rows:
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        # Powers of ten alone, and within a decade a few more, would leave a panel with one number.
+        values = [value(row) for row in rows]
+        few = max(values) > 10 * min(values)
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else range(1, 9)))
+        panel.yaxis.set_major_formatter("{x:,g}")
+    panel.minorticks_off()
+    panel.grid(alpha=0.3)
+    return ticks
+
+
+def save_plot(record: Record, path: Path) -> None:
+    """Milliseconds a step against context at the smallest batch, and tokens/s against batch, as a PNG.
+
+    The second panel is of the context with the most batches.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    rows = [row for row in record["rows"] if row["kind"] == "decode" and "ms" in row]
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+    figure, grid = new_figure(13.5, 5, columns=2)
+    left, right = grid[0]
+
+    batch = min((row["batch"] for row in rows), default=1)
+    own = [row for row in rows if row["batch"] == batch]
+    contexts = _draw(left, own, names, "context", lambda row: row["ms"]["p50"])
+    left.set_xticks(contexts, [short(context) for context in contexts])
+    floor = record["model"]["weight_ms_of_a_step"]
+    if floor is not None:
+        left.axhline(floor, color="black", linewidth=0.8, linestyle="--", label="weights at the speed of a copy")
+    left.set_title(f"a decode step, batch {batch}")
+    left.set_xlabel("tokens of context")
+    left.set_ylabel("ms")
+
+    batches: dict[int, set[int]] = {}
+    for row in rows:
+        batches.setdefault(row["context"], set()).add(row["batch"])
+    context = max(batches, key=lambda each: (len(batches[each]), each), default=0)
+    own = [row for row in rows if row["context"] == context]
+    ticks = _draw(right, own, names, "batch", lambda row: row["tokens_per_s"])
+    right.set_xticks(ticks, [str(tick) for tick in ticks])
+    right.set_title(f"decoding at {short(context)} tokens of context")
+    right.set_xlabel("batch")
+    right.set_ylabel("tokens/s")
+
+    if rows:
+        # Both panels have the same lines, or parts of them.
+        handles = {
+            label: line
+            for panel in (left, right)
+            for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+        }
+        legend_beside(right, handles.values(), handles.keys())
+    figure.suptitle(f"{record['model']['name']}, random weights, {record['gpu']}")
+    figure.savefig(path, dpi=140)

@@ -1,0 +1,228 @@
+"""A run as a table, as JSON, as a picture, and against an earlier run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..drawing import draw_line, legend_beside, new_figure
+from ..records import now, versions
+from ..tables import NOTHING, new_table, number
+from .cases import Shape, short
+from .checks import checkout
+from .run import Row
+from .timing import METHOD, Timing
+
+KIND = "hfkvq bench kernels"
+REGRESSION = 5.0
+"""Per cent of time that a line may take more than before without being flagged."""
+
+Record = dict[str, Any]
+
+_SHAPE = ("batch", "context", "heads", "kv_heads", "head_dim", "dtype")
+
+
+def shape_of(row: Row) -> Shape:
+    """The shape a line was measured at."""
+    return Shape(**{field: row[field] for field in _SHAPE})
+
+
+# The record.
+
+
+def _output(*command: str) -> str:
+    """First line that a command prints; nothing if it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else ""
+
+
+def commit_of(root: Path | None) -> str:
+    """What git calls the checkout's state; nothing where there is no repository."""
+    if root is None or not (root / ".git").exists():
+        return ""
+    return _output("git", "-C", str(root), "describe", "--always", "--dirty", "--tags")
+
+
+def environment(device: torch.device, commit: str) -> Record:
+    """GPU, versions, commit and date."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "kind": KIND,
+        "gpu": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size,
+        "memory_bytes": properties.total_memory,
+        "versions": {
+            **versions("torch", "triton", "transformers"),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        },
+        "commit": commit or commit_of(checkout()),
+        "date": now(),
+        "method": METHOD,
+    }
+
+
+def describe_copy(nbytes: int, timing: Timing) -> Record:
+    """The copy that bandwidths are compared with."""
+    us = {"p20": timing.p20, "p50": timing.p50, "p80": timing.p80}
+    return {"bytes": nbytes, "us": us, "tb_per_s": nbytes / timing.p50 / 1e6}
+
+
+def save(record: Record, path: Path) -> None:
+    """Writes the record as JSON."""
+    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Record:
+    """Reads a record. Raises ValueError if the file is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"compare: {path} cannot be read: {error}") from error
+    if not isinstance(record, dict) or record.get("kind") != KIND:
+        raise ValueError(f"compare: {path} was not written by `{KIND} --json`.")
+    return record
+
+
+def file_name(path: Path, gpu: str, suffix: str) -> Path:
+    """The file itself, or ``kernels-<gpu><suffix>`` in a folder."""
+    if not path.is_dir():
+        return path
+    words = [word for word in gpu.lower().replace("/", " ").split() if word not in ("nvidia", "geforce")]
+    return path / f"kernels-{'-'.join(words)}{suffix}"
+
+
+# Tables.
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The lines of one shape."""
+    columns = ("name", "us", "p20 to p80", "MB", "TB/s", "of copy", "speed-up", "")
+    view = new_table(shape_of(rows[0]).title, columns)
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        last = row["kind"] == "baseline" and after is not None and after["kind"] != "baseline"
+        if "error" in row:
+            view.add_row(row["name"], *[NOTHING] * 6, row["error"], end_section=last)
+            continue
+        us, share = row["us"], row["share_of_copy"]
+        view.add_row(
+            row["name"],
+            number(us["p50"], 1),
+            f"{us['p20']:,.1f} to {us['p80']:,.1f}",
+            number(row["bytes"] / 1e6, 1),
+            number(row["tb_per_s"], 2),
+            number(None if share is None else 100 * share, 0, " %"),
+            number(row.get("speedup"), 2, "x"),
+            row["remark"],
+            end_section=last,
+        )
+    return view
+
+
+def compare(before: Record, after: Record) -> list[dict[str, Any]]:
+    """Change of every line that both records hold.
+
+    Returns:
+        For each: ``shape``, ``name``, ``before`` and ``after`` in microseconds, ``change`` of the time in per cent, and
+        ``regression``, whether it is more than `REGRESSION`.
+    """
+
+    def by_name(record: Record) -> dict[tuple[Any, ...], Row]:
+        return {(*(row[field] for field in _SHAPE), row["name"]): row for row in record["rows"] if "us" in row}
+
+    old = by_name(before)
+    changes = []
+    for key, row in by_name(after).items():
+        if key not in old:
+            continue
+        was, now = old[key]["us"]["p50"], row["us"]["p50"]
+        change = 100 * (now / was - 1)
+        changes.append(
+            {
+                "shape": shape_of(row),
+                "name": row["name"],
+                "before": was,
+                "after": now,
+                "change": change,
+                "regression": change > REGRESSION,
+            }
+        )
+    return changes
+
+
+def compare_table(before: Record, after: Record) -> Table:
+    """`compare` to read."""
+    what = f"Time against {before['commit'] or 'a run'} of {before['date'][:10]} on {before['gpu']}"
+    view = new_table(what, ("shape", "name", "us before", "us now", "change", ""))
+    for line in compare(before, after):
+        shape = line["shape"]
+        view.add_row(
+            f"{shape.batch} x {short(shape.context)}",
+            line["name"],
+            number(line["before"], 1),
+            number(line["after"], 1),
+            f"{line['change']:+.1f} %",
+            "slower" if line["regression"] else "",
+            style="red" if line["regression"] else None,
+        )
+    return view
+
+
+def notes(record: Record) -> list[str]:
+    """How to read the tables."""
+    copied = record["copy"]["tb_per_s"]
+    return [
+        f"{record['gpu']}, torch {record['versions']['torch']}, Triton {record['versions']['triton']}, commit "
+        f"{record['commit'] or 'unknown'}. A copy within the GPU moves {copied:.2f} TB/s, read and written.",
+        "MB is what has to move: pages and windows as far as they hold tokens, queries and outputs. Speed-up is "
+        "against the fastest baseline of the same shape.",
+        record["method"],
+    ]
+
+
+# The picture.
+
+
+def save_plot(record: Record, path: Path) -> None:
+    """Speed-up against context, a panel for each batch and a line for each format, as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    rows = [row for row in record["rows"] if row["kind"] == "format" and "speedup" in row]
+    batches = sorted({row["batch"] for row in rows})
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    count = max(len(batches), 1)
+    figure, grid = new_figure(1.5 + 5.5 * count, 5, columns=count, sharey=True)
+    panels = grid[0]
+    for panel, batch in zip(panels, batches, strict=False):
+        own = [row for row in rows if row["batch"] == batch]
+        contexts = sorted({row["context"] for row in own})
+        for i, name in enumerate(names):
+            line = sorted((row["context"], row["speedup"]) for row in own if row["name"] == name)
+            draw_line(panel, i, line, name)
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(contexts, [short(context) for context in contexts])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+        panel.set_title(f"batch {batch}")
+        panel.set_xlabel("tokens of context")
+    panels[0].set_ylabel("speed-up against the fastest unquantized attention")
+    panels[0].set_ylim(bottom=0)
+    if rows:
+        legend_beside(panels[-1])
+    figure.suptitle(f"Decode attention of one layer, {record['gpu']}")
+    figure.savefig(path, dpi=140)

@@ -1,0 +1,163 @@
+"""The demo's result as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ..panels import BITS, KLD, Panel, save_panels
+from ..records import BASELINE, device_name, finite, versions
+from ..tables import NOTHING, narrow_table
+from .run import Result, Row
+
+
+def short_name(task: str) -> str:
+    """Column title: "recall-80" over two lines."""
+    return task.replace("arithmetic", "arith.").replace("-", "\n")
+
+
+def _kl(row: Row) -> tuple[float, float]:
+    """Mean and 99.9 % quantile; NaN if nothing was measured."""
+    kl = row.kl
+    # Rounding makes a few of the smallest negative.
+    return (max(0.0, float(kl.mean())), max(0.0, float(kl.quantile(0.999)))) if len(kl) else (math.nan, math.nan)
+
+
+def _rounded(value: float, digits: int) -> str:
+    """So many digits; what rounds to nothing is said to be less than the least of them."""
+    if math.isnan(value):
+        return NOTHING
+    least = 10.0**-digits
+    return f"<{least:.{digits}f}" if 0 < value < least / 2 else f"{value:.{digits}f}"
+
+
+def _speed(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:,.0f}"
+
+
+def _percent(share: float) -> str:
+    """Rounded, but 100.0 only for everything."""
+    return NOTHING if math.isnan(share) else f"{100 if share == 1 else min(100 * share, 99.9):.1f}"
+
+
+def table(result: Result, wide: bool = True) -> Table:
+    """One row per cache; ``wide`` takes up to 120 columns, otherwise 100."""
+    view = narrow_table()
+    view.add_column("cache", no_wrap=True, vertical="bottom")
+    titles = ["total\nbits", "code\nbits", "held\nMiB", *(["bf16\nMiB"] if wide else []), "bf16 /\nheld"]
+    titles += [short_name(task) for task in result.rows[0].tasks]
+    titles += ["agree\n%", "KLD\nmean", "KLD\n99.9%", *(["tok/s\nprompt"] if wide else []), "tok/s\ndecode"]
+    for title in titles:
+        view.add_column(title, justify="right", no_wrap=True, vertical="bottom")
+    for row in result.rows:
+        memory = row.memory
+        assert memory is not None
+        mean, high = _kl(row)
+        baseline = row.scheme is None
+        view.add_row(
+            row.name,
+            f"{memory.total_bits:.2f}",
+            _rounded(memory.code_bits, 2),
+            f"{memory.held / 2**20:.2f}",
+            *([f"{memory.bf16 / 2**20:.2f}"] if wide else []),
+            f"{memory.bf16 / memory.held:.2f}",
+            *(f"{task.right}/{task.total}" for task in row.tasks.values()),
+            "" if baseline else _percent(row.agreement),
+            "" if baseline else _rounded(mean, 4),
+            "" if baseline else _rounded(high, 4),
+            *([_speed(row.prompt_speed)] if wide else []),
+            _speed(row.decode_speed),
+            end_section=baseline,
+        )
+    return view
+
+
+def notes(result: Result) -> list[str]:
+    """How to read the table, a sentence or two each."""
+    base = result.rows[0]
+    assert base.memory is not None
+    said = [
+        f"{result.model}, {result.dtype}, on {result.device}: {result.settings.samples} examples a task, greedy, "
+        f"seed {result.settings.seed}, {result.seconds:.0f} s.",
+        f"Memory is read after {result.memory_rows} answers to {result.memory_task}, at {base.memory.tokens:,} tokens "
+        "of context, with every window, scale, table and reserved page. bf16 is the same tokens without padding, "
+        f"{base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. Windows that are kept whole weigh much at "
+        "this length; `hfkvq schemes` shows what remains at long context.",
+        f"agree and KLD compare with {BASELINE}, from the second token of each answer on: the first comes from the "
+        f"prompt's own attention and reads no cache. KLD is in nats, fed with {BASELINE}'s answers, over "
+        f"{len(base.kl):,} positions.",
+    ]
+    if result.device == "cpu":
+        said.append("On the CPU, tokens/s time the PyTorch reference; they say nothing about the GPU kernels.")
+    if result.dtype == "float32":
+        said.append("A float32 model's windows are float32 too, so total bits are higher than they are in bf16.")
+    return said
+
+
+def _describe(row: Row) -> dict[str, Any]:
+    memory = row.memory
+    assert memory is not None
+    mean, high = _kl(row)
+    return {
+        "name": row.name,
+        "scheme": row.scheme.to_dict() if row.scheme else None,
+        "total_bits": memory.total_bits,
+        "code_bits": finite(memory.code_bits),
+        "held_bytes": memory.held,
+        "bf16_bytes": memory.bf16,
+        "ratio": memory.bf16 / memory.held,
+        "context_tokens": memory.tokens,
+        "accuracy": row.accuracy,
+        "agreement": finite(row.agreement),
+        "kl_mean": finite(mean),
+        "kl_999": finite(high),
+        "kl_positions": len(row.kl),
+        "prompt_tokens_per_second": row.prompt_speed,
+        "decode_tokens_per_second": finite(row.decode_speed),
+        "tasks": {
+            name: {
+                "right": task.right,
+                "total": task.total,
+                "agreeing_tokens": task.agreeing,
+                "compared_tokens": task.compared,
+                "kl_mean": float(task.kl.mean()) if len(task.kl) else None,
+                "kl_positions": len(task.kl),
+            }
+            for name, task in row.tasks.items()
+        },
+    }
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Everything in the table, and what it takes to repeat it."""
+    return {
+        "model": result.model,
+        "dtype": result.dtype,
+        "device": device_name(torch.device(result.device)),
+        "device_type": result.device,
+        "threads": torch.get_num_threads(),
+        "settings": dataclasses.asdict(result.settings),
+        "memory": {"task": result.memory_task, "rows": result.memory_rows},
+        "seconds": result.seconds,
+        "versions": versions("torch", "transformers"),
+        "rows": [_describe(row) for row in result.rows],
+    }
+
+
+def save_picture(result: Result, path: Path) -> None:
+    """Accuracy and KL divergence against total bits, as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    points = [(row.name, row.memory.total_bits, 100 * row.accuracy, _kl(row)[0]) for row in result.rows if row.memory]
+    right = Panel(BITS, "right answers, %", [(name, bits, accuracy) for name, bits, accuracy, _ in points])
+    others = [(name, bits, kl) for name, bits, _, kl in points if name != BASELINE and kl > 0]
+    total = sum(task.total for task in result.rows[0].tasks.values())
+    title = f"{result.model}: {total} examples of {', '.join(result.rows[0].tasks)}"
+    save_panels([[right, Panel(BITS, KLD, others, True)]], [point[0] for point in points], title, path)

@@ -1,0 +1,250 @@
+"""What `hfkvq schemes` shows: every preset, in words and in bits."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.table import Table
+
+from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.eviction import EvictionScheme, TokenEviction
+from hfkvq.caches.registry import Entry, entry_of, in_order, presets
+from hfkvq.caches.scheme import Layout, Limits, Scheme, SideLayout, get_scheme, list_schemes
+from hfkvq.kernels.pages import PageFormat, Side
+
+from ..tables import markdown_table, narrow_table
+
+HEAD_DIM = 128
+
+
+def format_words(fmt: PageFormat, head_dim: int) -> str:
+    """A page format in words: "2 bits, a scale per channel and 128 tokens"."""
+    if fmt.bits == 16:
+        return "16 bits, unquantized"
+    width = "8 bits (fp8)" if fmt.bits == 8 else f"{fmt.bits} bits"
+    if fmt.axis == "channel":
+        scale = f"per channel of {fmt.group_size} tokens"
+    elif fmt.group_size == head_dim:
+        scale = "per token"
+    else:
+        scale = f"per token of {fmt.group_size} channels"
+    if fmt.normed:
+        scale += f", a factor per {'token' if fmt.axis == 'channel' else 'channel'}"
+    raised = "".join(f", {count} of {head_dim} channels {bits} bits" for bits, count in fmt.raised)
+    return f"{width} {scale}{raised}"
+
+
+def side_words(side: SideLayout, head_dim: int) -> str:
+    """A side's layout in words."""
+    words = "; or ".join(format_words(fmt, head_dim) for fmt in side.formats)
+    return f"{words}, rotated in blocks of {side.rotate}" if side.rotate else words
+
+
+def whole_words(layout: Layout) -> str:
+    """What stays unquantized."""
+    if all(fmt.bits == 16 for side in (layout.keys, layout.values) for fmt in side.formats):
+        return "everything"
+    parts = [f"first {layout.sink}"] if layout.sink else []
+    keys, values = _newest(layout.keys), _newest(layout.values)
+    if keys == values:
+        parts += [f"newest {keys}"] if keys else []
+    else:
+        parts += [f"newest {amount} {name}" for name, amount in (("keys", keys), ("values", values)) if amount]
+    return ", ".join(parts) or "nothing"
+
+
+def _newest(side: SideLayout) -> str:
+    """How many of the newest tokens wait unsealed, least to most."""
+    if all(fmt.bits == 16 for fmt in side.formats):
+        return ""
+    most = side.local + side.unit - 1
+    return "" if not most else str(most) if most == side.local else f"{side.local}–{most}"
+
+
+def budget_words(scheme: Scheme) -> str:
+    """Which tokens stay; nothing where all do."""
+    if not isinstance(scheme, EvictionScheme):
+        return ""
+    held = scheme.tokens
+    budget = f"{held} tokens"
+    if isinstance(scheme, TokenEviction) and scheme.budget_share is not None:
+        budget = f"{scheme.budget_share:.4g} of the tokens"
+    always = [f"first {scheme.first}"] if scheme.first else []
+    always.append(f"newest {scheme.window}")
+    heads = "all KV heads of a layer the same" if scheme.alike else "each KV head its own"
+    when = "after prompts and in steps" if scheme.interval is not None else "after prompts"
+    return f"{budget}, {heads}, always the {' and the '.join(always)}; trimmed {when}"
+
+
+def page_bits(fmt: PageFormat, side: Side, head_dim: int) -> float:
+    """Bits an element of a sealed page, scales and indices included, for a bf16 model."""
+    sizes = fmt.shapes(side, 1, head_dim).values()
+    held = sum(math.prod(shape) * (2 if dtype is None else dtype.itemsize) for shape, dtype in sizes)
+    return 8 * held / (fmt.page_size * head_dim)
+
+
+def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
+    """Choices of one knob for which steps can be neither captured nor compiled, and why.
+
+    Of numbers the ends of their range are tried.
+    """
+    found = {}
+    for field in dataclasses.fields(scheme):
+        ends = (("as low as", field.metadata.get("low")), ("as high as", field.metadata.get("high")))
+        choices = field.metadata.get("choices")
+        for word, value in ends if choices is None else [("=", choice) for choice in choices]:
+            if value is None:
+                continue
+            try:
+                reason = get_scheme(scheme, **{field.name: value}).limits(head_dim, head_dim).captured
+            except ValueError:
+                # Not with the other knobs as they are.
+                continue
+            if reason is not None:
+                found[f"{field.name}={value}" if word == "=" else f"{field.name} {word} {value}"] = reason
+    return found
+
+
+def long_context_bits(layout: Layout, head_dim: int = HEAD_DIM) -> list[float]:
+    """Least and most bits an element, scales included, of pages alone: the mean of keys and values."""
+    pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
+    total = [(page_bits(k, "keys", head_dim) + page_bits(v, "values", head_dim)) / 2 for k, v in pairs]
+    return [min(total), max(total)]
+
+
+def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, Any]:
+    """A preset: whom it is for, words, bits, knobs, and what steps lose by its choices.
+
+    Bits are the mean of keys and values, least and most where tokens differ in width; ``long_context_bits`` counts
+    pages alone, since windows and tables vanish in a long context. ``not_captured`` says why steps can be neither
+    captured nor compiled, ``several_launches`` why those in Python seal in more than one launch, ``requantized`` why
+    tokens that stay are quantized again; None if they do not. ``stays`` says which tokens do, where others are evicted.
+    """
+    entry = entry_of(name)[1] if name in presets() else Entry()
+    layout, limits = scheme.layout(head_dim, head_dim), scheme.limits(head_dim, head_dim)
+    pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
+    code = [(keys.code_bits(head_dim) + values.code_bits(head_dim)) / 2 for keys, values in pairs]
+    return {
+        "name": name,
+        "class": type(scheme).__name__,
+        # A scheme that declares no purpose says what it is.
+        "purpose": entry.purpose or (inspect.getdoc(type(scheme)) or "").split("\n")[0],
+        "group": entry.group,
+        "lists": list(entry.lists),
+        "paper": scheme.paper,
+        "keys": side_words(layout.keys, head_dim),
+        "values": side_words(layout.values, head_dim),
+        "whole": whole_words(layout),
+        "head_dim": head_dim,
+        "code_bits": [min(code), max(code)],
+        "long_context_bits": long_context_bits(layout, head_dim),
+        "stays": budget_words(scheme),
+        "not_captured": limits.captured,
+        "several_launches": limits.fused,
+        "requantized": limits.requantized,
+        "costly_choices": costly_choices(scheme, head_dim),
+        "knobs": scheme.knobs(),
+    }
+
+
+def describe_all() -> list[dict[str, Any]]:
+    """Every preset, aliases included."""
+    return [describe(name, scheme) for name, scheme in list_schemes().items()]
+
+
+def widest_first(names: Iterable[str]) -> list[str]:
+    """Presets by their bits in a long context; those that evict come last, since they hold a budget."""
+
+    def place(name: str) -> tuple[bool, float]:
+        scheme = get_scheme(name)
+        return scheme.evicts, -sum(long_context_bits(scheme.layout(HEAD_DIM, HEAD_DIM)))
+
+    return sorted(names, key=place)
+
+
+def _bits(least_most: list[float]) -> str:
+    least, most = least_most
+    return f"{least:.2f}" if least == most else f"{least:.2f}–{most:.2f}"
+
+
+def _knob_words(name: str, value: Any) -> str:
+    # A table of widths by tag would take the whole screen.
+    if isinstance(value, tuple):
+        return f"{name}: {len(value)} entries"
+    return f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value!r}"
+
+
+def step_words(item: dict[str, Any]) -> list[str]:
+    """What steps lose, line by line; nothing where they lose nothing."""
+    lines = Limits(item["not_captured"], item["several_launches"], item["requantized"]).words()
+    by_reason: dict[str, list[str]] = {}
+    for choice, reason in item["costly_choices"].items():
+        by_reason.setdefault(reason, []).append(choice)
+    lines += [f"not captured with {' or '.join(choices)}: {reason}" for reason, choices in by_reason.items()]
+    return lines
+
+
+def schemes_table() -> Table:
+    """All presets."""
+    view = narrow_table()
+    view.add_column("preset\nscheme\npaper", no_wrap=True)
+    view.add_column("what is held", min_width=24)
+    view.add_column("code\nbits", justify="right")
+    view.add_column("total\nbits", justify="right")
+    view.add_column("knobs", no_wrap=True)
+    items = describe_all()
+    for number, item in enumerate(items):
+        same = item["keys"] == item["values"]
+        held = [f"keys, values: {item['keys']}"] if same else [f"keys: {item['keys']}", f"values: {item['values']}"]
+        stays = [f"stays: {item['stays']}"] if item["stays"] else []
+        view.add_row(
+            f"{item['name']}\n{item['class']}\n{item['paper'].removeprefix('arXiv:')}",
+            "\n".join([item["purpose"], *stays, *held, f"whole: {item['whole']}", *step_words(item)]),
+            _bits(item["code_bits"]),
+            _bits(item["long_context_bits"]),
+            "\n".join(_knob_words(name, value) for name, value in item["knobs"].items()),
+        )
+        if number < len(items) - 1:
+            view.add_row()
+    return view
+
+
+def _paper_words(item: dict[str, Any]) -> str:
+    number = item["paper"].removeprefix("arXiv:")
+    link = item["paper"] if number == item["paper"] else f"[{number}](https://arxiv.org/abs/{number})"
+    return f"baseline of {link}" if item["group"] == "baseline" else link
+
+
+def _markdown_rows() -> Iterator[tuple[str, ...]]:
+    names: dict[Scheme, list[str]] = {}
+    for name in in_order():
+        names.setdefault(get_scheme(name), []).append(name)
+    for scheme, own in names.items():
+        item = describe(own[0], scheme)
+        if item["group"] == "eviction":
+            continue
+        known = ", ".join(f"`{name}`" for name in own) + (" (default)" if DEFAULT_SCHEME in own else "")
+        # An alias says nothing of its own.
+        purpose = next((text for name in own if (text := entry_of(name)[1].purpose)), item["purpose"])
+        values = "as the keys" if item["values"] == item["keys"] else item["values"]
+        bits = _bits(item["long_context_bits"])
+        yield known, purpose, bits, item["keys"], values, item["whole"], _paper_words(item)
+
+
+def eviction_markdown() -> str:
+    """Table of the schemes that only evict, whose pages are any other scheme's."""
+    lines = ["| name | for | stays | paper |", "|---|---|---|---|"]
+    for name in in_order():
+        if entry_of(name)[1].group == "eviction":
+            item = describe(name, get_scheme(name))
+            lines.append(f"| `{name}` | {item['purpose']} | {item['stays']} | {_paper_words(item)} |")
+    return "\n".join(lines)
+
+
+def schemes_markdown() -> str:
+    """The table of docs/schemes.md: a row for each scheme with its knobs; without those that only evict."""
+    return markdown_table(("name", "for", "bits", "keys", "values", "kept whole", "paper"), _markdown_rows())

@@ -1,0 +1,235 @@
+"""KL divergence, top-1 agreement and perplexity of schemes against `DynamicCache`, through the compressed pages."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from hfkvq.caches.attention import NAME
+from hfkvq.caches.cache import MixedKVCache
+from hfkvq.caches.make import make_cache
+from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.caches.scheme import Scheme
+from hfkvq.measure.demo.answers import read_memory
+
+from ..records import BASELINE
+from .values import Bill, Divergence, Measured, Perplexity
+
+KEEP_BYTES = 2**30
+"""Most bytes of the baseline's logits that are kept while schemes are compared with them."""
+
+# Positions compared at a time: in f64 the whole of a large vocabulary could be larger than the model.
+_PIECE = 64
+
+
+def compare_logits(baseline: Tensor, other: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``KL(p || q) = Σ_v p_v (log p_v - log q_v)`` in nats, ``-log p`` and ``-log q`` of the labels, and agreement.
+
+    Args:
+        baseline: logits of p, (N, vocabulary).
+        other: logits of q, likewise.
+        labels: the tokens that came, i64 (N,).
+
+    Returns:
+        KLD, ``-log p`` and ``-log q``, f32 (N,) each, and bool (N,), whether both have the same most likely token; all
+        on the CPU.
+    """
+    found: list[tuple[Tensor, ...]] = []
+    for p, q, label in zip(baseline.split(_PIECE), other.split(_PIECE), labels.split(_PIECE), strict=True):
+        log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        # A model may rule tokens out; 0 · (log 0 - log q) is 0.
+        difference = torch.where(log_p == -math.inf, 0.0, log_p - log_q)
+        # What is left of rounding is a few 1e-17 below zero.
+        kld = (log_p.exp() * difference).sum(-1).clamp(min=0)
+        nll_p, nll_q = (-log.gather(1, label[:, None])[:, 0] for log in (log_p, log_q))
+        agrees = p.argmax(-1) == q.argmax(-1)
+        found.append((*(x.float().cpu() for x in (kld, nll_p, nll_q)), agrees.cpu()))
+    kld, nll_p, nll_q, same = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return kld, nll_p, nll_q, same
+
+
+def _predictions(model: Any, tokens: Tensor, cache: Cache, prefill: int, chunk: int) -> Iterator[Tensor]:
+    """Logits (B, up to chunk, vocabulary) of the tokens from ``prefill`` on, predicted through the cache.
+
+    The last token of the prompt is fed with the first chunk: what the prompt's own forward predicts reads no cache.
+    """
+    # Logits of a whole prompt may be larger than its cache.
+    short = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    model(input_ids=tokens[:, : prefill - 1], past_key_values=cache, use_cache=True, **short)
+    for part in tokens[:, prefill - 1 : -1].split(chunk, 1):
+        yield model(input_ids=part, past_key_values=cache, use_cache=True).logits
+
+
+def _make_cache(model: Any, preset: Preset, tokenizer: Any) -> Cache:
+    if tokenizer is None:
+        # Roles cannot be read: tokens without tags get the wider format.
+        return MixedKVCache(model.config, preset)
+    return make_cache(model, preset, tokenizer)
+
+
+class _Collected:
+    """Collects one cache's tokens, window by window, and its memory."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Tensor]] = []
+        self.bits = self.held = self.bf16 = 0.0
+        self.windows = 0
+
+    def add(self, parts: Iterable[tuple[Tensor, ...]], rows: int) -> None:
+        # Chunks come flat, (B · t,).
+        columns = zip(*parts, strict=True)
+        self.batches.append([torch.cat([x.view(rows, -1) for x in column], 1) for column in columns])
+
+    def add_memory(self, cache: Cache, rows: int) -> None:
+        self.windows += rows
+        if isinstance(cache, DynamicCache) and not any(type(layer) is DynamicLayer for layer in cache.layers):
+            # Sliding windows alone: nothing that a scheme would compress.
+            self.bits = math.nan
+            return
+        memory = read_memory(cache, torch.ones(rows, 1))
+        self.held, self.bf16 = self.held + memory.held, self.bf16 + memory.bf16
+        self.bits += rows * memory.code_bits
+
+    def tensors(self) -> list[Tensor]:
+        return [torch.cat(column) for column in zip(*self.batches, strict=True)]
+
+    def bill(self) -> Bill:
+        n = self.windows
+        total = 16 * self.held / self.bf16 if self.bf16 else math.nan
+        return Bill(self.bits / n, total, self.held / n, self.bf16 / n)
+
+
+def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int) -> None:
+    if tokens.dim() != 2 or tokens.is_floating_point() or not tokens.numel():
+        raise ValueError(f"tokens: got {tokens.dtype} of {tuple(tokens.shape)}, allowed token ids (windows, context).")
+    if not 2 <= prefill < tokens.shape[1]:
+        raise ValueError(
+            f"prefill: got {prefill}, allowed 2 to {tokens.shape[1] - 1}: windows have {tokens.shape[1]} tokens, and "
+            "what follows the prompt is scored."
+        )
+    for name, value in (("chunk", chunk), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, allowed 1 or more.")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"model: {type(model).__name__} is an encoder-decoder model; choose a decoder-only one.")
+
+
+def measure(
+    model: Any,
+    tokens: Tensor,
+    schemes: Mapping[str, Preset | Scheme | str] | Sequence[str | Scheme],
+    *,
+    prefill: int,
+    chunk: int = 16,
+    batch_size: int = 1,
+    tokenizer: Any = None,
+    keep_bytes: int = KEEP_BYTES,
+    on_progress: Callable[[str, float], Any] | None = None,
+) -> Measured:
+    """Compares schemes with `DynamicCache` on windows of tokens.
+
+    Each window's first ``prefill`` tokens are its prompt; they go into the cache in one piece, attended in full
+    precision, and are not scored. The rest is fed ``chunk`` tokens at a time, and every prediction there is made
+    through the compressed pages. Tokens of one chunk see each other unquantized; ``chunk=1`` is exactly what
+    ``generate`` does. The baseline is fed in the same chunks, so ``full`` differs from it by rounding at most.
+
+    A batch of windows is finished, for all schemes, before the next: the baseline runs once a batch as long as its
+    logits take no more than ``keep_bytes``, and otherwise again, in step with each scheme. The model's attention is
+    left as it was found.
+
+    Args:
+        model: a decoder-only model of Transformers, in eval mode.
+        tokens: i64 (W, T), one window a row, without padding.
+        schemes: presets, schemes or their names, by name, or a list of schemes and names.
+        prefill: tokens of the prompt, 2 to T - 1.
+        chunk: tokens fed at a time.
+        batch_size: windows run together.
+        tokenizer: the model's; the ``triaxial`` scheme reads roles by its chat template, and without it holds all
+            tokens in 4 bits. Chunks of more than one token are tagged as parts of a prompt, single ones as generated.
+        keep_bytes: see above.
+        on_progress: called before each cache of each batch with its name and the share of the work done.
+
+    Returns:
+        Per-token values of every scheme, with W rows of T - prefill tokens.
+
+    Raises:
+        ValueError: wrong arguments, a scheme that cannot hold the model's heads, or logits that are not numbers.
+    """
+    _check(model, tokens, prefill, chunk, batch_size)
+    if isinstance(schemes, Mapping):
+        chosen = {name: get_preset(x) for name, x in schemes.items()}
+    else:
+        chosen = {x if isinstance(x, str) else repr(x): get_preset(x) for x in schemes}
+    config = model.config.get_text_config(decoder=True)
+    attached = config._attn_implementation == NAME
+    # Refused heads are told before the first batch is run.
+    caches = [_make_cache(model, preset, tokenizer) for preset in chosen.values()]
+    collected = {name: _Collected() for name in chosen}
+    base = _Collected()
+    element = torch.finfo(model.dtype).bits // 8
+    kept_bytes = batch_size * (tokens.shape[1] - prefill) * config.vocab_size * element
+    work, done = len(tokens) * (1 + len(chosen)), 0
+
+    def run(cache: Cache, batch: Tensor, name: str) -> Iterator[Tensor]:
+        for number, logits in enumerate(_predictions(model, batch, cache, prefill, chunk)):
+            if bool(logits.isnan().any()):
+                at = prefill + number * chunk
+                raise ValueError(
+                    f"model: its logits through {name} are not numbers, at a token from {at} on; use another --dtype "
+                    "(bfloat16 or float32 in place of float16), or another scheme."
+                )
+            yield logits.flatten(0, 1)
+
+    def tell(name: str) -> None:
+        if on_progress is not None:
+            on_progress(name, done / work)
+
+    try:
+        with torch.inference_mode():
+            for batch in tokens.to(model.device).split(batch_size):
+                rows = len(batch)
+                labels = [part.flatten() for part in batch[:, prefill:].split(chunk, 1)]
+                stock = DynamicCache(config=model.config)
+                tell(BASELINE)
+                if kept_bytes <= keep_bytes and chosen:
+                    kept = list(run(stock, batch, BASELINE))
+                    base.add(((nll(p, y),) for p, y in zip(kept, labels, strict=True)), rows)
+                else:
+                    kept = None
+                    base.add(((nll(p, y),) for p, y in zip(run(stock, batch, BASELINE), labels, strict=True)), rows)
+                base.add_memory(stock, rows)
+                del stock
+                done += rows
+                for name, preset in chosen.items():
+                    tell(name)
+                    cache = _make_cache(model, preset, tokenizer)
+                    # In step with a baseline of its own where the baseline's logits are too many.
+                    source = kept if kept is not None else run(DynamicCache(config=model.config), batch, BASELINE)
+                    trio = zip(source, run(cache, batch, name), labels, strict=True)
+                    collected[name].add(((x[0], x[2], x[3]) for x in (compare_logits(*each) for each in trio)), rows)
+                    collected[name].add_memory(cache, rows)
+                    done += rows
+    finally:
+        if not attached:
+            for cache in caches:
+                if isinstance(cache, MixedKVCache):
+                    cache.detach()
+    baseline = Perplexity(base.tensors()[0], base.bill())
+    found = []
+    for name, one in collected.items():
+        kld, loss, agrees = one.tensors()
+        found.append(Divergence(loss, one.bill(), name, chosen[name], kld, agrees))
+    return Measured(baseline, tuple(found))
+
+
+def nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """``-log p`` of each label, f32 (N,) on the CPU, of logits (N, vocabulary)."""
+    pieces = zip(logits.split(_PIECE), labels.split(_PIECE), strict=True)
+    return torch.cat([-p.double().log_softmax(-1).gather(1, y[:, None])[:, 0].float().cpu() for p, y in pieces])

@@ -1,0 +1,161 @@
+"""Shapes, formats and their bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfkvq import list_schemes
+from hfkvq.caches.registry import listed
+from hfkvq.caches.store import KVStore
+from hfkvq.measure.bench.cases import (
+    DEFAULT_SHAPES,
+    RAW,
+    Shape,
+    bytes_read,
+    check,
+    default_formats,
+    fill,
+    parse_count,
+    scheme_of,
+    short,
+)
+from hfkvq.measure.bench.checks import error_of
+
+CPU = torch.device("cpu")
+SMALL = Shape(2, 517, heads=4, kv_heads=2, head_dim=64)
+
+
+def test_numbers_of_tokens():
+    assert [parse_count(text) for text in ("8192", "8k", "1K", "100")] == [8192, 8192, 1024, 100]
+    assert [short(count) for count in (8192, 131072, 100)] == ["8k", "128k", "100"]
+    for text in ("", "k", "0", "-1", "8kk", "1.5k"):
+        with pytest.raises(ValueError, match="allowed numbers like 8192 or 8k"):
+            parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch": 0}, "batch: got 0"),
+        ({"heads": 6, "kv_heads": 4}, "heads: got 6, allowed multiples of kv_heads"),
+        ({"dtype": "int3"}, "dtype: got 'int3', allowed bfloat16, float16"),
+    ],
+)
+def test_shapes_that_make_no_sense(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Shape(**{"batch": 1, "context": 8, **fields})
+
+
+def test_default_formats_exist_and_hold_the_default_heads():
+    names = default_formats()
+    check(names, [Shape(*sizes) for sizes in DEFAULT_SHAPES])
+    assert set(names) == {*RAW, *listed("bench kernels")}
+    assert len(set(names)) == len(names)
+    # The control ends the presets.
+    assert names.index("full") == len(listed("bench kernels"))
+
+
+@pytest.mark.parametrize(
+    ("formats", "head_dim", "message"),
+    [
+        (["kity"], 128, "formats: got 'kity', which is unknown; did you mean 'kitty'"),
+        (["kivi-2"], 48, "group_size: got 32, which does not divide head_dim 48"),
+        ([], 128, "formats: got none"),
+    ],
+)
+def test_formats_that_cannot_be(formats, head_dim, message):
+    with pytest.raises(ValueError, match=message):
+        check(formats, [Shape(1, 128, head_dim=head_dim)])
+
+
+def test_raw_formats_are_no_presets():
+    known = dict(list_schemes())
+    for name in RAW:
+        scheme_of(name, 128)
+    assert list_schemes() == known
+    assert not set(RAW) & set(known)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("2-bit", "s0;k0;v0;2c128p128/2t128p128"),
+        ("mixkvq-pages", "s32;k0;v0;2c32p128+4x16+16x8/2t32p128"),
+        ("triaxial-pages", "s0;k0;v0;2c32p128/2t32p128|4c32p128/4t32p128"),
+        ("fp8+16", "s0;k0;v0;8t128p128/8t128p128|16t1p128/16t1p128"),
+    ],
+)
+def test_raw_formats_have_the_layout_that_they_say(name, spec):
+    assert scheme_of(name, 128).layout(128, 128).store.spec == spec
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_raw_formats_attend_as_torch_does_to_what_they_hold(name):
+    query, keys, values = SMALL.data(CPU)
+    store = fill(name, keys, values)
+    assert store.longest == SMALL.context
+    got = store.attend(query, None, SMALL.scaling)
+    held = [store.dense(side, SMALL.context).float() for side in ("keys", "values")]
+    exact = torch.nn.functional.scaled_dot_product_attention(query.float(), *held, enable_gqa=True)
+    assert error_of(got, exact) < 0.01
+    # The pages were quantized, each element to something near.
+    assert 0 < error_of(held[0], keys) < 0.6
+
+
+def test_channels_and_tokens_get_the_widths_that_their_shares_say():
+    keys = torch.randn(2, 2, 3, 128, 128)
+    widths = scheme_of("mixkvq-pages", 128).channel_bits(keys, None)
+    assert widths is not None
+    assert [int((widths == bits).sum(-1).unique()) for bits in (2, 4, 16)] == [104, 16, 8]
+    assert widths.float().mean((0, 1, 2)).unique().numel() > 1
+
+    position = torch.arange(10_000, dtype=torch.int32)[None]
+    for name, narrow, share in (("triaxial-pages", 2, 0.7), ("fp8+16", 8, 0.5)):
+        bits = scheme_of(name, 128).token_bits(keys, keys, position)
+        assert bits is not None
+        assert float((bits == narrow).float().mean()) == pytest.approx(share, abs=0.001)
+    store = fill("triaxial-pages", *Shape(1, 4096, heads=1, kv_heads=1, head_dim=32).data(CPU)[1:])
+    # Whole pages: 22 of the 32 are narrow.
+    assert [int(store.counters[2 + 2 * run]) for run in (0, 1)] == [22 * 128, 10 * 128]
+
+
+@pytest.mark.parametrize("name", ["2-bit", "int4", "full", "triaxial-pages", "fp8+16"])
+def test_bytes_are_those_of_the_tensors_where_all_of_them_is_read(name):
+    shape = Shape(2, 512, heads=4, kv_heads=2, head_dim=64)
+    query, keys, values = shape.data(CPU)
+    store = fill(name, keys, values)
+    held = store.nbytes()
+    # Rows are alike and hold whole pages of each width, or all tokens where scales are per token.
+    pages = held.codes + held.metadata
+    if name == "fp8+16":
+        counts = store.counters[2::2, 0].tolist()
+        pages = sum(
+            count * shape.batch * sum(part[0].nbytes for part in (*view.keys, *view.values)) // 128
+            for count, view in zip(counts, store.runs, strict=True)
+        )
+        assert pages <= held.codes + held.metadata
+    assert bytes_read(store, query) == pages + 2 * query.nbytes
+
+
+def test_bytes_of_windows_and_of_sides_sealed_apart():
+    # Sink 32; keys are sealed by the page, values stay whole for 128 tokens more.
+    shape = Shape(3, 32 + 3 * 128 + 50, heads=4, kv_heads=2, head_dim=64)
+    query, keys, values = shape.data(CPU)
+    store = fill("kitty", keys, values)
+    assert store.counters[2:, 0].tolist() == [3 * 128, 2 * 128]
+    plane, scales, high, index = 128 * 64 // 4, 2 * 2 * 64, 16 * 8 * 2, 8
+    key_page, value_page = plane + scales + high, plane + 2 * 2 * 128
+    windows = (32 + 50 + 32 + 128 + 50) * 64 * 2
+    a_row = 2 * (3 * (key_page + index) + 2 * value_page + windows)
+    assert bytes_read(store, query) == 3 * a_row + 2 * query.nbytes
+
+
+def test_bytes_do_not_count_room():
+    query, keys, values = SMALL.data(CPU)
+    scheme = scheme_of("kitty", 64)
+    roomy = KVStore(scheme.layout(64, 64), scheme, keys, values, capacity=2048)
+    roomy.extend(keys, values)
+    exact = fill("kitty", keys, values)
+    assert roomy.nbytes().total > exact.nbytes().total
+    assert bytes_read(roomy, query) == bytes_read(exact, query)

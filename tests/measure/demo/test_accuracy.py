@@ -1,0 +1,77 @@
+"""Accuracy has not fallen: a small fixed slice, measured again and held against what is on record."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from hfkvq.measure.demo.run import BASELINE
+
+EVALS = Path(__file__).parents[3] / "evals"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("accuracy", EVALS / "accuracy.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+accuracy = load_script()
+
+
+# Recorded, but not measured again at every run: the same code as a sibling, or a budget that the prompts do not exceed.
+LEFT_OUT = {
+    *("arkv-origin", "arkv-quant", "arkv-window", "kvarn-k4v4", "saw-int4-kv"),
+    *("mixkvq-r1-llama-8b", "mixkvq-r1-qwen-14b", "mixkvq-r1-qwen-32b"),
+}
+
+
+def test_slice(monkeypatch):
+    """Right answers may differ by one, divergence by half and what another PyTorch rounds, bytes hardly.
+
+    One test, so that it is measured once however the tests are spread over processes.
+    """
+    schemes = accuracy._schemes(False)
+    recorded = json.loads((EVALS / "results/accuracy-slice.json").read_text(encoding="utf-8"))["rows"]
+    # A new scheme has no record until `evals/accuracy.py slice` has made one.
+    chosen = {name: scheme for name, scheme in schemes.items() if name in recorded.keys() - LEFT_OUT}
+    monkeypatch.setattr(accuracy, "_schemes", lambda options: chosen)
+    # Only clocks need that.
+    monkeypatch.setattr("hfkvq.measure.demo.run._warm_up", lambda *_: None)
+    measured = accuracy.measure_slice()
+    assert {BASELINE, *schemes} >= recorded.keys()
+    assert recorded.keys() - measured.keys() == LEFT_OUT
+    worse = []
+    for name, kinds in measured.items():
+        for kind, now in kinds.items():
+            then = recorded[name][kind]
+            assert now["total"] == then["total"]
+            ok = now["right"] >= then["right"] - 1
+            ok = ok and (name == BASELINE or now["kl_mean"] <= 1.5 * then["kl_mean"] + 1e-3)
+            ok = ok and now["total_bits"] == pytest.approx(then["total_bits"], rel=1e-3)
+            if not ok:
+                worse.append((name, kind, now, then))
+    assert not worse
+    # The slice can tell: the model answers it, and a bad cache does not.
+    stock = measured[BASELINE]["outliers"]
+    assert stock["right"] >= stock["total"] - 1
+    assert measured["int4"]["outliers"]["kl_mean"] > 10 * measured["saw-int4"]["outliers"]["kl_mean"]
+
+
+def test_table_has_every_row_once():
+    recorded = json.loads((EVALS / "results/accuracy.json").read_text(encoding="utf-8"))
+    lines = accuracy.markdown(recorded).splitlines()
+    assert len(lines) == 2 + len(recorded["plain"]["rows"])
+    assert len({line.count("|") for line in lines}) == 1
+    text = f"a\n{accuracy.BEGIN}\nold\n{accuracy.END}\nb"
+    assert accuracy.put_table(text, recorded) == accuracy.put_table(accuracy.put_table(text, recorded), recorded)
+
+
+def test_the_document_shows_what_was_measured():
+    recorded = json.loads((EVALS / "results/accuracy.json").read_text(encoding="utf-8"))
+    text = (EVALS.parent / "docs/results.md").read_text(encoding="utf-8")
+    assert accuracy.put_table(text, recorded) == text

@@ -1,0 +1,141 @@
+"""The demo's figures, against what is known without it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfkvq import get_scheme, list_schemes
+from hfkvq.measure.demo import Settings, choose_schemes, run_demo
+from hfkvq.measure.demo.answers import answer, answer_lengths, kl_divergence, make_cache, predictions, read_memory
+from hfkvq.measure.demo.prompts import Subject, full_name, is_right, load, make_batches
+from hfkvq.measure.reference import evaluation_set
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def subject(stand_in: Path) -> Subject:
+    return load(str(stand_in), device=CPU)
+
+
+def test_kl_divergence_by_hand() -> None:
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+    # Adding a constant to logits changes nothing.
+    found = kl_divergence(p.log() + 3, q.log() - 1)
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([0.5 * math.log(2) - 0.25 * math.log(2)], abs=1e-7)
+    assert kl_divergence(p.log(), p.log()).tolist() == [0.0]
+
+
+def test_kl_divergence_over_many_positions_is_that_of_each() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(150, 11), torch.randn(150, 11)
+    found = kl_divergence(p, q)
+    want = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(found, want.double(), atol=1e-5, rtol=1e-5)
+    assert (found > 0).all()
+
+
+def test_answers_end_with_the_first_end_token() -> None:
+    ids = torch.tensor([[5, 2, 0, 0], [5, 6, 7, 8], [3, 2, 2, 0]])
+    assert answer_lengths(ids, [2]) == [2, 4, 2]
+    assert answer_lengths(ids, [2, 3]) == [2, 4, 1]
+    assert answer_lengths(ids, [None]) == [4, 4, 4]
+
+
+def test_every_distinct_scheme_is_run_once() -> None:
+    chosen = choose_schemes(["all"])
+    assert set(chosen.values()) == set(list_schemes().values())
+    assert len(set(chosen.values())) == len(chosen)
+    assert "kivi-2" in chosen
+    assert "kivi" not in chosen
+    assert list(choose_schemes(["kivi", "full"])) == ["kivi", "full"]
+
+
+def test_a_quick_look_has_a_scheme_of_every_paper() -> None:
+    papers = {scheme.paper for scheme in choose_schemes().values()}
+    assert papers >= {scheme.paper for scheme in list_schemes().values()}
+
+
+@pytest.mark.parametrize("task", ["sums", "recall-", "recall-0", "recall-281", "recall-999999", "tools-3", ""])
+def test_unknown_tasks_are_refused(task: str) -> None:
+    with pytest.raises(ValueError, match="tasks: got"):
+        full_name(task)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"samples": 0}, {"batch_size": 0}, {"max_new_tokens": 1}, {"seed": -1}, {"tasks": ()}, {"kl_tokens": 0}]
+)
+def test_settings_are_checked(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+def test_scoring_of_other_models_takes_the_last_number(subject: Subject) -> None:
+    example = evaluation_set("recall-24", 1)[0]
+    grouped = f"{int(example.answer):,}"
+    assert is_right(subject, example, f"<think>1 or 2?</think>The number is {grouped}.<|im_end|>")
+    assert not is_right(subject, example, f"{example.answer} or 7")
+    assert not is_right(subject, example, "I do not know")
+
+
+def test_prompts_too_long_for_the_model_are_refused(subject: Subject) -> None:
+    with pytest.raises(ValueError, match="4096"):
+        make_batches(subject, "recall-280", 1, 1, 0, 1000)
+
+
+def test_predictions_are_the_logits_of_a_forward_without_cache(subject: Subject) -> None:
+    """Also where a row's own answer deviates: then the baseline's tokens are fed from the prompt's end."""
+    batch = make_batches(subject, "recall-24", 3, 3, 0, 12)[0]
+    baseline = answer(subject, batch, make_cache(subject, None), rows=2)
+    ids = torch.cat([batch.ids, baseline.ids], 1)
+    mask = torch.cat([batch.mask, torch.ones_like(baseline.ids)], 1)
+    position = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.inference_mode():
+        logits = subject.model(input_ids=ids, attention_mask=mask, position_ids=position, use_cache=False).logits
+    start = batch.ids.shape[1]
+    want = torch.cat([logits[row, start : start + baseline.lengths[row] - 1] for row in (0, 1)])
+    torch.testing.assert_close(predictions(subject, batch, baseline, baseline), want, atol=2e-4, rtol=2e-4)
+    for deviating in ([0], [1], [0, 1]):
+        mine = answer(subject, batch, make_cache(subject, None), rows=2)
+        mine.ids = mine.ids.clone()
+        mine.ids[deviating, 1] += 1
+        torch.testing.assert_close(predictions(subject, batch, mine, baseline), want, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("task", ["recall-24", "tools"])
+def test_full_holds_the_same_tokens_as_the_stock_cache(subject: Subject, task: str) -> None:
+    batch = make_batches(subject, task, 3, 3, 0, 5)[0]
+    stock = read_memory(answer(subject, batch, make_cache(subject, None)).cache, batch.mask)
+    full = read_memory(answer(subject, batch, make_cache(subject, get_scheme("full"))).cache, batch.mask)
+    assert full.bf16 == stock.bf16
+    assert full.tokens == stock.tokens
+    # Padding and f32 are what the stock cache holds on top.
+    rows, columns = batch.mask.shape
+    assert stock.held == 2 * stock.bf16 * rows * (columns + 4) / (int(batch.mask.sum()) + rows * 4)
+    assert stock.code_bits == 32
+
+
+def test_full_is_the_baseline_and_two_bits_on_everything_are_not(subject: Subject) -> None:
+    settings = Settings(("recall-24", "tools"), ("full", "kivi-2", "kivi-4"), samples=3, batch_size=2, max_new_tokens=8)
+    result = run_demo(subject, settings)
+    rows = {row.name: row for row in result.rows}
+    assert next(iter(rows)) == "DynamicCache"
+    assert rows["full"].agreement == 1.0
+    assert float(rows["full"].kl.max()) < 1e-6
+    assert len(rows["full"].kl) == len(rows["kivi-2"].kl) == 2 * 3 * 7
+    assert float(rows["kivi-2"].kl.mean()) > float(rows["kivi-4"].kl.mean()) > 1e-6
+    assert rows["kivi-2"].agreement < 1.0
+    assert all(row.decode_tokens > 0 and row.decode_seconds > 0 for row in result.rows)
+    assert result.memory_task == "tools"
+
+
+def test_the_kl_divergence_is_limited_to_some_rows(subject: Subject) -> None:
+    settings = Settings(
+        tasks=("recall-24",), schemes=("int4",), samples=4, batch_size=2, max_new_tokens=6, kl_tokens=17
+    )
+    assert len(run_demo(subject, settings).rows[1].kl) == 3 * 5

@@ -1,0 +1,110 @@
+"""The command line, as its user types it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+import hfkvq
+from hfkvq.measure.demo.schemes import describe
+from tests.command import assert_refused, invoke
+
+
+def test_help_and_version() -> None:
+    done = invoke("--help")
+    assert done.exit_code == 0
+    assert "demo" in done.output
+    assert "schemes" in done.output
+    assert invoke("--version").output.strip() == hfkvq.__version__
+
+
+@pytest.mark.parametrize("columns", [100, 120])
+def test_schemes_lists_every_preset(columns: int) -> None:
+    done = invoke("schemes", columns=columns)
+    assert done.exit_code == 0
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= columns
+    first = [line.split()[0] for line in lines if line.strip()]
+    for name, scheme in hfkvq.list_schemes().items():
+        assert name in first
+        for knob, value in scheme.to_dict().items():
+            shown = f"{knob}: {len(value)} entries" if isinstance(value, tuple) else f"{knob}={value!r}"
+            shown = f"{knob}={value:.4g}" if isinstance(value, float) else shown
+            assert knob == "scheme" or shown in done.output
+
+
+def test_schemes_as_json() -> None:
+    items = {item["name"]: item for item in json.loads(invoke("schemes", "--json").output)}
+    assert set(items) == set(hfkvq.list_schemes())
+    assert items["full"]["long_context_bits"] == [16.0, 16.0]
+    # 4 bits, and two f16 for 128 channels.
+    assert items["saw-int4"]["long_context_bits"] == [4.25, 4.25]
+    # 2 bits, and two f16 for 32 elements.
+    assert items["kivi-2"]["long_context_bits"] == [3.0, 3.0]
+    # Keys: 2.25 of payload, 0.25 of scales, a byte of index for each of 32 channels in a page of 128 * 128.
+    kitty = describe("kitty-pro", hfkvq.get_scheme("kitty-pro"))
+    assert kitty["code_bits"] == [2.25, 2.25]
+    assert kitty["long_context_bits"][0] == pytest.approx((2.5 + 0.25 + 32 * 8 / 128**2 + 2.25) / 2)
+
+
+def test_demo_makes_a_table_json_and_a_picture(stand_in: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    data, picture = tmp_path / "demo.json", tmp_path / "demo.png"
+    arguments = ["--schemes", "full,kivi-2", "--samples", "2", "--tasks", "recall-24,arithmetic-4"]
+    arguments += ["--max-new-tokens", "6", "--seed", "3", "--device", "cpu"]
+    done = invoke("demo", "--model", str(stand_in), *arguments, "--json", str(data), "--png", str(picture), columns=100)
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if not line.startswith("Saved")]
+    assert max(map(len, lines)) <= 100
+    rows = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert {"DynamicCache", "full", "kivi-2"} <= set(rows)
+    assert "100.0" in rows["full"]
+    assert "float32" in done.output
+
+    saved = json.loads(data.read_text(encoding="utf-8"))
+    assert [row["name"] for row in saved["rows"]] == ["DynamicCache", "full", "kivi-2"]
+    full = saved["rows"][1]
+    assert full["agreement"] == 1.0
+    assert 0 <= full["kl_mean"] < 1e-6
+    assert full["kl_positions"] == 2 * 2 * 5
+    assert set(full["tasks"]) == {"recall-24", "arithmetic-4"}
+    assert full["tasks"]["recall-24"]["total"] == 2
+    assert saved["settings"]["seed"] == 3
+    assert saved["dtype"] == "float32"
+    assert {"torch", "transformers", "hfkvq", "python"} <= set(saved["versions"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schemes", "kity"], "scheme: got 'kity', which is unknown; did you mean 'kitty'"),
+        (["--samples", "0"], "Invalid value for '--samples'"),
+        (["--tasks", "recall,sums"], "tasks: got 'sums', allowed recall, arithmetic, tools"),
+        (["--tasks", ","], "tasks: got none"),
+        (["--device", "abacus"], "device: got 'abacus', allowed auto, cpu, cuda"),
+        (["--outliers", "0"], "outliers: got 0, allowed a positive factor"),
+        (["--outliers", "8", "--model", "."], "only the reference model"),
+        (["--model", "./no-such-folder"], "the folder ./no-such-folder does not exist"),
+        (["--json", "no-such-folder/a.json"], "the folder no-such-folder does not exist"),
+        (["--dtype", "int3"], "Invalid value for '--dtype'"),
+    ],
+)
+def test_wrong_arguments_are_told_before_any_model_is_loaded(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hfkvq.measure.demo.prompts.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    assert_refused(invoke("demo", *arguments), message)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    assert_refused(invoke("demo", "--model", str(tmp_path)), "cannot be loaded")
+
+
+def test_a_picture_needs_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    assert_refused(invoke("demo", "--png", "a.png"), "hfkvq[plot]")

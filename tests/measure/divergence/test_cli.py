@@ -1,0 +1,110 @@
+"""`hfkvq kld`, as its user types it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hfkvq import get_scheme
+from tests.command import assert_refused, flat, invoke
+
+run = partial(invoke, "kld")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "story.txt"
+    path.write_text("Keys and values, please. The cache holds 4 bits of each. " * 40, encoding="utf-8")
+    return path
+
+
+def test_a_table_and_json(stand_in: Path, text: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "kld.json"
+    arguments = ["--model", str(stand_in), "--text", str(text), "--schemes", "full,kivi-2,kivi-2:local_length=32"]
+    arguments += ["--context", "200", "--prefill", "140", "--windows", "3", "--batch-size", "2", "--device", "cpu"]
+    done = run(*arguments, "--dtype", "float32", "--json", str(saved), columns=100)
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if not line.startswith("Saved")]
+    assert max(map(len, lines)) <= 100
+    assert "180 scored tokens in 3 windows of 200 of story.txt, behind prompts of 140" in flat(done.output)
+
+    record = json.loads(saved.read_text(encoding="utf-8"))
+    assert record["kind"] == "hfkvq kld"
+    assert (record["windows"], record["tokens"]) == (3, 180)
+    assert record["model"] == stand_in.name
+    assert str(tmp_path) not in saved.read_text(encoding="utf-8")
+    assert record["settings"]["chunk"] == 16
+    assert len(record["text"]["tokens_sha256"]) == 64
+    assert {"torch", "transformers", "scipy", "hfkvq", "python"} <= set(record["versions"])
+    full, two, small = record["rows"]
+    assert full["kld"]["mean"] < 1e-6
+    assert full["top1"]["share"] == 1.0
+    assert two["scheme"] == get_scheme("kivi-2").to_dict()
+    assert small["scheme"]["local_length"] == 32
+    low, high = two["kld"]["interval"]
+    assert 0 < low <= two["kld"]["mean"] <= high
+    assert two["kld"]["median"] <= two["kld"]["p99"] <= two["kld"]["p999"] <= two["kld"]["max"]
+    assert two["perplexity_ratio"]["value"] == pytest.approx(two["perplexity"] / record["baseline"]["perplexity"])
+    again = run(*arguments, "--dtype", "float32", "--json", str(saved))
+    assert again.exit_code == 0
+    assert json.loads(saved.read_text(encoding="utf-8"))["rows"] == record["rows"]
+
+
+def test_the_reference_model_has_a_text_of_its_own() -> None:
+    done = run("--schemes", "kivi-2", "--context", "96", "--prefill", "64", "--windows", "1", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    assert "32 scored tokens in 1 window of 96 of the reference tasks" in flat(done.output)
+    assert "One window has no confidence intervals" in flat(done.output)
+
+
+def test_a_window_takes_more_tokens_than_the_text_has(stand_in: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.", encoding="utf-8")
+    assert_refused(
+        run("--model", str(stand_in), "--text", str(short), "--context", "64"), "but a window takes 64; give more text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schemes", "kity"], "scheme: got 'kity', which is unknown; did you mean 'kitty'"),
+        (["--schemes", "kitty:bost=1"], "knob 'bost' is unknown"),
+        (["--device", "abacus"], "device: got 'abacus', allowed auto, cpu, cuda"),
+        (["--context", "64", "--prefill", "64"], "prefill: got 64, allowed 2 to 63"),
+        (["--context", "5000"], "context: got 5000, but reference model has 4096 positions; use --context 4096"),
+        (["--windows", "0"], "Invalid value for '--windows'"),
+        (["--chunk", "0"], "Invalid value for '--chunk'"),
+        (["--text", "a", "--dataset", "b"], "choose --text or --dataset"),
+        (["--text", "no-such-file.txt"], "text: no-such-file.txt cannot be read"),
+        (["--model", "./no-such-folder", "--text", __file__], "the folder ./no-such-folder does not exist"),
+        (["--model", "./no-such-folder"], "only the reference model has a text of its own"),
+        (["--json", "no-such-folder/a.json"], "the folder no-such-folder does not exist"),
+    ],
+)
+def test_wrong_arguments_are_told_before_any_model_is_loaded(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hfkvq.measure.divergence.subject.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    assert_refused(run(*arguments), message)
+
+
+def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, text: Path, tmp_path: Path) -> None:
+    assert_refused(
+        run("--model", str(encoder_decoder), "--text", str(text)),
+        "is an encoder-decoder model; choose a decoder-only one",
+    )
+    assert_refused(run("--model", str(tmp_path), "--text", str(text)), "cannot be used")
+    # 48 does not divide heads of 64.
+    done = run("--model", stand_in, "--text", text, "--context", 64, "--schemes", "kivi-2:group_size=48")
+    assert_refused(done, "48")
+
+
+def test_missing_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "scipy" else find(name, *a))
+    assert_refused(run(), "hfkvq[eval]")

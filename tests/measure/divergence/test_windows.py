@@ -1,0 +1,147 @@
+"""Text, its windows, and schemes as they are typed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+
+from hfkvq import get_scheme
+from hfkvq.measure.divergence.naming import parse_schemes
+from hfkvq.measure.divergence.windows import cut, hub_documents, read_files, reference_documents
+
+
+class Letters:
+    """A tokenizer of one token a letter; "^" begins a text, if it is told so."""
+
+    def __init__(self, bos: int | None = None) -> None:
+        self.bos_token_id = bos
+
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True):
+        ids = [ord(letter) for letter in text]
+        if add_special_tokens and self.bos_token_id is not None:
+            ids = [self.bos_token_id, *ids]
+        return types.SimpleNamespace(input_ids=ids)
+
+
+def text_of(tokens: torch.Tensor) -> list[str]:
+    return ["".join(map(chr, row)) for row in tokens.tolist()]
+
+
+def test_windows_follow_one_another() -> None:
+    found = cut(["abcde", "fghij", "klmno"], Letters(), 4, 3, "-")
+    assert text_of(found.tokens) == ["abcd", "e-fg", "hij-"]
+    assert found.first_token is None
+    assert text_of(cut(["abcde"], Letters(), 4, 3).tokens) == ["abcd"]
+
+
+def test_every_window_begins_as_texts_do() -> None:
+    found = cut(["abcdefgh"], Letters(ord("^")), 4, 9)
+    assert text_of(found.tokens) == ["^abc", "^def"]
+    assert found.first_token == ord("^")
+
+
+def test_documents_are_read_as_far_as_needed() -> None:
+    def endless():
+        while True:
+            yield "abcd"
+
+    assert cut(endless(), Letters(), 8, 2).tokens.shape == (2, 8)
+    assert cut(["abcd"], Letters(), 4, 1).sha256 != cut(["abce"], Letters(), 4, 1).sha256
+
+
+def test_too_little_text() -> None:
+    with pytest.raises(ValueError, match="text: it has 3 tokens, but a window takes 8; give more text, or a smaller"):
+        cut(["abc"], Letters(), 8, 1)
+
+
+def test_files(tmp_path) -> None:
+    plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_text("Grüße", encoding="utf-8")
+    lines.write_text('{"body": "one"}\n\n{"body": "two", "n": 1}\n', encoding="utf-8")
+    assert read_files([plain], "body") == ["Grüße"]
+    assert read_files([lines, plain], "body") == ["one", "two", "Grüße"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\xff\xfe\xfa", "a.txt cannot be read as UTF-8"),
+        ("a.txt", b" \n", "a.txt holds no text"),
+        ("a.jsonl", b"", "a.jsonl holds no text"),
+        ("a.jsonl", b'{"text": "x"}\n{"text', "line 2 of .*a.jsonl is no JSON"),
+        ("a.jsonl", b'{"body": "x", "n": 1}', "field: line 1 of .* has no text in 'text'; it has body, n"),
+        ("a.jsonl", b"[1]", "it has no fields, but list"),
+    ],
+)
+def test_bad_files(tmp_path, name, content, message) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_files([tmp_path / name], "text")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_files([tmp_path / "none.txt"], "text")
+
+
+def test_data_sets(monkeypatch) -> None:
+    asked = []
+
+    def load_dataset(name, config, split, streaming):
+        asked.append((name, config, split, streaming))
+        if name == "none":
+            raise FileNotFoundError("no such data set")
+        return iter([{"page": "one"}, {"page": "two"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert list(hub_documents("wikitext:raw", "test", "page")) == ["one", "two"]
+    assert asked == [("wikitext", "raw", "test", True)]
+    with pytest.raises(ValueError, match=r"dataset: 'none', split 'test', cannot be loaded.*--text"):
+        list(hub_documents("none", "test", "page"))
+    with pytest.raises(ValueError, match="row 1 of wikitext has no text in 'text'; it has page"):
+        list(hub_documents("wikitext", "test", "text"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"hfkvq\[eval\]"):
+        list(hub_documents("wikitext", "test", "text"))
+
+
+def test_the_reference_models_own_text() -> None:
+    documents = reference_documents()
+    first = [next(documents) for _ in range(6)]
+    assert len(set(first)) == 6
+    assert all(text.endswith("<|im_end|>\n") for text in first)
+    assert next(reference_documents(seed=1)) not in first
+
+
+def test_schemes_with_knobs() -> None:
+    found = parse_schemes(["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"])
+    assert list(found) == ["kivi-2", "kitty:boost_ratio=0.2:sink_length=0", "kitty:rotate_values=true"]
+    assert [preset.scheme for preset in found.values()] == [
+        get_scheme("kivi-2"),
+        get_scheme("kitty", boost_ratio=0.2, sink_length=0),
+        get_scheme("kitty", rotate_values=True),
+    ]
+    assert "full" in parse_schemes([])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("kity", "did you mean 'kitty'"),
+        ("kitty:bost_ratio=0.2", "knob 'bost_ratio' is unknown; did you mean 'boost_ratio'"),
+        ("kitty:0.2", "schemes: got 'kitty:0.2', allowed NAME or NAME:KNOB=VALUE"),
+        ("kitty:boost_ratio=7", "boost_ratio: got 7"),
+        ("kitty:boost_ratio=much", "boost_ratio: got 'much'"),
+    ],
+)
+def test_wrong_schemes(text, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_schemes([text])
+
+
+def test_the_tokenizer_of_the_reference_model(tokenizer) -> None:
+    found = cut(reference_documents(), tokenizer, 256, 2, "")
+    assert found.tokens.shape == (2, 256)
+    assert tokenizer.decode(found.tokens[0]) == next(reference_documents())[: len(tokenizer.decode(found.tokens[0]))]
+    assert json.dumps(found.sha256)

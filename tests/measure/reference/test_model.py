@@ -1,0 +1,99 @@
+"""Loading the reference model, and the copy of it with outlier channels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from hfkvq.measure.reference import evaluation_set, load_reference, reference_path, with_outliers
+from hfkvq.measure.reference import model as model_module
+
+
+def tiny_qwen3() -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    for module in model.modules():
+        if hasattr(module, "k_norm"):
+            nn.init.uniform_(module.k_norm.weight, 0.5, 2.0)
+            nn.init.uniform_(module.q_norm.weight, 0.5, 2.0)
+    return model
+
+
+@torch.inference_mode()
+def run(model: Qwen3ForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits, and the range of each key channel, (layers, head_dim)."""
+    cache = DynamicCache(config=model.config)
+    logits = model(ids, past_key_values=cache).logits
+    keys = [layer.keys for layer in cache.layers]
+    return logits, torch.stack([key.abs().amax(dim=(0, 1, 2)) for key in keys])
+
+
+@pytest.mark.parametrize(("factor", "pairs"), [(8.0, 2), (10.0, 1), (3.0, 8)])
+def test_outliers_change_keys_and_not_logits(factor: float, pairs: int) -> None:
+    model = tiny_qwen3()
+    ids = torch.randint(64, (2, 40))
+    logits, ranges = run(model, ids)
+    changed = with_outliers(model, factor, pairs)
+    new_logits, new_ranges = run(changed, ids)
+    torch.testing.assert_close(new_logits, logits, atol=1e-4, rtol=0)
+    grown = (new_ranges / ranges).round().int()
+    assert (grown == round(factor)).sum(dim=-1).tolist() == [2 * pairs] * 2
+    assert (grown == 1).sum(dim=-1).tolist() == [16 - 2 * pairs] * 2
+    assert (grown[:, 8 - pairs : 8] == round(factor)).all()
+
+
+def test_outliers_leave_the_model_alone() -> None:
+    model = tiny_qwen3()
+    before = model.model.layers[0].self_attn.k_norm.weight.clone()
+    with_outliers(model)
+    assert torch.equal(model.model.layers[0].self_attn.k_norm.weight, before)
+
+
+def test_outliers_need_a_key_norm() -> None:
+    with pytest.raises(ValueError, match="has no q_norm and k_norm"):
+        with_outliers(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="pairs=9 must be between 1 and half the head dimension, 8"):
+        with_outliers(tiny_qwen3(), pairs=9)
+
+
+def test_missing_weights_name_both_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "hfkvq" / "measure" / "reference" / "model.py"
+    monkeypatch.setattr(model_module, "__file__", str(file))
+    with pytest.raises(FileNotFoundError) as caught:
+        reference_path()
+    assert str(file.parent / "checkpoint") in str(caught.value)
+    checkout = tmp_path / "evals" / "reference" / "checkpoint"
+    assert str(checkout) in str(caught.value)
+    checkout.mkdir(parents=True)
+    (checkout / "model.safetensors").touch()
+    assert reference_path() == checkout
+
+
+def test_reference_answers_also_with_outliers() -> None:
+    torch.set_num_threads(1)
+    model, tokenizer = load_reference(torch.float32)
+    examples = evaluation_set("recall-24", 4)
+    inputs = tokenizer([example.prompt for example in examples], return_tensors="pt", padding=True)
+    width = inputs.input_ids.shape[1]
+    logits, ranges = run(model, inputs.input_ids)
+    changed = with_outliers(model)
+    new_logits, new_ranges = run(changed, inputs.input_ids)
+    torch.testing.assert_close(new_logits, logits, atol=1e-4, rtol=0)
+    assert ((new_ranges / ranges).round() == 8).sum(dim=-1).tolist() == [4] * len(ranges)
+    out = changed.generate(**inputs, max_new_tokens=8, do_sample=False)
+    texts = tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+    assert sum(example.score(text) for example, text in zip(examples, texts, strict=True)) >= 3

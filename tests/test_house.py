@@ -1,0 +1,130 @@
+"""What keeps the package readable: small modules and classes, imports that go one way, and a short README."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.test_imports import MODULES, ROOT, imports, is_in, module_name
+
+MODULE_LINES, TRITON_LINES, CLASS_LINES, CLASS_METHODS, README_LINES = 400, 500, 300, 25, 180
+# Each may import itself and the ones before it.
+LAYERS = ("hfkvq.kernels", "hfkvq.caches", "hfkvq.terminal", "hfkvq.measure", "hfkvq.lm_eval", "hfkvq.tuning")
+
+TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for name, tree in TREES.items():
+        yield from ((f"{name}.{node.name}", node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def test_modules_are_small():
+    lines = {module_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    limits = {name: TRITON_LINES if is_in(name, "hfkvq.kernels.triton") else MODULE_LINES for name in lines}
+    assert {name: count for name, count in lines.items() if count > limits[name]} == {}
+
+
+def test_classes_are_small():
+    lines = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in classes()}
+    assert {name: count for name, count in lines.items() if count > CLASS_LINES} == {}
+
+
+def test_classes_have_few_methods():
+    """Properties count, and so does each of a property's setters."""
+    methods = {name: sum(isinstance(part, FUNCTIONS) for part in node.body) for name, node in classes()}
+    assert {name: count for name, count in methods.items() if count > CLASS_METHODS} == {}
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def forbidden(name: str, found: set[str]) -> set[str]:
+    """What a module may not import: a layer above its own, and what only stands in a checkout."""
+    outside = {other for other in found if other.split(".")[0] in ("evals", "notebooks", "tests")}
+    layer = next((i for i, package in enumerate(LAYERS) if is_in(name, package)), None)
+    if layer is None:
+        return outside
+    own = {other for other in found if is_in(other, "hfkvq") and other != "hfkvq"}
+    return outside | {other for other in own if not any(is_in(other, package) for package in LAYERS[: layer + 1])}
+
+
+def test_imports_point_one_way():
+    """Also those inside of functions."""
+    found = {module_name(path): forbidden(module_name(path), set(imports(path))) for path in MODULES}
+    assert {name: others for name, others in found.items() if others} == {}
+
+
+def runs_when_imported(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported: not those of functions, nor what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (*FUNCTIONS, ast.Lambda)):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from (each for other in child.orelse for each in (other, *runs_when_imported(other)))
+            continue
+        yield child
+        yield from runs_when_imported(child)
+
+
+def loads(name: str, tree: ast.Module, is_package: bool, known: set[str]) -> set[str]:
+    """The modules of `known` that module `name` names when it is imported.
+
+    `from a import b` names module a.b where there is one, and otherwise a. That importing a.b runs a's ``__init__``
+    first does not count: a package may gather what its modules define.
+    """
+    found = set()
+    for node in runs_when_imported(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = name.split(".")
+            up = parts[: len(parts) - node.level + is_package] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            found |= {full if (full := f"{base}.{alias.name}") in known else base for alias in node.names}
+    return found & known
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of several modules that reach one another, and modules that import themselves (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[name] = min(low[name], low[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1 or name in graph[name]:
+                found.append(sorted(group))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_no_imports_go_in_a_circle():
+    packages = {module_name(path) for path in MODULES if path.name == "__init__.py"}
+    graph = {name: loads(name, tree, name in packages, set(TREES)) for name, tree in TREES.items()}
+    assert circles(graph) == []
+
+
+def test_circles_are_found():
+    """Guards the guard."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == [["b", "c"]]
+    source = (
+        "from __future__ import annotations\nfrom . import x, y\nfrom .. import z\nif TYPE_CHECKING:\n    import p.t"
+    )
+    source += "\nelse:\n    import p.u\ntry:\n    import p.v\nexcept ImportError:\n    pass\ndef f():\n    import p.w"
+    known = {"p", "p.q", "p.q.x", "p.t", "p.u", "p.v", "p.w"}
+    assert loads("p.q", ast.parse(source), True, known) == {"p.q.x", "p.q", "p", "p.u", "p.v"}
+    assert loads("p.q.m", ast.parse(source), False, known) == {"p.q.x", "p.q", "p", "p.u", "p.v"}
