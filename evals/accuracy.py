@@ -1,4 +1,4 @@
-"""Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures, a table of docs/results.md.
+"""Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures, the table in docs.
 
     python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
 
