@@ -1,21 +1,23 @@
 """What keeps the package readable: small modules and classes, imports that go one way, and a short README."""
 
 import ast
+import functools
 from collections.abc import Iterator
 
-from tests.test_imports import MODULES, ROOT, imports, is_in, module_name
+from tests.test_imports import MODULES, ROOT, imports, is_in, module_name, parsed
 
 MODULE_LINES, TRITON_LINES, CLASS_LINES, CLASS_METHODS, README_LINES = 400, 500, 300, 25, 180
 # Each may import itself and the ones before it.
 LAYERS = ("hfkvq.kernels", "hfkvq.caches", "hfkvq.terminal", "hfkvq.measure", "hfkvq.lm_eval", "hfkvq.tuning")
 
-TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
+TREES = {module_name(path): parsed(path) for path in MODULES}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    for name, tree in TREES.items():
-        yield from ((f"{name}.{node.name}", node) for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+@functools.cache
+def classes() -> dict[str, ast.ClassDef]:
+    nodes = ((name, node) for name, tree in TREES.items() for node in ast.walk(tree))
+    return {f"{name}.{node.name}": node for name, node in nodes if isinstance(node, ast.ClassDef)}
 
 
 def test_modules_are_small():
@@ -25,18 +27,19 @@ def test_modules_are_small():
 
 
 def test_classes_are_small():
-    lines = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in classes()}
+    lines = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in classes().items()}
     assert {name: count for name, count in lines.items() if count > CLASS_LINES} == {}
 
 
 def test_classes_have_few_methods():
     """Properties count, and so does each of a property's setters."""
-    methods = {name: sum(isinstance(part, FUNCTIONS) for part in node.body) for name, node in classes()}
+    methods = {name: sum(isinstance(part, FUNCTIONS) for part in node.body) for name, node in classes().items()}
     assert {name: count for name, count in methods.items() if count > CLASS_METHODS} == {}
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+    lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
+    assert lines <= README_LINES
 
 
 def forbidden(name: str, found: set[str]) -> set[str]:
