@@ -19,6 +19,7 @@ from hfkvq.caches.tokens import TokenRecord
 from hfkvq.cli import app
 from hfkvq.demo.outline import outline
 from hfkvq.reference import load_reference
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
@@ -128,7 +129,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
         x = torch.zeros(2, 2, size, 64)
         layer.update(x, x)
         layer.begin(None, size)
-        layer.finish(x.repeat(1, 2, 1, 1), scaling=1.0)
+        layer.finish(x.repeat(1, 2, 1, 1), AttentionArguments(1.0))
         if layer.seen >= prompt:
             total = sum(each.nbytes for each in (*layer.store.tensors(), *layer.tensors()))
             most = max(most, total) if evicts else total
