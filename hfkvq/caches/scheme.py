@@ -155,7 +155,7 @@ class Scheme:
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
         `hfkvq.caches.demote`.
         A scheme that observes attention probabilities ("probs") evicts tokens and assigns tiers again: see
-        `hfkvq.caches.evict.EvictingLayer` for the methods that it must have.
+        `hfkvq.caches.layers.eviction.EvictingScheme` for the methods that it must have.
         """
         return frozenset()
 

@@ -18,8 +18,8 @@ from hfkvq.caches.store import KVStore
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.cli import app
 from hfkvq.demo.outline import outline
-from hfkvq.reference import load_reference
 from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.reference import load_reference
 from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
