@@ -114,16 +114,7 @@ class MixedKVCache(Cache):
             if isinstance(model_or_config, torch.nn.Module):
                 install(model_or_config)
         if attach:
-            self._attach(text)
-
-    @staticmethod
-    def _attach(text: PreTrainedConfig) -> None:
-        """What ``set_attn_implementation`` does, for the decoder only: modules and masks read this attribute."""
-        if text._attn_implementation_internal != NAME:
-            if id(text) not in _REPLACED:
-                weakref.finalize(text, _REPLACED.pop, id(text), None)
-            _REPLACED[id(text)] = text._attn_implementation_internal
-            text._attn_implementation_internal = NAME
+            _switch(text)
 
     def attach(self) -> None:
         """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise.
@@ -131,7 +122,7 @@ class MixedKVCache(Cache):
         Does nothing for models that cannot do with another than their own (Falcon, for example).
         """
         if self._attachable:
-            self._attach(self.config)
+            _switch(self.config)
 
     def detach(self) -> None:
         """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""
@@ -149,7 +140,7 @@ class MixedKVCache(Cache):
         """
         if is_recorded():
             if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
-                self._prepare(key_states, value_states)  # pyright: ignore[reportAttributeAccessIssue]
+                _allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None
@@ -182,17 +173,6 @@ class MixedKVCache(Cache):
             first.check_capacity(key_states.shape[2])
         if self._debug:
             self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if i not in self._compressed}
-
-    @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
-    def _prepare(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates every layer of fixed capacity before a graph is recorded."""
-        for layer in self.compressed_layers:
-            if layer.buffer is not None and layer.buffer.tensor is None:
-                if layer.store is None:
-                    layer.lazy_initialization(key_states, value_states)
-                else:
-                    layer.prefetch()
-                    layer.buffer.bind()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset for the mask of the coming forward.
@@ -328,16 +308,7 @@ class MixedKVCache(Cache):
 
     def __repr__(self) -> str:
         """Scheme, tokens and memory in a line."""
-        used = [layer for layer in self.compressed_layers if layer.store is not None]
-        others = "".join(f", {which}: {scheme!r}" for which, scheme in self.preset.layers)
-        head = f"{type(self).__name__}({self.scheme!r}{others}, layers={len(self.compressed_layers)}/{len(self.layers)}"
-        if not used:
-            return f"{head}, empty)"
-        memory = self.memory()
-        return (
-            f"{head}, batch={used[0].batch_size}, seen={self.get_seq_length()}, "
-            f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
-        )
+        return _described(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
         """Independent layers; config and scheme are shared."""
@@ -345,7 +316,7 @@ class MixedKVCache(Cache):
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
         if self.graphs is not None:
-            new._capture_again(self.graphs.headroom)
+            new.graphs = _graphs_of(new, self.graphs.headroom)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -357,14 +328,50 @@ class MixedKVCache(Cache):
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig())
         if state["graphs"] is not None:
-            self._capture_again(state["graphs"])
+            self.graphs = _graphs_of(self, state["graphs"])
         register()
 
-    def _capture_again(self, headroom: float) -> None:
-        """Makes graphs of its own for a cache that has come from another one."""
-        sync = self._sync
-        assert sync is not None, "steps were captured"
-        self.graphs = StepGraphs(self, self.preset, sync, headroom)
+
+def _described(cache: MixedKVCache) -> str:
+    """Scheme, tokens and memory in a line."""
+    used = [layer for layer in cache.compressed_layers if layer.store is not None]
+    others = "".join(f", {which}: {scheme!r}" for which, scheme in cache.preset.layers)
+    head = f"{type(cache).__name__}({cache.scheme!r}{others}, layers={len(cache.compressed_layers)}/{len(cache.layers)}"
+    if not used:
+        return f"{head}, empty)"
+    memory = cache.memory()
+    return (
+        f"{head}, batch={used[0].batch_size}, seen={cache.get_seq_length()}, "
+        f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
+    )
+
+
+def _graphs_of(cache: MixedKVCache, headroom: float) -> StepGraphs:
+    """Graphs of its own for a cache that has come from another one."""
+    sync = cache._sync
+    assert sync is not None, "steps were captured"
+    return StepGraphs(cache, cache.preset, sync, headroom)
+
+
+def _switch(text: PreTrainedConfig) -> None:
+    """What ``set_attn_implementation`` does, for the decoder only: modules and masks read this attribute."""
+    if text._attn_implementation_internal != NAME:
+        if id(text) not in _REPLACED:
+            weakref.finalize(text, _REPLACED.pop, id(text), None)
+        _REPLACED[id(text)] = text._attn_implementation_internal
+        text._attn_implementation_internal = NAME
+
+
+@torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
+def _allocate(layers: list[KVLayer], keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Allocates every layer of fixed capacity before a graph is recorded."""
+    for layer in layers:
+        if layer.buffer is not None and layer.buffer.tensor is None:
+            if layer.store is None:
+                layer.lazy_initialization(keys, values)
+            else:
+                layer.prefetch()
+                layer.buffer.bind()
 
 
 def _capture_draft(draft: torch.nn.Module) -> None:

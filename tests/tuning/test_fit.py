@@ -16,6 +16,7 @@ from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.tokens import TokenRecord
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
@@ -121,7 +122,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
         x = torch.zeros(2, 2, size, 64)
         layer.update(x, x)
         layer.begin(None, size)
-        layer.finish(x.repeat(1, 2, 1, 1), scaling=1.0)
+        layer.finish(x.repeat(1, 2, 1, 1), AttentionArguments(1.0))
         if layer.seen >= prompt:
             total = sum(each.nbytes for each in (*layer.store.tensors(), *layer.tensors()))
             most = max(most, total) if evicts else total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, run_count
@@ -23,6 +24,15 @@ class Budget(NamedTuple):
     tokens: int
     bytes: int | None
     costs: tuple[int, int]
+
+    def check(self, window: int, dtype: torch.dtype) -> None:
+        """Raises ValueError if there is no room for more than the window of newest tokens."""
+        least = window * self.costs[1]
+        if self.bytes is not None and self.bytes <= least:
+            raise ValueError(
+                f"budget_bytes: got {self.bytes}, allowed more than {least}, which the window of {window} tokens takes "
+                f"in each KV head in {dtype}; raise it, or lower window."
+            )
 
     @property
     def most(self) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Protocol, cast
 
 import torch
@@ -23,8 +22,6 @@ from .base import LayerBase, Part
 from .budget import Budget
 from .group import LayerGroup
 from .trim import trim
-
-logger = logging.getLogger(__name__)
 
 
 class EvictingScheme(Protocol):
@@ -108,16 +105,11 @@ class Eviction(Part):
         Raises:
             ValueError: the budget has no room for more than the window.
         """
-        scheme, dims = self.scheme, (keys.shape[-1], values.shape[-1])
-        layout = scheme.layout(*dims)
-        costs = scheme.token_bytes(layout, *dims, keys.dtype.itemsize)
-        if scheme.budget_bytes is not None and scheme.budget_bytes <= scheme.window * costs[1]:
-            raise ValueError(
-                f"budget_bytes: got {scheme.budget_bytes}, allowed more than {scheme.window * costs[1]}, which the "
-                f"window of {scheme.window} tokens takes in each KV head in {keys.dtype}; raise it, or lower "
-                "window."
-            )
-        self.budget = Budget(scheme.tokens, scheme.budget_bytes, costs)
+        dims = keys.shape[-1], values.shape[-1]
+        layout = self.scheme.layout(*dims)
+        costs = self.scheme.token_bytes(layout, *dims, keys.dtype.itemsize)
+        self.budget = Budget(self.scheme.tokens, self.scheme.budget_bytes, costs)
+        self.budget.check(self.scheme.window, keys.dtype)
         # A capacity bounds the tokens seen; pages go by the budget, and move.
         return HeadwiseStore(layout, self.layer.scheme, keys, values)
 
@@ -133,16 +125,6 @@ class Eviction(Part):
         return self.trim_at or 1 + self.budget.most[1]
 
     # An attention call.
-
-    def warn_unseen(self) -> None:
-        """Says once that attention hides its queries."""
-        if not self.group.warned:
-            self.group.warned = True
-            logger.warning(
-                "%s: attention did not show its queries, so nothing can be evicted and the budget is not kept; use the "
-                "'hfkvq' attention (attach=True) or sdpa.",
-                self.scheme.name,
-            )
 
     def lets_step_pass(self) -> bool:
         """Whether a step of one token needs no trim, and its queries nobody."""
@@ -169,21 +151,6 @@ class Eviction(Part):
             self._real = column >= layer.padding.lead[:, None]
             if layer.padding.source is not None:
                 self._real = self._real & (layer.padding.source[:, column] == column)
-
-    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
-        """See `KVLayer.attend`; a prompt's queries a few at a time, since steps' kernels take no more."""
-        queries, seen, outs = query.shape[2], self.layer.seen, []
-        for first in range(0, queries, MAX_STEP):
-            own = slice(first, min(first + MAX_STEP, queries))
-            mask = arguments.mask
-            if mask is None:
-                newest = torch.arange(own.start, own.stop, device=query.device) + seen - queries
-                shown = (torch.arange(seen, device=query.device) <= newest[:, None])[None, None]
-            else:
-                shown = mask if mask.shape[2] == 1 else mask[:, :, own]
-            out = self.store().attend(query[:, :, own], shown, arguments.scaling, arguments.softcap, arguments.sinks)
-            outs.append(out)
-        return torch.cat(outs, 2)
 
     def note_queries(self, query: Tensor, arguments: AttentionArguments) -> None:
         """Keeps the newest queries (B, Hq, Q, D) of an attention call, if they are to be asked."""
@@ -357,7 +324,10 @@ class Eviction(Part):
         left = None
         if over.any():
             past = (store.counters[LENGTH].long() - max(scheme.window, layer.hold)).clamp(min=0)
-            share = self._share().repeat_interleave(store.fold)
+            most, own = self.group.greatest_strength(self.prompts, layer.device), self.strength
+            if own is None or most is None:
+                most = own = torch.ones(layer.batch_size, device=layer.device)
+            share = scheme.share(own, most).repeat_interleave(store.fold)
             kept = stay = scheme.kept(past, share, self.budget.costs, prompt)
             if not final:
                 many = scheme.kept(past, torch.zeros_like(share), self.budget.costs, prompt)
@@ -371,14 +341,6 @@ class Eviction(Part):
         if scheme.beta > 0 or (left is not None and not final):
             self._remember(scores if left is None else scores.gather(1, left[:, : store.longest]))
         self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
-
-    def _share(self) -> Tensor:
-        """ρ of each of the layer's rows: f32 (B,)."""
-        most = self.group.greatest_strength(self.prompts, self.layer.device)
-        own = self.strength
-        if own is None or most is None:
-            most = own = torch.ones(self.layer.batch_size, device=self.layer.device)
-        return self.scheme.share(own, most)
 
     # Rows and lengths change.
 

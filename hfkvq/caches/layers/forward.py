@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from hfkvq.kernels.arguments import AttentionArguments
 
+from ..store import MAX_STEP
 from .base import LayerBase
 
 
@@ -39,3 +41,17 @@ def attend(
     out = layer.attend(query, arguments.biased()) if pages else dense()
     layer.finish(query, arguments)
     return out
+
+
+def attend_in_pieces(layer: LayerBase, query: Tensor, arguments: AttentionArguments) -> Tensor:
+    """Attends to the pages with a prompt's queries, a few at a time: steps' kernels take no more."""
+    queries, mask, outs = query.shape[2], arguments.mask, []
+    for first in range(0, queries, MAX_STEP):
+        own = slice(first, min(first + MAX_STEP, queries))
+        if mask is None:
+            newest = torch.arange(own.start, own.stop, device=query.device) + layer.seen - queries
+            shown = (torch.arange(layer.seen, device=query.device) <= newest[:, None])[None, None]
+        else:
+            shown = mask if mask.shape[2] == 1 else mask[:, :, own]
+        outs.append(layer.attend(query[:, :, own], arguments._replace(mask=shown)))
+    return torch.cat(outs, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -69,6 +70,8 @@ class SteppingMember(Protocol):
     def most_tokens(self) -> int: ...
 
 
+logger = logging.getLogger(__name__)
+
 M = TypeVar("M")
 
 
@@ -118,6 +121,16 @@ class LayerGroup(_Group[EvictingMember]):
         self.warned = False
         for member in members:
             member.group = self
+
+    def warn_unseen(self, scheme: str) -> None:
+        """Says once that attention hides its queries."""
+        if not self.warned:
+            self.warned = True
+            logger.warning(
+                "%s: attention did not show its queries, so nothing can be evicted and the budget is not kept; use the "
+                "'hfkvq' attention (attach=True) or sdpa.",
+                scheme,
+            )
 
     def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
         """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,21 +10,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
 from ..recorded import is_captured, is_recorded
-from ..scheme import Scheme
-from ..store import MAX_STEP, KVStore
-from .base import LayerBase
-from .buffer import StepBuffer
-from .eviction import Eviction
+from ..store import KVStore
 from .handle import LazyKV, handles
-from .incoming import check_update, is_allocated_for, push_staged, seal_due, store_tokens
-from .padding import PaddingReader
-from .queries import QueryStatistics
-from .steps import DeviceSteps
-from .tags import TokenTags
+from .incoming import check_update, is_allocated_for, seal_due
+from .paged import PagedLayer
 
 
 class _Dense:
@@ -56,57 +47,21 @@ def _in_place(layer: KVLayer) -> Iterator[None]:
         layer.buffer.bind()
 
 
-class KVLayer(LayerBase, CacheLayerMixin):
+class KVLayer(PagedLayer, CacheLayerMixin):
     """Cache layer over compressed pages.
 
     Order of events in a forward: `update` stages the new tokens and returns handles; `forward.attend` calls `begin`,
     then `attend` (or attends to `dense` tensors), then `finish`, which seals. If no attention function that knows the
     handles runs, the next `update` does what is left.
 
-    Args:
-        scheme: the policy.
-        reader: finds padding; shared by the layers of a cache.
-        capacity: most tokens of a row, or None.
-        defer: later layers attend to this layer's handles too (KV sharing), so sealing waits for the next update.
-        debug: refuse keys and values that are not finite.
-        recordable: whether steps may be recorded, over a buffer of fixed addresses.
-
-    Attributes:
-        queries: statistics of queries, where the scheme weighs channels by them, else None.
-        tags: of tokens, where the scheme reads them, else None.
-        eviction: keeps a budget, where the scheme has one, else None.
-        buffer: gives the store fixed addresses, where steps may be recorded, else None.
-        steps: brings host and device together after such steps; None like the buffer.
     """
 
     is_sliding = False
     supports_early_init = True
-    fuses_steps = True
-    """Whether a step may be one call of the kernels, in place of `begin`, `attend` and `finish`."""
     is_croppable = True  # type: ignore[assignment]
 
     keys = _Dense("keys")  # type: ignore[assignment]
     values = _Dense("values")  # type: ignore[assignment]
-
-    # Parts may ask less of it.
-    buffer: StepBuffer | None  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def __init__(
-        self,
-        scheme: Scheme,
-        reader: PaddingReader,
-        capacity: int | None = None,
-        defer: bool = False,
-        debug: bool = False,
-        recordable: bool = False,
-    ) -> None:
-        super().__init__(scheme, reader, capacity, defer, debug)
-        needs = scheme.needs
-        self.queries = QueryStatistics() if "query" in needs else None
-        self.tags = TokenTags() if "tags" in needs else None
-        self.eviction = Eviction(self) if "probs" in needs else None
-        self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
-        self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -168,7 +123,7 @@ class KVLayer(LayerBase, CacheLayerMixin):
         self.seen += tokens
         self.edition += 1
         if unseen and self.eviction is not None:
-            self.eviction.warn_unseen()
+            self.eviction.group.warn_unseen(self.scheme.name)
         return handles(self, batch, heads, self.seen, key_dim, value_states.shape[3])
 
     def get_seq_length(self) -> Any:
@@ -305,144 +260,4 @@ class KVLayer(LayerBase, CacheLayerMixin):
         if self.store is not None and self.store.device != self.device:
             self.store.to(self.device, non_blocking=True)
         if self.buffer is not None and self.buffer.tensor is None:
-            self.buffer.bind()
-
-    # What attention functions call; see `hfkvq.caches.layers.forward`.
-
-    def begin(self, mask: Tensor | None, queries: int) -> bool:
-        """Prepares one attention call.
-
-        Args:
-            mask: the mask the attention was given, or None; shows where padding is.
-            queries: number of query rows.
-
-        Returns:
-            True if `attend` is to be called: the new tokens are in the store now. False for a prompt: attend to
-            `dense` keys and values, which hold the new tokens as they came.
-        """
-        steps, eviction = self.steps, self.eviction
-        if steps is not None:
-            steps.buffer.close()
-        asks = eviction is not None and eviction.before_begin()
-        pages = push_staged(self, mask, queries, steps is not None and steps.sync.waits)
-        if eviction is not None and asks:
-            eviction.after_begin()
-        if not pages and self.evicted:
-            # A prompt on a cache that has evicted tokens: it stays whole until its attention is done.
-            store_tokens(self, self.queries, self.tags)
-            pages = True
-        if steps is not None and self.padding is not None and self.padding.source is not None:
-            steps.sync.holes = True
-        return pages
-
-    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
-        """Attends to the pages: (B, Hq, Q, D) to (B, Hq, Q, Dv); see `hfkvq.kernels.decode_attention`.
-
-        More than 16 queries only where tokens have been evicted.
-        """
-        if query.shape[2] > MAX_STEP and self.eviction is not None:
-            return self.eviction.attend(query, arguments)
-        return self.held().attend(query, arguments.mask, arguments.scaling, arguments.softcap, arguments.sinks)
-
-    def finish(self, query: Tensor, arguments: AttentionArguments) -> None:
-        """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""
-        if self.eviction is not None:
-            if self.buffer is not None and self.new_columns == query.shape[2]:
-                self.buffer.queries_per_head = query.shape[1] // self.heads
-            self.eviction.note_queries(query, arguments)
-        # Once for the tokens of an update: with shared keys and values, later layers come here too.
-        if self.queries is not None and self.new_columns:
-            self.queries.observe(query, self.new_columns, self.heads, self.padding)
-        self.new_columns = 0
-        if not self.defer:
-            self.settle()
-
-    def settle(self, commit: bool = True) -> None:
-        """Does what is left of the last update: staged tokens join the store, and what is due is sealed.
-
-        Args:
-            commit: whether what is due of a step is sealed, and a budget kept.
-        """
-        eviction, buffer = self.eviction, self.buffer
-        left = self.staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
-        if self.store is None or not left:
-            return
-        if buffer is not None:
-            buffer.close()
-        if eviction is None:
-            store_tokens(self, self.queries, self.tags, commit)
-        elif not commit or not eviction.cut_prompt():
-            store_tokens(self, self.queries, self.tags, commit)
-            if commit:
-                eviction.judge_pending()
-        if buffer is not None and self.steps is not None:
-            # Nothing is left of a step, and what it has sealed the next one counts.
-            buffer.bind()
-            self.steps.note_rows()
-
-    def dense(self, side: Side) -> Tensor:
-        """Dequantized (B, H, seen, D) in logical order; newly staged tokens as they came, 0 where one was evicted."""
-        if self.buffer is not None:
-            self.buffer.close()
-        store = self.held()
-        new = None if self.staged is None else self.staged[side == "values"]
-        before = self.seen - self.staged_length
-        if new is not None and not before:
-            return new
-        old = store.dense(side, before, self.steps is not None and self.steps.sync.waits)
-        return old if new is None else torch.cat([old, new], 2)
-
-    def tensors(self) -> list[Tensor]:
-        """Small tensors beside the store: statistics, scores, the padding last found, token ids and tags."""
-        found = [x for part in (self.queries, self.eviction, self.tags) if part is not None for x in part.tensors()]
-        for padding in (self.padding, self.reader.found):
-            found += [] if padding is None else [x for x in (padding.lead, padding.source) if x is not None]
-        return found
-
-    # Copies.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KVLayer:
-        """Independent tensors, in a buffer of their own; shared scheme. What it knows of other layers is of copies."""
-        if id(self) in memo:
-            return memo[id(self)]
-        if self.steps is not None:
-            self.steps.catch_up()
-        new: KVLayer = object.__new__(type(self))
-        memo[id(self)] = new
-        vars(new).update(vars(self))
-        new.store = copy.deepcopy(self.store, memo)
-        new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
-        new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
-        if self.staged is not None:
-            new.staged = (self.staged[0].clone(), self.staged[1].clone())
-        if self.eviction is not None:
-            new.eviction = self.eviction.copy_for(new, memo)
-        if self.buffer is not None and self.steps is not None:
-            buffer: StepBuffer = self.buffer.copy_for(new, memo)
-            steps: DeviceSteps = self.steps.copy_for(new, memo)
-            buffer.queries, buffer.eviction = new.queries, new.eviction
-            steps.buffer, steps.eviction = buffer, new.eviction
-            new.buffer, new.steps = buffer, steps
-        # Last: with the group, the other layers are copied.
-        if new.eviction is not None:
-            new.eviction.group = copy.deepcopy(new.eviction.group, memo)
-        if new.buffer is not None:
-            new.buffer.sync = copy.deepcopy(new.buffer.sync, memo)
-            new.buffer.bind()
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything, with tensors of their own in place of views of the buffer."""
-        if self.steps is None:
-            return dict(self.__dict__)
-        self.steps.catch_up()
-        return self.__dict__ | {"store": copy.deepcopy(self.store)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Inverse of `__getstate__`."""
-        vars(self).update(state)
-        for part in (self.eviction, self.buffer, self.steps):
-            if part is not None:
-                part.attach(self)
-        if self.buffer is not None:
             self.buffer.bind()
