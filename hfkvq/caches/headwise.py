@@ -106,8 +106,13 @@ class HeadwiseStore(KVStore):
         q_abs: Tensor | None = None,
         tags: ColumnTags | None = None,
     ) -> None:
-        """See `KVStore.extend`; statistics of queries and tags are the layer's, and are not for folded rows."""
-        super().extend(self.folded(keys), self.folded(values), self.folded_padding(padding), hold)
+        """See `KVStore.extend`; tags are the layer's, and are not for folded rows."""
+        q_abs = None if q_abs is None else self.folded(q_abs)
+        super().extend(self.folded(keys), self.folded(values), self.folded_padding(padding), hold, q_abs)
+
+    def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: ColumnTags | None = None) -> bool:
+        """See `KVStore.commit`; tags are the layer's, and are not for folded rows."""
+        return super().commit(hold, None if q_abs is None else self.folded(q_abs))
 
     def attend(
         self,

@@ -1,9 +1,25 @@
-"""One layer's storage.
+"""One layer's storage: `sink | runs of pages | tail`. See `KVStore` for what it promises.
+
+There are four routes from a token to the bytes of a page:
+
+1. A prompt. `KVStore.extend` seals straight from the new tokens (`sealing.seal`), so that a prompt is never copied into
+   a tail that would have to hold all of it.
+2. A step. New tokens join the tail, and what has left the local window is sealed from there: in one kernel with
+   attention (`KVStore.step`), as a recorded graph replays it (`hfkvq.kernels.step.run_step`), or by `KVStore.push` and
+   `KVStore.commit`, which is the reference of both. Steps have kernels of their own because a step waits for launches.
+3. An eviction. A first prompt beyond its budget stores its best tokens whole, as they are, and nothing is quantized
+   until all layers are done (`prompt_eviction.store_best`): in between the host must not wait for the device.
+4. A requantization. Stored tokens change their run or are forgotten (`requantize.requantized`): tokens that stay keep
+   their bits, others are quantized from what is stored of them. An eviction ends with one, for all layers together.
+
+Outside of the kernels of steps, pages are quantized by one function, `sealing.write_pages`.
 
 - `state`: all that changes, tensors and what the host knows of them, as one value with one ``replace``.
-- `kvstore`: `KVStore`, its verbs.
-- `windows`: tokens come into sink and tail. `sealing`: they leave the tail, or a prompt, for pages.
-- `cropping`: the newest are taken back. `rows`: rows are reordered, shared and dropped.
+- `view`: what can be asked of a store. `kvstore`: `KVStore`, its verbs.
+- `windows`: tokens come into sink and tail. `growth`: room in tails and pages.
+- `sealing`: tokens leave the tail, or a prompt, for pages; `rules`: by which kernels.
+- `requantize`: the operation; `moves`: which tokens stay, come and go; `columns`: tokens of pages, bit for bit.
+- `cropping`: the newest tokens are taken back. `rows`: rows are reordered, shared and dropped.
 - `reading`: dense tensors. `accounting`: bytes and bits.
 """
 

@@ -37,7 +37,7 @@ def crop(store: StoreView, tokens: int, seen: int) -> None:
     for state in store.states:
         left = max(state.length - tokens, 0)
         behind = max(left - sink, 0)
-        # Of several runs, no page is taken apart, so that what a row has sealed need not be whole units.
+        # One run reopens the unit that is cut. Several runs take no page apart: what stays sealed is just cut short.
         keys, values = (
             min(state.sealed(side), behind // layout.unit * layout.unit if store.format.ordered else behind)
             for side, layout in zip(SIDES, (store.layout.keys, store.layout.values), strict=True)
@@ -54,7 +54,7 @@ def crop(store: StoreView, tokens: int, seen: int) -> None:
     store.counters[START] = store.counters[START].clamp(max=seen - tokens)
     store.state = store.state.replace(states=frozenset(states), host_counters=None)
     if reopens:
-        # Those that are gone may have been in another run.
+        # The tokens taken back may all have been in other runs, so the last one's bound cannot be lowered.
         store.state = store.state.replace(wide_bound=(wide, store.longest))
         # A page that was full, and so may be shared, takes new tokens again.
         store.state = part_pages(store.state, store.layout)

@@ -118,7 +118,7 @@ class KVStore(StoreView):
         """
         tokens, held = keys.shape[2], self.state.held
         then = ahead(self.state.states, self.sizes, tokens)
-        # What a row begins with may be padding, if there is a mask.
+        # With a mask, the first tokens of a row may be padding, which `push` must be told of.
         if not self.has_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):
             return None
         if then.needs[0] > held.tails[0] or then.needs[1] > held.tails[1]:
@@ -126,7 +126,7 @@ class KVStore(StoreView):
             held = self.state.held
         due, sealing = then.due != (0, 0), None
         if seals and due and self.seals_plainly:
-            # With more pages attention would share them out in another way, and `commit` makes them afterwards.
+            # Attention splits its work by the number of pages, so that is not changed before it: `commit` adds pages.
             room = held.blocks >= pages_for(self.format, -1, then.most)
             if room and kernels.fused_step.seals_with_steps(self.format, then.due):
                 sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)

@@ -263,11 +263,15 @@ def _rebuilt(
         grown, blocks = view, max(blocks, view.table.shape[1]) if keeps_room else blocks
         table = torch.arange(state.batch * blocks, dtype=torch.int32, device=state.device).view(state.batch, blocks)
     first, size = run_columns(state)[run]
-    sides, order = [], plan.where[:, :0].long()
+    sides: list[list[Tensor]] = []
+    done, (old, some, order) = None, [plan.where[:, :0].long()] * 3
     for side, fmt, (moves, most_kept, most_new, total) in zip(SIDES, pair, own, strict=True):
         columns = plan.columns[side]
-        old, fresh, order = moves.order(most_kept, most_new)
-        order = order[:, :total]
+        if moves is not done:
+            # Once, where keys and values move alike.
+            done, (old, some, order) = moves, moves.order(most_kept, most_new)
+            order = order[:, :total]
+        fresh = some
         kept, new = moves.kept, moves.new
         if stays:
             parts = list(grown.keys if side == "keys" else grown.values)

@@ -57,11 +57,8 @@ class _Rooms(KVStore):
             return 0
         room = view.table.shape[1] * self.format.runs[-1][0].page_size + min(sizes.local) - self.state.wide_most
         count = max(min(tokens, room), 0)
-        then = self.ahead(count)
         self._advance(count, None)
-        for counts, new in zip(self.counters[-2:], then.due, strict=True):
-            counts.add_(new)
-        self.replace(states=then.sealed, host_counters=None)
+        self.commit()
         return count
 
 
