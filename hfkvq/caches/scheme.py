@@ -116,11 +116,11 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "tags", "turns", "probs"}.
+        """What the scheme must observe: a subset of {"query", "tags", "turns"}.
 
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
         `hfkvq.caches.store.requantize`.
-        "probs" is of schemes that evict, which say in `EvictionScheme.evidence` what they observe.
+        Schemes that evict say in `EvictionScheme.evidence` what they judge tokens by.
         """
         return frozenset()
 

@@ -11,7 +11,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..model_config import TOUCHES_KEYS, head_dim_of, looks_attention_up, queries_per_head
 from ..preset import Preset
 from ..scheme import Scheme
-from .group import DeviceSync, LayerGroup
+from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
 
@@ -104,7 +104,9 @@ def build_layers(
     reader = PaddingReader()
     for i in full:
         defer = sharing[i] == "store" if sharing else shares
-        layers[i] = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
+        layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
+        if layer.eviction is not None:
+            layer.eviction.place = i, len(layers)
     if not full:
         logger.warning(
             "%s has no layer of full attention alone, so nothing is compressed: all layers stay as Transformers "
@@ -120,8 +122,8 @@ def build_layers(
 def group_layers(layers: list[KVLayer], queries_per_head: int = 1) -> DeviceSync | None:
     """Lets layers of a cache know of each other; what they know of recorded steps, if any may be."""
     evicting = [layer.eviction for layer in layers if layer.eviction is not None]
-    if evicting:
-        LayerGroup(evicting)
+    for kind in {type(part.group) for part in evicting}:
+        kind([part for part in evicting if type(part.group) is kind])
     recordable = [layer.steps for layer in layers if layer.steps is not None]
     for steps in recordable:
         steps.buffer.queries_per_head = queries_per_head
