@@ -136,12 +136,13 @@ class TokenEvictor(Eviction[EvictionScheme]):
     def _note_choice(self, choice: Choice) -> None:
         layer, store = self.layer, self.store()
         self.pending = None
-        store.counters[START] += choice.shorter
-        store.dropped.add_(choice.evicted.repeat_interleave(store.fold))
-        # Newer tokens have their columns still.
-        store.replace(settled=layer.seen - max(self.policy.window, layer.hold))
-        layer.evicted = True
-        layer.edition += 1
+        if any(given > held for given, held in choice.rows):
+            store.counters[START] += choice.shorter
+            store.dropped.add_(choice.evicted.repeat_interleave(store.fold))
+            # Newer tokens have their columns still.
+            store.replace(settled=layer.seen - max(self.policy.window, layer.hold))
+            layer.evicted = True
+            layer.edition += 1
         self._rows, self._rows_at = choice.rows, layer.seen
         if self.asks_every_step:
             scores = choice.scores
