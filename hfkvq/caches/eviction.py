@@ -243,6 +243,8 @@ class TokenEviction(EvictionScheme):
         found = self.held_by.limits(key_dim, value_dim)
         if found.captured is None and self.asks_every_step:
             found = found._replace(captured=ASKS)
+        elif found.captured is None and self.interval is not None and "query" in self.needs:
+            found = found._replace(captured="queries weigh channels, and trims of steps ask them, too")
         layout = self.layout(key_dim, value_dim)
         shared = any(fmt.whole for side in (layout.keys, layout.values) for fmt in side.formats)
         if shared and self.interval is not None:

@@ -65,7 +65,8 @@ def stored_evidence(
     query, real = store.folded(seen.query), seen.real.repeat_interleave(store.fold, 0)
     if kinds:
         query = kernels.hadamard(query.float(), store.format.rotate_keys)
-    rows, share, queries, _ = query.shape
+    # A step whose query nobody asks for has none.
+    rows, (_, share, queries, _) = store.batch, query.shape
     length, columns = store.counters[LENGTH].long(), order.shape[1]
     tokens: dict[Side, Tensor] = {}
     for side in SIDES:

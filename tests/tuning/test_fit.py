@@ -101,7 +101,7 @@ NAMES = [name for name, scheme in list_schemes().items() if name == scheme.name 
     ("prompt", "generated", "chunk"), [(1, 0, None), (161, 0, None), (300, 30, None), (420, 0, 90)]
 )
 def test_a_filled_cache_holds_what_was_computed(tiny, reader, name, prompt, generated, chunk):
-    if generated and "probs" in get_scheme(name).needs:
+    if generated and get_scheme(name).evicts:
         pytest.skip("tested under a budget")
     total = held(tiny, made(tiny, name, reader), prompt, generated, chunk)
     assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk, graphs=False)

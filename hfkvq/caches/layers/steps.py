@@ -146,6 +146,8 @@ class DeviceSteps(Part):
         state, eviction = self.buffer.state, self.eviction
         if eviction is None or state is None or self.layer.seen < eviction.full_at:
             return
+        # What the last step has sealed is where pages are.
+        self.buffer.close()
         eviction.judge_step(state.query.clone())
         self.buffer.bind()
 
