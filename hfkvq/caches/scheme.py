@@ -265,7 +265,7 @@ def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
     """
     if type(scheme).__module__.partition(".")[0] != __name__.partition(".")[0]:
         for line in scheme.limits(key_dim, value_dim).words():
-            warnings.warn(f"{scheme.name}: {line} (see Scheme.limits).", UserWarning, stacklevel=3)
+            warnings.warn(f"{scheme.name}: {line} (see Scheme.limits).", UserWarning, stacklevel=4)
 
 
 def list_schemes() -> dict[str, Scheme]:

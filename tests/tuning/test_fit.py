@@ -112,9 +112,9 @@ def test_a_filled_cache_holds_what_was_computed(tiny, reader, name, prompt, gene
 def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     """The layers of a cache are fed as a model does; at the fullest, where a scheme evicts."""
     config = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 1})
-    kind, evicts = get_preset(name), "probs" in get_preset(name).needs
+    kind, evicts = get_preset(name), get_scheme(name).evicts
     if evicts:
-        kind = get_scheme(name, budget_tokens=150)
+        kind = get_scheme(name, budget_tokens=150, window=min(get_scheme(name).window, 64))
     cache, generated, most = MixedKVCache(config, kind, graphs=False), 400, 0
     layer = cache.layers[0]
     step = chunk or prompt

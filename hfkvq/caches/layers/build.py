@@ -10,7 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..model_config import TOUCHES_KEYS, head_dim_of, looks_attention_up, queries_per_head
 from ..preset import Preset
-from ..scheme import Scheme
+from ..scheme import Scheme, warn_of_limits
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
@@ -79,6 +79,7 @@ def build_layers(
     if head_dim is not None:
         for each in preset.schemes:
             each.layout(head_dim, head_dim).check(head_dim, head_dim)
+            warn_of_limits(each, head_dim, head_dim)
     stock = DynamicCache(config=text).layers
     full = tuple(i for i, layer in enumerate(stock) if type(layer) is DynamicLayer)
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
@@ -96,8 +97,6 @@ def build_layers(
     can = why is None and bool(full)
     captured = can and capture and len(full) == len(stock)
     recordable = captured or (can and max_cache_len is not None)
-    if not recordable and why is not None and (capture or max_cache_len is not None):
-        logger.info("%s: steps are neither captured nor compiled, since %s.", preset.scheme.name, why)
     layers: list[Any] = list(stock)
     if max_cache_len is not None and recordable:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)
