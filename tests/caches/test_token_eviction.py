@@ -1,0 +1,274 @@
+"""Schemes that evict, in a cache: what stays is what scores say, stored as pages store it, and generation goes on."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches import registry
+from hfkvq.caches.eviction import TokenEviction
+from hfkvq.caches.evidence import keep_mask, prompt_evidence
+from hfkvq.caches.headwise import HeadwiseStore
+from hfkvq.caches.once import say_once
+from hfkvq.caches.prompt_choice import shared
+from hfkvq.kernels.decode import LENGTH, START
+from tests.caches.driver import (
+    DIM,
+    EVICTING,
+    HEADS,
+    Row,
+    assert_close,
+    assert_same_bits,
+    attention,
+    evicting,
+    feed,
+    forward,
+    join,
+    make,
+    row,
+    small,
+    steady,
+    stored,
+)
+from tests.caches.models import build, prompt
+from tests.caches.test_generate import _generate
+
+CASES = evicting()
+on_every_case = pytest.mark.parametrize("name", CASES)
+on_every_scheme = pytest.mark.parametrize("name", EVICTING)
+
+
+class Simulated:
+    """A row whose tokens are kept whole in plain tensors, and judged by the scheme alone."""
+
+    def __init__(self, scheme, own: Row) -> None:
+        self.scheme, self.own, self.seen = scheme, own, 0
+        self.held = torch.zeros(HEADS, 0, dtype=torch.long)
+        self.scores = torch.full((HEADS, len(own)), torch.nan)
+
+    def tokens(self):
+        """Keys and values (1, H, n, D) of the tokens held."""
+        index = self.held[..., None].expand(-1, -1, DIM)
+        return self.own.keys.gather(1, index)[None], self.own.values.gather(1, index)[None]
+
+    def feed(self, count):
+        """Takes so many tokens at once, and trims."""
+        scheme, new = self.scheme, torch.arange(self.seen, self.seen + count)
+        queries = self.own.queries[None, :, new]
+        if "received" not in scheme.evidence:
+            queries = queries[:, :, -scheme.queries :]
+        self.seen += count
+        self.held = torch.cat([self.held, new.expand(HEADS, -1)], 1)
+        found = prompt_evidence(scheme.evidence, scheme.queries, queries, *self.tokens(), DIM**-0.5)
+        scores = torch.cat([scheme.scores(each) for _, each in found])
+        if scheme.asks_every_step:
+            old = self.scores.gather(1, self.held)
+            scores = torch.where(old.isnan(), scores, scheme.merge(old, scores))
+            self.scores.scatter_(1, self.held, scores)
+        held, given = torch.tensor(self.held.shape[1]), torch.tensor(self.seen)
+        room = scheme.room(given, held, 0, 1)
+        if count > 16 or (scheme.interval is not None and held >= room + scheme.interval):
+            length = held.expand(HEADS)
+            judged = shared(scheme, scores, HEADS)
+            stays = keep_mask(judged, length, room.expand(HEADS), scheme.first, scheme.window)
+            self.held = self.held[stays].view(HEADS, -1)
+
+
+@on_every_case
+def test_a_prompt_keeps_the_tokens_of_highest_score(name):
+    """What is stored is, bit for bit, what the pages make of these tokens: they are quantized once."""
+    scheme, own = CASES[name], row(1, 60)
+    own = Row(steady(own.queries), own.keys, own.values) if "query" in scheme.needs else own
+    layer, expected = make(scheme), Simulated(scheme, own)
+    feed(layer, [own], [60])
+    expected.feed(60)
+    keys, values = expected.tokens()
+    count = keys.shape[2]
+    assert count < 60
+    alone = HeadwiseStore(scheme.layout(DIM, DIM), scheme, keys, values)
+    alone.extend(
+        keys, values, q_abs=None if layer.queries is None else own.queries.view(1, HEADS, -1, DIM).abs().mean(2)
+    )
+    for side in ("keys", "values"):
+        dense = layer.dense(side)
+        assert (dense[:, :, : 60 - count] == 0).all()
+        assert torch.equal(dense[:, :, 60 - count :], alone.dense(side, count))
+    assert layer.get_seq_length() == 60
+    assert layer.store.dropped.tolist() == [60 - count] * HEADS
+
+
+@on_every_scheme
+@pytest.mark.parametrize("knobs", [{}, {"trim_every": 1}, {"trim_every": 7, "sink_length": 5}, {"budget_share": 0.5}])
+def test_prompts_and_steps_keep_what_scores_say(name, knobs):
+    """Turns, chunks, steps of one token and of several: the tokens of a plain simulation, in order."""
+    scheme = small(name, **knobs, **({"budget_tokens": None} if "budget_share" in knobs else {}))
+    own = row(3, 150)
+    layer, expected = make(scheme), Simulated(scheme, own)
+    for count in (10, 25, 1, 1, 1, 1, 1, 1, 30, *[1] * 20, 3, 16, 1, 1, 17, *[1] * 15):
+        at = expected.seen
+        forward(layer, *join([own[at : at + count]]))
+        expected.feed(count)
+        for side, given in zip(("keys", "values"), expected.tokens(), strict=True):
+            kept = given.shape[2]
+            assert torch.equal(layer.dense(side)[:, :, expected.seen - kept :], given)
+        assert layer.store.counters[LENGTH].tolist() == [kept] * HEADS
+        assert layer.store.counters[START].tolist() == [expected.seen - kept] * HEADS
+    assert layer.evicted
+
+
+@on_every_scheme
+def test_attention_sees_what_stays(name):
+    """A step, and a second prompt, attend to the tokens kept and to the new ones, causally."""
+    scheme, own = small(name), row(4, 120)
+    layer, expected = make(scheme), Simulated(scheme, own)
+    for count in (60, 1, 1, 20, 1):
+        at = expected.seen
+        queries, keys, values = join([own[at : at + count]])
+        before = expected.tokens() if at else (keys[:, :, :0], values[:, :, :0])
+        out = forward(layer, queries, keys, values)
+        seen = [torch.cat([a, b], 2) for a, b in zip(before, (keys, values), strict=True)]
+        assert_close(out, attention(queries, *seen, None, DIM**-0.5))
+        expected.feed(count)
+
+
+@pytest.mark.parametrize("capacity", [None, 110])
+@on_every_case
+def test_generate_with_padding_is_each_row_alone(name, capacity):
+    model, ids = build("llama"), prompt(2, 60)
+    mask = torch.ones_like(ids)
+    mask[1:, :17] = 0
+
+    def run(ids, **kwargs):
+        cache = MixedKVCache(model.config, CASES[name], max_cache_len=capacity, graphs=False)
+        return _generate(model, cache, ids, max_new_tokens=30, disable_compile=True, **kwargs)
+
+    both = run(ids, attention_mask=mask)
+    assert torch.equal(both[:1], run(ids[:1]))
+    assert torch.equal(both[1:, 17:], run(ids[1:, 17:]))
+
+
+@on_every_case
+def test_beams_chunks_and_turns(name):
+    """A saved cache, and a copy, go on as the original does; beams of a padded row are those of the row alone."""
+    model, ids, more = build("llama"), prompt(2, 60), prompt(1, 25, 3)
+    mask = torch.ones_like(ids)
+    mask[1:, :17] = 0
+
+    def cache():
+        return MixedKVCache(model.config, CASES[name], graphs=False)
+
+    both = _generate(model, cache(), ids, attention_mask=mask, num_beams=3)
+    assert torch.equal(both[1:, 17:], _generate(model, cache(), ids[1:, 17:], num_beams=3))
+    used = cache()
+    first = _generate(model, used, ids[:1], prefill_chunk_size=25)
+    later = torch.cat([first, more], 1)
+    others = [copy.deepcopy(used), pickle.loads(pickle.dumps(used))]
+    second = _generate(model, used, later)
+    assert used.layers[0].store.counters[LENGTH].max() < 70
+    for other in others:
+        assert torch.equal(_generate(model, other, later), second)
+        for a, b in zip(other.layers, used.layers, strict=True):
+            assert_same_bits(stored(a, 0), stored(b, 0))
+
+
+@on_every_case
+def test_crop_takes_back_the_newest_or_refuses(name):
+    scheme, own = CASES[name], row(5, 90)
+    layer, plain = make(scheme), make(scheme)
+    for each in (layer, plain):
+        feed(each, [own], [60])
+    held = stored(layer, 0)
+    with pytest.raises(NotImplementedError, match="a trim has evicted tokens"):
+        layer.crop(-50)
+    assert layer.get_seq_length() == 60
+    assert_same_bits(stored(layer, 0), held)
+    for side in ("keys", "values"):
+        before = layer.dense(side)
+        layer.crop(-1) if side == "values" else None
+        assert torch.equal(layer.dense(side)[:, :, :59], before[:, :, :59])
+    for token in range(59, 80):
+        forward(layer, *join([own[token : token + 1]]))
+    assert layer.get_seq_length() == 80
+
+
+def test_where_padding_stands_among_tokens_nothing_is_evicted(caplog):
+    """Columns of masks would be those of other tokens."""
+    say_once.cache_clear()
+    layer, plain, own = make(small("snapkv")), make(small("full")), row(6, 90)
+    valid = torch.ones(1, 60, dtype=torch.bool)
+    valid[:, 20:26] = False
+    for each in (layer, plain):
+        forward(each, *join([own[:60]]), valid)
+    assert not layer.evicted
+    assert "padding stands among its tokens" in caplog.text
+    for side in ("keys", "values"):
+        assert torch.equal(layer.dense(side), plain.dense(side))
+
+
+def test_a_prompt_without_memory_is_as_if_it_had_not_come(monkeypatch):
+    layer, fresh, own = make(small("snapkv+kitty-pro")), make(small("snapkv+kitty-pro")), row(7, 60)
+    extend = HeadwiseStore.extend
+
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(HeadwiseStore, "extend", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        feed(layer, [own], [60])
+    assert layer.staged_length == layer.get_seq_length() == 60
+    monkeypatch.setattr(HeadwiseStore, "extend", extend)
+    layer.settle()
+    feed(fresh, [own], [60])
+    assert_same_bits(stored(layer, 0), stored(fresh, 0))
+
+
+def test_layers_of_several_kinds():
+    """A budget of tokens, one of tiers, and none, in one cache; a pyramid's budgets are those of its layers."""
+    model, ids = build("llama", num_hidden_layers=4), prompt(2, 60)
+    pyramid = small("pyramidkv", budget_tokens=40, window=8, beta=4)
+    layers = {0: small("arkv", budget_tokens=40), 1: small("full")}
+    cache = MixedKVCache(model.config, pyramid, layers=layers, graphs=False)
+    _generate(model, cache, ids, max_new_tokens=2)
+    given = torch.tensor(60)
+    budgets = [int(pyramid.budget(given, layer, 4)) for layer in (2, 3)]
+    assert budgets[0] > budgets[1]
+    lengths = [layer.store.counters[LENGTH].max().item() for layer in cache.layers]
+    # And the token that was generated.
+    assert lengths == [lengths[0], 61, budgets[0] + 1, budgets[1] + 1]
+    assert lengths[0] <= 40
+
+
+def test_an_evicting_scheme_is_one_class(monkeypatch):
+    """As CONTRIBUTING shows it: a score, and what it reads; pages, budgets and trims are there already."""
+    monkeypatch.setattr(registry, "_PRESETS", dict(registry._PRESETS))
+
+    @dataclass(frozen=True, kw_only=True)
+    class SmallKeys(TokenEviction):
+        """Tokens whose keys are short stay (Devoto et al., arXiv:2406.11430)."""
+
+        name = "small-keys"
+        paper = "arXiv:2406.11430"
+
+        @property
+        def evidence(self):
+            return frozenset({"keys"})
+
+        def scores(self, evidence):
+            return -evidence.of("keys").float().norm(dim=-1)
+
+    scheme = get_scheme("small-keys+kitty-pro", budget_tokens=40, window=4, trim_every=8)
+    model, ids = build("llama"), prompt(2, 60)
+    with pytest.warns(UserWarning, match="small-keys: tokens that stay are quantized again"):
+        cache = MixedKVCache(model.config, scheme)
+    _generate(model, cache, ids)
+    assert cache.layers[0].store.counters[LENGTH].max() < 48
+    own = row(8, 60)
+    layer, expected = make(get_scheme(scheme, pages="full")), Simulated(get_scheme(scheme, pages="full"), own)
+    feed(layer, [own], [60])
+    expected.feed(60)
+    assert torch.equal(layer.dense("keys")[:, :, 20:], expected.tokens()[0])
