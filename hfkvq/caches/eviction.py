@@ -99,14 +99,14 @@ class EvictionScheme(Scheme):
         always = self.first + max(self.window, hold)
         return torch.minimum(self.budget(given, layer, layers).clamp(min=always), held)
 
-    def due_in(self, given: Tensor, held: Tensor, layer: int, layers: int) -> Tensor | None:
+    def due_in(self, given: Tensor, held: Tensor, layer: int, layers: int, hold: int = 0) -> Tensor | None:
         """Steps after which a trim is due, one at least: i64 (...,); None where steps are not trimmed.
 
         Budgets never fall, so that it is not due before. Arguments are those of `room`.
         """
         if self.interval is None:
             return None
-        budget = self.budget(given, layer, layers).clamp(min=self.first + self.window)
+        budget = self.budget(given, layer, layers).clamp(min=self.first + max(self.window, hold))
         return (budget + self.interval - held).clamp(min=1)
 
     def scores(self, evidence: Evidence) -> Tensor:
@@ -243,6 +243,8 @@ class TokenEviction(EvictionScheme):
         found = self.held_by.limits(key_dim, value_dim)
         if found.captured is None and self.asks_every_step:
             found = found._replace(captured=ASKS)
+        elif found.captured is None and self.interval is not None and "query" in self.needs:
+            found = found._replace(captured="queries weigh channels, and trims of steps ask them, too")
         layout = self.layout(key_dim, value_dim)
         shared = any(fmt.whole for side in (layout.keys, layout.values) for fmt in side.formats)
         if shared and self.interval is not None:

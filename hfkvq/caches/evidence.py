@@ -171,8 +171,8 @@ def prompt_evidence(
     # A row of keys at a time where all queries are asked.
     width = queries if "received" in kinds else max(queries - last, keys.shape[3])
     at_once = max(1, ELEMENTS // (r * tokens * width))
-    for rows in torch.arange(batch * heads).split(at_once):
-        own = slice(int(rows[0]), int(rows[-1]) + 1)
+    for first in range(0, batch * heads, at_once):
+        own = slice(first, min(first + at_once, batch * heads))
         part = _Prompt(query, keys, mask, start, lead is not None, sinks, scaling, softcap, own)
         yield (
             own,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .eviction import TieredEviction
 from .ranking import WHOLE, tier_widths
 from .scheme import Layout
 from .store import StoreState
@@ -26,17 +27,17 @@ class Waiting(NamedTuple):
         costs: bytes of a token in few bits and whole.
         heads: KV heads.
         scores: f32 (B*H, n), of tokens, oldest first.
-        strength: f32 (B,), of the layer.
+        strength: f32 (B,), of the layer; None where nobody asked attention.
     """
 
     state: StoreState
     layout: Layout
     cut: Cut
-    scheme: Any
+    scheme: TieredEviction
     costs: tuple[int, int]
     heads: int
     scores: Tensor
-    strength: Tensor
+    strength: Tensor | None
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -46,7 +47,7 @@ class Waiting(NamedTuple):
         return state.device, state.dtype, dims, state.batch, tail, cut.kept, cut.tail, self.scheme, self.costs
 
 
-def older_that_stay(scheme: Any, layout: Layout, costs: tuple[int, int], tokens: int, newest: int) -> int:
+def older_that_stay(scheme: TieredEviction, layout: Layout, costs: tuple[int, int], tokens: int, newest: int) -> int:
     """Tokens that a first prompt beyond its budget is cut to, beside the newest; 0 where it has to go the general way.
 
     Args:
@@ -57,7 +58,7 @@ def older_that_stay(scheme: Any, layout: Layout, costs: tuple[int, int], tokens:
         newest: tokens that stay as they are.
     """
     past = tokens - newest
-    if past <= 0 or scheme.beta > 0 or not takes(layout):
+    if past <= 0 or scheme.remembers or not takes(layout):
         return 0
     # As many as the budget could hold in few bits.
     best = int(scheme.kept(torch.tensor([past]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)))
@@ -74,7 +75,7 @@ def first_tiers(layers: Sequence[Waiting | None], most: Tensor | None) -> list[T
 
     Args:
         layers: in the model's order.
-        most: f32 (B,), the greatest strength of any layer.
+        most: f32 (B,), the greatest strength of any layer; None where none has any.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, layer in enumerate(layers):
@@ -83,19 +84,22 @@ def first_tiers(layers: Sequence[Waiting | None], most: Tensor | None) -> list[T
     found: list[Tiers | None] = [None] * len(layers)
     for members in groups.values():
         alike = [layer for i in members if (layer := layers[i]) is not None]
-        assert most is not None, "a layer that waits has a strength"
         for i, tiers in zip(members, _tiers(alike, most), strict=True):
             found[i] = tiers
     return found
 
 
-def _tiers(layers: Sequence[Waiting], most: Tensor) -> list[Tiers]:
+def _tiers(layers: Sequence[Waiting], most: Tensor | None) -> list[Tiers]:
     """Of layers that are alike."""
     one, kept = layers[0], layers[0].cut.kept
     scheme = one.scheme
     scores = torch.cat([layer.scores[:, :kept] for layer in layers])
-    strengths = torch.cat([layer.strength for layer in layers])
-    share = scheme.share(strengths, most.to(scores.device).repeat(len(layers))).repeat_interleave(one.heads)
+    known = [layer.strength for layer in layers if layer.strength is not None]
+    if most is None or len(known) < len(layers):
+        own = best = torch.ones(scores.shape[0] // one.heads, device=scores.device)
+    else:
+        own, best = torch.cat(known), most.to(scores.device).repeat(len(layers))
+    share = scheme.share(own, best).repeat_interleave(one.heads)
     past = torch.full((scores.shape[0],), kept, device=scores.device)
     stay = scheme.kept(past, share, one.costs, torch.ones_like(past, dtype=torch.bool))
     is_whole = torch.ones_like(scores, dtype=torch.bool)

@@ -214,7 +214,7 @@ class StepGraphs:
             # A model that is not told positions may work them out from the mask, which is left out or widened here.
             if (masked or padded) and not placed:
                 return False, None
-            if masked and (step.tokens > 1 or sync.first.eviction is not None):
+            if masked and (step.tokens > 1 or any(steps.trims for steps in sync.members)):
                 return False, None
             if step.mask.shape[0] != first.batch_size:
                 return False, None

@@ -85,7 +85,10 @@ class HeadwiseStore(KVStore):
         seals: bool = False,
         observing: Observing | None = None,
     ) -> tuple[Tensor, bool] | None:
-        """See `KVStore.step`; a mask is a `hfkvq.kernels.masks.step_mask`, and nothing is observed."""
+        """See `KVStore.step`; a mask is a `hfkvq.kernels.masks.step_mask`. None where queries are to be observed."""
+        if observing is not None:
+            # Their statistics are of the layer's rows.
+            return None
         mask = None if mask is None else fold_mask(mask, self.fold)
         q, k, v = self.folded(query), self.folded(keys), self.folded(values)
         done = super().step(q, k, v, scaling, softcap, mask, seals)

@@ -55,6 +55,8 @@ def choose(
 ) -> Choice | None:
     """The tokens of a first prompt that stay; None where all do, or where padding stands among tokens.
 
+    Where every step is judged, scores are wanted even if all tokens stay.
+
     Args:
         scheme: the policy.
         layer: index of the layer in the model.
@@ -74,7 +76,7 @@ def choose(
         return None
     lengths = torch.tensor([tokens - lead for lead in ([0] if padding is None else padding.amounts)])
     rooms: list[int] = scheme.room(lengths, lengths, layer, layers, hold).tolist()
-    if rooms == lengths.tolist():
+    if rooms == lengths.tolist() and not scheme.asks_every_step:
         return None
     lead = None if padding is None else padding.lead.to(keys.device).long()
     parts = [

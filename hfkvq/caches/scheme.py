@@ -116,11 +116,11 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "tags", "turns", "probs"}.
+        """What the scheme must observe: a subset of {"query", "tags", "turns"}.
 
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
         `hfkvq.caches.store.requantize`.
-        "probs" is of schemes that evict, which say in `EvictionScheme.evidence` what they observe.
+        Schemes that evict say in `EvictionScheme.evidence` what they judge tokens by.
         """
         return frozenset()
 
@@ -265,7 +265,7 @@ def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
     """
     if type(scheme).__module__.partition(".")[0] != __name__.partition(".")[0]:
         for line in scheme.limits(key_dim, value_dim).words():
-            warnings.warn(f"{scheme.name}: {line} (see Scheme.limits).", UserWarning, stacklevel=3)
+            warnings.warn(f"{scheme.name}: {line} (see Scheme.limits).", UserWarning, stacklevel=4)
 
 
 def list_schemes() -> dict[str, Scheme]:

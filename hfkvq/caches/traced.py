@@ -81,9 +81,9 @@ def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments
         arguments = arguments.explicit(query, 1)
     scaling, mask, softcap, sinks, _, causal = arguments.biased()
     # The first tokens of a row may be padding; and so may any of several, if there is a mask.
-    several = steps.eviction is None and mask is None and queries <= MAX_STEP
+    several = not steps.trims and mask is None and queries <= MAX_STEP
     # With padding within rows, generate makes no masks outside the graph, which is when trims run.
-    unwatched = steps.eviction is not None and sync.holes
+    unwatched = steps.trims and sync.holes
     if sync.ready and (queries == 1 or several) and not unwatched:
         return step(query, new.keys, new.values, mask, sinks, buffer.tensor, scaling, softcap, buffer.spec)
     if is_captured():

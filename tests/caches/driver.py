@@ -21,29 +21,38 @@ from hfkvq.kernels.decode import LENGTH, RUNS, START
 HEADS, SHARE, DIM = 2, 2, 32
 
 # So small that a few dozen tokens cross many page borders.
+# What only evicts, a scheme each.
+EVICTING = ("snapkv", "h2o", "streaming-llm", "tova", "expected-attention", "pyramidkv")
+
 SMALL = {"page_size": 16, "local_length": 16, "sink_length": 4, "group_size": 8, "seal_unit": 8, "window": 16}
 
 
 def small(name: str | Scheme, **knobs: Any) -> Scheme:
-    """A preset with small pages and windows, as far as it has these knobs."""
+    """A preset with small pages, windows and budgets, as far as it has these knobs."""
     scheme = get_scheme(name)
     own = {field.name for field in fields(scheme)}
-    pages = {"pages": small(scheme.pages)} if isinstance(scheme, TokenEviction) else {}
-    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | pages | knobs)
+    less: dict[str, Any] = {}
+    if isinstance(scheme, TokenEviction):
+        # Less than the prompts of most tests.
+        less = {"pages": small(scheme.pages), "budget_tokens": 28, "trim_every": min(scheme.trim_every, 4)}
+    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | less | knobs)
 
 
 def cases() -> dict[str, Scheme]:
-    """Every preset with small pages, and the corners of its windows: none, and lengths that divide nothing."""
+    """Every preset with small pages, and the corners of its windows: none, and lengths that divide nothing.
+
+    Budgets are such that nothing exceeds them; see `evicting`.
+    """
     found: dict[str, Scheme] = {}
     for name in list_schemes():
-        scheme = found[name] = small(name)
+        scheme = found[name] = _within(small(name))
         own = {field.name for field in fields(scheme)}
         if {"local_length", "sink_length", "page_size"} <= own:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
-    found["snapkv+kitty-pro"] = small("snapkv+kitty-pro")
-    # Same code as their siblings; one corner of each is enough. Budgets that nothing exceeds evict nothing.
+    found["snapkv+kitty-pro"] = _within(small("snapkv+kitty-pro"))
+    # Same code as their siblings; one corner of each is enough.
     for name in (
         "expected-attention",
         "h2o-prompt",
@@ -66,6 +75,22 @@ def cases() -> dict[str, Scheme]:
     return found
 
 
+def _within(scheme: Scheme) -> Scheme:
+    return get_scheme(scheme, budget_tokens=1024) if isinstance(scheme, TokenEviction) else scheme
+
+
+def evicting() -> dict[str, Scheme]:
+    """Every scheme that only evicts, over pages of some kinds, with a budget that most prompts exceed."""
+    pages = ("full", "kitty-pro")
+    found = {f"{name}+{held}": small(f"{name}+{held}") for name in EVICTING for held in pages}
+    for name in ("tova+saw-int4", "snapkv+mixkvq", "h2o+mixkvq", "streaming-llm+kvarn", "pyramidkv+kivi-2"):
+        found[name] = small(name)
+    found["h2o-prompt"] = small("h2o-prompt")
+    found["tova+kitty, every step"] = small("tova+kitty", trim_every=1, sink_length=3)
+    found["h2o, a share"] = small("h2o+int4", budget_tokens=None, budget_share=0.4)
+    return found
+
+
 def distinct() -> list[str]:
     """A name of every preset, without aliases: "kivi" is "kivi-2"."""
     return list({scheme: name for name, scheme in list_schemes().items()}.values())
@@ -76,6 +101,8 @@ def by_layout() -> list[str]:
     found: dict[Any, str] = {}
     for name in distinct():
         scheme = small(name)
+        if isinstance(scheme, TokenEviction):
+            continue
         found.setdefault((scheme.layout(DIM, DIM), scheme.channel_rule), name)
     return list(found.values())
 
@@ -303,7 +330,8 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None
 def start_of(layer: KVLayer, index: int) -> int:
     """Padding that a row began with."""
     assert layer.store is not None
-    return int(layer.store.counters[START, index * getattr(layer.store, "fold", 1)])
+    row = index * getattr(layer.store, "fold", 1)
+    return int(layer.store.counters[START, row] - layer.store.dropped[row])
 
 
 def tensors_of(thing: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme, list_schemes
 from hfkvq.caches import registry
+from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.layers import ROLLBACK
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout, knob
 from hfkvq.kernels import PageFormat
@@ -26,6 +27,7 @@ from tests.caches.driver import (
     by_layout,
     cases,
     distinct,
+    evicting,
     feed,
     forward,
     join,
@@ -41,7 +43,11 @@ from tests.caches.models import build, config, prompt
 
 CASES = cases()
 
+EVERYTHING = CASES | {f"{name} over budget": scheme for name, scheme in evicting().items()}
+
 on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys())
+# What holds whatever has been evicted.
+on_everything = pytest.mark.parametrize("scheme", EVERYTHING.values(), ids=EVERYTHING.keys())
 on_every_preset = pytest.mark.parametrize("name", distinct())
 on_every_layout = pytest.mark.parametrize("name", by_layout())
 
@@ -123,7 +129,7 @@ def test_decode_output_is_attention_with_the_new_token_whole(scheme):
         assert_close(forward(layer, queries, keys, values), expected)
 
 
-@on_every_case
+@on_everything
 def test_prompt_attends_to_itself_unquantized(scheme):
     layer = make(scheme)
     own = row(3, 50)
@@ -182,7 +188,7 @@ def test_dense_is_close_to_what_was_given(scheme):
 # Rows and padding.
 
 
-@on_every_case
+@on_everything
 def test_padded_row_is_the_same_row_alone(scheme):
     """Codes, scales and windows bit for bit: padding leaves no trace."""
     page = unit(scheme)
@@ -247,7 +253,7 @@ def test_life_in_kernels(name):
         assert_same_bits(a, b)
 
 
-@on_every_case
+@on_everything
 def test_row_does_not_depend_on_its_batch_mates(scheme):
     first, others = row(1, 50), [row(2, 50), row(3, 50)]
     held, outs = [], []
@@ -350,7 +356,7 @@ def _assert_moved(layer, scheme, rows, pads, order, steps=20):
         assert_close(out[b], expected)
 
 
-@on_every_case
+@on_everything
 @pytest.mark.parametrize("order", [[1, 1, 0], [2, 0, 2], [0, 0, 0]], ids=str)
 def test_reordered_rows_are_the_rows_fed_alone(scheme, order):
     """Beams: rows of different lengths trade places, share their past, and part again without touching each other."""
@@ -359,7 +365,7 @@ def test_reordered_rows_are_the_rows_fed_alone(scheme, order):
     _assert_moved(layer, scheme, rows, pads, order)
 
 
-@on_every_case
+@on_everything
 def test_reorder_at_every_step(scheme):
     """As beam search does: a new order at each token, over two page borders."""
     layer, rows, pads = _started(scheme)
@@ -378,11 +384,11 @@ def test_reorder_at_every_step(scheme):
         _continue(layer, new, leads, 1, 50 + step)
     for b in range(3):
         alone = make(scheme)
-        feed(alone, [histories[b]], [prefix[b], *[1] * 36])
+        feed(alone, [histories[b]], [prefix[b] - 4, *[1] * 40])
         assert_same_bits(stored(layer, b), stored(alone, 0))
 
 
-@on_every_case
+@on_everything
 def test_repeated_rows_are_independent(scheme):
     layer, rows, pads = _started(scheme)
     layer.batch_repeat_interleave(2)
@@ -390,7 +396,7 @@ def test_repeated_rows_are_independent(scheme):
     _assert_moved(layer, scheme, rows, pads, [0, 0, 1, 1, 2, 2])
 
 
-@on_every_case
+@on_everything
 @pytest.mark.parametrize("select", [torch.tensor([2, 0]), torch.tensor([True, False, True])], ids=["indices", "mask"])
 def test_selected_rows_go_on(scheme, select):
     layer, rows, pads = _started(scheme)
@@ -443,7 +449,7 @@ def test_crop_into_shared_pages_parts_the_rows(scheme):
         assert_same_bits(stored(layer, b), stored(alone[b], 0))
 
 
-@on_every_case
+@on_everything
 def test_reset_parts_rows_that_shared_pages(scheme):
     """A fixed capacity keeps its pages over a reset, but not who shared them."""
     layer, fresh = make(scheme, capacity=100), make(scheme, capacity=100)
@@ -474,7 +480,7 @@ def test_second_prompt_on_a_used_cache(scheme):
     assert_same_bits(stored(layer, 0), stored(at_once, 0))
 
 
-@on_every_case
+@on_everything
 @pytest.mark.parametrize("capacity", [None, 100])
 def test_reset_reuses(scheme, capacity):
     layer, fresh = make(scheme, capacity=capacity), make(scheme, capacity=capacity)
@@ -488,7 +494,7 @@ def test_reset_reuses(scheme, capacity):
         assert_close(outs[0][i], outs[1][i])
 
 
-@on_every_case
+@on_everything
 def test_deepcopy_is_independent(scheme):
     """Prefix reuse: a copy that goes on leaves the original as it was, and the other way round."""
     own = row(1, 90)
@@ -681,8 +687,9 @@ def test_crop_nothing_and_tensor_valued(name):
 def test_crop_of_everything_starts_again(name):
     scheme, own = small(name), row(1, 90)
     layer, fresh = make(scheme), make(scheme)
-    feed(layer, [row(2, 50)], [50])
-    layer.crop(-50)
+    tokens = 20 if isinstance(scheme, TokenEviction) else 50
+    feed(layer, [row(2, tokens)], [tokens])
+    layer.crop(-tokens)
     assert layer.get_seq_length() == 0
     for x in (layer, fresh):
         feed(x, [own], [60] + [1] * 20)
@@ -864,7 +871,7 @@ def test_fixed_capacity_never_moves(scheme):
     for at, t in [(30, 1), (31, 20), *((51 + i, 1) for i in range(40)), (91, 9)]:
         queries, keys, values = join([rows[0][at : at + t], rows[1][at - 7 : at - 7 + t]])
         forward(layer, queries, keys, values, valid[:, : at + t])
-        if "probs" not in scheme.needs:
+        if not scheme.evicts:
             # Schemes that evict give pages back and take new ones; their capacity bounds what is seen.
             assert [x.data_ptr() for x in layer.store.tensors()] == addresses
             assert [x.shape for x in layer.store.tensors()] == shapes
@@ -875,7 +882,7 @@ def test_fixed_capacity_never_moves(scheme):
         assert_same_bits(stored(layer, i), stored(grown, i))
 
 
-@on_every_case
+@on_everything
 def test_exceeding_the_capacity_changes_nothing(scheme):
     layer = make(scheme, capacity=50)
     feed(layer, [row(1, 45)], [40] + [1] * 5)

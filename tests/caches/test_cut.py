@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import ARKVCache
-from hfkvq.caches.layers import Eviction
 from hfkvq.caches.layers.build import group_layers
+from hfkvq.caches.layers.tiers import TierEvictor
 from hfkvq.caches.schemes import Arkv
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
@@ -85,7 +85,7 @@ def run(layers, rows, chunks, mask=None, dtype=torch.bfloat16, **more):
 
 
 def general(monkeypatch):
-    monkeypatch.setattr(Eviction, "_older_that_stay", lambda self, seen: 0)
+    monkeypatch.setattr(TierEvictor, "_older_that_stay", lambda self: 0)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -233,7 +233,7 @@ def test_prompts_of_models_are_not_trimmed(capacity, monkeypatch):
     def never(self, *args):
         raise AssertionError("a prompt was trimmed")
 
-    monkeypatch.setattr(Eviction, "_trim", never)
+    monkeypatch.setattr(TierEvictor, "_trim", never)
     model = build("llama")
     cache = ARKVCache(model.config, **TIGHT, max_cache_len=capacity)
     model(prompt(2, 90), past_key_values=cache, use_cache=True)

@@ -199,7 +199,7 @@ def test_lossy_schemes_differ_from_lossless(name):
     """Guards the tests above: a store that forgot to quantize would pass them all."""
     expected = reference("llama", "sdpa", forwards)
     scheme = small(name)
-    budgets = "probs" in scheme.needs
+    budgets = scheme.evicts
     differ = (ours("llama", None, forwards, scheme) - expected).abs().max()
     # A budget that nothing exceeds loses nothing.
     assert (differ < 2e-4) if name == "full" or budgets else (differ > 1e-2)

@@ -27,6 +27,12 @@ SCHEMES = {
     "triaxial": small("triaxial", page_size=32),
     "arkv": small("arkv", budget_tokens=40),
     "arkv bytes": small("arkv", budget_bytes=6000),
+    "snapkv+kitty": small("snapkv+kitty"),
+    "pyramidkv+mixkvq": small("pyramidkv+mixkvq"),
+    "h2o-prompt+kvarn": small("h2o-prompt+kvarn"),
+    "tova": small("tova"),
+    "tova+saw-int4": small("tova+saw-int4"),
+    "streaming-llm+kivi-2": small("streaming-llm+kivi-2"),
 }
 
 

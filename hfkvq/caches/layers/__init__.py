@@ -1,22 +1,22 @@
 """One attention layer of the cache, and the parts that it is made of.
 
 `KVLayer` is what Transformers sees. It holds a store and, as the scheme and the cache want them: `QueryStatistics`,
-`TokenTags`, `Eviction` (keeps a budget), `StepBuffer` (fixed addresses) and `DeviceSteps` (steps without the host).
-Parts know their layer as a `LayerBase`; what layers of a cache know together is a `LayerGroup` (of those that evict)
-and a `DeviceSync` (of those whose steps are recorded).
+`TokenTags`, an `Eviction` (keeps a budget: `kept.TokenEvictor` or `tiers.TierEvictor`), `StepBuffer` (fixed addresses)
+and `DeviceSteps` (steps without the host). Parts know their layer as a `LayerBase`; what layers of a cache know
+together is an `EvictingGroup` (of those that evict) and a `DeviceSync` (of those whose steps are recorded).
 """
 
 from .base import ROLLBACK
 from .eviction import Eviction
-from .group import DeviceSync, LayerGroup
+from .group import DeviceSync, EvictingGroup
 from .layer import KVLayer
 from .padding import PaddingReader
 
 __all__ = [
     "ROLLBACK",
     "DeviceSync",
+    "EvictingGroup",
     "Eviction",
     "KVLayer",
-    "LayerGroup",
     "PaddingReader",
 ]

@@ -46,7 +46,7 @@ class StepBuffer(Part):
 
     sync: DeviceSync
 
-    def __init__(self, layer: LayerBase, queries: QueryStatistics | None, eviction: Eviction | None) -> None:
+    def __init__(self, layer: LayerBase, queries: QueryStatistics | None, eviction: Eviction[Any] | None) -> None:
         super().__init__(layer)
         self.queries, self.eviction = queries, eviction
         self.queries_per_head = 1
@@ -101,8 +101,7 @@ class StepBuffer(Part):
                 self.sync.wait_for(done)
 
     def _plan_for(self, room: int, before: StepPlan | None) -> StepPlan | None:
-        budget = None if self.eviction is None else self.eviction.budget
-        return make_plan(self.layer, room, before, budget, self.queries_per_head)
+        return make_plan(self.layer, room, before, self.eviction, self.queries_per_head)
 
     def fits(self, plan: StepPlan, room: int) -> bool:
         """Whether what is stored could lie in a buffer of this plan, for so many logical columns."""
@@ -155,8 +154,11 @@ class StepBuffer(Part):
             state.sums.zero_()
             state.counts.zero_()
         else:
-            state.sums.copy_(queries.sums)
-            state.counts.copy_(queries.counts)
+            state.sums.copy_(queries.sums.view_as(state.sums))
+            # Counts are by head first; rows of the store may be heads.
+            state.counts.copy_(
+                queries.counts.view_as(state.counts) if self._fold == 1 else queries.counts.T.reshape(1, -1)
+            )
 
     def make_room(self, room: int) -> None:
         """Moves into a buffer for so many logical columns, which may be the first one."""
@@ -206,7 +208,13 @@ class StepBuffer(Part):
             settle(self.state)
             self.open = False
             if self.queries is not None and self.state.sums.numel():
-                self.queries.sums, self.queries.counts = self.state.sums.clone(), self.state.counts.clone()
+                sums, counts, fold = self.state.sums.clone(), self.state.counts.clone(), self._fold
+                self.queries.sums = sums.view(-1, self.layer.heads, sums.shape[2])
+                self.queries.counts = counts if fold == 1 else counts.view(-1, fold).T.contiguous()
+
+    @property
+    def _fold(self) -> int:
+        return 1 if self.plan is None else self.plan.fold
 
     def own_bytes(self) -> int:
         """Bytes of the buffer that are not the store's: what steps need for themselves."""

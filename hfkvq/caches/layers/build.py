@@ -10,8 +10,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..model_config import TOUCHES_KEYS, head_dim_of, looks_attention_up, queries_per_head
 from ..preset import Preset
-from ..scheme import Scheme
-from .group import DeviceSync, LayerGroup
+from ..scheme import Scheme, warn_of_limits
+from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
 
@@ -79,6 +79,7 @@ def build_layers(
     if head_dim is not None:
         for each in preset.schemes:
             each.layout(head_dim, head_dim).check(head_dim, head_dim)
+            warn_of_limits(each, head_dim, head_dim)
     stock = DynamicCache(config=text).layers
     full = tuple(i for i, layer in enumerate(stock) if type(layer) is DynamicLayer)
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
@@ -96,15 +97,15 @@ def build_layers(
     can = why is None and bool(full)
     captured = can and capture and len(full) == len(stock)
     recordable = captured or (can and max_cache_len is not None)
-    if not recordable and why is not None and (capture or max_cache_len is not None):
-        logger.info("%s: steps are neither captured nor compiled, since %s.", preset.scheme.name, why)
     layers: list[Any] = list(stock)
     if max_cache_len is not None and recordable:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)
     reader = PaddingReader()
     for i in full:
         defer = sharing[i] == "store" if sharing else shares
-        layers[i] = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
+        layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
+        if layer.eviction is not None:
+            layer.eviction.place = i, len(layers)
     if not full:
         logger.warning(
             "%s has no layer of full attention alone, so nothing is compressed: all layers stay as Transformers "
@@ -120,8 +121,8 @@ def build_layers(
 def group_layers(layers: list[KVLayer], queries_per_head: int = 1) -> DeviceSync | None:
     """Lets layers of a cache know of each other; what they know of recorded steps, if any may be."""
     evicting = [layer.eviction for layer in layers if layer.eviction is not None]
-    if evicting:
-        LayerGroup(evicting)
+    for kind in {type(part.group) for part in evicting}:
+        kind([part for part in evicting if type(part.group) is kind])
     recordable = [layer.steps for layer in layers if layer.steps is not None]
     for steps in recordable:
         steps.buffer.queries_per_head = queries_per_head

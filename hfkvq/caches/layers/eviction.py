@@ -1,8 +1,8 @@
-"""What a layer does for a scheme that evicts: ranks tokens by attention, and keeps a budget."""
+"""What a layer does for any scheme that evicts: keeps the queries by which tokens are judged, and scores' history."""
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -10,94 +10,51 @@ from torch import Tensor
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 
-from ..first_prompt import Waiting, older_that_stay
+from ..eviction import EvictionScheme
 from ..headwise import HeadwiseStore
-from ..observe import Observation, prompt_attention, stored_attention, token_order
-from ..ranking import Attention
-from ..scheme import Layout
-from ..store import MAX_STEP, SIDES
-from ..store.columns import positions
-from ..store.prompt_eviction import Cut, Tiers, store_best, store_tiers
+from ..observe import Observation
+from ..store import MAX_STEP
 from .base import LayerBase, Part
-from .budget import Budget
-from .group import LayerGroup
-from .trim import trim
+from .group import EvictingGroup
+from .queries import QueryStatistics
+
+S = TypeVar("S", bound=EvictionScheme)
 
 
-class EvictingScheme(Protocol):
-    """What `Eviction` asks of a scheme that observes attention ("probs"); see `hfkvq.caches.schemes.Arkv`."""
-
-    name: str
-    window: int
-    low_bits: int
-    beta: float
-    score: str
-    budget_bytes: int | None
-
-    @property
-    def tokens(self) -> int: ...
-
-    def layout(self, key_dim: int, value_dim: int) -> Layout: ...
-
-    def token_bytes(self, layout: Layout, key_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]: ...
-
-    def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor: ...
-
-    def whole(self, kept: Tensor, share: Tensor) -> Tensor: ...
-
-    def token_scores(self, seen: Attention) -> Tensor: ...
-
-    def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor: ...
-
-    def strength(self, statistics: Tensor) -> Tensor: ...
-
-    def share(self, own: Tensor, most: Tensor) -> Tensor: ...
-
-
-class Eviction(Part):
-    """Holds a layer to a budget of tokens, each KV head its own.
+class Eviction(Part, Generic[S]):
+    """Holds a layer to a budget of tokens, each KV head its own; `TokenEvictor` and `TierEvictor` say how.
 
     A prompt beyond the budget is cut to its best tokens in each layer as it passes, so only one layer at a time holds
-    it whole. A layer's share of whole tokens is relative to the strongest layer's, which is known when the last layer
-    is done: until then the strongest so far stands for it, or, of a first prompt, all stay whole (see
-    `hfkvq.caches.first_prompt`). In this time a layer holds less than twice a budget in bytes.
-
-    Later input of up to 16 tokens is a step: a trim is due when a row has outgrown its budget, and asks the newest
-    queries. Attention functions that know no handles never show their queries; then nothing is evicted.
+    it whole. Later input of up to 16 tokens is a step: a trim is due when a row has outgrown its budget, and asks the
+    newest queries. Attention functions that know no handles never show their queries; then nothing is evicted.
 
     Attributes:
-        group: the cache's layers that evict.
-        budget: of each KV head; known with the first update.
-        strength: f32 (B,), by which layers are compared; None before a prompt.
-        prompts: that have come.
+        policy: the layer's scheme.
+        group: the cache's layers that evict in the same way.
+        place: index of the layer in the model, and the model's layers.
         pending: queries by which tokens are to be judged once all of them are stored.
-        scores: f32 (B*H, n), oldest token first: until tiers are final, or for good where scores accumulate.
-        provisional: bool (B*H,), rows whose tiers are not final yet; None if there are none.
-        first_cut: what a first prompt was cut to, until tiers are final.
-        trim_at: tokens seen at which the next trim is due; 0 where only the budget says.
+        scores: f32 (B*H, n), oldest token first, NaN where a token has none: while they are needed.
+        trim_at: tokens seen at which the next trim is due; 0 where nobody has worked it out.
         arguments: of the newest attention call, without its mask.
     """
 
-    budget: Budget
+    group: EvictingGroup[Any]
 
     def __init__(self, layer: LayerBase) -> None:
         super().__init__(layer)
-        self.scheme = cast(EvictingScheme, layer.scheme)
-        self.group = LayerGroup([self])
+        self.policy = cast(S, layer.scheme)
+        self.asks_every_step, self.place = self.policy.asks_every_step, (0, 1)
         self.arguments = AttentionArguments(1.0)
         self.forget()
 
     def forget(self) -> None:
         """Forgets all tokens."""
-        self.strength: Tensor | None = None
-        self.prompts = self.trim_at = 0
+        self.trim_at = 0
         # Of the running attention call: queries that are no padding (B, n), and rows for which it is a prompt (B,).
         self._real: Tensor | None = None
         self._fresh: Tensor | None = None
         self.pending: Observation | None = None
         self.scores: Tensor | None = None
-        self.provisional: Tensor | None = None
-        self.first_cut: Cut | None = None
 
     def new_store(self, keys: Tensor, values: Tensor) -> HeadwiseStore:
         """An empty store for tensors of this shape, dtype and device.
@@ -105,13 +62,8 @@ class Eviction(Part):
         Raises:
             ValueError: the budget has no room for more than the window.
         """
-        dims = keys.shape[-1], values.shape[-1]
-        layout = self.scheme.layout(*dims)
-        costs = self.scheme.token_bytes(layout, *dims, keys.dtype.itemsize)
-        self.budget = Budget(self.scheme.tokens, self.scheme.budget_bytes, costs)
-        self.budget.check(self.scheme.window, keys.dtype)
         # A capacity bounds the tokens seen; pages go by the budget, and move.
-        return HeadwiseStore(layout, self.layer.scheme, keys, values)
+        return HeadwiseStore(self.policy.layout(keys.shape[-1], values.shape[-1]), self.layer.scheme, keys, values)
 
     def store(self) -> HeadwiseStore:
         """The layer's store."""
@@ -122,19 +74,36 @@ class Eviction(Part):
     @property
     def full_at(self) -> int:
         """Tokens seen at which a row may outgrow its budget."""
-        return self.trim_at or 1 + self.budget.most[1]
+        raise NotImplementedError
+
+    # What steps that are recorded ask.
+
+    @property
+    def trims_steps(self) -> bool:
+        """Whether trims are due between steps; else steps are like those of any layer."""
+        return self.policy.interval is not None
+
+    @property
+    def keeps_query(self) -> bool:
+        """Whether steps keep their newest query, by which the next trim judges."""
+        return self.trims_steps and bool(self.policy.evidence)
+
+    def most_held(self, room: int) -> tuple[int, ...] | None:
+        """Most tokens of a row in each run when a trim is due, of ``room`` given; None where steps trim nothing."""
+        raise NotImplementedError
 
     # An attention call.
 
     def lets_step_pass(self) -> bool:
         """Whether a step of one token needs no trim, and its queries nobody."""
-        return self.scheme.beta <= 0 and self.layer.seen < self.full_at and bool(self.layer.held().ahead(1).shortest)
+        layer = self.layer
+        return not self.asks_every_step and layer.seen < self.full_at and bool(layer.held().ahead(1).shortest)
 
     def before_begin(self) -> bool:
         """Notes for which rows the coming call is a prompt; whether its queries are to be kept."""
         layer, store, new = self.layer, self.store(), self.layer.new_columns
         starts = any(state.length == 0 for state in store.states)
-        asks = new > MAX_STEP or starts or self.scheme.beta > 0 or layer.seen >= self.full_at
+        asks = new > MAX_STEP or starts or self.asks_every_step or layer.seen >= self.full_at
         if not new or not asks:
             return False
         long = torch.full((layer.batch_size,), new > MAX_STEP, dtype=torch.bool, device=layer.device)
@@ -143,8 +112,8 @@ class Eviction(Part):
 
     def after_begin(self) -> None:
         """Notes which of the queries that are to be kept are no padding."""
-        layer = self.layer
-        newest = min(self.scheme.window, layer.new_columns)
+        layer, policy = self.layer, self.policy
+        newest = layer.new_columns if "received" in policy.evidence else min(policy.queries, layer.new_columns)
         column = torch.arange(layer.new_columns - newest, layer.new_columns, device=layer.device)
         self._real = torch.ones(layer.batch_size, newest, dtype=torch.bool, device=layer.device)
         if layer.padding is not None:
@@ -159,188 +128,60 @@ class Eviction(Part):
             if self.layer.new_columns == 1 and query.shape[2] > 1:
                 # Heads where tokens are expected: see `hfkvq.caches.layers.handle`.
                 query = query.reshape(query.shape[0], -1, 1, query.shape[3])
-            newest = self._real.shape[1]
+            # The newest may be all that are shown.
+            newest = min(self._real.shape[1], query.shape[2])
             arguments = arguments.biased()
             mask = arguments.mask
             if mask is not None and mask.shape[2] > newest:
                 arguments = arguments._replace(mask=mask[:, :, -newest:])
             query = query[:, :, -newest:].detach()
-            self.pending = Observation(query, self._real, arguments, self._fresh)
+            self.pending = Observation(query, self._real[:, -newest:], arguments, self._fresh)
         self._real = self._fresh = None
 
-    # A first prompt.
+    def may_be_cut(self, seen: Observation | None) -> bool:
+        """Whether what is staged is a first prompt, whole and alone, whose queries have been shown."""
+        layer = self.layer
+        if seen is None or seen.prompt is None or layer.staged is None or self.store().longest:
+            return False
+        mask = seen.arguments.mask
+        return layer.staged_length == layer.seen and (mask is None or mask.shape[-1] >= layer.seen)
 
-    def cut_prompt(self) -> bool:
-        """Cuts a staged first prompt to its best tokens, if it can be; whether it has."""
-        seen = self.pending
-        best = 0 if seen is None or self.layer.staged is None else self._older_that_stay(seen)
-        if seen is not None and best:
-            self._cut(seen, best)
-        return best > 0
+    def cut_prompt(self, queries: QueryStatistics | None) -> bool:
+        """Cuts a staged first prompt to its best tokens, if it can be; whether it has. Nothing changes if it fails.
 
-    def _older_that_stay(self, seen: Observation) -> int:
-        """Tokens that a first prompt is cut to, beside the newest; 0 where it is none, or has to go the general way."""
-        layer, store, newest = self.layer, self.store(), max(self.scheme.window, self.layer.hold)
-        first = store.longest == 0 and layer.padding is None and seen.prompt is not None
-        shown = seen.arguments.mask is None or seen.arguments.mask.shape[-1] >= layer.seen
-        if not first or not shown or layer.staged_length != layer.seen or layer.seen < self.full_at:
-            return 0
-        return older_that_stay(self.scheme, store.layout, self.budget.costs, layer.seen, newest)
+        Args:
+            queries: of the layer.
+        """
+        raise NotImplementedError
 
-    def _cut(self, seen: Observation, best: int) -> None:
-        """Does of a first prompt what `KVStore.extend` and `judge` would, without asking the device anything."""
-        layer, store, scheme = self.layer, self.store(), self.scheme
-        assert layer.staged is not None
-        keys, values = (store._rotated(store.folded(x), side) for x, side in zip(layer.staged, SIDES, strict=True))
-        rows, tail = keys.shape[0], max(scheme.window, layer.hold)
-        rank = torch.arange(layer.seen, device=layer.device)
-        past = (rank < layer.seen - scheme.window).expand(rows, -1)
-        scores, statistics = torch.empty(rows, layer.seen, device=layer.device), []
-        for own, paid in prompt_attention(keys, store, seen):
-            scores[own] = scheme.token_scores(paid)
-            statistics.append(scheme.layer_statistics(paid, past[own]))
-        if scheme.score == "recency":
-            scores = rank.float().expand(rows, -1)
-        strength = self._strength_of(statistics)
-        order = scores[:, : layer.seen - tail].argsort(dim=1, descending=True, stable=True)
-        chosen = order[:, :best].sort(dim=1).values
-        left = torch.cat([scores.gather(1, chosen), scores[:, -tail:]], 1)
-        provisional = torch.ones(rows, dtype=torch.bool, device=layer.device)
-        first = store_best(store, keys, values, chosen, tail)
-        # Not earlier: if there was no memory, the tokens are still staged.
-        layer.staged = self.pending = None
-        layer.uncommitted, self.strength = False, strength
-        self.scores, self.provisional = left, provisional
-        layer.evicted = True
-        layer.edition += 1
-        self.first_cut = first._replace(edition=layer.edition)
-        self.prompts += 1
-        self.group.report(self.prompts)
-
-    # Ranking and trimming.
+    # Judging.
 
     def judge_pending(self) -> None:
-        """Ranks what is stored by the queries that have been kept, and trims what has outgrown its budget."""
+        """Judges what is stored by the queries that have been kept, and trims what has outgrown its budget."""
         if self.pending is not None:
             seen, self.pending = self.pending, None
             self._judge(seen)
 
     def judge_step(self, query: Tensor) -> None:
-        """The same by the query (B, Hq, 1, D) of a step that the host did not see."""
+        """The same by the query (B, Hq, 1, D) of a step that the host did not see; of no rows where none is kept."""
         real = torch.ones(self.layer.batch_size, 1, dtype=torch.bool, device=self.layer.device)
         self._judge(Observation(query, real, self.arguments, None))
 
     def _judge(self, seen: Observation) -> None:
-        # Tokens have come since; what a cut left need not be kept for layers that never had their prompt.
-        self.first_cut = None
-        store, scheme, due = self.store(), self.scheme, self.layer.seen >= self.full_at
-        where = positions(store)
-        order = token_order(store, where)
-        rank = torch.arange(order.shape[1], device=order.device)
-        past = rank < (store.counters[LENGTH] - scheme.window)[:, None]
-        scores, statistics = torch.zeros(order.shape, device=order.device), []
-        # Steps that rank by age ask nobody.
-        asked = seen.prompt is not None or scheme.score != "recency"
-        for rows, paid in stored_attention(store, seen, where, order) if asked else ():
-            scores[rows] = scheme.token_scores(paid)
-            if seen.prompt is not None:
-                statistics.append(scheme.layer_statistics(paid, past[rows]))
-        if scheme.beta > 0:
-            scores = self._accumulated(scores)
-        if scheme.score == "recency":
-            scores = rank.float().expand(order.shape)
-        if seen.prompt is not None:
-            strength = self._strength_of(statistics)
-            self.strength = strength if self.strength is None else torch.where(seen.prompt, strength, self.strength)
-            self.prompts += 1
-        if due:
-            prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
-            self._trim(scores, prompt.repeat_interleave(store.fold), None, where, order)
-        elif scheme.beta > 0:
-            self._remember(scores)
-        if seen.prompt is not None:
-            self.group.report(self.prompts)
+        raise NotImplementedError
 
-    def _strength_of(self, statistics: list[Tensor]) -> Tensor:
-        """f32 (B,) of the statistics of folded rows."""
-        return self.scheme.strength(torch.cat(statistics).unflatten(0, (self.layer.batch_size, -1)))
-
-    def _accumulated(self, scores: Tensor) -> Tensor:
-        """Scores with their history; a token without one counts as it is."""
-        if self.scores is None:
+    def _merged(self, scores: Tensor) -> Tensor:
+        """Scores with their history, if the scheme remembers; a token without one counts as it is."""
+        if self.scores is None or not self.policy.remembers:
             return scores
         old = self.scores[:, : scores.shape[1]]
         old = torch.nn.functional.pad(old, (0, scores.shape[1] - old.shape[1]), value=torch.nan)
-        beta = self.scheme.beta
-        return torch.where(old.isnan(), scores, beta * old + (1 - beta) * scores)
+        return torch.where(old.isnan(), scores, self.policy.merge(old, scores))
 
     def _remember(self, scores: Tensor) -> None:
         """Keeps scores, NaN behind a row's last token: what comes there has no history."""
         rank = torch.arange(scores.shape[1], device=scores.device)
         self.scores = scores.masked_fill(rank >= self.store().counters[LENGTH, :, None], torch.nan)
-
-    def waiting(self) -> Waiting | None:
-        """What the tiers of a first prompt follow from, if this layer has cut one and holds nothing else."""
-        cut = self.first_cut
-        if cut is None or self.scores is None or self.strength is None or self.layer.store is None:
-            return None
-        store = self.store()
-        if not cut.stands(store.state, self.layer.edition):
-            return None
-        costs, heads = self.budget.costs, self.layer.heads
-        return Waiting(store.state, store.layout, cut, self.scheme, costs, heads, self.scores, self.strength)
-
-    def assign(self, tiers: Tiers | None = None) -> None:
-        """Assigns tiers to what a prompt left, now that every layer's share is final; ``tiers`` if they are known."""
-        layer = self.layer
-        if tiers is not None and self.first_cut is not None:
-            store_tiers(self.store(), tiers)
-            layer.edition += 1
-            room = self.budget.least_room(tiers.kept[0], tiers.lengths(self.first_cut.tail))
-            self.trim_at = layer.seen + 1 + max(room, 0)
-        elif self.provisional is not None and self.scores is not None:
-            # Where sealing waits for the next update, this layer may have tokens by now that nobody has judged.
-            store = self.store()
-            since = max(store.longest - self.scores.shape[1], 0)
-            where = positions(store)
-            scores = torch.nn.functional.pad(self.scores, (0, since), value=torch.inf)
-            self._trim(scores, self.provisional, self.provisional, where, token_order(store, where))
-        self.provisional = self.first_cut = None
-        if not self.scheme.beta:
-            self.scores = None
-        if layer.buffer is not None:
-            layer.buffer.bind()
-
-    def _trim(self, scores: Tensor, prompt: Tensor, rows: Tensor | None, where: Tensor, order: Tensor) -> None:
-        """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,)).
-
-        ``prompt`` (likewise) are those that have had a prompt just now. ``where`` and ``order`` are what `positions`
-        and `token_order` say.
-        """
-        layer, store, scheme = self.layer, self.store(), self.scheme
-        over = self.budget.room(store) < 0 if rows is None else rows
-        # Until all layers are done, as many tokens as the budget could hold in few bits.
-        final = rows is not None or all(x.prompts == self.prompts for x in self.group.members)
-        left = None
-        if over.any():
-            past = (store.counters[LENGTH].long() - max(scheme.window, layer.hold)).clamp(min=0)
-            most, own = self.group.greatest_strength(self.prompts, layer.device), self.strength
-            if own is None or most is None:
-                most = own = torch.ones(layer.batch_size, device=layer.device)
-            share = scheme.share(own, most).repeat_interleave(store.fold)
-            kept = stay = scheme.kept(past, share, self.budget.costs, prompt)
-            if not final:
-                many = scheme.kept(past, torch.zeros_like(share), self.budget.costs, prompt)
-                stay = torch.where(prompt, many, kept)
-            counts = stay, scheme.whole(kept, share)
-            left = trim(store, scores, over, past, counts, scheme.low_bits, where, order)
-            layer.evicted = True
-            layer.edition += 1
-            self.provisional = over & prompt if not final else None
-        self.scores = None
-        if scheme.beta > 0 or (left is not None and not final):
-            self._remember(scores if left is None else scores.gather(1, left[:, : store.longest]))
-        self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
 
     # Rows and lengths change.
 
@@ -351,13 +192,14 @@ class Eviction(Part):
 
     def take_rows(self, rows: Tensor) -> None:
         """Row b becomes what row ``rows[b]`` was."""
-        if self.strength is not None:
-            self.strength = self.strength[rows.to(self.strength.device)]
         if self.scores is not None:
             self.scores = self.scores[self.store().rows_of(rows.to(self.scores.device))]
-        if self.provisional is not None:
-            self.provisional = self.provisional[self.store().rows_of(rows.to(self.provisional.device))]
+
+    def notes(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Tensors that it holds: with an entry for each of the layer's rows, and for each of the store's."""
+        return [], [] if self.scores is None else [self.scores]
 
     def tensors(self) -> list[Tensor]:
         """What it holds."""
-        return [tensor for tensor in (self.strength, self.scores, self.provisional) if tensor is not None]
+        by_row, by_head = self.notes()
+        return [*by_row, *by_head]

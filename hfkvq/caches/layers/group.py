@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 
 
 class EvictingMember(Protocol):
-    """A layer's part in a `LayerGroup`; see `hfkvq.caches.layers.eviction.Eviction`."""
+    """A layer's part in an `EvictingGroup`; see `hfkvq.caches.layers.eviction.Eviction`."""
 
     group: Any
-    strength: Tensor | None
-    prompts: int
 
     @property
     def layer(self) -> LayerBase: ...
+
+
+class TieredMember(EvictingMember, Protocol):
+    """A layer's part in a `TierGroup`; see `hfkvq.caches.layers.tiers.TierEvictor`."""
+
+    strength: Tensor | None
+    prompts: int
 
     def waiting(self) -> Waiting | None: ...
 
@@ -69,10 +74,14 @@ class SteppingMember(Protocol):
 
     def most_tokens(self) -> int: ...
 
+    @property
+    def trims(self) -> bool: ...
+
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
+E = TypeVar("E", bound=EvictingMember)
 
 
 class _Group(Generic[M]):
@@ -109,14 +118,14 @@ class _Group(Generic[M]):
         self.__dict__.update(state, _members=[weakref.ref(member) for member in state["_members"]])
 
 
-class LayerGroup(_Group[EvictingMember]):
-    """The layers of a cache that evict, which compare their strengths.
+class EvictingGroup(_Group[E]):
+    """The layers of a cache that evict in one way.
 
     Attributes:
         warned: whether it has been said that attention hides its queries.
     """
 
-    def __init__(self, members: Sequence[EvictingMember]) -> None:
+    def __init__(self, members: Sequence[E]) -> None:
         super().__init__(members)
         self.warned = False
         for member in members:
@@ -132,6 +141,15 @@ class LayerGroup(_Group[EvictingMember]):
                 scheme,
             )
 
+    def settle(self) -> None:
+        """Layers that wait with sealing do what is due before the rows of any of them move."""
+        for member in self.members:
+            member.layer.settle()
+
+
+class TierGroup(EvictingGroup[TieredMember]):
+    """Those that compare their strengths."""
+
     def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
         """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
         known = [x.strength.to(device) for x in self.members if x.strength is not None and x.prompts == prompts]
@@ -145,11 +163,6 @@ class LayerGroup(_Group[EvictingMember]):
             most = self.greatest_strength(prompts, members[0].layer.device) if any(waiting) else None
             for member, tiers in zip(members, first_tiers(waiting, most), strict=True):
                 member.assign(tiers)
-
-    def settle(self) -> None:
-        """Layers that wait with sealing compare their strengths before the rows of any of them move."""
-        for member in self.members:
-            member.layer.settle()
 
 
 class DeviceSync(_Group[SteppingMember]):

@@ -11,6 +11,7 @@ from torch import Tensor
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
+from ..eviction import TieredEviction
 from ..scheme import Scheme
 from ..store import MAX_STEP
 from .base import LayerBase
@@ -18,10 +19,17 @@ from .buffer import StepBuffer
 from .eviction import Eviction
 from .forward import attend_in_pieces
 from .incoming import push_staged, store_tokens
+from .kept import TokenEvictor
 from .padding import PaddingReader
 from .queries import QueryStatistics
 from .steps import DeviceSteps
 from .tags import TokenTags
+from .tiers import TierEvictor
+
+
+def _evictor(layer: LayerBase) -> Eviction[Any]:
+    """What a scheme that evicts takes, by its kind."""
+    return TierEvictor(layer) if isinstance(layer.scheme, TieredEviction) else TokenEvictor(layer)
 
 
 class PagedLayer(LayerBase):
@@ -62,7 +70,7 @@ class PagedLayer(LayerBase):
         needs = scheme.needs
         self.queries = QueryStatistics() if "query" in needs else None
         self.tags = TokenTags() if "tags" in needs else None
-        self.eviction = Eviction(self) if "probs" in needs else None
+        self.eviction = _evictor(self) if scheme.evicts else None
         buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
         self.buffer = buffer  # pyright: ignore[reportIncompatibleVariableOverride]
         self.steps = None if buffer is None else DeviceSteps(self, buffer, self.eviction)
@@ -131,7 +139,7 @@ class PagedLayer(LayerBase):
             buffer.close()
         if eviction is None:
             store_tokens(self, self.queries, self.tags, commit)
-        elif not commit or not eviction.cut_prompt():
+        elif not commit or not eviction.cut_prompt(self.queries):
             store_tokens(self, self.queries, self.tags, commit)
             if commit:
                 eviction.judge_pending()

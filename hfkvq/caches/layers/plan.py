@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState
 
+from ..headwise import HeadwiseStore
 from ..store import SIDES, KVStore
 from .base import LayerBase
-from .budget import Budget
+from .eviction import Eviction
 
 
 def make_plan(
-    layer: LayerBase, room: int, before: StepPlan | None, budget: Budget | None, queries_per_head: int
+    layer: LayerBase, room: int, before: StepPlan | None, eviction: Eviction[Any] | None, queries_per_head: int
 ) -> StepPlan | None:
     """The plan of a buffer that what a layer holds can lie in; None while the store holds more than that.
 
@@ -20,13 +23,14 @@ def make_plan(
         layer: with a store, of which tails are made as long as they may become.
         room: logical columns.
         before: of the buffer that there is.
-        budget: of a layer that evicts.
+        eviction: of a layer that evicts.
         queries_per_head: query heads of a KV head.
     """
     store, hold = layer.held(), layer.hold
-    if budget is not None:
-        blocks = _budget_blocks(store, layer, room, before, budget)
-    elif layer.capacity is None and len(store.runs) > 1:
+    most = None if eviction is None else eviction.most_held(room)
+    if most is not None:
+        blocks = _budget_blocks(store, layer, room, before, most)
+    elif layer.capacity is None and (len(store.runs) > 1 or eviction is not None):
         blocks = _blocks_ahead(store, room - layer.seen, room, before)
     else:
         rest = max(room - store.layout.sink, 0)
@@ -43,8 +47,9 @@ def make_plan(
         store.grow_tail(side, store.tail_limit[side], store.longest == 0)
     keys, values = store.layout.keys, store.layout.values
     rule = layer.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
-    fold = 1 if budget is None else layer.heads
-    query = "keep" if budget is not None else "sum" if "query" in layer.scheme.needs else ""
+    fold = store.fold if isinstance(store, HeadwiseStore) else 1
+    keeps = eviction is not None and eviction.keeps_query
+    query = "keep" if keeps else "sum" if "query" in layer.scheme.needs else ""
     return StepPlan(
         store=store.format.spec,
         rows=store.batch,
@@ -60,18 +65,18 @@ def make_plan(
         rule=rule or "",
         query=query,
         fold=fold,
-        query_heads=fold * store.heads * queries_per_head if budget is not None else 0,
+        query_heads=fold * store.heads * queries_per_head if keeps else 0,
         balance=(keys.balance, values.balance),
     )
 
 
 def _budget_blocks(
-    store: KVStore, layer: LayerBase, room: int, before: StepPlan | None, budget: Budget
+    store: KVStore, layer: LayerBase, room: int, before: StepPlan | None, budget: tuple[int, ...]
 ) -> tuple[int, ...] | None:
     # A trim is due as soon as a row holds more; steps of up to so many tokens may pass before.
     slack = 2 * MAX_STEP
     page = store.format.runs[0][0].page_size
-    most = [-(-min(tokens + slack, room) // page) for tokens in budget.most]
+    most = [-(-min(tokens + slack, room) // page) for tokens in budget]
     if layer.capacity is None:
         # A budget that is not used up is not paid for.
         return _blocks_ahead(store, room - layer.seen, most[-1] * page, before)
@@ -81,12 +86,16 @@ def _budget_blocks(
 
 def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None) -> tuple[int, ...]:
     """Pages of a row in several runs of a layer that grows: steps seal into the last one only, up to ``most``."""
-    have = [view.table.shape[1] for view in store.runs]
-    if before is not None and all(a <= b for a, b in zip(have, before.blocks, strict=True)):
-        # Those of the buffer, until it has no room.
-        return before.blocks
+    have, page = [view.table.shape[1] for view in store.runs], store.format.runs[-1][0].page_size
     held = min(store.state.wide_most + max(new, 0), most)
-    return (*have[:-1], max(have[-1], -(-held // store.format.runs[-1][0].page_size)))
+    # Those of the buffer, until it has no room; after a reset, rows of one run may come to hold more than they did.
+    if (
+        before is not None
+        and all(a <= b for a, b in zip(have, before.blocks, strict=True))
+        and (not store.format.ordered or held <= before.blocks[-1] * page)
+    ):
+        return before.blocks
+    return (*have[:-1], max(have[-1], -(-held // page)))
 
 
 def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:

@@ -82,10 +82,10 @@ class QueryStatistics:
 
         Args:
             store: after sealing.
-            before: i32 (B,), sealed keys of each row before.
+            before: i32, sealed keys of each of the store's rows before; heads that are rows of their own are alike.
         """
         if self.sums is not None and self.counts is not None:
-            sealed = sealed_count(store.counters, "keys") > before
+            sealed = (sealed_count(store.counters, "keys") > before)[:: len(before) // self.sums.shape[0]]
             self.sums = self.sums.masked_fill(sealed[:, None, None], 0.0)
             self.counts = self.counts.masked_fill(sealed, 0)
 

@@ -31,14 +31,13 @@ class DeviceSteps(Part):
 
     Attributes:
         buffer: of the layer.
-        eviction: of the layer; None where it keeps all tokens. Then steps may have several tokens, and the host has no
-            work between them.
+        eviction: of the layer; None where it keeps all tokens.
         leads: whether the layer is the first of its cache, which answers for all.
     """
 
     leads: bool
 
-    def __init__(self, layer: LayerBase, buffer: StepBuffer, eviction: Eviction | None) -> None:
+    def __init__(self, layer: LayerBase, buffer: StepBuffer, eviction: Eviction[Any] | None) -> None:
         super().__init__(layer)
         self.buffer, self.eviction = buffer, eviction
         DeviceSync([self])
@@ -133,6 +132,11 @@ class DeviceSteps(Part):
 
     # Work of the host between steps: trims.
 
+    @property
+    def trims(self) -> bool:
+        """Whether the host has tokens to evict between steps; else steps may have several tokens."""
+        return self.eviction is not None and self.eviction.trims_steps
+
     def wants_host(self, bound: int) -> bool:
         """Whether something is due, between steps, once ``bound`` tokens have been seen."""
         return self.eviction is not None and self.layer.store is not None and bound > self.eviction.full_at
@@ -142,6 +146,8 @@ class DeviceSteps(Part):
         state, eviction = self.buffer.state, self.eviction
         if eviction is None or state is None or self.layer.seen < eviction.full_at:
             return
+        # What the last step has sealed is where pages are.
+        self.buffer.close()
         eviction.judge_step(state.query.clone())
         self.buffer.bind()
 
@@ -173,7 +179,7 @@ class DeviceSteps(Part):
         Where tags have a say in what is sealed, only generated ones have none. A trim judges by one query.
         """
         layer = self.layer
-        if self.eviction is not None:
+        if self.trims:
             return 1
         return 1 if "tags" in layer.scheme.needs and not layer.record_past else MAX_STEP
 
@@ -183,7 +189,7 @@ class DeviceSteps(Part):
         """Whether the staged tokens can go through `run`."""
         layer = self.layer
         # A trim may be due, and the host is here.
-        if layer.staged is None or not self.is_bound or self.sync.waits or self.eviction is not None:
+        if layer.staged is None or not self.is_bound or self.sync.waits or self.trims:
             return False
         tokens = layer.staged[0].shape[2]
         if tokens > self.most_tokens():

@@ -97,11 +97,6 @@ class Arkv(TieredEviction):
                 "stay; raise it, or lower window."
             )
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Attention probabilities."""
-        return frozenset({"probs"})
-
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """A run of few bits and a whole one, both per token; the window stays in the tail."""
 

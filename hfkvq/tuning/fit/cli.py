@@ -199,6 +199,7 @@ def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
 
 def _notes(about: dict[str, Any], found: Outline, weights: Weights, plans: list[Plan], most: int | None) -> list[str]:
     from hfkvq.caches.memory import format_bytes
+    from hfkvq.caches.scheme import get_scheme, list_schemes
 
     from .weights import PEAK, peak
 
@@ -213,8 +214,12 @@ def _notes(about: dict[str, Any], found: Outline, weights: Weights, plans: list[
         "context. Longest context: of one row.",
     ]
     names = {each.name for each in plans}
-    if any(name.startswith("arkv") for name in names):
-        notes.append("arkv evicts: it holds a budget of tokens (1,024 in each KV head unless told otherwise), not all.")
+    evicting = [name for name in names if name in list_schemes() and get_scheme(name).evicts]
+    if evicting:
+        notes.append(
+            f"{', '.join(sorted(evicting))}: a budget of tokens is held (1,024 in each KV head unless told otherwise), "
+            "not all."
+        )
     if "triaxial" in names:
         notes.append("triaxial: the most, all tokens in 4 bits, unless --narrow says what share has 2.")
     if not any(layer.compressed for layer in found.layers):

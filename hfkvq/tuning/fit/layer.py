@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.caches.eviction import TieredEviction
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.queries import QueryStatistics
 from hfkvq.caches.placement import room_ahead
@@ -72,10 +73,11 @@ class _Kind:
     itemsize: int
     captured: bool
     narrow: float
+    place: tuple[int, int]
 
     @property
     def evicts(self) -> bool:
-        return "probs" in self.scheme.needs
+        return self.scheme.evicts
 
     def tokens(self, count: int) -> list[Tensor]:
         """Keys and values of one row: of one head where tokens are judged, else of none, which is free."""
@@ -85,7 +87,8 @@ class _Kind:
     def fresh(self) -> KVLayer:
         """An empty layer."""
         layer = KVLayer(self.scheme, PaddingReader(), recordable=self.captured)
-        if self.evicts:
+        if layer.eviction is not None:
+            layer.eviction.place = self.place
             return layer
         keys, values = self.tokens(0)
         store = layer.store = _Rooms(self.scheme.layout(self.key_dim, self.value_dim), self.scheme, keys, values)
@@ -105,7 +108,8 @@ class _Kind:
         layer.update(keys, values)
         layer.begin(None, count)
         if self.evicts:
-            layer.finish(keys, AttentionArguments(1.0))
+            # The newest query is enough: how many tokens stay does not depend on what attention says.
+            layer.finish(keys[:, :, -1:], AttentionArguments(1.0))
         else:
             # Seals; nobody asks for what queries have shown.
             layer.crop(0)
@@ -130,7 +134,7 @@ class _Kind:
 
     def shortened(self, come: Arrival) -> int:
         """Tokens of a prompt that leaves as much under a budget as the whole one; some pieces may be missing."""
-        if not self.evicts:
+        if not isinstance(self.scheme, TieredEviction):
             return come.prompt
         layout = self.scheme.layout(self.key_dim, self.value_dim)
         costs = self.scheme.token_bytes(layout, self.key_dim, self.value_dim, self.itemsize)
@@ -148,12 +152,12 @@ class _Kind:
                 if layer.seen == layer.buffer.room or not layer.buffer.room:
                     layer.buffer.make_room(room_ahead(layer.seen + 1, come.headroom))
                 count = min(left, layer.buffer.room - layer.seen)
-            if layer.eviction is not None:
+            if layer.eviction is not None and (layer.steps is None or layer.eviction.trims_steps):
                 # Up to a trim; from the third one on it repeats itself.
                 at = layer.eviction.full_at
                 count = min(count, MAX_STEP, max(at - 1 - layer.seen, 1))
                 self.feed(layer, count)
-                trims += layer.evicted and layer.eviction.trim_at != at
+                trims += layer.evicted and layer.eviction.full_at != at
             elif layer.steps is not None:
                 layer.steps.note_steps(count, count)
             else:
@@ -186,9 +190,8 @@ class _Kind:
             ]
             held = rows * sum(size * math.prod(shape) for size, shape in shapes)
         if layer.eviction is not None:
-            strength, scores = layer.eviction.strength, layer.eviction.scores
-            small = 0 if strength is None else strength.nbytes
-            return held + batch * small + rows * (0 if scores is None else scores.nbytes)
+            for notes, count in zip(layer.eviction.notes(), (batch, rows), strict=True):
+                held += count * sum(x.nbytes for x in notes)
         return held + batch * _notes(self.scheme, heads, self.key_dim)
 
 
@@ -231,7 +234,15 @@ _prompts = lru_cache(maxsize=32)(_Prompts)
 
 @lru_cache(maxsize=4096)
 def layer_bytes(
-    scheme: Scheme, heads: int, key_dim: int, value_dim: int, itemsize: int, batch: int, come: Arrival, share: int = 1
+    scheme: Scheme,
+    heads: int,
+    key_dim: int,
+    value_dim: int,
+    itemsize: int,
+    batch: int,
+    come: Arrival,
+    share: int = 1,
+    place: tuple[int, int] = (0, 1),
 ) -> int:
     """Bytes that one layer holds when all tokens have come: pages, windows, tables and notes.
 
@@ -247,9 +258,10 @@ def layer_bytes(
         batch: rows.
         come: how the tokens come.
         share: query heads of a KV head.
+        place: of a scheme that evicts, index of the layer in the model and the model's layers.
     """
     scheme.layout(key_dim, value_dim).check(key_dim, value_dim)
-    kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.narrow)
+    kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.narrow, place)
     with torch.no_grad():
         prompt = kind.shortened(come)
         layer = kind.fresh() if come.chunk is None else _prompts(kind, come.chunk).layer(prompt)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hfkvq.caches.cache import MixedKVCache
+from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.graphs import wanted
 from hfkvq.caches.model_config import queries_per_head
 from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.caches.scheme import Scheme
 from hfkvq.caches.tokens import room_for
 from hfkvq.measure.demo.outline import Outline, outline
 
@@ -114,10 +116,26 @@ def cache_bytes(
     ahead = headroom if wanted(graphs) and _is_captured(model, chosen) else None
     come = Arrival(context - generated, generated, chunk, narrow, ahead)
     held, share = stock, queries_per_head(model.text)
-    for scheme, layer in zip(chosen.by_layer(len(model.layers)), model.layers, strict=True):
+    schemes = chosen.by_layer(len(model.layers))
+    places = _places(schemes, context)
+    for scheme, layer, place in zip(schemes, model.layers, places, strict=True):
         if layer.compressed:
-            held += layer_bytes(scheme, layer.heads, layer.key_dim, layer.value_dim, size, batch, come, share)
+            held += layer_bytes(scheme, layer.heads, layer.key_dim, layer.value_dim, size, batch, come, share, place)
     return held + (_record_bytes(come) * batch if "tags" in chosen.needs else 0)
+
+
+def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
+    """A layer of the model in whose place each may be counted: the first of the same budgets for all contexts."""
+    count, found = len(schemes), []
+    first: dict[Any, tuple[int, int]] = {}
+    given = torch.arange(1, context + 1)
+    for i, scheme in enumerate(schemes):
+        own = (0, 1)
+        if isinstance(scheme, TokenEviction):
+            budgets = scheme.budget(given, i, count).numpy().tobytes()
+            own = first.setdefault((scheme, budgets), (i, count))
+        found.append(own)
+    return found
 
 
 def _is_captured(model: Outline, preset: Preset) -> bool:

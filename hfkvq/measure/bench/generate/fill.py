@@ -6,12 +6,11 @@ came in chunks would have.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hfkvq.caches.eviction import EvictionScheme
 from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.triaxial import TriAxialCache
 from hfkvq.kernels.arguments import AttentionArguments
@@ -83,8 +82,11 @@ def fill(
 
 def _queries(layer: KVLayer) -> int:
     """Newest queries to show a layer."""
-    scheme: Any = layer.scheme
-    return max(QUERIES, getattr(scheme, "window", 0)) if scheme.needs & {"query", "probs"} else 1
+    scheme = layer.scheme
+    if not isinstance(scheme, EvictionScheme):
+        return QUERIES if "query" in scheme.needs else 1
+    # All that came with an update, where all are asked.
+    return max(QUERIES, layer.new_columns if "received" in scheme.evidence else scheme.queries)
 
 
 def length(cache: Cache) -> int:
