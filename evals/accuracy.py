@@ -3,6 +3,7 @@
     python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
 
 "measure" takes minutes on a GPU and hours on a CPU; it writes results/accuracy.json, two pictures and the table.
+With --only, of presets or options, the rows of these are put among those that are there, and the pictures stay.
 "slice" writes results/accuracy-slice.json, the small fixed part that the tests measure again, on the CPU. "table"
 writes the table alone, from what was measured.
 """
@@ -10,6 +11,7 @@ writes the table alone, from what was measured.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -53,6 +55,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "arkv-origin, 256 KiB": ("arkv-origin", {"budget_bytes": 2**18}),
     "arkv-quant, 256 KiB": ("arkv-quant", {"budget_bytes": 2**18}),
     "arkv-quant, INT4, 256 KiB": ("arkv-quant", {"budget_bytes": 2**18, "low_bits": 4}),
+    "snapkv over kitty-pro": ("snapkv", {"pages": "kitty-pro"}),
+    "snapkv over saw-int4": ("snapkv", {"pages": "saw-int4"}),
+    "pyramidkv over kitty-pro": ("pyramidkv", {"pages": "kitty-pro"}),
 }
 """Options that are off by default, to be measured beside the presets."""
 
@@ -66,10 +71,10 @@ def _measure(settings: Settings, device: str, outliers: float | None, schemes: d
     return run_demo(load(None, device=torch.device(device), outliers=outliers), settings, None, schemes)
 
 
-def measure(settings: Settings, device: str, outliers: float | None, jobs: int) -> Result:
-    """All presets and options, by so many processes: one model's steps hardly keep a GPU, or several cores, busy."""
+def measure(settings: Settings, device: str, outliers: float | None, jobs: int, only: Sequence[str] = ()) -> Result:
+    """All presets and options (or only some), by processes: one model's steps hardly keep a GPU, or cores, busy."""
     schemes = _schemes(True)
-    names = list(schemes)
+    names = list(only or schemes)
     shares = [{name: schemes[name] for name in names[at::jobs]} for at in range(min(jobs, len(names)))]
     with ProcessPoolExecutor(len(shares), mp_context=get_context("spawn")) as pool:
         work = [pool.submit(_measure, settings, device, outliers, share) for share in shares]
@@ -78,6 +83,13 @@ def measure(settings: Settings, device: str, outliers: float | None, jobs: int) 
     first = results[0]
     first.rows = [rows[name] for name in (BASELINE, *names)]
     return first
+
+
+def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What was measured with the rows that were measured now among them; those that were not there come last."""
+    fresh = {row["name"]: row for row in new["rows"] if row["name"] != BASELINE}
+    rows = [fresh.pop(row["name"], row) for row in old["rows"]]
+    return old | {"rows": [*rows, *fresh.values()]}
 
 
 def without_speeds(measured: dict[str, Any]) -> dict[str, Any]:
@@ -148,6 +160,7 @@ def main(
     tasks: Annotated[str, typer.Option(help="As `hfkvq demo` names them.")] = "recall-160,arithmetic-12,tools",
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     commit: Annotated[str, typer.Option(help="What is measured, for the record.")] = "",
+    only: Annotated[str, typer.Option(help="Presets and options to measure; the others stay as they are.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = RESULTS,
 ) -> None:
     """Measures, and writes what docs/results.md shows."""
@@ -160,11 +173,22 @@ def main(
     if what == "measure":
         where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         settings = Settings(tasks=tuple(tasks.split(",")), samples=samples, batch_size=samples)
+        names = [name for name in only.split(",") if name]
+        if unknown := set(names) - _schemes(True).keys():
+            raise typer.BadParameter(f"only: got {', '.join(sorted(unknown))}, allowed presets and options.")
         measured: dict[str, Any] = {"commit": commit}
+        if names:
+            measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))
         for kind, factor in (("plain", None), ("outliers", OUTLIERS)):
-            result = measure(settings, where, factor, jobs)
-            measured[kind] = without_speeds(as_json(result))
-            save_picture(result, out / f"accuracy-{kind}.png")
+            result = measure(settings, where, factor, jobs, names)
+            found = without_speeds(as_json(result))
+            if names:
+                for row in found["rows"]:
+                    row["commit"] = commit
+                measured[kind] = joined(measured[kind], found)
+            else:
+                measured[kind] = found
+                save_picture(result, out / f"accuracy-{kind}.png")
             # Each time: half of a long run is better than nothing.
             (out / "accuracy.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))

@@ -11,9 +11,8 @@ import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import torch
-from transformers import Qwen3Config
 
+from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.tuning.fit import outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival
 
@@ -25,25 +24,9 @@ ENGINES = (("dynamic-nocudnn", "DynamicCache", "#9aa5b1"), ("kitty-pro", "kitty-
 TOKENS, GIB = 32768, 2**30
 
 
-def qwen3_8b() -> Qwen3Config:
-    """Qwen3-8B's shape."""
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-    )
-
-
 def bytes_of_presets() -> dict[str, float]:
     """GiB that 32k tokens of one row take, the prompt in pieces of 2,048; bf16 first."""
-    model = outline_of(qwen3_8b())
+    model = outline_of(get_config("qwen3-8b"))
     weights = weights_of(model, model.dtype)
     pieces = Arrival(0, 0, 2048)
     found = {p: plan(model, "", p, weights, 24 * GIB, TOKENS, 1, None, GIB, pieces) for p in PRESETS}

@@ -121,18 +121,36 @@ def rows(text, heading):
     return {cells[0]: cells[1:] for line in table.splitlines()[2:] for cells in [re.split(r"\s*\|\s*", line[2:-2])]}
 
 
+def fitted(name, *contexts):
+    """Plans of Qwen3-8B on 24 GiB, the prompt in pieces of 2,048, for a cell that names a preset."""
+    model = outline_of(get_config("qwen3-8b"))
+    weights: Weights = weights_of(model, model.dtype)
+    preset = None if name == "bf16" else re.match("`([^`]+)`", name)[1]
+    return [
+        plan(model, "", preset, weights, 24 * GIB, tokens, 1, None, GIB, Arrival(0, 0, 2048)) for tokens in contexts
+    ]
+
+
+def test_what_the_readme_says_it_saves():
+    speed = rows((ROOT / "docs" / "results.md").read_text(encoding="utf-8"), "| cache | 32 x 32k")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, (size, users, bits, long, short) in rows(text, "| cache | 32k tokens").items():
+        (one,) = fitted(name, 32768)
+        assert (size, users) == (f"{one.cache / GIB:.2f} GiB", str(one.batch))
+        if name != "bf16" and long:
+            preset = re.match("`([^`]+)`", name)[1]
+            least, _ = describe(preset, get_scheme(preset))["long_context_bits"]
+            assert (bits, long, short) == (f"{least:.2f}", speed[f"`{preset}`"][0], speed[f"`{preset}`"][4])
+
+
 class TestChoosing:
     TEXT = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 
     def test_what_fits_is_what_is_computed(self):
-        model = outline_of(get_config("qwen3-8b"))
-        weights: Weights = weights_of(model, model.dtype)
         for name, cells in rows(self.TEXT, "| cache | 32k tokens").items():
-            preset = None if name == "bf16" else re.match("`([^`]+)`", name)[1]
             found = []
-            for context in (32768, 131072):
-                one = plan(model, "", preset, weights, 24 * GIB, context, 1, None, GIB, Arrival(0, 0, 2048))
+            for one in fitted(name, 32768, 131072):
                 found += [f"{one.cache / GIB:.2f} GiB", f"{one.left / GIB:.2f} GiB", str(one.batch or "none")]
             assert cells == found, name
 

@@ -140,7 +140,7 @@ class MixedKVCache(Cache):
         """
         if is_recorded():
             if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
-                _allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportAttributeAccessIssue]
+                _allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None

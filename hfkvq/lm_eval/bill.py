@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,6 +42,14 @@ class Cost:
     sealed: int = 0
     payload: float = 0.0
     peak: int = 0
+
+    def add_answers(self, context_tokens: int, lengths: Sequence[int], seconds: float) -> None:
+        """Counts a batch of prompts and their answers of so many tokens."""
+        self.requests += len(lengths)
+        self.context_tokens += context_tokens
+        self.generated_tokens += sum(lengths)
+        self.steps += sum(max(length - 1, 0) for length in lengths)
+        self.seconds += seconds
 
     def hold(self, held: int, bf16: int, code_bits: float) -> None:
         """Counts what a cache holds."""

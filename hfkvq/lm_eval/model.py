@@ -27,6 +27,7 @@ from hfkvq.measure.records import clock
 from . import bill
 from .arguments import check_loading, take_arguments
 from .likelihood import Answer, Request, Scorer, batches, group_requests
+from .prompts import fit, padded
 
 # The decorator that registers it hides its type.
 HFLM: Any = huggingface.HFLM
@@ -229,30 +230,11 @@ class HFKVQ(HFLM):
         if ids.shape[1] <= left_truncate_len:
             return ids, mask
         rows = [self._fit(row[seen.bool()].tolist(), left_truncate_len) for row, seen in zip(ids, mask, strict=True)]
-        longest = max(map(len, rows))
-        ids = torch.full((len(rows), longest), self.tokenizer.pad_token_id)
-        mask = torch.zeros_like(ids)
-        for i, row in enumerate(rows):
-            at = slice(longest - len(row), None) if padding_side == "left" else slice(len(row))
-            ids[i, at] = torch.tensor(row)
-            mask[i, at] = 1
-        return ids, mask
+        return padded(rows, self.tokenizer.pad_token_id, padding_side)
 
     def _fit(self, tokens: list[int], limit: int) -> list[int]:
         """At most ``limit`` tokens of a prompt."""
-        if len(tokens) <= limit:
-            return tokens
-        how = self.cache_arguments.truncate
-        if how == "refuse":
-            raise ValueError(
-                f"truncate: a prompt of task {self._task!r} has {len(tokens)} tokens, but {limit} fit beside the "
-                f"answer into the model's {self.max_length}; raise max_length, lower max_gen_toks or "
-                "use truncate=middle."
-            )
-        if how == "left":
-            return tokens[-limit:]
-        half = limit // 2
-        return [*tokens[:half], *tokens[len(tokens) - (limit - half) :]]
+        return fit(tokens, limit, self.cache_arguments.truncate, self._task, self.max_length)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         """Generates with a fresh cache, and counts what it cost."""
@@ -273,11 +255,7 @@ class HFKVQ(HFLM):
         ends = self._subject.generation_config.eos_token_id
         lengths = answer_lengths(out[:, context.shape[1] :], ends if isinstance(ends, list) else [ends])
         cost = self.bill.of(self._task)
-        cost.requests += len(context)
-        cost.context_tokens += int(mask.sum())
-        cost.generated_tokens += sum(lengths)
-        cost.steps += sum(max(length - 1, 0) for length in lengths)
-        cost.seconds += seconds
+        cost.add_answers(int(mask.sum()), lengths, seconds)
         self._count(cache, mask)
         cost.peak = max(cost.peak, first.peak)
         return out

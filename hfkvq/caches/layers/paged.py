@@ -71,8 +71,9 @@ class PagedLayer(LayerBase):
         self.queries = QueryStatistics() if "query" in needs else None
         self.tags = TokenTags() if "tags" in needs else None
         self.eviction = _evictor(self) if scheme.evicts else None
-        self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
-        self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
+        buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
+        self.buffer = buffer  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.steps = None if buffer is None else DeviceSteps(self, buffer, self.eviction)
 
     # What attention functions call; see `hfkvq.caches.layers.forward`.
 
