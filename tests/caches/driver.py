@@ -45,13 +45,13 @@ def cases() -> dict[str, Scheme]:
     """
     found: dict[str, Scheme] = {}
     for name in list_schemes():
-        scheme = found[name] = _within(small(name))
+        scheme = found[name] = within(small(name))
         own = {field.name for field in fields(scheme)}
         if {"local_length", "sink_length", "page_size"} <= own:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
-    found["snapkv+kitty-pro"] = _within(small("snapkv+kitty-pro"))
+    found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.
     for name in (
         "expected-attention",
@@ -75,7 +75,8 @@ def cases() -> dict[str, Scheme]:
     return found
 
 
-def _within(scheme: Scheme) -> Scheme:
+def within(scheme: Scheme) -> Scheme:
+    """The same with a budget that no test exceeds, where it only evicts."""
     return get_scheme(scheme, budget_tokens=1024) if isinstance(scheme, TokenEviction) else scheme
 
 
