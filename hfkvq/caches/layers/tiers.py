@@ -39,11 +39,11 @@ class TierEvictor(Eviction[TieredEviction]):
     """
 
     budget: Budget
-    group: TierGroup  # pyright: ignore[reportIncompatibleVariableOverride]
+    group: TierGroup
 
     def __init__(self, layer: LayerBase) -> None:
         super().__init__(layer)
-        self.group = TierGroup([self])
+        self.group = TierGroup([self])  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def forget(self) -> None:
         """Forgets all tokens."""
