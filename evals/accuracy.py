@@ -137,11 +137,12 @@ def markdown(measured: dict[str, Any]) -> str:
     head += ["right, outliers", "KLD, outliers"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in plain:
-        other = hard[row["name"]]
+        other = hard.get(row["name"])
         code = "–" if row["code_bits"] is None else f"{row['code_bits']:.2f}"
         name = row["name"] if row["name"] in OPTIONS else f"`{row['name']}`"
         cells = [name, code, f"{row['total_bits']:.2f}", f"{row['ratio']:.2f}x"]
-        cells += [_long(row), _right(row), _kl(row), _right(other), _kl(other)]
+        cells += [_long(row), _right(row), _kl(row)]
+        cells += ["not measured"] * 2 if other is None else [_right(other), _kl(other)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ import typer
 from hfkvq.caches import get_scheme, list_schemes, registry
 from hfkvq.cli import app
 from hfkvq.measure.bench.generate.models import get_config
-from hfkvq.measure.demo.schemes import describe, schemes_markdown
+from hfkvq.measure.demo.schemes import describe, eviction_markdown, schemes_markdown
 from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival
 
@@ -89,6 +89,8 @@ def test_the_list_of_presets_is_that_of_the_registry():
     text = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
     expected = schemes_markdown()
     found = re.search(r"<!-- presets: begin -->\n(.*?)\n<!-- presets: end -->", text, re.DOTALL)[1]
+    evicting = re.search(r"<!-- eviction: begin -->\n(.*?)\n<!-- eviction: end -->", text, re.DOTALL)[1]
+    assert evicting == eviction_markdown()
     assert found == expected, f"the table is to be that of `hfkvq schemes --markdown`:\n{expected}"
 
 
