@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.decode import LENGTH, START
+from hfkvq.kernels.decode import LENGTH
 
 from ..eviction import EvictionScheme
 from ..evidence import keep_mask
@@ -137,10 +137,9 @@ class TokenEvictor(Eviction[EvictionScheme]):
         layer, store = self.layer, self.store()
         self.pending = None
         if any(given > held for given, held in choice.rows):
-            store.counters[START] += choice.shorter
-            store.dropped.add_(choice.evicted.repeat_interleave(store.fold))
             # Newer tokens have their columns still.
-            store.replace(settled=layer.seen - max(self.policy.window, layer.hold))
+            settled = layer.seen - max(self.policy.window, layer.hold)
+            store.note_evicted(choice.shorter, choice.evicted.repeat_interleave(store.fold), settled)
             layer.evicted = True
             layer.edition += 1
         self._rows, self._rows_at = choice.rows, layer.seen

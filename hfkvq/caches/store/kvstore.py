@@ -195,6 +195,18 @@ class KVStore(StoreView):
         keys, values = (Source(tail, tail.shape[2]) for tail in self.windows[2:])
         return seal(self, keys, values, hold, q_abs, tags)
 
+    def note_evicted(self, shorter: int, evicted: Tensor, settled: int) -> None:
+        """Counts tokens of the prompt that has just come which were chosen not to be stored.
+
+        Args:
+            shorter: columns by which every row is shorter than the prompt.
+            evicted: i32 (B,), tokens of each row that went.
+            settled: column before which tokens cannot be taken back any more.
+        """
+        self.counters[START].add_(shorter)
+        self.dropped.add_(evicted)
+        self.replace(settled=settled)
+
     # Room.
 
     def reserve_tail(self, hold: int) -> None:
