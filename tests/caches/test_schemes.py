@@ -10,6 +10,7 @@ import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches import registry
+from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
 from hfkvq.kernels import PageFormat, channel_widths
@@ -363,11 +364,13 @@ def test_schemes_have_places_of_their_own():
 
 
 def test_what_is_shown_by_default_leaves_no_scheme_out():
-    """Beside the control: a quick look, and what fits, have a preset of each."""
+    """Beside the control: what fits has a preset of each, a quick look too, but only one of those that only evict."""
     schemes = {type(scheme) for scheme in list_schemes().values()}
-    for which in ("demo", "fit"):
+    evicting = {cls for cls in schemes if issubclass(cls, TokenEviction)}
+    for which, may_lack in (("demo", {Full} | evicting), ("fit", {Full})):
         shown = {registry.entry_of(name)[0] for name in registry.listed(which)}
-        assert schemes - shown <= {Full}
+        assert schemes - shown <= may_lack
+        assert shown & evicting
 
 
 def test_unknown_lists_and_groups():

@@ -44,7 +44,7 @@ class ExpectedAttention(TokenEviction):
     presets = {
         "expected-attention": Entry(
             "Long prompts whose questions are yet to come: what the queries to come may look at stays.",
-            lists=("demo", "fit"),
+            lists=("fit",),
             group="eviction",
         )
     }

@@ -41,7 +41,7 @@ class H2O(TokenEviction):
     presets = {
         "h2o": Entry(
             "A fixed budget by the attention received so far; asks attention in every step.",
-            lists=("demo", "fit"),
+            lists=("fit",),
             group="eviction",
         ),
         "h2o-prompt": Entry("The same of prompts alone.", {"trim_every": 0}, group="eviction"),

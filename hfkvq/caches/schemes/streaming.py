@@ -40,7 +40,7 @@ class StreamingLLM(TokenEviction):
     presets = {
         "streaming-llm": Entry(
             "The newest tokens and the first four: endless text, nothing to look up.",
-            lists=("demo", "fit"),
+            lists=("fit",),
             group="eviction",
         )
     }
