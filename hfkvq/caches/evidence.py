@@ -29,7 +29,7 @@ class Attention:
         mean: f32 (N, r, n), over the real queries.
         squares: f32 (N, r, n), sum over them of ``(A - mean)^2``.
         fourths: f32 (N, r, n), of ``(A - mean)^4``.
-        entropy: f32 (N,), ``-Σ A log(A + 1e-10)`` over heads, queries and tokens.
+        entropy: f32 (N, r, n), ``-Σ A log(A + 1e-10)`` over them.
         count: f32 (N,), real queries.
     """
 
@@ -42,13 +42,19 @@ class Attention:
     @classmethod
     def of(cls, logits: Tensor, sinks: Tensor | None, real: Tensor) -> Attention:
         """Of logits (N, r, Q, n); see `hfkvq.kernels.attention_moments`."""
-        (mean, squares, fourths), entropy = kernels.attention_moments(logits, sinks, real)
-        return cls(mean, squares, fourths, entropy, real.sum(1).float())
+        return cls(*kernels.attention_moments(logits, sinks, real), real.sum(1).float())
 
     @cached_property
     def variance(self) -> Tensor:
-        """f32 (N, r, n), unbiased; that of a single query is 0."""
+        """f32 (N, r, n), over the queries of each head, unbiased; that of a single query is 0."""
         return self.squares / (self.count - 1).clamp(min=1)[:, None, None]
+
+    @cached_property
+    def joint_variance(self) -> Tensor:
+        """f32 (N, n), over queries and query heads together, unbiased; that of a single one is 0."""
+        heads, count = self.mean.shape[1], self.count[:, None]
+        between = (self.mean - self.mean.mean(1, keepdim=True)).square().sum(1) * count
+        return (self.squares.sum(1) + between) / (heads * count - 1).clamp(min=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,16 +12,26 @@ WHOLE = 16
 """Width of a token in the model's own dtype; 0 is a token to evict."""
 
 
-def token_scores(seen: Attention, gamma: float) -> Tensor:
-    """ARKV eq. (9): ``S_k = mean_{h,q} A + γ var_q A``, averaged over five neighbours and over the query heads.
+def token_scores(seen: Attention, past: Tensor, gamma: float, joint: bool = False) -> Tensor:
+    """ARKV eq. (9): ``S_k = mean_{h,q} A + γ var A``, averaged over five neighbours.
 
-    Beyond a row's ends scores count as 0.
+    Neighbours are past tokens of past tokens, and of the window those of the window: what lies on the other side, or
+    beyond a row's ends, counts as 0.
+
+    Args:
+        seen: the attention.
+        past: bool (N, n), tokens older than the window.
+        gamma: γ.
+        joint: take the variance over queries and query heads together, as the equation has it; else over the queries
+            of each head, and then their mean, as the released code has it.
 
     Returns:
         f32 (N, n).
     """
-    score = (seen.mean + gamma * seen.variance).mean(1, keepdim=True)
-    return torch.nn.functional.avg_pool1d(score, 5, stride=1, padding=2)[:, 0]
+    score = (seen.mean + gamma * (seen.joint_variance[:, None] if joint else seen.variance)).mean(1, keepdim=True)
+    sides = torch.cat([score * past[:, None], score * ~past[:, None]], 1)
+    mixed = torch.nn.functional.avg_pool1d(sides, 5, stride=1, padding=2)
+    return torch.where(past, mixed[:, 0], mixed[:, 1])
 
 
 def window_scores(evidence: Evidence, window: int, kernel: int) -> Tensor:
@@ -62,17 +72,22 @@ def expected_attention(mean: Tensor, covariance: Tensor, evidence: Evidence, fir
     return torch.softmax(logits.masked_fill(~judged[:, None], -torch.inf), -1).nan_to_num(0.0)
 
 
-def code_statistics(seen: Attention) -> Tensor:
+def code_statistics(seen: Attention, past: Tensor) -> Tensor:
     """Of ARKV's released code: ``-Σ A log(A + 1e-10)``, ``Σ var_q A`` and ``Σ m4 / max(m2, 1e-8)²``.
 
-    Sums over a KV head's query heads, queries and keys, to be summed over KV heads.
+    Sums over a KV head's query heads, queries and past keys, to be summed over KV heads.
+
+    Args:
+        seen: the attention.
+        past: bool (N, n), tokens older than the window.
 
     Returns:
         f32 (N, 3): entropy, variance, kurtosis.
     """
     count = seen.count.clamp(min=1)[:, None, None]
     kurtosis = (seen.fourths / count) / (seen.squares / count).clamp(min=1e-8).square()
-    return torch.stack([seen.entropy, seen.variance.sum((1, 2)), kurtosis.sum((1, 2))], 1)
+    each = torch.stack([seen.entropy, seen.variance, kurtosis], 1)
+    return (each * past[:, None, None]).sum((2, 3))
 
 
 def paper_statistics(seen: Attention, past: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ LEAST = 1e-10
 
 
 @define("attention_moments")
-def _attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+def _attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> Tensor:
     columns, x = logits.shape[3], logits
     if sinks is not None:
         x = torch.cat([x, sinks[:, :, None, None].expand(-1, -1, x.shape[2], 1)], -1)
@@ -22,21 +22,21 @@ def _attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tu
     mean = (probs * weight).sum(2) / weight.sum(2).clamp(min=1)
     square = ((probs - mean[:, :, None]) * weight).square_()
     total = square.sum(2)
-    entropy = -(probs * (probs + LEAST).log() * weight).sum((1, 2, 3))
-    return torch.stack([mean, total, square.square_().sum(2)]), entropy
+    entropy = -(probs * (probs + LEAST).log() * weight).sum(2)
+    return torch.stack([mean, total, square.square_().sum(2), entropy])
 
 
 @_attention_moments.register_fake
-def _(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+def _(logits: Tensor, sinks: Tensor | None, real: Tensor) -> Tensor:
     rows, share, _, columns = logits.shape
-    return logits.new_empty(3, rows, share, columns), logits.new_empty(rows)
+    return logits.new_empty(4, rows, share, columns)
 
 
 triton_slot("attention_moments", "moments:attention_moments_triton")
 
 
-def attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Moments over the real queries of ``A = softmax(logits)``, and the queries' entropy.
+def attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> Tensor:
+    """Moments over the real queries of ``A = softmax(logits)``, and each key's part of their entropy.
 
     Args:
         logits: f32 (N, r, Q, n), -inf where a query does not see a key; one that sees none pays nothing.
@@ -44,7 +44,7 @@ def attention_moments(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tup
         real: bool (N, Q), queries that count.
 
     Returns:
-        f32 (3, N, r, n): the mean of A over queries, and the sums of squares and of fourth powers of ``A - mean``. And
-        f32 (N,): ``-Σ A log(A + 1e-10)`` over query heads, queries and keys.
+        f32 (4, N, r, n): the mean of A over queries; the sums over them of squares and of fourth powers of
+        ``A - mean``; and ``-Σ A log(A + 1e-10)``.
     """
     return call(_attention_moments, logits, logits, sinks, real)

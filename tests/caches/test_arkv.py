@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hfkvq import ARKVCache, MixedKVCache, get_scheme
 from hfkvq.caches.layers.build import group_layers
-from hfkvq.caches.ranking import Attention, tier_widths
+from hfkvq.caches.ranking import Attention, tier_widths, token_scores
 from hfkvq.caches.schemes import Arkv
 from hfkvq.caches.store.columns import positions
 from hfkvq.caches.store.moves import EVICT, STAY
@@ -62,14 +62,15 @@ class TestEquations:
         """Eq. (9): two queries, mean .25 .5 .25 and unbiased variance .125 0 .125; then five neighbours over 5."""
         probs = torch.zeros(1, 1, 2, 6)
         probs[0, 0, 0, :2] = probs[0, 0, 1, 1:3] = 0.5
-        scores = arkv(gamma=2.0).token_scores(paid(probs, torch.ones(1, 2, dtype=torch.bool)))
+        seen, past = paid(probs, torch.ones(1, 2, dtype=torch.bool)), torch.ones(1, 6, dtype=torch.bool)
+        scores = token_scores(seen, past, gamma=2.0)
         # S = .5 .5 .5 0 0 0
         assert_close(scores, torch.tensor([[0.3, 0.3, 0.3, 0.2, 0.1, 0.0]]))
 
     def test_token_scores_average_query_heads(self):
         probs = torch.zeros(1, 2, 1, 5)
         probs[0, 0, 0, 0] = probs[0, 1, 0, 4] = 1.0
-        scores = arkv().token_scores(paid(probs, torch.ones(1, 1, dtype=torch.bool)))
+        scores = token_scores(paid(probs, torch.ones(1, 1, dtype=torch.bool)), torch.ones(1, 5, dtype=torch.bool), 9.0)
         # One query: no variance. S = .5 0 0 0 .5
         assert_close(scores, torch.tensor([[0.1, 0.1, 0.2, 0.1, 0.1]]))
 
@@ -77,7 +78,7 @@ class TestEquations:
         probs = torch.rand(2, 3, 4, 7)
         probs[1] = probs[0]
         probs[1, :, 0] = 9.0
-        scheme, real = arkv(), torch.ones(2, 4, dtype=torch.bool)
+        real = torch.ones(2, 4, dtype=torch.bool)
         real[:, 0] = False
         past = torch.ones(2, 7, dtype=torch.bool)
         alone = probs[:1, :, 1:]
@@ -86,7 +87,27 @@ class TestEquations:
             statistics = scheme.layer_statistics(paid(probs, real), past)
             assert_close(statistics[1], statistics[0])
             assert_close(statistics[:1], scheme.layer_statistics(paid(alone, real[:1, 1:]), past[:1]))
-        assert_close(scheme.token_scores(paid(probs, real))[1], scheme.token_scores(paid(alone, real[:1, 1:]))[0])
+            found = token_scores(paid(probs, real), past, 2.0, stats == "paper")
+            assert_close(found[1], token_scores(paid(alone, real[:1, 1:]), past[:1], 2.0, stats == "paper")[0])
+
+    def test_the_window_is_no_neighbour(self):
+        """Eq. (2): what the window is paid counts neither in older tokens' scores nor in a layer's statistics."""
+        seen = paid(torch.rand(2, 3, 4, 12).softmax(-1), torch.ones(2, 4, dtype=torch.bool))
+        past = (torch.arange(12) < 8).expand(2, -1)
+        alone = Attention(*(x[..., :8] if x.dim() == 3 else x for x in vars(seen).values()))
+        for stats in ("code", "paper"):
+            scheme, all_past = arkv(stats=stats), past[:, :8]
+            assert_close(scheme.layer_statistics(seen, past), scheme.layer_statistics(alone, all_past))
+            joint = stats == "paper"
+            found = token_scores(seen, past, 2.0, joint)[:, :8]
+            assert_close(found, token_scores(alone, all_past, 2.0, joint))
+
+    def test_variance_of_heads_and_queries(self):
+        """Eq. (9) as written: over both."""
+        probs = torch.rand(1, 3, 4, 5).softmax(-1)
+        seen = paid(probs, torch.ones(1, 4, dtype=torch.bool))
+        assert_close(seen.joint_variance, probs.flatten(1, 2).var(1))
+        assert_close(seen.variance, probs.var(2))
 
     def test_statistics_of_the_code(self):
         """E = 2 ln 2; V = .125 twice; κ: two points are one deviation from their mean, so 1 wherever they differ."""
@@ -293,9 +314,10 @@ def test_step_beyond_the_budget_trims_by_its_own_query():
     feed(layer, [own[:40]], [40])
     forward(layer, *join([own[40:41]]))
     logits = own.queries[:, 40:41] @ own.keys[:, :41].repeat_interleave(SHARE, 0).mT * DIM**-0.5
-    scores = torch.nn.functional.avg_pool1d(logits.softmax(-1), 5, 1, 2).view(HEADS, SHARE, 41).mean(1)
+    paid_to_older = logits.softmax(-1)[..., :33]
+    scores = torch.nn.functional.avg_pool1d(paid_to_older, 5, 1, 2).view(HEADS, SHARE, 33).mean(1)
     for head, held in enumerate(held_positions(layer)):
-        assert held[16] == set(scores[head, :33].topk(24).indices.tolist()) | set(range(33, 41))
+        assert held[16] == set(scores[head].topk(24).indices.tolist()) | set(range(33, 41))
     lengths = []
     for i in range(41, 60):
         forward(layer, *join([own[i : i + 1]]))

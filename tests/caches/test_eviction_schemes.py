@@ -23,7 +23,7 @@ from hfkvq.caches.eviction import EvictionScheme, TokenEviction
 from hfkvq.caches.evidence import Evidence, keep_columns, keep_mask, prompt_evidence
 from hfkvq.caches.headwise import HeadwiseStore
 from hfkvq.caches.prompt_choice import choose
-from hfkvq.caches.ranking import expected_attention
+from hfkvq.caches.ranking import expected_attention, token_scores
 from hfkvq.caches.scheme import Limits, warn_of_limits
 from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
 from hfkvq.caches.store import Padding
@@ -415,7 +415,10 @@ class TestContract:
         assert scheme.evidence == {"attention"}
         assert get_scheme("arkv-window").evidence == set()
         found = evidence_of(get_scheme("arkv", window=5))
-        torch.testing.assert_close(scheme.scores(found), scheme.token_scores(found.attention))
+        assert found.attention is not None
+        torch.testing.assert_close(
+            scheme.scores(found), token_scores(found.attention, found.past(scheme.window), scheme.gamma)
+        )
         assert torch.equal(get_scheme("arkv-window").scores(found), found.rank.float())
         half = get_scheme("arkv", beta=0.25)
         assert half.remembers

@@ -28,7 +28,7 @@ class Arkv(TieredEviction):
     the layer's own share ρ, measured on the prompt.
 
     Paper: Lei and Ilager, arXiv:2603.08727. Eqs. (3) to (5) are `layer_statistics`, (6) and (7) `strength` and
-    `share`, (9) is `token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
+    `share`, (9) is `ranking.token_scores`, (8) and (10) are `kept`, `whole` and `ranking.tier_widths`.
     Differs from the paper: B_o is ρ of the tokens kept (eq. 8 counts tokens that Algorithm 1 evicts); the variance in
     eq. (9) is not squared; rows of a batch and their padding are told apart; precision that is lost is not bought back,
     so a token in few bits stays so and its place goes to the next whole one; optional budget in bytes, scores that
@@ -47,7 +47,8 @@ class Arkv(TieredEviction):
         tau_entropy: τ1, root of the entropy in a layer's strength.
         tau_variance: τ2, of the variance.
         tau_kurtosis: τ3, of the kurtosis.
-        stats: which statistics: those of the released code, which γ and τ were tuned on, or the paper's equations.
+        stats: which statistics, and which variance in eq. (9): those of the released code, which γ and τ were tuned
+            on, or the paper's equations. Both of the attention that the window pays older tokens (eq. 2).
         tiers: "mixed"; "origin" keeps all whole (ρ = 1, eviction alone), "quant" none (ρ = 0).
         score: what ranks tokens: "attention", or "recency" (the newest stay; a baseline).
         low_bits: the tier of few bits: 8 (fp8 e4m3, one scale a token) or 4 (INT4, a scale per 32 channels).
@@ -152,19 +153,15 @@ class Arkv(TieredEviction):
         if self.score == "recency":
             return evidence.rank.float()
         assert evidence.attention is not None, "it is asked for"
-        return self.token_scores(evidence.attention)
+        return token_scores(evidence.attention, evidence.past(self.window), self.gamma, self.stats == "paper")
 
     def merge(self, old: Tensor, new: Tensor) -> Tensor:
         """``β old + (1 - β) new``."""
         return self.beta * old + (1 - self.beta) * new
 
-    def token_scores(self, seen: Attention) -> Tensor:
-        """Eq. (9), see `ranking.token_scores`: f32 (N, n)."""
-        return token_scores(seen, self.gamma)
-
     def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
         """Entropy, variance and kurtosis of each KV head by ``stats``, see `ranking.paper_statistics`: f32 (N, 3)."""
-        return code_statistics(seen) if self.stats == "code" else paper_statistics(seen, past)
+        return (code_statistics if self.stats == "code" else paper_statistics)(seen, past)
 
     def strength(self, statistics: Tensor) -> Tensor:
         """Eq. (6): ``o = E^(1/τ1) V^(1/τ2) κ^(1/τ3)`` of each row: f32 (B,) from (B, H, 3)."""

@@ -59,8 +59,8 @@ def weight_sums_kernel(x, sinks, tops, shares, n, Q, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "Q", "R"])
-def moments_kernel(x, tops, shares, real, out, entropy, n, Q, R, BN: tl.constexpr, BQ: tl.constexpr):
-    """Mean, squares and fourth powers of BN keys over the queries of one head, and their part of the entropy."""
+def moments_kernel(x, tops, shares, real, out, n, Q, R, BN: tl.constexpr, BQ: tl.constexpr):
+    """Mean, squares, fourth powers and entropy of BN keys over the queries of one head."""
     i_n, i_nr = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_n = i_n * BN + tl.arange(0, BN)
     o_q = tl.arange(0, BQ)
@@ -102,10 +102,10 @@ def moments_kernel(x, tops, shares, real, out, entropy, n, Q, R, BN: tl.constexp
     tl.store(p_out, b_mean, mask=m_n)
     tl.store(p_out + s_out, b_square, mask=m_n)
     tl.store(p_out + 2 * s_out, b_fourth, mask=m_n)
-    tl.store(entropy + i_nr * tl.num_programs(0) + i_n, tl.sum(tl.where(m_n, b_entropy, 0.0), 0))
+    tl.store(p_out + 3 * s_out, b_entropy, mask=m_n)
 
 
-def attention_moments_triton(logits: Tensor, sinks: Tensor | None, real: Tensor) -> tuple[Tensor, Tensor]:
+def attention_moments_triton(logits: Tensor, sinks: Tensor | None, real: Tensor) -> Tensor:
     """Launcher of `hfkvq.kernels.attention_moments`; other dtypes than f32 take the reference."""
     rows, share, queries, columns = logits.shape
     if logits.dtype != torch.float32 or not logits.numel():
@@ -113,16 +113,15 @@ def attention_moments_triton(logits: Tensor, sinks: Tensor | None, real: Tensor)
     logits, real = logits.contiguous(), real.contiguous()
     blocks = cdiv(columns, KEYS)
     tops, shares = torch.empty((2, rows * share * queries), dtype=torch.float32, device=logits.device).unbind()
-    out = torch.empty((3, rows, share, columns), dtype=torch.float32, device=logits.device)
-    entropy = torch.empty((rows, share * blocks), dtype=torch.float32, device=logits.device)
+    out = torch.empty((4, rows, share, columns), dtype=torch.float32, device=logits.device)
     with on_device(logits):
         named = {"x": logits, "tops": tops, "shares": shares, "n": columns, "Q": queries}
         own = None if sinks is None else sinks.float().contiguous()
         weight_sums_kernel[(rows * share * queries,)](sinks=own, BLOCK=BLOCK, **named)
         block_q = QUERIES if queries > 1 else 1
-        named |= {"real": real, "out": out, "entropy": entropy, "R": share}
+        named |= {"real": real, "out": out, "R": share}
         moments_kernel[(blocks, rows * share)](BN=KEYS, BQ=block_q, **named)
-    return out, entropy.sum(1)
+    return out
 
 
 def moments_wanted(queries: int) -> Iterator[Wanted]:
@@ -130,4 +129,4 @@ def moments_wanted(queries: int) -> Iterator[Wanted]:
     f32 = torch.float32
     yield Wanted(weight_sums_kernel, (f32, None, f32, f32, 1, queries), {"BLOCK": BLOCK})
     constants = {"BN": KEYS, "BQ": QUERIES if queries > 1 else 1}
-    yield Wanted(moments_kernel, (f32, f32, f32, torch.bool, f32, f32, 1, queries, 1), constants)
+    yield Wanted(moments_kernel, (f32, f32, f32, torch.bool, f32, 1, queries, 1), constants)
