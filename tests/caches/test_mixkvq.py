@@ -13,7 +13,21 @@ from hfkvq.caches.scheme import SideLayout
 from hfkvq.caches.schemes import MixKVQ
 from hfkvq.kernels import PageFormat, channel_widths
 from hfkvq.kernels.arguments import AttentionArguments
-from tests.caches.driver import DIM, Row, assert_same_bits, feed, feed_as_is, join, make, row, stored
+from tests.caches import driver
+from tests.caches.driver import (
+    DIM,
+    HEADS,
+    SHARE,
+    Row,
+    assert_close,
+    assert_same_bits,
+    feed,
+    feed_as_is,
+    join,
+    make,
+    row,
+    stored,
+)
 from tests.caches.models import build, config, prompt
 
 # Room for 8 channels of 32 at 16 bits and 8 at 4.
@@ -51,6 +65,26 @@ def test_importance_is_the_mean_magnitude_of_queries(monkeypatch):
     feed_as_is(layer, [Row(queries[0], torch.zeros(1, 8, 16), torch.zeros(1, 8, 16))], [8])
     assert given[0].shape == (1, 1, 16)
     assert flat(given[0][:, :, None])[:3] == [3.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("chunks", [[16, 3, 1], [18, 1, 1], [3, 15, 1, 1]])
+def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
+    """A page is judged by the queries of its own R tokens, also where a prompt brought some of them."""
+    given = []
+
+    def spy(self, keys, q_abs):
+        given.append(q_abs.clone())
+
+    monkeypatch.setattr(MixKVQ, "channel_bits", spy)
+    monkeypatch.setattr(driver, "steady", lambda queries: queries)
+    monkeypatch.setattr("hfkvq.caches.layers.queries.MAX_STEP", 1)
+    layer = make(MixKVQ(page_size=8, group_size=8, sink_length=3))
+    rows = [row(seed, 20) for seed in (1, 2)]
+    # The second row begins a column later, so its second page is due a step later.
+    feed(layer, rows, chunks, [0, 1])
+    for own, q_abs, index in zip(rows, given[-2:], (0, 1), strict=True):
+        of_page = own.queries.unflatten(0, (HEADS, SHARE))[:, :, 3 + 8 : 3 + 16].abs().double()
+        assert_close(q_abs[index], of_page.mean((1, 2)).float())
 
 
 def test_sensitivity_is_the_step_of_two_bits():

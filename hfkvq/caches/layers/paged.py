@@ -120,7 +120,9 @@ class PagedLayer(LayerBase):
             self.eviction.note_queries(query, arguments)
         # Once for the tokens of an update: with shared keys and values, later layers come here too.
         if self.queries is not None and self.new_columns:
-            self.queries.observe(query, self.new_columns, self.heads, self.padding)
+            keys = self.held().layout.keys
+            waiting = keys.local + keys.unit + self.hold
+            self.queries.observe(query, self.new_columns, self.heads, self.padding, waiting)
         self.new_columns = 0
         if not self.defer:
             self.settle()

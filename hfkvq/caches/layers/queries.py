@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.decode import sealed_count
+from hfkvq.kernels.decode import LENGTH, sealed_count
 from hfkvq.kernels.step import MAX_STEP, observe
 from hfkvq.kernels.step_tensors import Observing
 
@@ -18,24 +18,30 @@ from ..store import KVStore, Padding
 class QueryStatistics:
     """Mean magnitude of a layer's queries in each channel, since a row's keys were last sealed.
 
+    When a prompt is sealed, the queries of its newest tokens, which fill no page yet, stay counted: with those to come
+    they are the window that the next page is judged by.
+
     Attributes:
         sums: f64 (B, H, D), sums of magnitudes; None before the first query.
         counts: i32 (H, B), queries in them, which each head counts for itself; None before the first query.
+        newest: magnitudes of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding, and which of them
+            are real, bool (B, n); None when what is due of it has been sealed.
     """
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
         self.counts: Tensor | None = None
+        self.newest: tuple[Tensor, Tensor] | None = None
 
     def forget(self) -> None:
         """Forgets all queries."""
-        self.sums = self.counts = None
+        self.sums = self.counts = self.newest = None
 
     def observing(self) -> Observing | None:
         """Where a step adds its queries itself; None before the first query."""
         return None if self.sums is None or self.counts is None else Observing(self.sums, self.counts)
 
-    def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None) -> None:
+    def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
         """Adds queries.
 
         Args:
@@ -43,6 +49,7 @@ class QueryStatistics:
             tokens: of the update that they belong to.
             heads: KV heads.
             padding: among these tokens, or None.
+            waiting: most tokens that may wait to be sealed.
         """
         if query.shape[2] > tokens:
             # A packed step: query heads of one token stand where tokens are expected (see `handle`).
@@ -50,6 +57,7 @@ class QueryStatistics:
         sums, counts = self.sums, self.counts
         if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
             observe(query.detach() if query.requires_grad else query, sums, counts)
+            self.newest = None
             return
         # Sums of f32 would depend on where padding stands; these are of few bits each.
         magnitude = query.detach().abs().double()
@@ -63,6 +71,8 @@ class QueryStatistics:
                 real = real & (padding.source.to(query.device)[:, column] == column)
             magnitude = magnitude * real[:, None, :, None]
         total, count = magnitude.sum(2).unflatten(1, (heads, -1)).mean(2), real.sum(1, dtype=torch.int32)
+        newest = magnitude[:, :, -waiting:].unflatten(1, (heads, -1)).mean(2)
+        self.newest = newest, real[:, -waiting:]
         if sums is None or counts is None:
             # Each head counts for itself, as in a step without the host.
             self.sums, self.counts = total, count.expand(heads, -1).contiguous()
@@ -84,20 +94,33 @@ class QueryStatistics:
             store: after sealing.
             before: i32, sealed keys of each of the store's rows before; heads that are rows of their own are alike.
         """
-        if self.sums is not None and self.counts is not None:
-            sealed = (sealed_count(store.counters, "keys") > before)[:: len(before) // self.sums.shape[0]]
+        if self.sums is None or self.counts is None:
+            return
+        fold, now = len(before) // self.sums.shape[0], sealed_count(store.counters, "keys")
+        sealed = (now > before)[::fold]
+        if self.newest is None:
             self.sums = self.sums.masked_fill(sealed[:, None, None], 0.0)
             self.counts = self.counts.masked_fill(sealed, 0)
+            return
+        magnitude, real = self.newest
+        waiting = (store.counters[LENGTH] - store.format.sink - now)[::fold, None]
+        real = real & (real.flip(1).cumsum(1).flip(1) <= waiting)
+        left = (magnitude * real[:, None, :, None]).sum(2)
+        self.sums = torch.where(sealed[:, None, None], left, self.sums)
+        self.counts = torch.where(sealed, real.sum(1, dtype=torch.int32), self.counts)
+        self.newest = None
 
     def take_rows(self, rows: Tensor) -> None:
         """Row b becomes what row ``rows[b]`` was."""
         if self.sums is not None and self.counts is not None:
             rows = rows.to(self.sums.device)
             self.sums, self.counts = self.sums[rows], self.counts[:, rows]
+        if self.newest is not None:
+            self.newest = self.newest[0][rows], self.newest[1][rows]
 
     def tensors(self) -> list[Tensor]:
         """What it holds."""
-        return [tensor for tensor in (self.sums, self.counts) if tensor is not None]
+        return [tensor for tensor in (self.sums, self.counts, *(self.newest or ())) if tensor is not None]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QueryStatistics:
         """Independent tensors: steps add to them in place."""

@@ -201,7 +201,7 @@ def _notes(scheme: Scheme, heads: int, key_dim: int) -> int:
     if "query" not in scheme.needs:
         return 0
     statistics = QueryStatistics()
-    statistics.observe(torch.zeros(1, heads, 1, key_dim), 1, heads, None)
+    statistics.observe(torch.zeros(1, heads, 1, key_dim), 1, heads, None, 1)
     return sum(x.nbytes for x in statistics.tensors())
 
 
