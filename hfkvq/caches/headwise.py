@@ -12,7 +12,7 @@ from hfkvq.kernels.step_tensors import Observing
 
 from .routing import ColumnTags
 from .scheme import Layout, Scheme
-from .store import KVStore, Padding
+from .store import EVICTING_GROWTH, KVStore, Padding
 
 
 class HeadwiseStore(KVStore):
@@ -28,6 +28,8 @@ class HeadwiseStore(KVStore):
         values: (B, H, t, Dv), likewise.
         capacity: most tokens of a row, allocated at once; None grows.
     """
+
+    growth = EVICTING_GROWTH
 
     def __init__(
         self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None

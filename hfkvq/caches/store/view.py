@@ -14,13 +14,16 @@ from ..scheme import Layout, Scheme
 from ..states import Ahead, RowState, WindowSizes, ahead
 from . import accounting
 from .accounting import StoreBytes
-from .growth import MAX_STEP, grow, grow_tail, pages_for, tail_limits
+from .growth import GROWTH, MAX_STEP, grow, grow_tail, pages_for, tail_limits
 from .reading import dense_alike
 from .state import SIDES, StoreState
 
 
 class StoreView:
     """A layer's store as its readers see it. What changes is `state`, which only this package gives another value.
+
+    Attributes:
+        growth: factor by which runs that have no room grow.
 
     Args:
         layout: static layout of both sides.
@@ -29,6 +32,8 @@ class StoreView:
         values: (B, H, t, Dv), likewise.
         capacity: most tokens of a row, allocated at once; None grows.
     """
+
+    growth = GROWTH
 
     def __init__(
         self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
