@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.pages import RunView, Side
 from hfkvq.kernels.step_tensors import StepTensors
@@ -128,16 +129,12 @@ class StoreView:
         """Whether some row has something to seal now."""
         return any(self.ahead(hold=hold).due)
 
-    def attend(
-        self,
-        query: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of the newest queries over everything held; see `kernels.decode_attention`."""
-        state = self.state
+    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
+        """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.decode_attention`.
+
+        A bias has to be a part of the mask, see `AttentionArguments.biased`.
+        """
+        state, (scaling, mask, softcap, sinks, *_) = self.state, arguments
         return kernels.decode_attention(
             query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
         )
