@@ -369,9 +369,8 @@ def _allocate(layers: list[KVLayer], keys: torch.Tensor, values: torch.Tensor) -
         if layer.buffer is not None and layer.buffer.tensor is None:
             if layer.store is None:
                 layer.lazy_initialization(keys, values)
-            else:
-                layer.prefetch()
-                layer.buffer.bind()
+            layer.prefetch()
+            layer.buffer.bind()
 
 
 def _capture_draft(draft: torch.nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.masks import fold_mask
 from hfkvq.kernels.pages import Side
@@ -12,7 +13,7 @@ from hfkvq.kernels.step_tensors import Observing
 
 from .routing import ColumnTags
 from .scheme import Layout, Scheme
-from .store import KVStore, Padding
+from .store import EVICTING_GROWTH, KVStore, Padding
 
 
 class HeadwiseStore(KVStore):
@@ -28,6 +29,8 @@ class HeadwiseStore(KVStore):
         values: (B, H, t, Dv), likewise.
         capacity: most tokens of a row, allocated at once; None grows.
     """
+
+    growth = EVICTING_GROWTH
 
     def __init__(
         self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
@@ -79,9 +82,7 @@ class HeadwiseStore(KVStore):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        scaling: float,
-        softcap: float,
-        mask: Tensor | None = None,
+        arguments: AttentionArguments,
         seals: bool = False,
         observing: Observing | None = None,
     ) -> tuple[Tensor, bool] | None:
@@ -89,9 +90,9 @@ class HeadwiseStore(KVStore):
         if observing is not None:
             # Their statistics are of the layer's rows.
             return None
-        mask = None if mask is None else fold_mask(mask, self.fold)
-        q, k, v = self.folded(query), self.folded(keys), self.folded(values)
-        done = super().step(q, k, v, scaling, softcap, mask, seals)
+        if arguments.mask is not None:
+            arguments = arguments._replace(mask=fold_mask(arguments.mask, self.fold))
+        done = super().step(self.folded(query), self.folded(keys), self.folded(values), arguments, seals)
         if done is None:
             return None
         out, due = done
@@ -117,18 +118,11 @@ class HeadwiseStore(KVStore):
         """See `KVStore.commit`; tags are the layer's, and are not for folded rows."""
         return super().commit(hold, None if q_abs is None else self.folded(q_abs))
 
-    def attend(
-        self,
-        query: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """See `KVStore.attend`."""
+    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
+        """See `StoreView.attend`."""
         # The layer's list of sinks has those of each head in turn: rows here take turns with it.
-        mask = self.folded_mask(mask, query.shape[1])
-        return self.unfolded(super().attend(self.folded(query), mask, scaling, softcap, sinks))
+        arguments = arguments._replace(mask=self.folded_mask(arguments.mask, query.shape[1]))
+        return self.unfolded(super().attend(self.folded(query), arguments))
 
     def dense(self, side: Side, columns: int, plain: bool = False) -> Tensor:
         """See `KVStore.dense`; 0 where a head has evicted a token."""

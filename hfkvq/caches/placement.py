@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,13 @@ LEAST_HEADROOM = 128
 """Tokens by which a buffer is ahead of need at the least: short contexts are not captured again at every page."""
 
 
-def room_ahead(need: int, headroom: float) -> int:
-    """Tokens of a row that the buffers of a cache that grows are made for when so many need a place."""
-    return need + max(LEAST_HEADROOM, int(need * headroom))
+def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float) -> int:
+    """Columns that buffers of a cache that grows are made for when so many need a place.
+
+    Ahead by a share of what is held: of a long prompt that was evicted to a small budget, that is little.
+    """
+    held = [buffer.layer.held().longest for buffer in buffers if buffer.evicts_prompts_alone]
+    return need + max(LEAST_HEADROOM, int(max(held, default=need) * headroom))
 
 
 class Placement:
@@ -82,7 +87,7 @@ class Placement:
                 for buffer, allocation in zip(buffers, found.allocations, strict=True):
                     buffer.move_in(allocation, found.room)
                 return found
-            room = room_ahead(need, self.headroom)
+            room = room_ahead(buffers, need, self.headroom)
             try:
                 for buffer in buffers:
                     buffer.make_room(room)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
 
-from hfkvq import MixedKVCache, TriAxialCache, kernels
+from hfkvq import MixedKVCache, TriAxialCache, get_scheme, kernels
 from hfkvq.caches import dense, graphs
 from hfkvq.caches.layers.buffer import StepBuffer
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -283,6 +283,22 @@ def test_memory_is_ahead_of_need_by_a_quarter():
         steps(model, each, 300, prompt(1, 600))
     assert cache.layers[0].buffer.room < 1.26 * 900
     assert cache.memory().total < 1.1 * grown.memory().total
+
+
+def test_room_of_an_evicted_prompt_is_for_what_it_left():
+    """Not for a quarter of the prompt; a shorter one has room of its own, after a reset too."""
+    model = build("llama")
+    scheme = get_scheme("snapkv", budget_tokens=64, window=16, pages={"scheme": "full", "page_size": 16})
+    cache = MixedKVCache(model.config, scheme)
+    for length in (800, 200, 40):
+        found = []
+        for each in (cache, MixedKVCache(model.config, scheme, graphs=False)):
+            found.append(steps(model, each, 40, prompt(1, length)))
+            most = min(length, 64) + 128 + 16
+            assert all(layer.store.runs[0].table.shape[1] * 16 <= most for layer in each.layers)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        assert all(layer.buffer.tensor is not None for layer in cache.layers)
+        cache.reset()
 
 
 def test_several_turns_grow_and_move():

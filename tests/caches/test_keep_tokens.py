@@ -14,6 +14,7 @@ from hfkvq.caches.states import RowState
 from hfkvq.caches.store import SIDES, KVStore, Padding
 from hfkvq.caches.store.requantize import keep_tokens
 from hfkvq.caches.tags import parse_tag
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START, sealed_count
 from tests.caches.driver import DIM, HEADS, SHARE, assert_close, small
 from tests.caches.test_cut import Questions
@@ -127,7 +128,7 @@ class Life:
 
     def attend(self):
         query = self.drawn(self.rows, HEADS * SHARE, 1, DIM)
-        got = self.store.attend(query, None, DIM**-0.5)
+        got = self.store.attend(query, AttentionArguments(DIM**-0.5))
         got = got.view(len(self.held), -1, SHARE, DIM)
         query = query.view(len(self.held), -1, SHARE, DIM)
         keys, values = self.dense("keys"), self.dense("values")

@@ -21,6 +21,7 @@ from hfkvq.caches.store.growth import grow
 from hfkvq.caches.tokens import TokenRecord
 from hfkvq.kernels import append, decode_attention, use_interpreter
 from hfkvq.kernels import fused_step as line
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.pages import PageFormat, split_runs
 from hfkvq.kernels.step import observe
@@ -617,7 +618,7 @@ def test_nothing_is_done_where_no_kernel_is(monkeypatch):
     step(layer, states(1, 50, 128, torch.float32, "cpu", generator))
     before = [x.clone() for x in layer.store.tensors()]
     queries, keys, values = states(1, 1, 128, torch.float32, "cpu", generator)
-    assert layer.store.step(queries, keys, values, 0.1, 0.0) is None
+    assert layer.store.step(queries, keys, values, AttentionArguments(0.1)) is None
     for a, b in zip(before, layer.store.tensors(), strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 

@@ -14,6 +14,7 @@ from hfkvq.caches import registry
 from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.evidence import keep_mask, prompt_evidence
 from hfkvq.caches.headwise import HeadwiseStore
+from hfkvq.caches.layers.memory import memory_of
 from hfkvq.caches.once import say_once
 from hfkvq.caches.prompt_choice import shared
 from hfkvq.kernels.decode import LENGTH, START
@@ -272,3 +273,30 @@ def test_an_evicting_scheme_is_one_class(monkeypatch):
     feed(layer, [own], [60])
     expected.feed(60)
     assert torch.equal(layer.dense("keys")[:, :, 20:], expected.tokens()[0])
+
+
+@pytest.mark.parametrize("capacity", [False, True], ids=["growing", "fixed"])
+@pytest.mark.parametrize("name", [*EVICTING, "snapkv+kitty-pro"])
+def test_the_budget_is_the_room(name, capacity):
+    """Bits are those of the tokens held, of what may come before a trim, and of a page or two that are not full."""
+    budget, page, generated = 128, 16, 300
+    scheme = get_scheme(small(name), budget_tokens=budget)
+    recordable = capacity and scheme.limits(DIM, DIM).captured is None
+    for first in (budget - 3, budget + 5, 2 * budget):
+        total, seen = first + generated, 0
+        layer = make(scheme, capacity=total if capacity else None, recordable=recordable)
+        own = row(first, total, dtype=torch.bfloat16)
+        for new in (first, *[15] * (generated // 15)):
+            forward(layer, *join([own[seen : seen + new]]))
+            seen += new
+            if seen - first not in (0, 105, 300):
+                continue
+            store = layer.store
+            most = int(store.row_lengths.max())
+            if recordable:
+                # Of prompts alone, what is left of the capacity; else the whole budget, and steps before a trim.
+                most = most + total - seen if scheme.interval is None else budget + scheme.interval + 32
+            assert store.runs[-1].table.shape[1] <= -(-most // page) + 1
+            if scheme.pages.name == "full":
+                most += 2 * page + store.windows[2].shape[2]
+                assert memory_of([layer], [], seen).total_bits <= 16.5 * most / seen

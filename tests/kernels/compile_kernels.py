@@ -35,6 +35,7 @@ from hfkvq import kernels
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import run_count
 from hfkvq.kernels.pages import StoreFormat
 from hfkvq.kernels.seal import RULES, range_rule
@@ -301,7 +302,7 @@ def attend(
     }
     query = tensor(store.batch, heads, queries, store.dims["keys"], store.dtype)
     logits = torch.zeros(heads, dtype=store.dtype) if sinks else None
-    store.attend(query, made[mask], 0.1, softcap, logits)
+    store.attend(query, AttentionArguments(0.1, made[mask], softcap, logits))
 
 
 def steps_in_calls(store: KVStore, observes: bool = False) -> None:
@@ -311,7 +312,7 @@ def steps_in_calls(store: KVStore, observes: bool = False) -> None:
     counts = torch.zeros(store.heads, store.batch, dtype=torch.int32)
     observing = Observing(sums, counts) if observes else None
     for _ in range(3):
-        if store.step(query, new, new, 0.1, 0.0, seals=True, observing=observing) is None:
+        if store.step(query, new, new, AttentionArguments(0.1), seals=True, observing=observing) is None:
             raise RuntimeError("It was not taken in a call.")
         store.commit()
 
@@ -321,7 +322,7 @@ def steps_of_the_widest(store: KVStore) -> None:
     store.commit()
     query, new = (tensor(store.batch, heads * store.heads, 1, 128, store.dtype) for heads in (4, 1))
     for _ in range(2):
-        if store.step(query, new, new, 0.1, 0.0, seals=True) is None or not store.is_due():
+        if store.step(query, new, new, AttentionArguments(0.1), seals=True) is None or not store.is_due():
             raise RuntimeError("It was not taken in a call, or nothing is due.")
         store.commit()
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 from hfkvq.kernels.seal import channel_widths, parse_rule, range_rule
@@ -70,7 +71,7 @@ def life(plan, device, steps, dtype=torch.float32):
     buffer, state = make(plan, device)
     outs = []
     for at, count in enumerate(steps):
-        outs.append(run_step(*tokens(at, count, plan, device, dtype), None, None, state, plan, DIM**-0.5, 0.0).cpu())
+        outs.append(run_step(*tokens(at, count, plan, device, dtype), AttentionArguments(DIM**-0.5), state, plan).cpu())
     settle(state)
     return buffer, state, outs
 
@@ -130,11 +131,11 @@ def test_without_room_a_row_stays_as_it_is(name, backend):
     plan, device = plan_of(name, capacity=20), backend
     _, state = make(plan, device, starts=(0, 5, 2))
     for at in (7, 7):
-        run_step(*tokens(at, at, plan, device), None, None, state, plan, 1.0, 0.0)
+        run_step(*tokens(at, at, plan, device), AttentionArguments(1.0), state, plan)
     assert int(state.flag) == 0
     before = [x.clone() for x in (state.windows[2], state.windows[3])]
     for at in range(14, 18):
-        run_step(*tokens(at, 1, plan, device), None, None, state, plan, 1.0, 0.0)
+        run_step(*tokens(at, 1, plan, device), AttentionArguments(1.0), state, plan)
     assert int(state.flag) == 1
     assert state.counters[LENGTH].tolist() == [18, 15, 18]
     slot = [(15 - plan.format.sink + i) % plan.tails[0] for i in range(3)]
@@ -184,7 +185,7 @@ def test_seen_is_what_the_first_row_had(name, backend):
     buffer, state = make(plan, backend, starts=(6, 1, 40))
     found = [seen(buffer, plan.rows)]
     for count in (7, 3):
-        run_step(*tokens(0, count, plan, backend), None, None, state, plan, 1.0, 0.0)
+        run_step(*tokens(0, count, plan, backend), AttentionArguments(1.0), state, plan)
         found.append(seen(buffer, plan.rows))
     state.counters[LENGTH] = torch.tensor([21, 500, 0], dtype=torch.int32)
     found.append(seen(buffer, plan.rows))

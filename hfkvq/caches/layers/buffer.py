@@ -60,6 +60,11 @@ class StepBuffer(Part):
         self.spec = ""
         self.open = False
 
+    @property
+    def evicts_prompts_alone(self) -> bool:
+        """Whether tokens of prompts are evicted, and all stay that are generated."""
+        return self.eviction is not None and not self.eviction.trims_steps
+
     def forget(self) -> None:
         """Forgets what steps have left in the buffer, which stays."""
         self.open = False
@@ -83,7 +88,9 @@ class StepBuffer(Part):
             and (self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan)
         ):
             self.leave()
-        self.bind()
+        if layer.capacity is None or not self.evicts_prompts_alone:
+            self.bind()
+        # Else its room follows from what the prompt leaves.
         self.warm(tokens)
 
     def warm(self, tokens: int) -> None:
@@ -113,11 +120,15 @@ class StepBuffer(Part):
         A buffer of another shape has another address: graphs are then recorded anew. A layer that grows has a buffer
         from its first recorded step on only: see `make_room`.
         """
-        store = self.layer.store
+        layer, store = self.layer, self.layer.store
         if store is None or not self.room:
             return
         plan = self._plan_for(self.room, self.plan)
         if plan is None:
+            return
+        if layer.capacity is None and self.plan not in (None, plan):
+            # It had room for something else: the next recorded step makes a buffer for what is there.
+            self.leave()
             return
         if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
             self._allocate(plan, store.device)

@@ -110,7 +110,7 @@ class PagedLayer(LayerBase):
         """
         if query.shape[2] > MAX_STEP and self.eviction is not None:
             return attend_in_pieces(self, query, arguments)
-        return self.held().attend(query, arguments.mask, arguments.scaling, arguments.softcap, arguments.sinks)
+        return self.held().attend(query, arguments)
 
     def finish(self, query: Tensor, arguments: AttentionArguments) -> None:
         """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""

@@ -30,7 +30,8 @@ def make_plan(
     most = None if eviction is None else eviction.most_held(room)
     if most is not None:
         blocks = _budget_blocks(store, layer, room, before, most)
-    elif layer.capacity is None and (len(store.runs) > 1 or eviction is not None):
+    elif eviction is not None or (layer.capacity is None and len(store.runs) > 1):
+        # Of prompts alone: what is stored, and the columns that are left for what is generated.
         blocks = _blocks_ahead(store, room - layer.seen, room, before)
     else:
         rest = max(room - store.layout.sink, 0)
@@ -85,14 +86,14 @@ def _budget_blocks(
 
 
 def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None) -> tuple[int, ...]:
-    """Pages of a row in several runs of a layer that grows: steps seal into the last one only, up to ``most``."""
+    """Pages of a row with so many new tokens, ``most`` tokens at the most: steps seal into the last run only."""
     have, page = [view.table.shape[1] for view in store.runs], store.format.runs[-1][0].page_size
     held = min(store.state.wide_most + max(new, 0), most)
     # Those of the buffer, until it has no room; after a reset, rows of one run may come to hold more than they did.
     if (
         before is not None
         and all(a <= b for a, b in zip(have, before.blocks, strict=True))
-        and (not store.format.ordered or held <= before.blocks[-1] * page)
+        and (not store.format.ordered or not store.longest or held <= before.blocks[-1] * page)
     ):
         return before.blocks
     return (*have[:-1], max(have[-1], -(-held // page)))

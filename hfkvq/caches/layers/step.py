@@ -43,7 +43,7 @@ def fused_step(layer: KVLayer, query: Tensor, arguments: AttentionArguments) -> 
             return None
     # What is observed, or a tag, may have a say in what is sealed.
     seals = not layer.defer and queries is None and layer.tags is None
-    done = store.step(query, keys, values, arguments.scaling, arguments.softcap, arguments.mask, seals, observing)
+    done = store.step(query, keys, values, arguments, seals, observing)
     if done is None:
         return None
     layer.staged, layer.new_columns = None, 0

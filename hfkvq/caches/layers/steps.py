@@ -207,9 +207,8 @@ class DeviceSteps(Part):
         keys, values = layer.staged
         layer.staged, layer.new_columns, buffer.open = None, 0, True
         then = store.ahead(keys.shape[2], layer.hold)
-        scaling, mask, softcap, sinks, *_ = arguments.biased()
         try:
-            out = run_step(query, keys, values, mask, sinks, state, plan, scaling, softcap, any(then.due))
+            out = run_step(query, keys, values, arguments.biased(), state, plan, any(then.due))
         except BaseException:
             # The tokens may be stored or not; the device knows.
             self.sync.stale = True

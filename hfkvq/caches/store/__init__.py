@@ -24,11 +24,22 @@ Outside of the kernels of steps, pages are quantized by one function, `sealing.w
 """
 
 from .accounting import StoreBytes
-from .growth import GROWTH, MAX_STEP
+from .growth import EVICTING_GROWTH, GROWTH, MAX_STEP
 from .kvstore import KVStore
 from .sealing import clipped
 from .state import SIDES, StoreState
 from .view import StoreView
 from .windows import Padding
 
-__all__ = ["GROWTH", "MAX_STEP", "SIDES", "KVStore", "Padding", "StoreBytes", "StoreState", "StoreView", "clipped"]
+__all__ = [
+    "EVICTING_GROWTH",
+    "GROWTH",
+    "MAX_STEP",
+    "SIDES",
+    "KVStore",
+    "Padding",
+    "StoreBytes",
+    "StoreState",
+    "StoreView",
+    "clipped",
+]

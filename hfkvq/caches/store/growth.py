@@ -20,6 +20,10 @@ MAX_STEP = 16
 GROWTH = 1.25
 """Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
 
+EVICTING_GROWTH = 1 + 1 / 32
+"""The same where tokens are evicted: a budget is soon full, and only what is generated beyond it comes. A page more
+below a budget of 2,048 tokens; later each token is copied some 32 times, which takes microseconds a step."""
+
 
 def pages_for(form: StoreFormat, run: int, tokens: int) -> int:
     """Pages that so many tokens of a row take in a run; -1 is the last run, which often is the only one."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step_tensors import Observing, Sealing
@@ -94,9 +95,7 @@ class KVStore(StoreView):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        scaling: float,
-        softcap: float,
-        mask: Tensor | None = None,
+        arguments: AttentionArguments,
         seals: bool = False,
         observing: Observing | None = None,
     ) -> tuple[Tensor, bool] | None:
@@ -106,9 +105,7 @@ class KVStore(StoreView):
             query: (B, Hq, t, D), t <= 16.
             keys: (B, H, t, Dk), not rotated.
             values: (B, H, t, Dv).
-            scaling: factor on the logits.
-            softcap: 0 for none.
-            mask: see `decode_attention`; None is causal.
+            arguments: of the call, without sinks and bias; without a mask it is causal.
             seals: whether what is due may be sealed as well, as by `commit` without arguments.
             observing: where the queries are added; None for nowhere.
 
@@ -119,7 +116,7 @@ class KVStore(StoreView):
         tokens, held = keys.shape[2], self.state.held
         then = ahead(self.state.states, self.sizes, tokens)
         # With a mask, the first tokens of a row may be padding, which `push` must be told of.
-        if not self.has_room(tokens, then.needs) or not (then.longest if mask is None else then.shortest):
+        if not self.has_room(tokens, then.needs) or not (then.longest if arguments.mask is None else then.shortest):
             return None
         if then.needs[0] > held.tails[0] or then.needs[1] > held.tails[1]:
             self.grow_tails(tokens)
@@ -130,6 +127,7 @@ class KVStore(StoreView):
             room = held.blocks >= pages_for(self.format, -1, then.most)
             if room and kernels.fused_step.seals_with_steps(self.format, then.due):
                 sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)
+        scaling, softcap, mask = arguments.scaling, arguments.softcap, arguments.mask
         out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
         if out is None:
             return None

@@ -75,7 +75,7 @@ def seal(
     if not store.format.ordered:
         # A row that seals keeps its newest tokens in the tail; others have room for what they hold.
         sealed = min(max(store.state.wide_most - local[0], 0), sealed)
-    store.state = grow(store.state, len(store.runs) - 1, pages_for(store.format, -1, sealed))
+    store.state = grow(store.state, len(store.runs) - 1, pages_for(store.format, -1, sealed), store.growth)
     seal_last(store, (keys, values), most, local, q_abs)
     known = None if counted is None else HostCounters(sealed_widely(counted, store.sizes, hold), then.sealed)
     store.state = store.state.replace(states=then.sealed, host_counters=known)
@@ -139,7 +139,7 @@ def seal_by_width(
     for i, path in enumerate(route.paths):
         if path is None:
             continue
-        store.state = grow(store.state, i, pages_for(store.format, i, path.held))
+        store.state = grow(store.state, i, pages_for(store.format, i, path.held), store.growth)
         view, count = store.runs[i], run_count(store.counters, i, "keys")
         assert view.pos is not None, "a run of several has positions"
         view.pos.index_put_(path.place, path.position)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.pages import RunView, Side
 from hfkvq.kernels.step_tensors import StepTensors
@@ -14,13 +15,16 @@ from ..scheme import Layout, Scheme
 from ..states import Ahead, RowState, WindowSizes, ahead
 from . import accounting
 from .accounting import StoreBytes
-from .growth import MAX_STEP, grow, grow_tail, pages_for, tail_limits
+from .growth import GROWTH, MAX_STEP, grow, grow_tail, pages_for, tail_limits
 from .reading import dense_alike
 from .state import SIDES, StoreState
 
 
 class StoreView:
     """A layer's store as its readers see it. What changes is `state`, which only this package gives another value.
+
+    Attributes:
+        growth: factor by which runs that have no room grow.
 
     Args:
         layout: static layout of both sides.
@@ -29,6 +33,8 @@ class StoreView:
         values: (B, H, t, Dv), likewise.
         capacity: most tokens of a row, allocated at once; None grows.
     """
+
+    growth = GROWTH
 
     def __init__(
         self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
@@ -123,16 +129,12 @@ class StoreView:
         """Whether some row has something to seal now."""
         return any(self.ahead(hold=hold).due)
 
-    def attend(
-        self,
-        query: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of the newest queries over everything held; see `kernels.decode_attention`."""
-        state = self.state
+    def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
+        """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.decode_attention`.
+
+        A bias has to be a part of the mask, see `AttentionArguments.biased`.
+        """
+        state, (scaling, mask, softcap, sinks, *_) = self.state, arguments
         return kernels.decode_attention(
             query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import AttentionArguments
 from ..decode import LENGTH, START, decode_attention, sealed_count
 from ..dispatch import call, define, reference, triton_slot
 from ..norms import page_norms
@@ -166,16 +167,14 @@ def run_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
+    arguments: AttentionArguments,
     state: StepState,
     plan: StepPlan,
-    scaling: float,
-    softcap: float,
     due: bool = True,
 ) -> Tensor:
     """A whole step of one layer; see `step`. ``due`` is False where the host knows that nothing will be sealed."""
     whole, fold = q, plan.fold
+    scaling, mask, softcap, sinks, *_ = arguments
     if fold > 1:
         q, k, v = (x.reshape(x.shape[0] * fold, x.shape[1] // fold, *x.shape[2:]) for x in (q, k, v))
         if mask is not None and (mask.shape[0] > 1 or mask.shape[1] > 1):
@@ -235,7 +234,7 @@ def step(
         (B, Hq, t, Dv). Where a row had no room for its tokens (``StepState.flag``), they are missing.
     """
     own = StepPlan.parse(plan)
-    return run_step(q, k, v, mask, sinks, views_of_buffer(buffer, own), own, scaling, softcap)
+    return run_step(q, k, v, AttentionArguments(scaling, mask, softcap, sinks), views_of_buffer(buffer, own), own)
 
 
 @step.register_fake

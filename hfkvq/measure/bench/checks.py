@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfkvq.kernels import use_reference
+from hfkvq.kernels.arguments import AttentionArguments
 
 from .baselines import PLAIN
 from .cases import Shape, fill
@@ -85,9 +86,9 @@ def self_check(
         exact = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), enable_gqa=True)
         found = {PLAIN: error_of(split_kv(query, keys, values, shape.scaling), exact)}
         for name in formats:
-            got = fill(name, keys, values).attend(query, None, shape.scaling)
+            got = fill(name, keys, values).attend(query, AttentionArguments(shape.scaling))
             with reference():
-                exact = fill(name, keys, values).attend(query, None, shape.scaling)
+                exact = fill(name, keys, values).attend(query, AttentionArguments(shape.scaling))
             found[name] = error_of(got, exact)
         for name, error in found.items():
             errors[name] = max(error, errors.get(name, 0.0))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.caches.store import KVStore
+from hfkvq.kernels.arguments import AttentionArguments
 
 from .baselines import first_line, measure_baselines
 from .cases import Shape, as_dict, bytes_read, fill
@@ -70,7 +71,7 @@ def add_speedups(rows: Sequence[Row]) -> None:
 
 
 def _attend(store: KVStore, query: Tensor, scaling: float) -> Callable[[], Tensor]:
-    return lambda: store.attend(query, None, scaling)
+    return lambda: store.attend(query, AttentionArguments(scaling))
 
 
 def store_calls(store: KVStore, query: Tensor, scaling: float, cache: int) -> list[Callable[[], Tensor]]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.triton import configs
 
 from ..tables import new_table
@@ -169,7 +170,7 @@ def compile_format(name: str, shape: Shape, kernel: str, key: str, knobs: config
     query, keys, values = shape.data(torch.device(device))
     store = fill(name, keys, values)
     with contextlib.suppress(*FAILURES), configs.override(kernel, key, **knobs):
-        store.attend(query, None, shape.scaling)
+        store.attend(query, AttentionArguments(shape.scaling))
 
 
 def _compile_apart(

@@ -150,7 +150,7 @@ class _Kind:
             count = left
             if layer.buffer is not None and come.headroom is not None:
                 if layer.seen == layer.buffer.room or not layer.buffer.room:
-                    layer.buffer.make_room(room_ahead(layer.seen + 1, come.headroom))
+                    layer.buffer.make_room(room_ahead([layer.buffer], layer.seen + 1, come.headroom))
                 count = min(left, layer.buffer.room - layer.seen)
             if layer.eviction is not None and (layer.steps is None or layer.eviction.trims_steps):
                 # Up to a trim; from the third one on it repeats itself.

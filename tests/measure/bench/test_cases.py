@@ -8,6 +8,7 @@ import torch
 from hfkvq import list_schemes
 from hfkvq.caches.registry import listed
 from hfkvq.caches.store import KVStore
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.bench.cases import (
     DEFAULT_SHAPES,
     RAW,
@@ -95,7 +96,7 @@ def test_raw_formats_attend_as_torch_does_to_what_they_hold(name):
     query, keys, values = SMALL.data(CPU)
     store = fill(name, keys, values)
     assert store.longest == SMALL.context
-    got = store.attend(query, None, SMALL.scaling)
+    got = store.attend(query, AttentionArguments(SMALL.scaling))
     held = [store.dense(side, SMALL.context).float() for side in ("keys", "values")]
     exact = torch.nn.functional.scaled_dot_product_attention(query.float(), *held, enable_gqa=True)
     assert error_of(got, exact) < 0.01
