@@ -111,7 +111,7 @@ class StepBuffer(Part):
         """Brings what the store holds into the buffer, wherever an operation has left it; makes the buffer if need be.
 
         A buffer of another shape has another address: graphs are then recorded anew. A layer that grows has a buffer
-        from its first recorded step on only: see `make_room`.
+        from its first recorded step on only: see `make_room`. If anything fails, there is none.
         """
         store = self.layer.store
         if store is None or not self.room:
@@ -119,11 +119,16 @@ class StepBuffer(Part):
         plan = self._plan_for(self.room, self.plan)
         if plan is None:
             return
-        if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
-            self._allocate(plan, store.device)
-        assert self.state is not None, "made with the buffer"
-        move_into(store, self.state, plan)
-        self._write_queries()
+        try:
+            if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
+                self._allocate(plan, store.device)
+            assert self.state is not None, "made with the buffer"
+            move_into(store, self.state, plan)
+            self._write_queries()
+        except BaseException:
+            # Out of memory, most likely. What the store holds is whole, wherever it lies.
+            self.drop()
+            raise
 
     def _allocate(self, plan: StepPlan, device: torch.device) -> None:
         old = self.state
@@ -163,14 +168,8 @@ class StepBuffer(Part):
     def make_room(self, room: int) -> None:
         """Moves into a buffer for so many logical columns, which may be the first one."""
         self.close()
-        before = self.room, self.plan
         self.room, self.plan = room, None
-        try:
-            self.bind()
-        except BaseException:
-            # Out of memory, most likely: the layer stays where it is.
-            self.room, self.plan = before
-            raise
+        self.bind()
 
     def leave(self) -> None:
         """Takes what is stored out of the buffer, and grows like any layer until a step is recorded again."""

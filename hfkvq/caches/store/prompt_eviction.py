@@ -101,12 +101,11 @@ def store_best(store: StoreView, keys: Tensor, values: Tensor, best: Tensor, tai
     for side, need in zip(SIDES, ahead(state.states, state.sizes, 1).needs, strict=True):
         state = grow_tail(state, side, need, store.tail_limit[side], empty=True)
     copy_to_windows(state, keys[:, :, -tail:], values[:, :, -tail:])
-    state.counters[START].fill_(evicted)
-    state.counters[LENGTH].fill_(kept + tail)
-    state.counters[-2:].fill_(kept)
-    state.dropped.fill_(evicted)
+    counters = torch.zeros_like(state.counters)
+    counters[START], counters[LENGTH], counters[-2:] = evicted, kept + tail, kept
+    changes = {"counters": counters, "dropped": torch.full_like(state.dropped, evicted)}
     # Not earlier: if there was no memory, the store is empty still.
-    store.state = state.replace(runs=[*state.runs[:-1], run], widest=kept, settled=tokens - tail)
+    store.state = state.replace(runs=[*state.runs[:-1], run], widest=kept, settled=tokens - tail, **changes)
     return Cut(run, state.states, kept, tail)
 
 
