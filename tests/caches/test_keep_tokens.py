@@ -235,7 +235,6 @@ def test_what_comes_afterwards(name):
     life.keep(0.5, 12)
     with pytest.raises(NotImplementedError, match="a trim has evicted tokens"):
         life.store.crop(30, life.seen)
-        life.store.write_pages()
     for _ in range(3):
         life.step()
     count = 3 if name in TAGGED else 8

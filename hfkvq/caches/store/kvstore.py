@@ -266,7 +266,9 @@ class KVStore(StoreView):
         known = HostCounters.empty(self.counters, EMPTY) if "tags" in self.scheme.needs else None
         runs = [
             # No row's pages are another's, or lie behind those of a batch that was larger.
-            replaced(view, table=torch.arange(view.table.numel(), dtype=torch.int32, device=self.device).view_as(view.table))
+            replaced(
+                view, table=torch.arange(view.table.numel(), dtype=torch.int32, device=self.device).view_as(view.table)
+            )
             for view in self.runs
         ]
         self.replace(states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=())
