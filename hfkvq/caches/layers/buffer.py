@@ -19,6 +19,7 @@ from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, sett
 
 from ..buffers import Allocation
 from ..capture import RECORDERS
+from ..lasting import lasting
 from ..store import SIDES
 from .base import LayerBase, Part
 from .eviction import Eviction
@@ -207,9 +208,13 @@ class StepBuffer(Part):
             settle(self.state)
             self.open = False
             if self.queries is not None and self.state.sums.numel():
-                sums, counts, fold = self.state.sums.clone(), self.state.counts.clone(), self._fold
-                self.queries.sums = sums.view(-1, self.layer.heads, sums.shape[2])
-                self.queries.counts = counts if fold == 1 else counts.view(-1, fold).T.contiguous()
+                self._read_queries(self.state, self.queries)
+
+    @lasting
+    def _read_queries(self, state: StepState, queries: QueryStatistics) -> None:
+        sums, counts, fold = state.sums.clone(), state.counts.clone(), self._fold
+        queries.sums = sums.view(-1, self.layer.heads, sums.shape[2])
+        queries.counts = counts if fold == 1 else counts.view(-1, fold).T.contiguous()
 
     @property
     def _fold(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..lasting import lasting
 from .incoming import seal_due
 from .paged import PagedLayer
 
@@ -114,6 +115,7 @@ def _paged(layers: Sequence[Any]) -> list[PagedLayer]:
     return [layer for layer in layers if isinstance(layer, PagedLayer)]
 
 
+@lasting
 def _change(
     layers: Sequence[Any],
     own: Callable[[PagedLayer], None],

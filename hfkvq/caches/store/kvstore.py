@@ -34,6 +34,7 @@ from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step_tensors import Observing, Sealing
 
+from ..lasting import lasting
 from ..routing import ColumnTags, HostCounters, SealStart, Source
 from ..states import ahead
 from .cropping import cropped
@@ -139,6 +140,7 @@ class KVStore(StoreView):
         self.state = self.state.replace(states=then.joined if sealing is None else then.sealed)
         return out, due and sealing is None
 
+    @lasting
     def extend(
         self,
         keys: Tensor,
@@ -207,6 +209,7 @@ class KVStore(StoreView):
         keys, values = (Source(tail, tail.shape[2]) for tail in self.windows[2:])
         return seal(self, keys, values, hold, q_abs, tags)
 
+    @lasting
     def note_evicted(self, shorter: int, evicted: Tensor, settled: int) -> None:
         """Counts tokens of the prompt that has just come which were chosen not to be stored.
 
@@ -259,6 +262,7 @@ class KVStore(StoreView):
         """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back."""
         self.state = selected(self.state, rows.to(self.device))
 
+    @lasting
     def clear(self) -> None:
         """Forgets all tokens; keeps the allocation."""
         self.counters.zero_()

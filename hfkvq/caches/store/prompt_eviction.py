@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import RunView
 
+from ..lasting import lasting
 from ..scheme import Layout, Scheme
 from ..states import RowState, ahead
 from .growth import grow_tail, pages_for
@@ -79,6 +80,7 @@ def _gathered(tokens: Tensor, slots: Tensor) -> Tensor:
     return tokens.gather(2, slots[:, None, :, None].expand(-1, 1, -1, tokens.shape[3]))
 
 
+@lasting
 def store_best(store: StoreView, keys: Tensor, values: Tensor, best: Tensor, tail: int) -> Cut:
     """Fills an empty store with some of a prompt's tokens, whole, and its newest ones in the tail.
 
@@ -109,6 +111,7 @@ def store_best(store: StoreView, keys: Tensor, values: Tensor, best: Tensor, tai
     return Cut(run, state.states, kept, tail)
 
 
+@lasting
 def tiers_of(
     states: Sequence[StoreState], cuts: Sequence[Cut], layout: Layout, scheme: Scheme, target: Tensor
 ) -> list[Tiers]:

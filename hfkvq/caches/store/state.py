@@ -14,6 +14,7 @@ from hfkvq.kernels.decode import RUNS
 from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 from hfkvq.kernels.step_tensors import StepTensors
 
+from ..lasting import lasting
 from ..routing import Counters, HostCounters
 from ..scheme import Layout
 from ..states import RowState, WindowSizes, ahead
@@ -69,6 +70,7 @@ class StoreState:
     _held: StepTensors | None = field(default=None, repr=False)
 
     @classmethod
+    @lasting
     def empty(cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool) -> StoreState:
         """A state without tokens or pages.
 
@@ -144,6 +146,7 @@ class StoreState:
             part[target] = pages
         return self.replace(writes=()) if self.writes else self
 
+    @lasting
     def map(self, change: Callable[[Tensor], Tensor]) -> StoreState:
         """The same with every tensor changed."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH
 
+from ..lasting import lasting
 from .state import StoreState
 
 
@@ -27,6 +28,7 @@ class Padding:
     source: Tensor | None
 
 
+@lasting
 def filled_windows(
     state: StoreState, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None, empty: bool = False
 ) -> list[Tensor]:
