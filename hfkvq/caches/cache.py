@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
 from .callers import draft_of_caller
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
+from .layers import changes
 from .layers.build import build_layers, is_attachable
 from .layers.group import DeviceSync
 from .layers.layer import KVLayer
@@ -27,6 +28,7 @@ from .preset import Preset, get_preset
 from .recorded import is_recorded
 from .router import install
 from .scheme import Scheme
+from .whole import WholeCache, seen_by
 
 DEFAULT_SCHEME = "kitty-pro"
 
@@ -34,7 +36,7 @@ DEFAULT_SCHEME = "kitty-pro"
 _REPLACED: dict[int, str | None] = {}
 
 
-class MixedKVCache(Cache):
+class MixedKVCache(WholeCache):
     """A KV cache that stays compressed and is attended in place.
 
     ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
@@ -106,6 +108,7 @@ class MixedKVCache(Cache):
         super().__init__(layers=made.layers)
         self._compressed, self._recordable = made.compressed, made.sync is not None
         self.config, self._capacity, self._debug = text, max_cache_len, debug
+        self._count_by(text)
         self._why_not_captured = made.why_not_captured
         self._stock_state: dict[int, dict[str, Any]] = {}
         self.graphs: StepGraphs | None = None
@@ -145,16 +148,15 @@ class MixedKVCache(Cache):
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None
             say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run as without graphs.")
+        if layer_idx == self._first:
+            self._check_even()
         if layer_idx == 0:
             self._before_first_layer(key_states)
         try:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         except ValueError:
-            refused = self.get_seq_length(layer_idx)
-            for layer in self.compressed_layers:
-                ahead = layer.get_seq_length() - refused
-                if ahead > 0:
-                    layer.crop(-ahead)
+            refused = seen_by(self.layers[layer_idx]) or 0
+            changes.level(self.compressed_layers, seen_by, refused)
             for i, state in self._stock_state.items():
                 # Their updates bind new tensors, so the old ones are as they were.
                 vars(self.layers[i]).update(state)
@@ -172,6 +174,7 @@ class MixedKVCache(Cache):
                 first.steps.sync.catch_up()
             first.check_capacity(key_states.shape[2])
         if self._debug:
+            self.integrity_check()
             self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if i not in self._compressed}
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -270,35 +273,10 @@ class MixedKVCache(Cache):
     def note_step(self, input_ids: torch.Tensor | None) -> None:
         """Takes note of the tokens of a step that is about to be replayed."""
 
-    def level(self, seen: int | None = None) -> None:
-        """Takes tokens out again that a failed step has left in some layers: those behind ``seen``, if it is known."""
-        self._catch_up()
-        layers = self.compressed_layers
-        least = min(layer.get_seq_length() for layer in layers) if seen is None else seen
-        for layer in layers:
-            if layer.get_seq_length() > least:
-                layer.crop(least - layer.get_seq_length())
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest tokens; see `KVLayer.crop`."""
-        tokens = -int(tokens_to_remove)
-        if tokens < 0 or self.graphs is None or not self.graphs.take_back(tokens):
-            super().crop(tokens_to_remove)
-
-    def _catch_up(self) -> None:
-        for layer in self.compressed_layers:
-            if layer.steps is not None:
-                layer.steps.catch_up()
-
     @property
     def scheme(self) -> Scheme:
         """The scheme of every layer that has none of its own."""
         return self.preset.scheme
-
-    @property
-    def compressed_layers(self) -> list[KVLayer]:
-        """The layers that are held in pages."""
-        return [self.layers[i] for i in self._compressed]  # type: ignore[misc]
 
     def memory(self) -> MemoryReport:
         """Exact memory: every tensor that the cache holds is counted (asks the device for the rows' lengths)."""

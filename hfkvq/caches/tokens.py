@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .lasting import lasting
 from .routing import ColumnTags
 from .scheme import UNTAGGED
 
@@ -177,6 +178,7 @@ class TokenRecord:
             # If a prompt had renewed tags at this length, its forward has failed.
             self.renewed = 0
 
+    @lasting
     def __deepcopy__(self, memo: dict[int, object]) -> TokenRecord:
         """Independent tensors, shared tagger."""
         new = copy.copy(self)
@@ -187,6 +189,7 @@ class TokenRecord:
         """Everything but what layers share; of copies as well."""
         return self.__dict__ | {"_shared": {}, "_taken": 0}
 
+    @lasting
     def _write(self, ids: Tensor, tags: Tensor | None, start: int) -> None:
         end = start + ids.shape[1]
         have = 0 if self.ids is None else self.ids.shape[1]
@@ -212,6 +215,7 @@ class TokenRecord:
         self.renewed = self.renewed if self.renewed < seen else 0
         self._unshare()
 
+    @lasting
     def rows(self, index: Tensor) -> None:
         """Row b becomes what row ``index[b]`` was; a boolean mask (B,) keeps rows."""
         if self.ids is not None and self.tags is not None:
@@ -219,6 +223,7 @@ class TokenRecord:
             self.ids, self.tags = self.ids[index], self.tags[index]
             self._unshare()
 
+    @lasting
     def repeat(self, repeats: int) -> None:
         """Every row ``repeats`` times."""
         if self.ids is not None and self.tags is not None:

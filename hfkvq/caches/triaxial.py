@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .layers.changes import Beside
 from .named import NamedCache
 from .recorded import is_recorded
 from .table import BitTable
@@ -226,30 +227,18 @@ class TriAxialCache(NamedCache):
             self.tokens.begin(key_states.shape[0])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest tokens; see `KVLayer.crop`."""
-        super().crop(tokens_to_remove)
-        self.tokens.crop(self._seen)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
-        """Row b becomes what row ``beam_idx[b]`` was."""
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self.tokens.rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times."""
-        super().batch_repeat_interleave(repeats)
-        self.tokens.repeat(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows only."""
-        super().batch_select_indices(indices)
-        self.tokens.rows(indices)
-
-    def reset(self) -> None:
-        """Forgets everything."""
-        super().reset()
-        self.tokens.clear()
+    def _beside(self, verb: str, given: Any = None) -> Beside:
+        """The record of tokens changes with the layers."""
+        record = self.tokens
+        acts: dict[str, Callable[[], None]] = {
+            # Once the layers know how many are left.
+            "crop": lambda: record.crop(self._seen),
+            "reorder_cache": lambda: record.rows(given),
+            "batch_repeat_interleave": lambda: record.repeat(given),
+            "batch_select_indices": lambda: record.rows(given),
+            "reset": record.clear,
+        }
+        return [(record, acts[verb])]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TriAxialCache:
         """Independent layers and tokens, which the same model shows its ids; config and scheme are shared."""

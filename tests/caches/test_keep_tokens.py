@@ -240,6 +240,7 @@ def test_what_comes_afterwards(name):
         life.step()
     count = 3 if name in TAGGED else 8
     life.store.crop(count, life.seen)
+    life.store.write_pages()
     life.seen -= count
     life.held, life.places = (
         [[column for column in own if column < life.seen] for own in columns] for columns in (life.held, life.places)
@@ -249,6 +250,7 @@ def test_what_comes_afterwards(name):
     life.store = pickle.loads(pickle.dumps(life.store))
     twin = copy.deepcopy(life)
     life.store.reorder(torch.tensor([1, 0, 1]))
+    life.store.write_pages()
     life.held, life.places = ([list(columns[row]) for row in (1, 0, 1)] for columns in (life.held, life.places))
     life.tokens = {side: x[[1, 0, 1]] for side, x in life.tokens.items()}
     life.rows = 3
@@ -256,6 +258,7 @@ def test_what_comes_afterwards(name):
         life.step()
     life.check()
     life.store.select(torch.tensor([2]))
+    life.store.write_pages()
     life.held, life.places, life.rows = life.held[2:], life.places[2:], 1
     life.tokens = {side: x[2:] for side, x in life.tokens.items()}
     life.keep(0.3, 1)
@@ -267,6 +270,7 @@ def test_what_comes_afterwards(name):
     if name not in TAGGED:
         # What was forgotten before the store was cleared is nobody's business.
         twin.store.crop(40, 50)
+        twin.store.write_pages()
         assert twin.store.counters[LENGTH].tolist() == [10, 10]
 
 

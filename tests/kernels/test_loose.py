@@ -95,6 +95,7 @@ class Life:
         # Some pages of several widths cannot be cut; then nothing has changed.
         with contextlib.suppress(NotImplementedError):
             self.store.crop(count, self.seen)
+            self.store.write_pages()
             self.seen -= count
 
     def do(self):

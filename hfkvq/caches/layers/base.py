@@ -20,6 +20,15 @@ ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
 
 
+def uneven(first: int | None, last: int | None) -> RuntimeError:
+    """What to say where layers of a cache hold different tokens."""
+    return RuntimeError(
+        f"The cache's first layer has seen {first} tokens and its last one {last}: a forward was interrupted, or the "
+        "cache was made for a model with more layers. Call reset() to begin again, or level() to take back what came "
+        "since the last forward that reached every layer."
+    )
+
+
 class Buffer(Protocol):
     """What others may ask of a layer's buffer; see `hfkvq.caches.layers.buffer.StepBuffer`."""
 

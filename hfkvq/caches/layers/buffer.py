@@ -19,6 +19,7 @@ from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, sett
 
 from ..buffers import Allocation
 from ..capture import RECORDERS
+from ..lasting import lasting
 from ..store import SIDES
 from .base import LayerBase, Part
 from .eviction import Eviction
@@ -118,7 +119,7 @@ class StepBuffer(Part):
         """Brings what the store holds into the buffer, wherever an operation has left it; makes the buffer if need be.
 
         A buffer of another shape has another address: graphs are then recorded anew. A layer that grows has a buffer
-        from its first recorded step on only: see `make_room`.
+        from its first recorded step on only: see `make_room`. If anything fails, there is none.
         """
         layer, store = self.layer, self.layer.store
         if store is None or not self.room:
@@ -130,11 +131,16 @@ class StepBuffer(Part):
             # It had room for something else: the next recorded step makes a buffer for what is there.
             self.leave()
             return
-        if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
-            self._allocate(plan, store.device)
-        assert self.state is not None, "made with the buffer"
-        move_into(store, self.state, plan)
-        self._write_queries()
+        try:
+            if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
+                self._allocate(plan, store.device)
+            assert self.state is not None, "made with the buffer"
+            move_into(store, self.state, plan)
+            self._write_queries()
+        except BaseException:
+            # Out of memory, most likely. What the store holds is whole, wherever it lies.
+            self.drop()
+            raise
 
     def _allocate(self, plan: StepPlan, device: torch.device) -> None:
         old = self.state
@@ -174,14 +180,8 @@ class StepBuffer(Part):
     def make_room(self, room: int) -> None:
         """Moves into a buffer for so many logical columns, which may be the first one."""
         self.close()
-        before = self.room, self.plan
         self.room, self.plan = room, None
-        try:
-            self.bind()
-        except BaseException:
-            # Out of memory, most likely: the layer stays where it is.
-            self.room, self.plan = before
-            raise
+        self.bind()
 
     def leave(self) -> None:
         """Takes what is stored out of the buffer, and grows like any layer until a step is recorded again."""
@@ -219,9 +219,13 @@ class StepBuffer(Part):
             settle(self.state)
             self.open = False
             if self.queries is not None and self.state.sums.numel():
-                sums, counts, fold = self.state.sums.clone(), self.state.counts.clone(), self._fold
-                self.queries.sums = sums.view(-1, self.layer.heads, sums.shape[2])
-                self.queries.counts = counts if fold == 1 else counts.view(-1, fold).T.contiguous()
+                self._read_queries(self.state, self.queries)
+
+    @lasting
+    def _read_queries(self, state: StepState, queries: QueryStatistics) -> None:
+        sums, counts, fold = state.sums.clone(), state.counts.clone(), self._fold
+        queries.sums = sums.view(-1, self.layer.heads, sums.shape[2])
+        queries.counts = counts if fold == 1 else counts.view(-1, fold).T.contiguous()
 
     @property
     def _fold(self) -> int:

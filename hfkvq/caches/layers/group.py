@@ -15,7 +15,7 @@ from ..buffers import BufferSet
 from ..first_prompt import Waiting, first_tiers
 from ..scheme import Scheme
 from ..store.prompt_eviction import Tiers
-from .base import LayerBase
+from .base import LayerBase, uneven
 
 if TYPE_CHECKING:
     from hfkvq.kernels.triton.ahead import Beside
@@ -314,7 +314,9 @@ class DeviceSync(_Group[SteppingMember]):
         members = self.members
         if self.stale:
             self.catch_up()
-        first = members[0].layer
+        first, last = members[0].layer, members[-1].layer
+        if first.seen != last.seen:
+            raise uneven(first.seen, last.seen)
         first.check_capacity(self.ahead + tokens)
         if not self.ahead:
             for member in members:

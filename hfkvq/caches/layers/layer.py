@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -14,8 +11,9 @@ from hfkvq.kernels.pages import Side
 
 from ..recorded import is_captured, is_recorded
 from ..store import KVStore
+from . import changes
 from .handle import LazyKV, handles
-from .incoming import check_update, is_allocated_for, seal_due
+from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
 
 
@@ -35,16 +33,6 @@ class _Dense:
     def __set__(self, layer: KVLayer, value: Any) -> None:
         if value is not None:
             raise AttributeError(f"{self.side}: pages cannot be assigned; use update().")
-
-
-@contextlib.contextmanager
-def _in_place(layer: KVLayer) -> Iterator[None]:
-    """The host knows what the device holds, and what it makes of that is where steps look for it."""
-    if layer.steps is not None:
-        layer.steps.catch_up()
-    yield
-    if layer.buffer is not None:
-        layer.buffer.bind()
 
 
 class KVLayer(PagedLayer, CacheLayerMixin):
@@ -159,9 +147,11 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """From now on the newest tokens stay unsealed long enough to be taken back by `crop`."""
-        with _in_place(self):
-            changes, self.record_past = not self.record_past, True
-        if changes and self.buffer is not None and self.store is not None:
+        if self.steps is not None:
+            self.steps.catch_up()
+        begins, self.record_past = not self.record_past, True
+        self.bind()
+        if begins and self.buffer is not None and self.store is not None:
             # Tails are longer from now on.
             self.buffer.warm(self.seen)
 
@@ -172,78 +162,49 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             tokens_to_remove: minus the number of tokens; 0 does nothing but seal what is due.
 
         Raises:
-            ValueError: positive, or more tokens than the layer has seen. Nothing is changed then.
+            ValueError: positive, no whole number, or more tokens than the layer has seen. Nothing is changed then.
             NotImplementedError: older tokens of a layer that has evicted some. Nothing is changed then.
         """
-        with _in_place(self):
-            # Transformers 5.17 passes a tensor.
-            tokens = -int(tokens_to_remove)
-            if tokens < 0:
-                raise ValueError(
-                    f"crop: got {-tokens}, allowed 0 or minus the number of tokens to remove from the end, e.g. "
-                    "crop(-3)."
-                )
-            if tokens > self.seen:
-                raise ValueError(f"crop: got {-tokens}, but only {self.seen} tokens are cached; nothing was removed.")
-            if self.store is None:
-                return
-            self.settle(commit=False)
-            if tokens:
-                self.store.crop(tokens, self.seen)
-                self.seen -= tokens
-                self.edition += 1
-            seal_due(self, self.queries, self.tags)
-            if self.eviction is not None:
-                self.eviction.after_crop()
+        changes.crop([self], tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""
-        self._change_rows(lambda rows: beam_idx, lambda store, rows: store.reorder(rows))
+        changes.reorder([self], beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times; the copies share the pages that are full."""
-        self._change_rows(lambda rows: rows.repeat_interleave(repeats), lambda store, rows: store.reorder(rows))
+        changes.repeat([self], repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows only (indices or a boolean mask)."""
-        self._change_rows(lambda rows: rows[indices.to(self.device)], lambda store, rows: store.select(rows))
-
-    def _change_rows(self, choose: Callable[[Tensor], Tensor], change: Callable[[KVStore, Tensor], None]) -> None:
-        """Rows become those that ``choose`` makes of all rows' numbers (i64 (B,)); ``change`` does it to the store."""
-        with _in_place(self):
-            if self.eviction is not None and self.defer:
-                self.eviction.group.settle()
-            if self.store is None:
-                return
-            self.settle()
-            rows = choose(torch.arange(self.batch_size, device=self.device))
-            change(self.store, rows)
-            self.batch_size, self.accepted = rows.shape[0], None
-            self.edition += 1
-            for part in (self.queries, self.eviction):
-                if part is not None:
-                    part.take_rows(rows)
+        changes.select([self], indices)
 
     def reset(self) -> None:
-        """Forgets everything.
+        """Forgets everything, whatever has been before.
 
         A cache of fixed capacity keeps its allocation for the next use of the same shape, and every buffer stays.
         """
-        store = self.store
-        if self.steps is not None and self.buffer is not None:
+        store, buffer = self.store, self.buffer
+        if self.steps is not None:
             self.steps.sync.forget()
-            self.buffer.forget()
         self.forget()
+        self.is_initialized = False
         for part in (self.queries, self.eviction):
             if part is not None:
                 part.forget()
-        if self.capacity is not None and store is not None:
-            store.clear()
-            self.store = store
-            if self.buffer is not None:
-                self.buffer.bind()
-        else:
-            self.is_initialized = False
+        try:
+            if buffer is not None:
+                buffer.forget()
+            if self.capacity is not None and store is not None:
+                store.clear()
+                self.store, self.is_initialized = store, True
+                self.bind()
+        except BaseException:
+            # Without an allocation, then.
+            self.store, self.is_initialized = None, False
+            if buffer is not None:
+                buffer.drop()
+            raise
 
     def offload(self) -> None:
         """Moves everything to the CPU."""

@@ -145,10 +145,14 @@ class PagedLayer(LayerBase):
             store_tokens(self, self.queries, self.tags, commit)
             if commit:
                 eviction.judge_pending()
-        if buffer is not None and self.steps is not None:
-            # Nothing is left of a step, and what it has sealed the next one counts.
-            buffer.bind()
+        # Nothing is left of a step, and what it has sealed the next one counts.
+        self.bind()
+
+    def bind(self) -> None:
+        """Brings what the layer holds to where recorded steps look for it."""
+        if self.steps is not None and self.buffer is not None:
             self.steps.note_rows()
+            self.buffer.bind()
 
     def dense(self, side: Side) -> Tensor:
         """Dequantized (B, H, seen, D) in logical order; newly staged tokens as they came, 0 where one was evicted."""

@@ -12,6 +12,7 @@ from hfkvq.kernels.decode import LENGTH, sealed_count
 from hfkvq.kernels.step import MAX_STEP, observe
 from hfkvq.kernels.step_tensors import Observing
 
+from ..lasting import lasting
 from ..store import KVStore, Padding
 
 
@@ -58,7 +59,12 @@ class QueryStatistics:
         if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
             observe(query.detach() if query.requires_grad else query, sums, counts)
             self.newest = None
-            return
+        else:
+            self._observe(query, tokens, heads, padding, waiting)
+
+    @lasting
+    def _observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
+        sums, counts = self.sums, self.counts
         # Sums of f32 would depend on where padding stands; these are of few bits each.
         magnitude = query.detach().abs().double()
         batch, _, queries, _ = query.shape
@@ -87,6 +93,7 @@ class QueryStatistics:
         # A row that has shown no query since its last seal weighs its channels alike.
         return torch.where(count > 0, self.sums / count.clamp(min=1), 1.0).float()
 
+    @lasting
     def forget_sealed(self, store: KVStore, before: Tensor) -> None:
         """Starts over in rows whose keys were sealed: a row's statistics must not depend on its batch mates.
 
@@ -122,6 +129,7 @@ class QueryStatistics:
         """What it holds."""
         return [tensor for tensor in (self.sums, self.counts, *(self.newest or ())) if tensor is not None]
 
+    @lasting
     def __deepcopy__(self, memo: dict[int, Any]) -> QueryStatistics:
         """Independent tensors: steps add to them in place."""
         new = copy.copy(self)

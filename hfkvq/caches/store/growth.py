@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from hfkvq.kernels.decode import ABSENT, column_positions
 from hfkvq.kernels.pages import Side, StoreFormat
 
+from ..lasting import lasting
 from ..scheme import Layout
 from .state import SIDES, StoreState
 
@@ -39,10 +40,13 @@ def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> St
         blocks: pages that each row needs.
         factor: by which a run that has pages grows at least.
     """
+    return state if blocks <= state.runs[run].table.shape[1] else _grown(state, run, blocks, factor)
+
+
+@lasting
+def _grown(state: StoreState, run: int, blocks: int, factor: float) -> StoreState:
     view = state.runs[run]
     have = view.table.shape[1]
-    if blocks <= have:
-        return state
     if have and factor > 1:
         blocks = max(blocks, int(have * factor) + 1)
     first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
@@ -87,10 +91,13 @@ def grow_tail(state: StoreState, side: Side, need: int, limit: int, empty: bool 
         empty: whether nothing that the tail holds is wanted.
     """
     at = 2 + SIDES.index(side)
+    return state if need <= state.windows[at].shape[2] else _grown_tail(state, side, at, need, limit, empty)
+
+
+@lasting
+def _grown_tail(state: StoreState, side: Side, at: int, need: int, limit: int, empty: bool) -> StoreState:
     tail = state.windows[at]
     have = tail.shape[2]
-    if need <= have:
-        return state
     # A crop may leave more in the tail than the layout would, hence the outer max.
     need = max(need, min(2 * have, limit))
     grown = tail.new_zeros(*tail.shape[:2], need, tail.shape[3])

@@ -20,7 +20,10 @@ amount of padding in the batch), which says whether a seal is due and how much r
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from dataclasses import replace as replaced
 from typing import Any
 
 import torch
@@ -32,15 +35,16 @@ from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step_tensors import Observing, Sealing
 
+from ..lasting import lasting
 from ..routing import ColumnTags, HostCounters, SealStart, Source
 from ..states import ahead
-from .cropping import crop
+from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
-from .rows import part_pages, reorder, select
+from .rows import reordered, selected
 from .sealing import seal
 from .state import EMPTY, SIDES
 from .view import StoreView
-from .windows import Padding, fill_windows
+from .windows import Padding, filled_windows
 
 
 class KVStore(StoreView):
@@ -86,9 +90,9 @@ class KVStore(StoreView):
             self.state = self.state.replace(states=self.ahead(keys.shape[2]).joined)
             return
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
-        old = self.counters[LENGTH].clone()
-        self._advance(keys.shape[2], padding)
-        fill_windows(self.state, keys, values, old, padding)
+        with self._counting() as old:
+            self._advance(keys.shape[2], padding)
+            self.replace(windows=filled_windows(self.state, keys, values, old[LENGTH], padding))
 
     def step(
         self,
@@ -134,6 +138,7 @@ class KVStore(StoreView):
         self.state = self.state.replace(states=then.joined if sealing is None else then.sealed)
         return out, due and sealing is None
 
+    @lasting
     def extend(
         self,
         keys: Tensor,
@@ -158,24 +163,33 @@ class KVStore(StoreView):
             keys = keys.gather(2, source.expand_as(keys))
             values = values.gather(2, source.expand_as(values))
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
-        counters, before, fresh = self.counters.clone(), self.state, self.longest == 0
-        start = None if tags is None else SealStart(counters, before.counted(), padding)
-        self._advance(keys.shape[2], padding)
-        alike = fresh and padding is None and len(before.states) == 1
+        fresh = self.longest == 0
+        alike = fresh and padding is None and len(self.states) == 1
 
         def source_of(x: Tensor, tail: Tensor) -> Source:
             first = self.layout.sink if alike else None
             return Source(x if fresh else torch.cat([tail, x], 2), 0 if fresh else tail.shape[2], x.shape[2], first)
 
-        try:
+        with self._counting() as counters:
+            start = None if tags is None else SealStart(counters, self.state.counted(), padding)
+            self._advance(keys.shape[2], padding)
             seal(self, source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, start)
             self.grow_tails(1, fresh)
+            self.replace(windows=filled_windows(self.state, keys, values, counters[LENGTH], padding, fresh))
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[Tensor]:
+        """Tokens are counted in place, by the old counters that this yields, or are not, if anything fails.
+
+        Out of memory, most likely. What was written lies in pages that nobody reads yet.
+        """
+        before, counters = self.state, self.counters.clone()
+        try:
+            yield counters
         except BaseException:
-            # Out of memory, most likely. What was written lies in pages that nobody reads yet.
             self.counters.copy_(counters)
-            self.state = self.state.replace(states=before.states, host_counters=before.host_counters)
+            self.state = before
             raise
-        fill_windows(self.state, keys, values, counters[LENGTH], padding)
 
     def commit(self, hold: int = 0, q_abs: Tensor | None = None, tags: ColumnTags | None = None) -> bool:
         """Seals what has left the windows; does nothing, and asks the device nothing, when nothing is due.
@@ -193,6 +207,7 @@ class KVStore(StoreView):
         keys, values = (Source(tail, tail.shape[2]) for tail in self.windows[2:])
         return seal(self, keys, values, hold, q_abs, tags)
 
+    @lasting
     def note_evicted(self, shorter: int, evicted: Tensor, settled: int) -> None:
         """Counts tokens of the prompt that has just come which were chosen not to be stored.
 
@@ -201,9 +216,9 @@ class KVStore(StoreView):
             evicted: i32 (B,), tokens of each row that went.
             settled: column before which tokens cannot be taken back any more.
         """
-        self.counters[START].add_(shorter)
-        self.dropped.add_(evicted)
-        self.replace(settled=settled)
+        counters = self.counters.clone()
+        counters[START] += shorter
+        self.replace(counters=counters, dropped=self.dropped + evicted, settled=settled)
 
     # Room.
 
@@ -227,27 +242,38 @@ class KVStore(StoreView):
         """
         self.state = grow_tail(self.state, side, need, self.tail_limit[side], empty)
 
-    # Rows and lengths change.
+    # Rows and lengths change. `write_pages` comes next; until then the state before could come back.
+
+    def write_pages(self) -> None:
+        """Writes the pages that the last change of rows or lengths has left to be written."""
+        self.state = self.state.written()
 
     def crop(self, tokens: int, seen: int) -> None:
-        """Forgets the newest ``tokens`` logical columns of ``seen``; see `hfkvq.caches.store.cropping.crop`."""
-        crop(self, tokens, seen)
+        """Forgets the newest ``tokens`` logical columns of ``seen``; see `hfkvq.caches.store.cropping.cropped`."""
+        self.state = cropped(self, tokens, seen)
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
-        reorder(self, rows.to(self.device))
+        self.state = reordered(self.state, self.layout, rows.to(self.device))
 
     def select(self, rows: Tensor) -> None:
         """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back."""
-        select(self, rows.to(self.device))
+        self.state = selected(self.state, rows.to(self.device))
 
+    @lasting
     def clear(self) -> None:
         """Forgets all tokens; keeps the allocation."""
         self.counters.zero_()
         self.dropped.zero_()
         known = HostCounters.empty(self.counters, EMPTY) if "tags" in self.scheme.needs else None
-        empty = self.state.replace(states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0)
-        self.state = part_pages(empty, self.layout)
+        runs = [
+            # No row's pages are another's, or lie behind those of a batch that was larger.
+            replaced(
+                view, table=torch.arange(view.table.numel(), dtype=torch.int32, device=self.device).view_as(view.table)
+            )
+            for view in self.runs
+        ]
+        self.replace(states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Moves every tensor."""

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import RunView
 
+from ..lasting import lasting
 from ..scheme import Layout, Scheme
 from ..states import RowState, ahead
 from .growth import grow_tail, pages_for
@@ -79,6 +80,7 @@ def _gathered(tokens: Tensor, slots: Tensor) -> Tensor:
     return tokens.gather(2, slots[:, None, :, None].expand(-1, 1, -1, tokens.shape[3]))
 
 
+@lasting
 def store_best(store: StoreView, keys: Tensor, values: Tensor, best: Tensor, tail: int) -> Cut:
     """Fills an empty store with some of a prompt's tokens, whole, and its newest ones in the tail.
 
@@ -101,15 +103,15 @@ def store_best(store: StoreView, keys: Tensor, values: Tensor, best: Tensor, tai
     for side, need in zip(SIDES, ahead(state.states, state.sizes, 1).needs, strict=True):
         state = grow_tail(state, side, need, store.tail_limit[side], empty=True)
     copy_to_windows(state, keys[:, :, -tail:], values[:, :, -tail:])
-    state.counters[START].fill_(evicted)
-    state.counters[LENGTH].fill_(kept + tail)
-    state.counters[-2:].fill_(kept)
-    state.dropped.fill_(evicted)
+    counters = torch.zeros_like(state.counters)
+    counters[START], counters[LENGTH], counters[-2:] = evicted, kept + tail, kept
+    changes = {"counters": counters, "dropped": torch.full_like(state.dropped, evicted)}
     # Not earlier: if there was no memory, the store is empty still.
-    store.state = state.replace(runs=[*state.runs[:-1], run], widest=kept, settled=tokens - tail)
+    store.state = state.replace(runs=[*state.runs[:-1], run], widest=kept, settled=tokens - tail, **changes)
     return Cut(run, state.states, kept, tail)
 
 
+@lasting
 def tiers_of(
     states: Sequence[StoreState], cuts: Sequence[Cut], layout: Layout, scheme: Scheme, target: Tensor
 ) -> list[Tiers]:

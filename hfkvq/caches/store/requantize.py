@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 
+from ..lasting import lasting
 from ..scheme import Layout, Scheme
 from ..states import RowState
 from .columns import as_pages, gather, positions, run_columns, take
@@ -120,6 +121,7 @@ def requantize_by_tags(store: StoreView, tags: Tensor) -> bool:
     return _apply(store, target.to(torch.int8), where)
 
 
+@lasting
 def _apply(store: StoreView, target: Tensor, where: Tensor | None, hold: int = 0, q_abs: Tensor | None = None) -> bool:
     keeps_room = store.capacity is not None
     done = requantized(store.state, store.layout, store.scheme, target, where, hold, q_abs, keeps_room)

@@ -9,21 +9,20 @@ from hfkvq.kernels.decode import run_count
 
 from ..scheme import Layout
 from .growth import enlarge
-from .state import SIDES, StoreState, as_bytes
-from .view import StoreView
+from .state import SIDES, PageWrite, StoreState, as_bytes
 
 
-def reorder(store: StoreView, rows: Tensor) -> None:
-    """Row b becomes what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
-    grown, slack = rows.shape[0] - store.batch, _slack(store.layout)
-    for run in range(len(store.runs)):
+def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
+    """The state whose row b is what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
+    grown, slack = rows.shape[0] - state.batch, _slack(layout)
+    for run in range(len(state.runs)):
         if grown > 0:
-            store.state = enlarge(store.state, run, grown * store.runs[run].table.shape[1])
-        store.state = share_pages(store.state, run, rows, slack)
-        pos = store.runs[run].pos
+            state = enlarge(state, run, grown * state.runs[run].table.shape[1])
+        state = share_pages(state, run, rows, slack)
+        pos = state.runs[run].pos
         if pos is not None:
-            store.state = store.state.with_run(run, pos=pos[rows])
-    store.state = take_rows(store.state, rows)
+            state = state.with_run(run, pos=pos[rows])
+    return take_rows(state, rows)
 
 
 def part_pages(state: StoreState, layout: Layout) -> StoreState:
@@ -34,19 +33,15 @@ def part_pages(state: StoreState, layout: Layout) -> StoreState:
     return state
 
 
-def select(store: StoreView, rows: Tensor) -> None:
-    """Keeps rows ``rows`` (i64 (B',)) only, and gives the other rows' pages back, one side after the other."""
-    for run in range(len(store.runs)):
-        ids = store.runs[run].table[rows].flatten().long()
-        for side in SIDES:
-            # No name is left for what is given back.
-            parts = [as_bytes(part)[ids].view(part.dtype) for part in getattr(store.runs[run], side)]
-            store.state = store.state.with_run(run, **{side: parts})
-        table, pos = store.runs[run].table, store.runs[run].pos
-        own = torch.arange(ids.shape[0], dtype=torch.int32, device=store.device)
-        own = own.view(rows.shape[0], table.shape[1])
-        store.state = store.state.with_run(run, table=own, pos=None if pos is None else pos[rows])
-    store.state = take_rows(store.state, rows)
+def selected(state: StoreState, rows: Tensor) -> StoreState:
+    """The state of rows ``rows`` (i64 (B',)) only, without the other rows' pages."""
+    for run, view in enumerate(state.runs):
+        ids = view.table[rows].flatten().long()
+        keys, values = ([as_bytes(part)[ids].view(part.dtype) for part in getattr(view, side)] for side in SIDES)
+        table = torch.arange(ids.shape[0], dtype=torch.int32, device=state.device)
+        table, pos = table.view(rows.shape[0], view.table.shape[1]), None if view.pos is None else view.pos[rows]
+        state = state.with_run(run, table=table, pos=pos, keys=keys, values=values)
+    return take_rows(state, rows)
 
 
 def _slack(layout: Layout) -> int:
@@ -66,7 +61,7 @@ def take_rows(state: StoreState, rows: Tensor) -> StoreState:
 
 
 def share_pages(state: StoreState, run: int, rows: Tensor, slack: int) -> StoreState:
-    """New table of a run after a reorder: full pages as they are, every other block a page that nobody reads.
+    """New table of a run after a reorder: full pages as they are, every other block a page that nobody reads then.
 
     Args:
         state: has pages for as many rows as ``rows``.
@@ -92,8 +87,7 @@ def share_pages(state: StoreState, run: int, rows: Tensor, slack: int) -> StoreS
     own = torch.where(shared, table, fresh)
     offset = torch.arange(min(-(-slack // page) + 1, blocks), device=device)
     block = (full[:, None] + offset).clamp(max=blocks - 1).long()
-    source, target = table.gather(1, block).long(), own.gather(1, block).long()
-    for part in (*view.keys, *view.values):
-        raw = as_bytes(part)
-        raw[target.flatten()] = raw[source.flatten()]
-    return state.with_run(run, table=own)
+    source, target = (ids.gather(1, block).long().flatten() for ids in (table, own))
+    raw = [as_bytes(part) for part in (*view.keys, *view.values)]
+    writes = [PageWrite(part, target, part[source]) for part in raw]
+    return state.with_run(run, table=own).replace(writes=(*state.writes, *writes))

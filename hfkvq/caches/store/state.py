@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from hfkvq.kernels.decode import RUNS
 from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 from hfkvq.kernels.step_tensors import StepTensors
 
+from ..lasting import lasting
 from ..routing import Counters, HostCounters
 from ..scheme import Layout
 from ..states import RowState, WindowSizes, ahead
@@ -26,9 +27,17 @@ EMPTY = frozenset({RowState(0, 0, 0)})
 _TENSORS = frozenset({"counters", "windows", "runs"})
 
 
+class PageWrite(NamedTuple):
+    """Pages that are to be written: ``pages`` (n, H, ...) come to ``part[target]``, target i64 (n,)."""
+
+    part: Tensor
+    target: Tensor
+    pages: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class StoreState:
-    """What a store holds. Steps write into the tensors; all else goes by `replace`.
+    """What a store holds. Steps and seals write into the tensors; all else goes by `replace`.
 
     Attributes:
         format: the store's.
@@ -43,6 +52,8 @@ class StoreState:
             number in its last run and its tail. Tokens that came since may be there as well.
         settled: logical columns before this one cannot be taken back: some of their tokens were forgotten, or moved to
             runs where they are not in order.
+        writes: what is to be written before anything is read: until then, the pages are those of the state before, so
+            that an operation which fails in another layer can be taken back.
     """
 
     format: StoreFormat
@@ -55,9 +66,11 @@ class StoreState:
     host_counters: HostCounters | None = None
     wide_bound: tuple[int, int] = (0, 0)
     settled: int = 0
+    writes: tuple[PageWrite, ...] = ()
     _held: StepTensors | None = field(default=None, repr=False)
 
     @classmethod
+    @lasting
     def empty(cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool) -> StoreState:
         """A state without tokens or pages.
 
@@ -127,6 +140,13 @@ class StoreState:
         """The same with other parts of one run."""
         return self.replace(runs=[*self.runs[:run], replaced(self.runs[run], **parts), *self.runs[run + 1 :]])
 
+    def written(self) -> StoreState:
+        """The same with its pages written; may be repeated if it was interrupted."""
+        for part, target, pages in self.writes:
+            part[target] = pages
+        return self.replace(writes=()) if self.writes else self
+
+    @lasting
     def map(self, change: Callable[[Tensor], Tensor]) -> StoreState:
         """The same with every tensor changed."""
 

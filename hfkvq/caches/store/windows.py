@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH
 
+from ..lasting import lasting
 from .state import StoreState
 
 
@@ -27,8 +28,14 @@ class Padding:
     source: Tensor | None
 
 
-def fill_windows(state: StoreState, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
-    """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any.
+@lasting
+def filled_windows(
+    state: StoreState, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None, empty: bool = False
+) -> list[Tensor]:
+    """Sink and tail with new tokens: each slot looks up the new column it should hold, if any.
+
+    The windows there are stay as they are, unless nothing that they hold is wanted: if anything fails, the tokens that
+    slots had before are still to be sealed.
 
     Args:
         state: the store's, which counts the new tokens already.
@@ -36,20 +43,24 @@ def fill_windows(state: StoreState, keys: Tensor, values: Tensor, old: Tensor, p
         values: (B, H, t, Dv), likewise.
         old: i32 (B,), tokens that each row had before.
         padding: among the new tokens, or None.
+        empty: whether no row had tokens before.
     """
     sink = state.sizes.sink
     if padding is None and len(state.states) == 1:
-        copy_to_windows(state, keys, values)
-        return
+        windows = list(state.windows) if empty else [window.clone() for window in state.windows]
+        copy_to_windows(state.replace(windows=windows), keys, values)
+        return windows
     # Column of row token x among the new ones.
     shift = (0 if padding is None else padding.lead) - old
     rest = (state.counters[LENGTH] - sink)[:, None]
     found: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
+    windows = []
     for at, x in enumerate((keys, values, keys, values)):
         window = state.windows[at]
         # The same for keys and values, where their tails are of one length.
         kind = at >= 2, window.shape[2]
         if not window.shape[2] or not x.shape[2]:
+            windows.append(window)
             continue
         if kind not in found:
             token = slot = torch.arange(window.shape[2], dtype=torch.int32, device=state.device)[None]
@@ -61,11 +72,12 @@ def fill_windows(state: StoreState, keys: Tensor, values: Tensor, old: Tensor, p
             found[kind] = column.clamp(0, x.shape[2] - 1).long()[:, None, :, None], new[:, None, :, None]
         index, new = found[kind]
         picked = x.gather(2, index.expand(-1, state.heads, -1, x.shape[3]))
-        window.copy_(torch.where(new, picked, window))
+        windows.append(torch.where(new, picked, window))
+    return windows
 
 
 def copy_to_windows(state: StoreState, keys: Tensor, values: Tensor) -> None:
-    """The same where all rows are alike, so that the host knows the slots: a few copies of what lies together."""
+    """Writes new tokens into windows of a state, where all rows are alike, so that the host knows the slots."""
     (row,) = state.states
     sink, tokens = state.sizes.sink, keys.shape[2]
     old, rest = row.length - tokens, row.length - sink

@@ -1,0 +1,29 @@
+"""Tensors that outlive the call in which they are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def lasting(function: Callable[P, R]) -> Callable[P, R]:
+    """Lets a function make ordinary tensors also where its caller is in inference mode.
+
+    What is made in that mode can be written to in no other, and a prompt need not run in the mode of the steps after
+    it.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run

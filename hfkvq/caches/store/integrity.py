@@ -1,0 +1,91 @@
+"""Whether what a store holds contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
+
+from ..routing import told
+from ..states import RowState
+from .accounting import nbytes
+from .state import SIDES, StoreState
+
+
+def contradictions(state: StoreState, columns: int) -> Iterator[str]:
+    """What is wrong with a store that was given so many logical columns, in words; asks the device.
+
+    Args:
+        state: of the store.
+        columns: what its rows were given, padding included.
+    """
+    counters, dropped = told(state.counters), state.dropped.tolist()
+    if min(map(min, counters)) < 0 or min(dropped) < 0:
+        yield f"counters {counters} and {dropped} forgotten tokens"
+        return
+    ends = {start + length for start, length in zip(counters[START], counters[LENGTH], strict=True)}
+    if ends != {columns}:
+        yield f"rows end at columns {sorted(ends)} of {columns}"
+    if any(gone > start for gone, start in zip(dropped, counters[START], strict=True)):
+        yield f"{dropped} tokens forgotten of {counters[START]} columns before the first one"
+    sealed = [[sum(row) for row in zip(*counters[RUNS + at :: 2], strict=True)] for at in (0, 1)]
+    rows = {RowState(*row) for row in zip(counters[LENGTH], *sealed, strict=True)}
+    if not rows <= state.states:
+        yield f"rows are {sorted(rows)}, and the host takes them to be of {sorted(state.states)}"
+    known = state.counted()
+    if known is not None and known != counters:
+        yield f"counters are {counters}, and the host takes them to be {known}"
+    if not state.format.ordered:
+        # What is not sealed in another run is in the last one, in the tail or in the sink.
+        others = [sum(row) for row in zip(*counters[RUNS:-2:2], strict=True)] if len(state.runs) > 1 else []
+        wide = max(
+            length - min(state.sizes.sink, length) - held for length, held in zip(counters[LENGTH], others, strict=True)
+        )
+        if wide > state.wide_most:
+            yield f"{wide} tokens in the last run and the tail, and the host takes them to be {state.wide_most}"
+    for at, side in enumerate(SIDES):
+        rest = max(max(row.length - state.sizes.sink, 0) - row.sealed(side) for row in rows)
+        if rest > state.windows[2 + at].shape[2]:
+            yield f"{rest} tokens in a tail of {state.windows[2 + at].shape[2]} {side}"
+        elif not _stand_once(state, at):
+            yield f"{side} of some token stand nowhere, or twice"
+    for i in range(len(state.runs)):
+        yield from _wrong_pages(state, i)
+    if state.writes:
+        yield "pages are still to be written"
+    if nbytes(state).total != sum(x.nbytes for x in state.tensors()):
+        yield "bytes are miscounted"
+
+
+def _stand_once(state: StoreState, at: int) -> bool:
+    """Whether each token of a row stands in one column of `sink | runs | tail`."""
+    length = state.windows[2 + at].shape[2]
+    where = column_positions(state.format, state.counters, state.runs, length, SIDES[at]).sort(1).values
+    is_there = where > ABSENT
+    twice = (where[:, 1:] == where[:, :-1]) & is_there[:, 1:]
+    complete = is_there.sum(1) == state.counters[LENGTH]
+    return bool((complete & ~twice.any(1) & (where.amax(1) < state.counters[LENGTH].clamp(min=1))).all())
+
+
+def _wrong_pages(state: StoreState, run: int) -> Iterator[str]:
+    """Pages of a run that are not there, or are written to by one row and read by another."""
+    view, page = state.runs[run], state.format.runs[run][0].page_size
+    pages, blocks = view.keys[0].shape[0], view.table.shape[1]
+    if any(part.shape[0] != pages for part in (*view.keys, *view.values)):
+        yield f"run {run}: keys and values have different numbers of pages"
+    if not blocks:
+        return
+    table, counts = view.table.long(), state.counters[RUNS + 2 * run : RUNS + 2 * run + 2]
+    if bool((table < 0).any() | (table >= pages).any()):
+        yield f"run {run}: a table names pages that are not among {pages}"
+        return
+    if bool((counts > blocks * page).any()):
+        yield f"run {run}: {int(counts.max())} tokens in {blocks} pages of {page}"
+    is_open = torch.arange(blocks, device=state.device) >= (counts.amin(0) // page)[:, None]
+    used = torch.bincount(table.flatten(), minlength=pages)
+    if bool((used[table] > 1).logical_and(is_open).any()):
+        yield f"run {run}: rows share a page that is not full"
+    if any(row.unique().numel() < blocks for row in table):
+        yield f"run {run}: a row has a page twice"

@@ -1,0 +1,114 @@
+"""A cache whose operations happen in all of its layers or in none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, StaticSlidingWindowLayer
+
+from .layers import changes
+from .layers.base import LayerBase, uneven
+from .layers.integrity import check_layers
+from .layers.layer import KVLayer
+
+
+def seen_by(layer: Any) -> int | None:
+    """Tokens that a layer was given; None where the host does not know, or a layer does not count them."""
+    if isinstance(layer, LayerBase):
+        return layer.seen
+    return layer.get_seq_length() if isinstance(layer, (DynamicLayer, StaticSlidingWindowLayer)) else None
+
+
+class WholeCache(Cache):
+    """`Cache` with its operations over all layers.
+
+    Attributes:
+        graphs: of captured steps; None where none are.
+    """
+
+    graphs: Any
+    _compressed: tuple[int, ...]
+    _counting: tuple[int, ...]
+    _first: int
+
+    def _count_by(self, config: Any) -> None:
+        """Finds the layers that are given every token, by the config of the decoder."""
+        # These are given an image's tokens.
+        others = set(getattr(config, "cross_attention_layers", None) or ())
+        known = [i for i, layer in enumerate(self.layers) if seen_by(layer) is not None and i not in others]
+        self._counting, self._first = tuple(known), known[0] if known else -1
+
+    @property
+    def compressed_layers(self) -> list[KVLayer]:
+        """The layers that are held in pages."""
+        return [self.layers[i] for i in self._compressed]  # type: ignore[misc]
+
+    def _catch_up(self) -> None:
+        for layer in self.compressed_layers:
+            if layer.steps is not None:
+                layer.steps.catch_up()
+
+    def _check_even(self) -> None:
+        """Raises RuntimeError if a forward has not reached the last layer: tokens come layer by layer."""
+        first, last = (seen_by(self.layers[self._counting[i]]) for i in (0, -1))
+        if first != last:
+            raise uneven(first, last)
+
+    def _beside(self, verb: str, given: Any = None) -> changes.Beside:
+        """What else changes with the layers when ``verb`` is called."""
+        return ()
+
+    def level(self, seen: int | None = None) -> None:
+        """Takes tokens out again that an interrupted forward has left in some layers.
+
+        A page that these tokens had filled is reopened with the values it holds.
+
+        Args:
+            seen: tokens to go back to; None for as many as all layers have.
+
+        Raises:
+            NotImplementedError: a layer has evicted tokens since. Nothing is changed then; call `reset`.
+        """
+        self._catch_up()
+        counting = [self.layers[i] for i in self._counting]
+        least = min((seen_by(layer) or 0 for layer in counting), default=0) if seen is None else seen
+        changes.level(counting, seen_by, least)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the newest tokens; see `KVLayer.crop`. Nothing is changed if that cannot be done in any layer."""
+        tokens, beside = changes.tokens_of(tokens_to_remove), self._beside("crop")
+        if tokens < 0 or self.graphs is None or not self.graphs.take_back(tokens):
+            changes.crop(self.layers, -tokens, beside)
+            return
+        for _, act in beside:
+            act()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
+        """Row b becomes what row ``beam_idx[b]`` was (i64 (B',)), or nothing is changed."""
+        changes.reorder(self.layers, beam_idx, self._beside("reorder_cache", beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, or nothing is changed."""
+        changes.repeat(self.layers, repeats, self._beside("batch_repeat_interleave", repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps these rows only (indices or a boolean mask), or nothing is changed."""
+        changes.select(self.layers, indices, self._beside("batch_select_indices", indices))
+
+    def reset(self) -> None:
+        """Forgets everything, whatever has been before; a cache of fixed capacity keeps its allocation."""
+        changes.reset(self.layers, self._beside("reset"))
+
+    def integrity_check(self) -> None:
+        """Raises RuntimeError if what the cache holds contradicts itself; asks the device for counters and tables.
+
+        Layers must have seen the same tokens of the same rows, counters be in range and what the host knows of them,
+        every token stand in one place, pages that are written to belong to one row, buffers of recorded steps hold what
+        the layers do, and bytes be counted. Only a fault of the library, or an interrupt within it, can break that.
+        """
+        self._catch_up()
+        check_layers(self.compressed_layers)
+        seen = [seen_by(self.layers[i]) for i in self._counting]
+        if len(set(seen)) > 1:
+            raise uneven(max(seen), min(seen))  # type: ignore[type-var]
