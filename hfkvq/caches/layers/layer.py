@@ -109,7 +109,8 @@ class KVLayer(PagedLayer, CacheLayerMixin):
                 return self.steps.record(key_states, value_states)  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
-        if key_states.requires_grad or value_states.requires_grad:
+        self.differentiated = key_states.requires_grad or value_states.requires_grad
+        if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
         unseen = self.new_columns and self.store is not None
         if not is_allocated_for(self, key_states, value_states):
@@ -183,10 +184,11 @@ class KVLayer(PagedLayer, CacheLayerMixin):
                     f"crop: got {-tokens}, allowed 0 or minus the number of tokens to remove from the end, e.g. "
                     "crop(-3)."
                 )
+            # Cross-attention of a model that was shown no image has none to remove.
+            if self.store is None or not self.seen:
+                return
             if tokens > self.seen:
                 raise ValueError(f"crop: got {-tokens}, but only {self.seen} tokens are cached; nothing was removed.")
-            if self.store is None:
-                return
             self.settle(commit=False)
             if tokens:
                 self.store.crop(tokens, self.seen)
