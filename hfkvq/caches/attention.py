@@ -15,6 +15,7 @@ from hfkvq.kernels.masks import step_mask
 
 from .dense import WITHOUT_CUDNN, dense_attention
 from .layers.forward import attend
+from .layers.gradient import refuse_gradient
 from .layers.handle import layer_of
 from .layers.step import take_step
 from .layers.steps import StepKV
@@ -68,7 +69,7 @@ def hfkvq_attention(
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
     out = take_step(layer, query, arguments)
     if out is not None:
-        return out, None
+        return refuse_gradient(layer, out), None
 
     def dense() -> Tensor:
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]

@@ -13,12 +13,14 @@ from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
-from .callers import draft_of_caller
+from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
 from .layers import changes
+from .layers.allocate import allocate
 from .layers.build import build_layers, is_attachable
 from .layers.group import DeviceSync
+from .layers.handle import dense_of
 from .layers.layer import KVLayer
 from .layers.memory import memory_of
 from .memory import MemoryReport
@@ -28,12 +30,10 @@ from .preset import Preset, get_preset
 from .recorded import is_recorded
 from .router import install
 from .scheme import Scheme
+from .switched import join, restore, switch
 from .whole import WholeCache, seen_by
 
 DEFAULT_SCHEME = "kitty-pro"
-
-# What "hfkvq" has replaced, by id of the config: anything noted on the config itself would be saved with the model.
-_REPLACED: dict[int, str | None] = {}
 
 
 class MixedKVCache(WholeCache):
@@ -102,7 +102,8 @@ class MixedKVCache(WholeCache):
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
         self.preset = get_preset(scheme, layers)
         text = text_config(config)
-        self._attachable = is_attachable(text)
+        self._attachable, self._crosses = is_attachable(text), config.is_encoder_decoder or text.is_encoder_decoder
+        self._flex = False
         attach = attach and self._attachable
         made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__)
         super().__init__(layers=made.layers)
@@ -117,7 +118,7 @@ class MixedKVCache(WholeCache):
             if isinstance(model_or_config, torch.nn.Module):
                 install(model_or_config)
         if attach:
-            _switch(text)
+            switch(text, self)
 
     def attach(self) -> None:
         """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise.
@@ -125,12 +126,11 @@ class MixedKVCache(WholeCache):
         Does nothing for models that cannot do with another than their own (Falcon, for example).
         """
         if self._attachable:
-            _switch(self.config)
+            switch(self.config, self)
 
     def detach(self) -> None:
         """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""
-        if self.config._attn_implementation_internal == NAME and id(self.config) in _REPLACED:
-            self.config._attn_implementation_internal = _REPLACED[id(self.config)]
+        restore(self.config)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -143,7 +143,7 @@ class MixedKVCache(WholeCache):
         """
         if is_recorded():
             if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
-                _allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+                allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None
@@ -153,16 +153,27 @@ class MixedKVCache(WholeCache):
         if layer_idx == 0:
             self._before_first_layer(key_states)
         try:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            if layer_idx >= len(self.layers):
+                raise ValueError(
+                    f"model_or_config: this cache was made for {len(self.layers)} layers, and is given keys of layer "
+                    f"{layer_idx}; make it from the config of the model that it is used with."
+                )
+            found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            # A compiler makes its kernels, and cannot follow handles.
+            return tuple(map(dense_of, found)) if self._flex else found
         except ValueError:
-            refused = seen_by(self.layers[layer_idx]) or 0
-            changes.level(self.compressed_layers, seen_by, refused)
+            known = layer_idx < len(self.layers)
+            refused = seen_by(self.layers[layer_idx]) if known else self.get_seq_length() - key_states.shape[2]
+            changes.level(self.compressed_layers, seen_by, refused or 0)
             for i, state in self._stock_state.items():
                 # Their updates bind new tensors, so the old ones are as they were.
                 vars(self.layers[i]).update(state)
             raise
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
+        if self._crosses:
+            refuse_bare(self)
+        self._flex = self.config._attn_implementation_internal == "flex_attention"
         if self.graphs is not None:
             self.graphs.meet(self.config)
             if self.compressed_layers[0].store is None:
@@ -197,8 +208,14 @@ class MixedKVCache(WholeCache):
 
     @property
     def attached(self) -> bool:
-        """Whether attention is "hfkvq"; of a cache from a file, which does not know its model, taken to be."""
-        return type(self.config) is PreTrainedConfig or self.config._attn_implementation_internal == NAME
+        """Whether attention is "hfkvq"; a cache from a file takes it to be until it meets its model."""
+        if type(self.config) is PreTrainedConfig:
+            model: Any = None if is_recorded() else calling_model()
+            if model is None:
+                return True
+            self.config = text_config(model.config)
+            join(self.config, self)
+        return self.config._attn_implementation_internal == NAME
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -293,6 +310,7 @@ class MixedKVCache(WholeCache):
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        join(self.config, new)
         if self.graphs is not None:
             new.graphs = _graphs_of(new, self.graphs.headroom)
         return new
@@ -329,26 +347,6 @@ def _graphs_of(cache: MixedKVCache, headroom: float) -> StepGraphs:
     sync = cache._sync
     assert sync is not None, "steps were captured"
     return StepGraphs(cache, cache.preset, sync, headroom)
-
-
-def _switch(text: PreTrainedConfig) -> None:
-    """What ``set_attn_implementation`` does, for the decoder only: modules and masks read this attribute."""
-    if text._attn_implementation_internal != NAME:
-        if id(text) not in _REPLACED:
-            weakref.finalize(text, _REPLACED.pop, id(text), None)
-        _REPLACED[id(text)] = text._attn_implementation_internal
-        text._attn_implementation_internal = NAME
-
-
-@torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
-def _allocate(layers: list[KVLayer], keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Allocates every layer of fixed capacity before a graph is recorded."""
-    for layer in layers:
-        if layer.buffer is not None and layer.buffer.tensor is None:
-            if layer.store is None:
-                layer.lazy_initialization(keys, values)
-            layer.prefetch()
-            layer.buffer.bind()
 
 
 def _capture_draft(draft: torch.nn.Module) -> None:

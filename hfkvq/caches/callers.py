@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 
 def _config_of(module: Any) -> Any:
@@ -14,15 +15,20 @@ def _config_of(module: Any) -> Any:
     return config if text is None else text(decoder=True)
 
 
-def calling_model(config: Any) -> torch.nn.Module | None:
-    """The outermost model of this text config among the callers: the one that `generate`, or a user's loop, calls."""
+def calling_model(config: Any = None) -> torch.nn.Module | None:
+    """The outermost model of this text config among the callers: the one that `generate`, or a user's loop, calls.
+
+    Without a config, the outermost model that has one.
+    """
     found, frame = None, sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_argcount and code.co_varnames[0] == "self" and code.co_name in _CALLS:
             module = frame.f_locals.get("self")
-            if isinstance(module, torch.nn.Module) and _config_of(module) is config:
-                found = module
+            if isinstance(module, torch.nn.Module):
+                own = _config_of(module)
+                if own is not None and (config is None or own is config):
+                    found = module
         frame = frame.f_back
     return found
 
@@ -40,6 +46,23 @@ def asked_to_compile() -> bool | None:
         return None
     settings = frame.f_locals.get("generation_config")
     return settings is not None and settings.compile_config is not None
+
+
+def refuse_bare(cache: Cache) -> None:
+    """Raises ValueError if an encoder-decoder that calls was given this cache for its cross-attention as well."""
+    bare, frame = False, sys._getframe(1)
+    while frame is not None:
+        held = frame.f_locals.get("past_key_values")
+        if isinstance(held, EncoderDecoderCache) and held.self_attention_cache is cache:
+            return
+        bare = bare or held is cache
+        frame = frame.f_back
+    if bare:
+        name = type(cache).__name__
+        raise ValueError(
+            f"past_key_values: got a bare {name}, but cross-attention needs a cache of its own; pass "
+            f"EncoderDecoderCache({name}(model, ...), DynamicCache()), both of them from transformers."
+        )
 
 
 def is_drafting() -> bool:

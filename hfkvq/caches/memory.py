@@ -23,7 +23,7 @@ class MemoryReport:
     Attributes:
         compressed: bytes of compressed layers, by kind (`StoreBytes`).
         staged: bytes of tokens that are not in the store yet (between update and attention).
-        stock: bytes of layers left to Transformers (sliding windows, linear attention).
+        stock: bytes of layers left to Transformers (sliding windows, linear attention), of whole storages.
         elements: key and value elements of the tokens that compressed layers were given, evicted ones included.
         code_bits: payload bits an element of sealed pages.
         seen: logical tokens of the cache.

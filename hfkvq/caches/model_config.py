@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from types import CodeType
 
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -40,18 +42,33 @@ TOUCHES_KEYS = {"bloom", "diffllama", "doge", "falcon", "gptj", "jetmoe"}
 
 
 def looks_attention_up(config: PreTrainedConfig) -> bool:
-    """Whether the model of this config takes its attention from Transformers' table.
+    """Whether every attention of this config's model that is given a cache is taken from Transformers' table.
 
-    Falcon and a few others compare the implementation's name with those they know; a new name would lead them astray.
+    A file that uses the table may do so for its images alone. Falcon and a few others compare the implementation's name
+    with those they know; a new name would lead them astray. Encoder-decoders' configs are copies (``get_text_config``),
+    which no module looks at.
     """
+    if config.is_encoder_decoder:
+        return False
     for cls in type(config).__mro__:
         name = cls.__module__.replace("configuration_", "modeling_")
         if name == cls.__module__:
             # A config class of a user's own, or Transformers' base classes.
             continue
         try:
-            return hasattr(importlib.import_module(name), "ALL_ATTENTION_FUNCTIONS")
+            module = importlib.import_module(name)
         except ImportError:
             # A config without a modeling file beside it: stock sdpa is intercepted all the same.
             return False
+        found = [each for each in map(_cached_attention, vars(module).values()) if each is not None]
+        return bool(found) and all("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in found)
     return False
+
+
+def _cached_attention(cls: object) -> CodeType | None:
+    """The forward of a class, if it updates a cache of keys and values; of convolutions, caches are named otherwise."""
+    forward = inspect.unwrap(cls.forward) if isinstance(cls, type) and hasattr(cls, "forward") else None
+    code = getattr(forward, "__code__", None)
+    if code is None or "update" not in code.co_names:
+        return None
+    return code if any(name.startswith("past_key_value") for name in code.co_varnames) else None

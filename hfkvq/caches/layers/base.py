@@ -53,6 +53,7 @@ class LayerBase:
         uncommitted: whether something that is in the store may be due to be sealed.
         new_columns: tokens of an update whose queries have not been shown yet.
         evicted: whether tokens of the middle are gone, so that `dense` has zeros in their place.
+        differentiated: whether the last update's keys or values would have got a gradient; see `gradient`.
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         edition: grows whenever the layer changes, by which handles know whether they are good.
         buffer: what gives the store fixed addresses; None where no step is recorded.
@@ -77,7 +78,7 @@ class LayerBase:
         self.store: KVStore | None = None
         self.staged: tuple[Tensor, Tensor] | None = None
         self.padding: Padding | None = None
-        self.uncommitted = self.evicted = False
+        self.uncommitted = self.evicted = self.differentiated = False
         # Shapes, dtypes and devices of the last update, if it was in order.
         self.accepted: tuple[Any, ...] | None = None
 

@@ -88,6 +88,12 @@ def build_layers(
             "this model without hfkvq."
         )
     schemes = preset.by_layer(len(stock))
+    evicts = next((scheme.name for scheme in schemes if scheme.evicts), None)
+    if evicts and text.model_type in TOUCHES_KEYS and looks_attention_up(text):
+        raise ValueError(
+            f"scheme: got {evicts!r}, but {name} computes with all cached keys or values itself, so none can be "
+            "evicted; choose a scheme that keeps every token, e.g. 'kitty-pro'."
+        )
     sharing = getattr(text, "kv_sharing_modes", None)
     shares = bool(getattr(text, "num_kv_shared_layers", 0))
     # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.

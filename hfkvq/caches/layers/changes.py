@@ -34,7 +34,8 @@ def crop(layers: Sequence[Any], tokens_to_remove: Any, beside: Beside = ()) -> N
     for layer in _paged(layers):
         if layer.steps is not None:
             layer.steps.catch_up()
-        if tokens > layer.seen:
+        # Cross-attention of a model that was shown no image has none to remove.
+        if 0 < layer.seen < tokens:
             raise ValueError(f"crop: got {-tokens}, but only {layer.seen} tokens are cached; nothing was removed.")
     _change(layers, lambda layer: _crop(layer, tokens), lambda layer: layer.crop(-tokens), beside, commit=False)
 

@@ -15,6 +15,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 
 from ..store import MAX_STEP
 from .base import LayerBase
+from .gradient import refuse_gradient
 
 
 def attend(
@@ -40,7 +41,7 @@ def attend(
     pages = layer.begin(padding_mask, query.shape[2])
     out = layer.attend(query, arguments.biased()) if pages else dense()
     layer.finish(query, arguments)
-    return out
+    return refuse_gradient(layer, out)
 
 
 def attend_in_pieces(layer: LayerBase, query: Tensor, arguments: AttentionArguments) -> Tensor:

@@ -14,6 +14,7 @@ from hfkvq.kernels.pages import Side
 
 from .base import LayerBase
 from .forward import attend
+from .gradient import refuse_gradient
 
 # Reading these does not touch the data.
 _METADATA = {
@@ -92,7 +93,7 @@ class LazyKV(torch.Tensor):
         """The dequantized tensor, in this handle's shape."""
         layer = self.hfkvq_layer
         layer.check_complete()
-        dense = layer.dense(self.side)
+        dense = refuse_gradient(layer, layer.dense(self.side))
         if self.form == "bh1sd":
             return dense[:, :, None]
         if self.repeats == 1 and self.form == "bhsd":
@@ -118,12 +119,12 @@ class LazyKV(torch.Tensor):
                 f"{func.__name__}: cached keys and values cannot be changed in place, the change would be lost; work "
                 "on a copy (x.clone())."
             )
-        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
+        return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Reached from C++ (custom attention kernels): dequantize."""
-        return func(*tree_map(_dense, args), **tree_map(_dense, kwargs or {}))
+        return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs or {}))
 
 
 def handles(layer: LayerBase, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
@@ -149,7 +150,8 @@ def layer_of(key: Any, value: Any) -> LayerBase | None:
     return layer if key.form == "bhsd" == value.form else None
 
 
-def _dense(x: Any) -> Any:
+def dense_of(x: Any) -> Any:
+    """What a handle stands for; anything else as it is."""
     return x.materialize() if isinstance(x, LazyKV) else x
 
 

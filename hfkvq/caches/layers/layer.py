@@ -97,7 +97,8 @@ class KVLayer(PagedLayer, CacheLayerMixin):
                 return self.steps.record(key_states, value_states)  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
-        if key_states.requires_grad or value_states.requires_grad:
+        self.differentiated = key_states.requires_grad or value_states.requires_grad
+        if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
         unseen = self.new_columns and self.store is not None
         if not is_allocated_for(self, key_states, value_states):

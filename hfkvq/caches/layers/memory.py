@@ -29,16 +29,18 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
     small = {id(tensor): tensor.nbytes for layer in layers for tensor in layer.tensors()}
     own = sum(layer.buffer.own_bytes() for layer in layers if layer.buffer is not None)
     parts += StoreBytes(tables=sum(small.values()) + own)
-    other = 0
+    # By storage: after a prompt, a sliding window is a view of all of it.
+    other: dict[int, int] = {}
     for layer in stock:
         for x in vars(layer).values():
             # Linear attention keeps its states in dicts.
             held = x.values() if isinstance(x, dict) else (x,)
-            other += sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+            storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, torch.Tensor)]
+            other.update({storage.data_ptr(): storage.nbytes() for storage in storages})
     return MemoryReport(
         compressed=parts,
         staged=sum(tensor.nbytes for pair in staged for tensor in pair),
-        stock=other,
+        stock=sum(other.values()),
         elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
         code_bits=bits / sum(elements) if sum(elements) else float("nan"),
         seen=seen,
