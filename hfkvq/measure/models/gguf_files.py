@@ -1,8 +1,8 @@
 """GGUF files, dequantized once into a folder as Transformers saves a model.
 
 Transformers reads GGUF files itself, but differently from version to version (5.23 keeps blocks packed unless told
-otherwise), takes half a minute each time, and most of what a command calls wants a folder. So a file is unpacked once, into
-the Hub's folder for assets, under its own sha256.
+otherwise), takes half a minute each time, and most of what a command calls wants a folder. So a file is unpacked once,
+into the Hub's folder for assets, under its own sha256.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def _folder(sha256: str) -> Path:
 def unpack(path: Path, sha256: str | None = None) -> Path:
     """Dequantizes a GGUF file, unless that was done before.
 
-    Any number of processes may do so at once: each writes a folder of its own, and the first to finish gives it the name.
+    Any number of processes may do so at once: each writes a folder of its own, and the first to finish gives it its
+    name.
 
     Args:
         path: of the file.

@@ -1,7 +1,7 @@
 """Tasks as plain text to be continued, which a small pretrained model can do: passkeys, needles, copied code, settings.
 
-No chat template and no question: the right answer is what stands in the context, and exact. Sizes are about as many tokens
-as the context has. Like the other tasks each example is a function of its task and seed.
+No chat template: the text is to be continued, and the only right answer stands in it already. Sizes are tokens of the
+text, about. Like the other tasks each example is a function of its task and seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .people import WORDS, random_stream
 PLAIN_TASKS = ("passkey", "needle", "copy", "settings")
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-# Characters of a token, about: of such sentences, of verse, of made-up code.
+# Characters of a token, about: of such sentences, of verse, of made-up code. Small vocabularies take more tokens.
 _OF_PROSE, _OF_PLAY, _OF_CODE = 4.2, 3.3, 2.2
 
 
@@ -41,36 +41,35 @@ def _play() -> str:
 
 def _hidden(lines: list[str], rng: random.Random) -> tuple[str, str]:
     key = str(rng.randint(10_000, 99_999))
-    at = rng.randrange(1, len(lines))
-    found = [*lines[:at], f"The pass key is {key}. Remember it. {key} is the pass key.", *lines[at:]]
-    return "\n".join(found) + "\n\nWhat is the pass key? The pass key is", f" {key}"
+    at = rng.randint(0, len(lines))
+    found = [*lines[:at], f'The pass key is "{key}". Remember it. "{key}" is the pass key.', *lines[at:]]
+    return "\n".join(found) + '\n\nWhat is the pass key? The pass key is "', key
 
 
 def _function(name: str, rng: random.Random) -> tuple[str, str]:
-    """Head and body of a function that nobody has written before."""
+    """Beginning and rest of a function that nobody has written before."""
     one, two, three = rng.sample(WORDS, 3)
     first, second = rng.randint(10, 99), rng.randint(10, 99)
-    head = f"def {name}({one}, {two}):\n"
-    body = f"    {three} = {one} * {first} + {two}\n    return {three} - {second}\n"
-    return head, body
+    begin = f"def {name}({one}, {two}):\n    {three} ="
+    return begin, f" {one} * {first} + {two}\n    return {three} - {second}\n"
 
 
 def copy(size: int, rng: random.Random) -> tuple[str, str]:
     """Functions of Python, one of which is written again."""
     names = rng.sample(WORDS, max(2, round(size * _OF_CODE / 90)))
     functions = [_function(name, rng) for name in names]
-    head, body = rng.choice(functions)
-    listed = "\n\n".join(head + body for head, body in functions)
-    return f"# module.py\n\n{listed}\n\n# The same function again, copied from module.py:\n\n{head}", body.rstrip("\n")
+    begin, rest = rng.choice(functions)
+    listed = "\n\n".join(begin + rest for begin, rest in functions)
+    return f"# module.py\n\n{listed}\n\n# copy.py\n\n{begin}", rest.rstrip("\n")
 
 
 def settings(size: int, rng: random.Random) -> tuple[str, str]:
-    """Assignments of Python, one of which is looked up."""
+    """Names with numbers, one of which is looked up."""
     names = rng.sample(WORDS, max(2, round(size * _OF_CODE / 15)))
     values = [rng.randint(1_000, 9_999) for _ in names]
-    listed = "\n".join(f"{name} = {value}" for name, value in zip(names, values, strict=True))
+    listed = ",\n".join(f'    "{name}": "{value}"' for name, value in zip(names, values, strict=True))
     at = rng.randrange(len(names))
-    return f"# settings.py\n{listed}\n\n# test_settings.py\nassert settings.{names[at]} ==", f" {values[at]}"
+    return f'SETTINGS = {{\n{listed},\n}}\n\nassert SETTINGS == {{\n    "{names[at]}": "', str(values[at])
 
 
 _MAKERS = {"passkey": passkey, "needle": needle, "copy": copy, "settings": settings}
