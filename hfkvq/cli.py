@@ -115,7 +115,7 @@ def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, ou
     try:
         return load(model, device=device, dtype=dtype, outliers=outliers)
     except (OSError, ValueError) as error:
-        fail(str(error) if model is None else f"model: {model!r} cannot be loaded: {error}")
+        fail(error)
 
 
 def _run(subject: Subject, settings: Settings) -> Result:
@@ -132,8 +132,12 @@ def demo(
         str | None, typer.Option(help=r"Presets, separated by commas, or all. \[default: the main ones]")
     ] = None,
     tasks: Annotated[
-        str, typer.Option(help="recall, arithmetic, tools; also with a size, e.g. recall-40.")
-    ] = "recall,arithmetic,tools",
+        str | None,
+        typer.Option(
+            help="recall, arithmetic, tools; passkey, needle, copy, settings, which are plain text; also with a size, "
+            r"e.g. recall-40. \[default: the first three; of smollm2 the others]"
+        ),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts run together.")] = 8,
     max_new_tokens: Annotated[
@@ -150,21 +154,20 @@ def demo(
 ) -> None:
     """Compare the caches: memory, right answers, distance to the stock cache, speed."""
     check_files("png", json_file, png_file)
-    if outliers is not None and model is not None:
+    if outliers is not None and model not in (None, "reference"):
         fail("outliers: only the reference model can be given outliers; leave --model out.")
     if outliers is not None and not 0 < outliers < float("inf"):
         fail(f"outliers: got {outliers:g}, allowed a positive factor, e.g. 8.")
-    if model is not None and model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-        fail(f"model: the folder {model} does not exist.")
 
     import torch
 
     from hfkvq.measure.demo import Settings
+    from hfkvq.measure.demo.prompts import default_tasks
     from hfkvq.measure.demo.report import as_json, notes, save_picture, table
 
     try:
         settings = Settings(
-            tasks=split(tasks),
+            tasks=default_tasks(model) if tasks is None else split(tasks),
             schemes=split(schemes),
             samples=samples,
             batch_size=batch_size,
@@ -175,7 +178,7 @@ def demo(
         fail(error)
     where = _pick_device(device)
     kind = None if dtype is DType.auto else getattr(torch, dtype.value)
-    subject = _load(str(Path(model).expanduser()) if model else None, where, kind, outliers)
+    subject = _load(model, where, kind, outliers)
     try:
         result = _run(subject, settings)
     except ValueError as error:
@@ -203,14 +206,12 @@ def _chat_format(given: str | None) -> ChatFormat | None:
 
 
 def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    from hfkvq.measure.models import find_model, load_tokenizer
 
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().exists():
-        fail(f"tokenizer: the folder {name} does not exist.")
     try:
-        return AutoTokenizer.from_pretrained(str(Path(name).expanduser()) if name.startswith("~") else name)
+        return load_tokenizer(find_model(name))
     except (OSError, ValueError) as error:
-        fail(f"tokenizer: {name!r} cannot be loaded: {error}")
+        fail(f"tokenizer: {error}")
 
 
 @app.command()

@@ -46,18 +46,18 @@ class DType(str, Enum):
     float32 = "float32"
 
 
-Model = Annotated[
-    str | None, typer.Option(help=r"Model: a folder or a name on the Hub. \[default: the reference model]")
-]
-ChatModel = Annotated[
-    str | None, typer.Option(help=r"Chat model: a folder or a name on the Hub. \[default: the reference model]")
-]
+_MODELS = "a folder, a GGUF file, a name on the Hub, or smollm2."
+
+Model = Annotated[str | None, typer.Option(help=rf"Model: {_MODELS} \[default: the reference model]")]
+ChatModel = Annotated[str | None, typer.Option(help=rf"Chat model: {_MODELS} \[default: the reference model]")]
 Outliers = Annotated[
     float | None, typer.Option(help="Enlarge some key channels of the reference model by this factor, e.g. 8.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DTypeName = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
-ModelDType = Annotated[DType, typer.Option(help="auto: bfloat16 for the reference model, otherwise the checkpoint's.")]
+ModelDType = Annotated[
+    DType, typer.Option(help="auto: bfloat16 for the reference model and GGUF files, otherwise the checkpoint's.")
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, metavar="FILE", help="Save all figures.")]
 
 

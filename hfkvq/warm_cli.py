@@ -55,11 +55,12 @@ def pick_shape(
         ValueError: neither is given, or both are, or they do not fit.
     """
     from hfkvq.caches.make import model_shape
+    from hfkvq.measure.models import find_model
 
     if model is not None:
         if any(x is not None for x in (heads, kv_heads, head_dim)):
             raise ValueError("model: got --heads, --kv-heads or --head-dim, too; give the model or the three of them.")
-        return model_shape(model)
+        return model_shape(find_model(model).path)
     if heads is None or kv_heads is None or head_dim is None:
         raise ValueError("model: got none; give --model, or --heads, --kv-heads and --head-dim.")
     if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads:
@@ -73,7 +74,9 @@ def pick_shape(
 @app.command()
 def warm(
     preset: Annotated[str, typer.Option(help="Presets by name, or .json files of presets, between commas.")],
-    model: Annotated[str | None, typer.Option(help="Model: a folder or a name on the Hub; its config is read.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model, by a name that the other commands take; its config is read.")
+    ] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads, instead of a model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads, likewise.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels of a head, likewise.")] = None,

@@ -22,7 +22,10 @@ SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
         (["--preset", "kitty-pro", "--gpu", "sm_90"], "model: got none"),
         (["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "x", "--heads", "3"], "give the model or the three"),
         (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE[2:], "--heads", "9"], "a multiple of KV heads"),
-        (["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "./nowhere"], "model: './nowhere' cannot be loaded"),
+        (
+            ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "./nowhere"],
+            "model: the folder ./nowhere does not exist",
+        ),
         # As tests run.
         (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE], "TRITON_INTERPRET: got 1"),
     ],

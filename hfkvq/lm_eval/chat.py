@@ -12,6 +12,8 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hfkvq.measure.models import find_model
+
 
 def tokenizer_name(metadata: Mapping[str, Any]) -> str | None:
     """Name of the tokenizer in what lm-eval passes to a loader; None if no model is named there."""
@@ -24,7 +26,7 @@ def tokenizer_name(metadata: Mapping[str, Any]) -> str | None:
 
 @cache
 def _load(name: str, revision: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    return AutoTokenizer.from_pretrained(find_model(name).path, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def tokenizer_of(metadata: Mapping[str, Any], task: str, *, chat: bool = True) -> PreTrainedTokenizerBase:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import Device, DTypeName, Model, check_folder, fail, make_console, pick_device, split
+from hfkvq.terminal import Device, DType, Model, ModelDType, check_folder, fail, make_console, pick_device, split
 
 # torch, Transformers and lm-eval are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ def leaderboard(
         str | None, typer.Option(help="""For the tasks, as JSON, e.g. '{"data_dir": "data"}'.""")
     ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Text for KL divergence; the reference model has its own.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Text for KL divergence, as for hfkvq kld.")
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of it.")] = 16,
     context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
     device: Device = "auto",
-    dtype: DTypeName = "auto",
+    dtype: ModelDType = DType.auto,
 ) -> None:
     """Run tasks through every cache, measure KL divergence, and write the report of both.
 
@@ -100,13 +100,13 @@ def leaderboard(
             out,
             options={"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat},
             metadata=extra,
-            loading={"device": where, "dtype": dtype, "batch_size": batch_size},
+            loading={"device": where, "dtype": dtype.value, "batch_size": batch_size},
         ):
             console.print(f"{name}: {done}", highlight=False)
     except (ValueError, OSError) as error:
         fail(error)
     divergence = out / "kld.json"
-    if (text or model is None) and not divergence.exists():
+    if not divergence.exists():
         others = ",".join(name for name in chosen if name != BASELINE)
         kld(
             model=model,
@@ -115,6 +115,7 @@ def leaderboard(
             windows=windows,
             context=context,
             device=device,
+            dtype=dtype,
             json_file=divergence,
         )
     report([out], out=out)

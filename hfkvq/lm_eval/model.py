@@ -22,6 +22,7 @@ from hfkvq.caches import MixedKVCache, make_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.tags import Tagger
 from hfkvq.measure.demo.answers import answer_lengths, read_memory
+from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
 
 from . import bill
@@ -58,7 +59,7 @@ class HFKVQ(HFLM):
     ``hf``, and those below. Left padding is never cached, so an answer does not depend on the prompts beside it.
 
     Args:
-        pretrained: a folder or a name on the Hub, or a loaded model.
+        pretrained: a loaded model, or its name as `hfkvq.measure.models.find_model` takes it.
         scheme: a preset (`hfkvq schemes` lists them), or a scheme's description as a JSON object; ``none`` or ``bf16``
             is Transformers' own cache; the ``.json`` file of a preset as `hfkvq tune` writes it. The scheme's knobs are
             arguments of their own.
@@ -96,7 +97,7 @@ class HFKVQ(HFLM):
             unknown = {name: value for name, value in others.items() if name not in _MODEL_OPTIONS}
             check_loading(unknown, pretrained.config, self.cache_arguments.preset)
             self._check_heads(pretrained.config)
-        super().__init__(pretrained, **others)
+        super().__init__(find_model(pretrained).path if isinstance(pretrained, str) else pretrained, **others)
         self._check_table()
         bill.install()
 

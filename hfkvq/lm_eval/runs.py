@@ -10,7 +10,7 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 
 from hfkvq.caches import Preset
-from hfkvq.measure.reference import reference_path
+from hfkvq.measure.models import find_model
 
 from . import task_folder
 from .model import HFKVQ
@@ -34,7 +34,7 @@ def run_tasks(
     """Evaluates the presets, and saves results and samples as lm-eval does, in a folder for each.
 
     Args:
-        model: a folder or a name; None is the reference model.
+        model: see `find_model`.
         presets: by name; None is Transformers' own cache.
         tasks: lm-eval's and hfkvq's.
         out: folder of the folders. A preset that has results there is left out.
@@ -47,7 +47,7 @@ def run_tasks(
     """
     import lm_eval
 
-    pretrained = model or str(reference_path())
+    source = find_model(model)
     # Decorators hide what they take.
     evaluate: Any = lm_eval.simple_evaluate
     make: Any = HFKVQ
@@ -60,12 +60,12 @@ def run_tasks(
             continue
         if subject is None:
             # Reads thousands of files.
-            manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": pretrained, **metadata})
-            subject = make(pretrained=pretrained, scheme=preset, **loading)
+            manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": source.path, **metadata})
+            subject = make(pretrained=source.path, scheme=preset, **loading)
         else:
             subject.use(preset)
-        # lm-eval names folders by this; of the reference model's path only the last part is for the record.
-        arguments = {"pretrained": model or "reference model", "scheme": name}
+        # lm-eval names folders by this; of a path only the last part is for the record.
+        arguments = {"pretrained": source.name, "scheme": name}
         tracker = EvaluationTracker(output_path=str(folder))
         results = evaluate(
             subject,

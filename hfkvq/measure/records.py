@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import platform
+import subprocess
 import time
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -30,6 +32,19 @@ def versions(*packages: str) -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found | {"hfkvq": hfkvq.__version__}
+
+
+def commit() -> str | None:
+    """Commit of the checkout that this library runs from, with "-dirty" behind it if files were changed; else None."""
+    root = Path(hfkvq.__file__).resolve().parents[1]
+    # An installed package may lie in somebody else's checkout.
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def device_name(device: torch.device) -> str:

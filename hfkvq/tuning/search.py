@@ -17,7 +17,9 @@ from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
 from hfkvq.measure.divergence.naming import parse_scheme
-from hfkvq.measure.divergence.windows import cut, find_documents
+from hfkvq.measure.divergence.windows import cut, find_texts
+from hfkvq.measure.models import Source, load_model
+from hfkvq.measure.reference import with_outliers
 
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from .score import COSTS, Objective
@@ -122,8 +124,8 @@ def make_plan(
     if objective == "kld":
         prompt = context * 3 // 4 if prefill is None else prefill
         subjects.check_lengths(checkpoint, context, prompt)
-        documents, _, separator = find_documents(text, dataset, "test", "text", model, seed)
-        windows = cut(documents, checkpoint.tokenizer, context, samples + held_out, separator)
+        texts = find_texts(text, dataset, "test", "text", checkpoint.source.reference, seed)
+        windows = cut(texts, checkpoint.tokenizer, context, samples + held_out)
         if len(windows.tokens) < samples + held_out:
             raise ValueError(
                 f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
@@ -137,16 +139,20 @@ def make_plan(
         other: Objective = TextKLD(loaded, windows.tokens[samples:], **shared)
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
     elif objective == "reference":
-        loaded, one, other = _reference(checkpoint, where, kind, outliers, tasks, samples, held_out, batch_size, seed)
+        loaded, one, other = _reference(
+            model, checkpoint.source, where, kind, outliers, tasks, samples, held_out, batch_size, seed
+        )
         about["tasks"] = list(tasks)
     else:
         if outliers is not None:
             raise ValueError("outliers: lm-eval loads the model itself; use --objective kld or reference.")
-        loaded, one, other = _lm_eval(model, tasks, samples, held_out, batch_size, str(where), dtype, metadata)
+        loaded, one, other = _lm_eval(
+            checkpoint.source, tasks, samples, held_out, batch_size, str(where), dtype, metadata
+        )
         about["tasks"] = list(tasks)
     if milliseconds:
         one = Timed(one, loaded, context=context, batch=batch_size, tokenizer=checkpoint.tokenizer)
-    return Plan(preset, one, other, checkpoint.name, about, cost, tables)
+    return Plan(preset, one, other, checkpoint.source.name, about, cost, tables)
 
 
 def _dtype(name: str) -> Any:
@@ -158,16 +164,13 @@ def _dtype(name: str) -> Any:
 
 
 def _load(checkpoint: Any, where: Any, kind: Any, outliers: float | None) -> Any:
-    loaded = subjects.load(checkpoint, where, kind)
-    if outliers is not None:
-        from hfkvq.measure.reference import with_outliers
-
-        loaded = with_outliers(loaded, outliers)
-    return loaded
+    loaded = load_model(checkpoint.source, where, kind)
+    return loaded if outliers is None else with_outliers(loaded, outliers)
 
 
 def _reference(
-    checkpoint: Any,
+    model: str | None,
+    source: Source,
     where: Any,
     kind: Any,
     outliers: float | None,
@@ -177,17 +180,17 @@ def _reference(
     batch_size: int,
     seed: int,
 ) -> tuple[Any, Objective, Objective]:
-    from hfkvq.measure.demo.prompts import load
+    from hfkvq.measure.demo.prompts import default_tasks, load
 
-    subject = load(checkpoint.source, device=where, dtype=kind, outliers=outliers)
-    names = tasks or ("recall", "arithmetic", "tools")
+    subject = load(source, device=where, dtype=kind, outliers=outliers)
+    names = tasks or default_tasks(model)
     one = ReferenceTasks(subject, names, samples=samples, batch_size=batch_size, seed=seed)
     other = ReferenceTasks(subject, names, samples=held_out, batch_size=batch_size, seed=seed + 1)
     return subject.model, one, other
 
 
 def _lm_eval(
-    model: str | None,
+    source: Source,
     tasks: Sequence[str],
     samples: int,
     held_out: int,
@@ -200,13 +203,11 @@ def _lm_eval(
 
     from hfkvq.lm_eval import task_folder
     from hfkvq.lm_eval.model import HFKVQ
-    from hfkvq.measure.reference import reference_path
 
-    pretrained = model or str(reference_path())
     extra = json.loads(metadata) if metadata else {}
-    manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": pretrained, **extra})
+    manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": source.path, **extra})
     make: Any = HFKVQ
-    lm = make(pretrained=pretrained, device=device, dtype=dtype, batch_size=batch_size)
+    lm = make(pretrained=source.path, device=device, dtype=dtype, batch_size=batch_size)
     numbers = list(range(samples + held_out))
     one = LmEvalTasks(lm, tasks, numbers[:samples], task_manager=manager, parts=4)
     other = LmEvalTasks(lm, tasks, numbers[samples:], task_manager=manager)

@@ -108,7 +108,7 @@ def tune(
     died. Run it again and it goes on where it stopped.
     """
     check_files("png", out, png)
-    if outliers is not None and model is not None:
+    if outliers is not None and model not in (None, "reference"):
         fail("outliers: only the reference model can be given outliers; leave --model out.")
     try:
         import optuna

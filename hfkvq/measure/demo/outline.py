@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
@@ -110,24 +110,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-
-
-def read_config(model: str) -> Any:
-    """The config of a folder (a ``config.json`` is enough) or of a name on the Hub.
-
-    Raises:
-        ValueError: there is none, its kind of model is unknown, or it has an encoder.
-    """
-    source = str(Path(model).expanduser()) if model.startswith("~") else model
-    if model.startswith((".", "/", "~")) and not Path(source).is_dir():
-        raise ValueError(f"model: the folder {model} does not exist.")
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model: {model!r} cannot be used: {error}") from error
-    if config.is_encoder_decoder:
-        raise ValueError(f"model: {model!r} is an encoder-decoder model; choose a decoder-only one.")
-    return config
 
 
 def outline(config: Any) -> Outline:

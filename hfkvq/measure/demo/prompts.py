@@ -5,20 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
 
-from hfkvq.measure.reference import Example, evaluation_set, load_reference, with_outliers
+from hfkvq.measure.models import SMOLLM2, Source, find_model, load_model, load_tokenizer
+from hfkvq.measure.reference import PLAIN_TASKS, Example, evaluation_set, with_outliers
 
 SIZES = {"recall": "recall-80", "arithmetic": "arithmetic-12", "tools": "tools"}
+SIZES |= {kind: f"{kind}-512" for kind in PLAIN_TASKS}
 """Tasks by their short names, with the sizes that the demo takes for them."""
 
-# Beyond this the reference model was not trained, and other models need another --max-new-tokens by far.
-_LARGEST = {"recall": 280, "arithmetic": 100}
+CHAT_TASKS = ("recall", "arithmetic", "tools")
+
+# Beyond this the reference model was not trained, and other models need another --max-new-tokens by far; names run out.
+_LARGEST = {"recall": 280, "arithmetic": 100, "passkey": 131_072, "needle": 32_768, "copy": 16_384, "settings": 4_096}
+
+
+def default_tasks(model: str | None) -> tuple[str, ...]:
+    """What a model is asked unless somebody says otherwise: SmolLM2 is too small for the chat tasks."""
+    return PLAIN_TASKS if model == SMOLLM2 else CHAT_TASKS
 
 
 def full_name(task: str) -> str:
@@ -28,14 +35,14 @@ def full_name(task: str) -> str:
         ValueError: unknown task, or a size out of range.
     """
     name = SIZES.get(task, task)
-    match = re.fullmatch(r"(recall|arithmetic)-([0-9]+)", name)
-    if match and 1 <= int(match[2]) <= _LARGEST[match[1]]:
-        return f"{match[1]}-{int(match[2])}"
-    if match:
+    match = re.fullmatch(r"([a-z]+)-([0-9]+)", name)
+    if match and match[1] in _LARGEST:
+        if 1 <= int(match[2]) <= _LARGEST[match[1]]:
+            return f"{match[1]}-{int(match[2])}"
         raise ValueError(f"tasks: got {task!r}, allowed sizes 1 to {_LARGEST[match[1]]}, e.g. {match[1]}-12.")
     if name != "tools":
         raise ValueError(
-            f"tasks: got {task!r}, allowed {', '.join(SIZES)}; recall and arithmetic also with a size, e.g. recall-40."
+            f"tasks: got {task!r}, allowed {', '.join(SIZES)}; all but tools also with a size, e.g. recall-40."
         )
     return name
 
@@ -58,36 +65,31 @@ class Subject:
 
 
 def load(
-    name: str | None, *, device: torch.device, dtype: torch.dtype | None = None, outliers: float | None = None
+    model: str | Source | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    outliers: float | None = None,
 ) -> Subject:
     """Loads the model to be tested.
 
     Args:
-        name: a folder or a name on the Hugging Face Hub; None loads the reference model.
+        model: its name as `find_model` takes it, or what that found.
         device: where to.
-        dtype: None takes bf16 for the reference model, and what the checkpoint says for any other.
+        dtype: see `hfkvq.measure.models.load_model`.
         outliers: factor by which some key channels of the reference model are enlarged.
 
     Raises:
-        ValueError: the model has no chat template.
-        OSError: it cannot be found.
+        ValueError: it cannot be loaded, or has no chat template.
     """
-    if name is None:
-        model, tokenizer = load_reference(dtype or torch.bfloat16, device)
-        if outliers is not None:
-            model = with_outliers(model, outliers)
-        title = "reference model" if outliers is None else f"reference model, outliers x{outliers:g}"
-        return Subject(title, model, tokenizer, True)
-    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    source = model if isinstance(model, Source) else find_model(model)
+    tokenizer = load_tokenizer(source)
     if not tokenizer.chat_template:
-        raise ValueError(f"model: {name} has no chat template, so it cannot be asked; choose a chat model.")
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto", trust_remote_code=False)
-    # The wrapper around PreTrainedModel.to confuses type checkers.
-    nn.Module.to(model, device)
-    return Subject(Path(name).name if Path(name).is_dir() else name, model.eval(), tokenizer, False)
+        raise ValueError(f"model: {source.name} has no chat template, so it cannot be asked; choose a chat model.")
+    loaded, name = load_model(source, device, dtype), source.name
+    if outliers is not None:
+        loaded, name = with_outliers(loaded, outliers), f"{name}, outliers x{outliers:g}"
+    return Subject(name, loaded, tokenizer, source.reference)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ def make_batches(
         limit = max_new_tokens
         if limit is None:
             longest = max(len(tokenizer(x.answer, add_special_tokens=False).input_ids) for x in part)
-            limit = longest + max(8, longest // 4) if subject.reference else 256
+            limit = longest + max(8, longest // 4) if subject.reference or not part[0].messages else 256
         ids, mask = encoded.input_ids, encoded.attention_mask
         room = getattr(subject.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if room and ids.shape[1] + limit > room:
@@ -144,7 +146,7 @@ def make_batches(
 
 def prompt_text(subject: Subject, example: Example) -> str:
     """Text of the conversation up to the answer, by the model's own chat template."""
-    if subject.reference:
+    if subject.reference or not example.messages:
         return example.prompt
     try:
         # Answers are short, so models that can think are asked not to; other templates ignore the argument.
@@ -166,8 +168,11 @@ def prompt_text(subject: Subject, example: Example) -> str:
 def is_right(subject: Subject, example: Example, text: str) -> bool:
     """Whether generated text answers the question.
 
-    The reference model must give the exact answer. Others may wrap a number in a sentence: the last number counts.
+    The reference model must give the exact answer. Others may wrap a number in a sentence: the last number counts. A
+    plain text need only go on with the answer.
     """
+    if not example.messages:
+        return text.startswith(example.answer)
     if subject.reference or example.task == "tools":
         return example.score(text)
     numbers = re.findall(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", text.rsplit("</think>", maxsplit=1)[-1]))

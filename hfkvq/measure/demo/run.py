@@ -24,7 +24,7 @@ from .answers import (
     read_memory,
     texts,
 )
-from .prompts import SIZES, Batch, Subject, full_name, is_right, make_batches
+from .prompts import CHAT_TASKS, SIZES, Batch, Subject, full_name, is_right, make_batches
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Settings:
         seed: another one gives other examples.
     """
 
-    tasks: tuple[str, ...] = tuple(SIZES)
+    tasks: tuple[str, ...] = CHAT_TASKS
     schemes: tuple[str, ...] = ()
     samples: int = 8
     batch_size: int = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,11 @@ def kld(
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="UTF-8 text, or JSON Lines (.jsonl) with a text field; may be repeated."),
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text, or JSON Lines (.jsonl) with a text field; several share the windows evenly. "
+            r"\[default: four kinds that the package holds; of the reference model its own tasks]",
+        ),
     ] = None,
     dataset: Annotated[
         str | None,
@@ -77,21 +82,22 @@ def kld(
     import torch
     from transformers.utils import logging
 
+    from ..models import load_model
     from ..records import device_name
     from . import intervals, measurement, naming, report, subject
-    from .windows import cut, find_documents
+    from .windows import cut, find_texts
 
     logging.disable_progress_bar()
     try:
         intervals.check_scipy("kld")
         chosen = naming.parse_schemes(split(schemes))
         where = pick_device(device)
-        documents, source, separator = find_documents(text, dataset, part, field, model, seed)
         plan = subject.find_checkpoint(model)
+        texts = find_texts(text, dataset, part, field, plan.source.reference, seed)
         subject.check_lengths(plan, context, prompt)
         subject.check_schemes(plan, chosen)
-        given = cut(documents, plan.tokenizer, context, windows, separator)
-        loaded = subject.load(plan, where, None if dtype is DType.auto else getattr(torch, dtype.value))
+        given = cut(texts, plan.tokenizer, context, windows)
+        loaded = load_model(plan.source, where, None if dtype is DType.auto else getattr(torch, dtype.value))
         with progress_bar() as show:
             measured = measurement.measure(
                 loaded,
@@ -106,15 +112,21 @@ def kld(
     except (ValueError, ImportError) as error:
         fail(error)
     about = {
-        "model": plan.name,
+        "model": plan.source.name,
+        "model_file": plan.source.origin or None,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": device_name(where),
         "device_type": where.type,
         "settings": {"context": context, "prefill": prompt, "chunk": chunk, "batch_size": batch_size, "seed": seed},
-        "text": {"source": source, "tokens_sha256": given.sha256, "first_token": given.first_token},
+        "text": {
+            "source": ", ".join(dict.fromkeys(given.names)),
+            "windows": Counter(given.names),
+            "tokens_sha256": given.sha256,
+            "first_token": given.first_token,
+        },
     }
     about["settings"] |= {"schemes": list(chosen), "windows": windows}
-    record = report.as_record(measured, seed, about)
+    record = report.as_record(measured, seed, about, given.names)
     console = make_console()
     console.print(report.table(record, wide=console.width >= 112))
     print_notes(console, report.notes(record))

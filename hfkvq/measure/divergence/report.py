@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from rich.table import Table
+from torch import Tensor
 
-from ..records import BASELINE, finite, now, versions
+from ..records import BASELINE, commit, finite, now, versions
 from ..tables import NOTHING, narrow_table, number, small_number
 from .intervals import CONFIDENCE, RESAMPLES, Interval, mean_interval
 from .values import Bill, Divergence, Measured
@@ -27,7 +29,7 @@ def _bill(bill: Bill) -> Record:
     }
 
 
-def _row(one: Divergence, measured: Measured, seed: int) -> Record:
+def _row(one: Divergence, measured: Measured, seed: int, names: Sequence[str]) -> Record:
     kld, agrees = one.kld.double().mean(1), one.agrees.double().mean(1)
     # Windows score equally many tokens, so a window's mean weighs what any other's does.
     change = (one.nll.double() - measured.baseline.nll.double()).mean(1)
@@ -49,28 +51,42 @@ def _row(one: Divergence, measured: Measured, seed: int) -> Record:
             "value": math.exp(float(change.mean())),
             "interval": worse and tuple(math.exp(end) for end in worse),
         },
+        "texts": {
+            name: {
+                "kld": _mean(kld, of := [each == name for each in names]),
+                "top1": _mean(agrees, of),
+                "perplexity_ratio": math.exp(_mean(change, of)),
+            }
+            for name in dict.fromkeys(names)
+        },
         **_bill(one.bill),
     }
 
 
-def as_record(measured: Measured, seed: int, about: Record) -> Record:
+def _mean(values: Tensor, chosen: Sequence[bool]) -> float:
+    return float(values[torch.tensor(chosen)].mean())
+
+
+def as_record(measured: Measured, seed: int, about: Record, names: Sequence[str]) -> Record:
     """Everything in the table, and what it takes to repeat it.
 
     Args:
         measured: the measurement.
         seed: of the bootstrap.
         about: model, dtype, device, text and settings.
+        names: of the texts, one a window.
     """
     return {
         "kind": KIND,
         "date": now(),
         **about,
         "versions": versions("torch", "transformers", "scipy"),
+        "commit": commit(),
         "windows": measured.windows,
         "tokens": measured.windows * measured.scored,
         "bootstrap": {"unit": "window", "confidence": CONFIDENCE, "resamples": RESAMPLES, "seed": seed},
         "baseline": {"name": BASELINE, "perplexity": measured.baseline.perplexity, **_bill(measured.baseline.bill)},
-        "rows": [_row(one, measured, seed) for one in measured.schemes],
+        "rows": [_row(one, measured, seed, names) for one in measured.schemes],
     }
 
 

@@ -13,8 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.measure.texts import KINDS, read_text
+
 SEPARATOR = "\n\n"
 """Between documents, as perplexities of WikiText are usually taken."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One of the texts that windows are cut from.
+
+    Attributes:
+        name: for the record.
+        documents: read as far as they are needed.
+        separator: put between documents.
+    """
+
+    name: str
+    documents: Iterable[str]
+    separator: str = SEPARATOR
 
 
 @dataclass(frozen=True)
@@ -25,30 +42,29 @@ class Windows:
         tokens: i64 (W, T).
         sha256: of the tokens; two runs with the same hash scored the same.
         first_token: the token that every window begins with, because the tokenizer begins texts with it; or None.
+        names: of the texts that the windows are of, one a window.
     """
 
     tokens: Tensor
     sha256: str
     first_token: int | None
+    names: tuple[str, ...]
 
 
-def read_files(paths: Sequence[Path], field: str) -> list[str]:
-    """Documents of text files, and of JSON Lines files (``.jsonl``) by a field of theirs.
+def read_file(path: Path, field: str) -> list[str]:
+    """Documents of a text file, or of a JSON Lines file (``.jsonl``) by a field of theirs.
 
     Raises:
-        ValueError: a file that is missing, unreadable or empty, or a line without the field.
+        ValueError: the file is missing, unreadable or empty, or a line is without the field.
     """
-    documents: list[str] = []
-    for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"text: {path} cannot be read as UTF-8 text: {error}") from error
-        found = list(_lines(path, text, field)) if path.suffix == ".jsonl" else [text]
-        if not any(document.strip() for document in found):
-            raise ValueError(f"text: {path} holds no text.")
-        documents += found
-    return documents
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text: {path} cannot be read as UTF-8 text: {error}") from error
+    found = list(_lines(path, text, field)) if path.suffix == ".jsonl" else [text]
+    if not any(document.strip() for document in found):
+        raise ValueError(f"text: {path} holds no text.")
+    return found
 
 
 def _lines(path: Path, text: str, field: str) -> Iterator[str]:
@@ -102,34 +118,35 @@ def reference_documents(seed: int = 0) -> Iterator[str]:
             yield evaluation_set(task, 1, seed=number)[0].text
 
 
-def find_documents(
-    text: Sequence[Path] | None, dataset: str | None, split: str, field: str, model: str | None, seed: int
-) -> tuple[Iterable[str], str, str]:
-    """Documents of files, of a data set, or of the reference model's own tasks; their name, and what stands between.
+def find_texts(
+    text: Sequence[Path] | None, dataset: str | None, split: str, field: str, reference: bool, seed: int
+) -> list[Text]:
+    """Texts of files, or of a data set; without both the reference model's own tasks, or for another model `KINDS`.
 
     Raises:
-        ValueError: neither files nor a data set for another model than the reference model; see `read_files`.
+        ValueError: see `read_file` and `hub_documents`.
     """
     if text:
-        return read_files(text, field), ", ".join(path.name for path in text), SEPARATOR
+        return [Text(path.name, read_file(path, field)) for path in text]
     if dataset is not None:
         name = Path(dataset).name if Path(dataset).is_dir() else dataset
-        return hub_documents(dataset, split, field), f"{name}, split {split}", SEPARATOR
-    if model is not None:
-        raise ValueError("text: only the reference model has a text of its own; give --text FILE or --dataset NAME.")
-    # Each ends with its own line break, and this is how the model was trained.
-    return reference_documents(seed), "the reference tasks", ""
+        return [Text(f"{name}, split {split}", hub_documents(dataset, split, field))]
+    if reference:
+        # Each ends with its own line break, and this is how the model was trained.
+        return [Text("the reference tasks", reference_documents(seed), "")]
+    return [Text(kind, [read_text(kind)]) for kind in KINDS]
 
 
-def cut(documents: Iterable[str], tokenizer: Any, context: int, limit: int, separator: str = SEPARATOR) -> Windows:
-    """The first windows of the documents' tokens, one behind the other.
+def cut(texts: Sequence[Text], tokenizer: Any, context: int, limit: int) -> Windows:
+    """The first windows of each text, one behind the other, divided evenly; the texts take turns.
+
+    So the first windows of the result, and the rest of them, are of all texts.
 
     Args:
-        documents: read as far as they are needed.
+        texts: one or more.
         tokenizer: the model's. If it begins texts with a token of its own (BOS), every window begins with it.
         context: tokens of a window, T.
         limit: most windows.
-        separator: put between documents.
 
     Raises:
         ValueError: too little text for one window.
@@ -137,19 +154,30 @@ def cut(documents: Iterable[str], tokenizer: Any, context: int, limit: int, sepa
     # BOS, if texts begin with it.
     start = [token for token in tokenizer("a").input_ids[:1] if token == tokenizer.bos_token_id]
     room = context - len(start)
-    ids: list[int] = []
-    for number, document in enumerate(documents):
-        text = separator + document if number else document
-        # Longer than the model's context on purpose.
-        ids += tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        if len(ids) >= room * limit:
-            break
-    windows = min(len(ids) // room, limit)
-    if not windows:
-        raise ValueError(
-            f"text: it has {len(ids):,} tokens, but a window takes {room:,}; give more text, or a smaller --context."
-        )
-    tokens = torch.tensor(ids[: windows * room], dtype=torch.long).view(windows, room)
-    tokens = torch.cat([torch.tensor([start] * windows, dtype=torch.long), tokens], 1)
+    rows: list[tuple[int, int, list[int]]] = []
+    for place, text in enumerate(texts):
+        share = (limit - place - 1) // len(texts) + 1
+        if share:
+            ids = _tokens(text, tokenizer, room, share)
+            rows += [(at, place, ids[at * room : (at + 1) * room]) for at in range(min(len(ids) // room, share))]
+    rows.sort(key=lambda row: row[:2])
+    tokens = torch.tensor([start + ids for _, _, ids in rows], dtype=torch.long)
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-    return Windows(tokens, digest, start[0] if start else None)
+    return Windows(tokens, digest, start[0] if start else None, tuple(texts[place].name for _, place, _ in rows))
+
+
+def _tokens(text: Text, tokenizer: Any, room: int, windows: int) -> list[int]:
+    """Enough tokens of a text, or all of them."""
+    ids: list[int] = []
+    for number, document in enumerate(text.documents):
+        piece = text.separator + document if number else document
+        # Longer than the model's context on purpose.
+        ids += tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
+        if len(ids) >= room * windows:
+            break
+    if len(ids) < room:
+        raise ValueError(
+            f"text: {text.name} has {len(ids):,} tokens, but a window takes {room:,}; give more text, or a smaller "
+            "--context."
+        )
+    return ids

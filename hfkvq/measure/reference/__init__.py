@@ -1,12 +1,14 @@
-"""A small trained language model, and the tasks it was trained for, to measure KV caches without any download."""
+"""A small trained language model, the tasks it was trained for, and some that small pretrained ones can do."""
 
 from .chat import Example
 from .model import load_reference, reference_path, with_outliers
+from .plain import PLAIN_TASKS
 from .tasks import EVALUATION_TASKS, arithmetic, evaluation_set, recall
 from .tool_calls import tools
 
 __all__ = [
     "EVALUATION_TASKS",
+    "PLAIN_TASKS",
     "Example",
     "arithmetic",
     "evaluation_set",

@@ -11,6 +11,7 @@ import re
 
 from .chat import Example, Message, render
 from .people import Split, draw_people, random_stream
+from .plain import PLAIN_TASKS, plain
 from .tool_calls import tools
 
 EVALUATION_TASKS = ("recall-24", "recall-80", "arithmetic-4", "arithmetic-12", "tools")
@@ -129,7 +130,8 @@ def evaluation_set(task: str, n: int = 200, *, seed: int = 0) -> list[Example]:
     """Return the first `n` evaluation examples of a task, the same ones every time.
 
     Args:
-        task: one of `EVALUATION_TASKS`; other sizes work too, for instance "recall-40".
+        task: one of `EVALUATION_TASKS`, also with other sizes, for instance "recall-40"; or of `PLAIN_TASKS`, with a
+            size.
         n: number of examples.
         seed: another seed gives other examples, none of them training data.
     """
@@ -139,6 +141,9 @@ def evaluation_set(task: str, n: int = 200, *, seed: int = 0) -> list[Example]:
     if match:
         make = {"recall": recall, "arithmetic": arithmetic}[match[1]]
         return [make(int(match[2]), seed=number, split="eval") for number in numbers]
+    kind, _, size = task.partition("-")
+    if kind in PLAIN_TASKS and size.isdecimal():
+        return [plain(kind, int(size), seed=number) for number in numbers]
     if task == "tools":
         return [tools(seed=number, split="eval") for number in numbers]
-    raise ValueError(f"task={task!r} is unknown; known are {', '.join(EVALUATION_TASKS)}")
+    raise ValueError(f"task={task!r} is unknown; known are {', '.join((*EVALUATION_TASKS, *PLAIN_TASKS))}")

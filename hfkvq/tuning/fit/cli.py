@@ -74,15 +74,15 @@ def fit(
 
     import torch
 
-    from hfkvq.measure.demo.outline import checkpoint_bytes, outline, read_config
-    from hfkvq.measure.reference import reference_path
+    from hfkvq.measure.demo.outline import checkpoint_bytes, outline
+    from hfkvq.measure.models import find_model, read_config
 
     from .layer import Arrival
     from .model import parse_size, plan
     from .weights import weights_of
 
-    source = str(reference_path()) if model is None else model
     try:
+        source = find_model(model)
         memory = parse_size(gpu_memory, "gpu-memory")
         spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")
         found = outline(read_config(source))
@@ -90,7 +90,7 @@ def fit(
         if generated > tokens:
             raise ValueError(f"generated: got {generated}, allowed no more than the context of {tokens} tokens.")
         kind = found.dtype if dtype is DType.auto else getattr(torch, dtype.value)
-        weights = weights_of(found, kind, checkpoint_bytes(source))
+        weights = weights_of(found, kind, checkpoint_bytes(source.path))
         if weights.total + spare >= memory:
             raise ValueError(_no_room(memory, weights, spare))
         come = Arrival(0, generated, prefill_chunk or None, narrow)
@@ -101,9 +101,8 @@ def fit(
         ]
     except ValueError as error:
         fail(error)
-    name = "reference model" if model is None else model
     about = {
-        "model": name,
+        "model": source.name,
         "dtype": str(kind).removeprefix("torch."),
         "gpu_memory": memory,
         "overhead": spare,

@@ -96,7 +96,7 @@ def test_demo_makes_a_table_json_and_a_picture(stand_in: Path, tmp_path: Path) -
 def test_wrong_arguments_are_told_before_any_model_is_loaded(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hfkvq.measure.demo.prompts.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("hfkvq.measure.demo.prompts.load_model", lambda *a, **k: pytest.fail("the model was loaded"))
     assert_refused(invoke("demo", *arguments), message)
 
 

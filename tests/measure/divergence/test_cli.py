@@ -82,14 +82,14 @@ def test_a_window_takes_more_tokens_than_the_text_has(stand_in: Path, tmp_path: 
         (["--text", "a", "--dataset", "b"], "choose --text or --dataset"),
         (["--text", "no-such-file.txt"], "text: no-such-file.txt cannot be read"),
         (["--model", "./no-such-folder", "--text", __file__], "the folder ./no-such-folder does not exist"),
-        (["--model", "./no-such-folder"], "only the reference model has a text of its own"),
+        (["--model", "./no-such-file.gguf"], "the file ./no-such-file.gguf does not exist"),
         (["--json", "no-such-folder/a.json"], "the folder no-such-folder does not exist"),
     ],
 )
 def test_wrong_arguments_are_told_before_any_model_is_loaded(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hfkvq.measure.divergence.subject.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("hfkvq.measure.models.load_model", lambda *a, **k: pytest.fail("the model was loaded"))
     assert_refused(run(*arguments), message)
 
 
@@ -98,7 +98,7 @@ def test_models_that_cannot_be_measured(encoder_decoder: Path, stand_in: Path, t
         run("--model", str(encoder_decoder), "--text", str(text)),
         "is an encoder-decoder model; choose a decoder-only one",
     )
-    assert_refused(run("--model", str(tmp_path), "--text", str(text)), "cannot be used")
+    assert_refused(run("--model", str(tmp_path), "--text", str(text)), "cannot be loaded")
     # 48 does not divide heads of 64.
     done = run("--model", stand_in, "--text", text, "--context", 64, "--schemes", "kivi-2:group_size=48")
     assert_refused(done, "48")

@@ -11,7 +11,7 @@ import torch
 
 from hfkvq import get_scheme
 from hfkvq.measure.divergence.naming import parse_schemes
-from hfkvq.measure.divergence.windows import cut, hub_documents, read_files, reference_documents
+from hfkvq.measure.divergence.windows import KINDS, Text, cut, find_texts, hub_documents, read_file, reference_documents
 
 
 class Letters:
@@ -32,14 +32,14 @@ def text_of(tokens: torch.Tensor) -> list[str]:
 
 
 def test_windows_follow_one_another() -> None:
-    found = cut(["abcde", "fghij", "klmno"], Letters(), 4, 3, "-")
+    found = cut([Text("a", ["abcde", "fghij", "klmno"], "-")], Letters(), 4, 3)
     assert text_of(found.tokens) == ["abcd", "e-fg", "hij-"]
     assert found.first_token is None
-    assert text_of(cut(["abcde"], Letters(), 4, 3).tokens) == ["abcd"]
+    assert text_of(cut([Text("a", ["abcde"])], Letters(), 4, 3).tokens) == ["abcd"]
 
 
 def test_every_window_begins_as_texts_do() -> None:
-    found = cut(["abcdefgh"], Letters(ord("^")), 4, 9)
+    found = cut([Text("a", ["abcdefgh"])], Letters(ord("^")), 4, 9)
     assert text_of(found.tokens) == ["^abc", "^def"]
     assert found.first_token == ord("^")
 
@@ -49,21 +49,39 @@ def test_documents_are_read_as_far_as_needed() -> None:
         while True:
             yield "abcd"
 
-    assert cut(endless(), Letters(), 8, 2).tokens.shape == (2, 8)
-    assert cut(["abcd"], Letters(), 4, 1).sha256 != cut(["abce"], Letters(), 4, 1).sha256
+    assert cut([Text("a", endless())], Letters(), 8, 2).tokens.shape == (2, 8)
+    one, other = (cut([Text("a", [text])], Letters(), 4, 1) for text in ("abcd", "abce"))
+    assert one.sha256 != other.sha256
+
+
+def test_texts_share_the_windows_and_take_turns() -> None:
+    texts = [Text("small", ["abcdefghi"]), Text("large", ["ABCDEFGHI"])]
+    found = cut(texts, Letters(), 2, 5)
+    assert text_of(found.tokens) == ["ab", "AB", "cd", "CD", "ef"]
+    assert found.names == ("small", "large", "small", "large", "small")
+    # A text gives no more than it has, and only what is asked for is read.
+    assert cut([*texts, Text("none", [])], Letters(), 2, 2).names == ("small", "large")
+    assert cut(texts, Letters(), 4, 9).names == ("small", "large") * 2
+
+
+def test_four_kinds_of_text_come_with_the_package() -> None:
+    texts = find_texts(None, None, "test", "text", reference=False, seed=0)
+    assert tuple(text.name for text in texts) == KINDS
+    assert all(len(document) == 160_000 for text in texts for document in text.documents)
+    assert [text.name for text in find_texts(None, None, "test", "text", True, 0)] == ["the reference tasks"]
 
 
 def test_too_little_text() -> None:
-    with pytest.raises(ValueError, match="text: it has 3 tokens, but a window takes 8; give more text, or a smaller"):
-        cut(["abc"], Letters(), 8, 1)
+    with pytest.raises(ValueError, match="text: a has 3 tokens, but a window takes 8; give more text, or a smaller"):
+        cut([Text("a", ["abc"])], Letters(), 8, 1)
 
 
 def test_files(tmp_path) -> None:
     plain, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
     plain.write_text("Grüße", encoding="utf-8")
     lines.write_text('{"body": "one"}\n\n{"body": "two", "n": 1}\n', encoding="utf-8")
-    assert read_files([plain], "body") == ["Grüße"]
-    assert read_files([lines, plain], "body") == ["one", "two", "Grüße"]
+    assert read_file(plain, "body") == ["Grüße"]
+    assert read_file(lines, "body") == ["one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +98,9 @@ def test_files(tmp_path) -> None:
 def test_bad_files(tmp_path, name, content, message) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        read_files([tmp_path / name], "text")
+        read_file(tmp_path / name, "text")
     with pytest.raises(ValueError, match="cannot be read"):
-        read_files([tmp_path / "none.txt"], "text")
+        read_file(tmp_path / "none.txt", "text")
 
 
 def test_data_sets(monkeypatch) -> None:
@@ -141,7 +159,7 @@ def test_wrong_schemes(text, message) -> None:
 
 
 def test_the_tokenizer_of_the_reference_model(tokenizer) -> None:
-    found = cut(reference_documents(), tokenizer, 256, 2, "")
+    found = cut([Text("", reference_documents(), "")], tokenizer, 256, 2)
     assert found.tokens.shape == (2, 256)
     assert tokenizer.decode(found.tokens[0]) == next(reference_documents())[: len(tokenizer.decode(found.tokens[0]))]
     assert json.dumps(found.sha256)

@@ -1,0 +1,60 @@
+"""Makes the four texts of `hfkvq.measure.texts` from public data sets: ``python evals/texts.py DATA_FOLDER``.
+
+The folder is laid out as `evals/tasks/README.md` says. Read are ``agent_traces/tau_bench_gpt-4o-airline.json.gz``
+(sierra-research/tau-bench 59a200c, historical_trajectories, MIT), ``math/math_test.jsonl.gz`` (the test set of MATH, MIT),
+``humaneval/HumanEval.jsonl.gz`` (openai/human-eval 6d43fb9, MIT) and ``long_texts/tinyshakespeare.txt``
+(karpathy/char-rnn 6f9487a; public domain).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+CHARACTERS = 160_000
+"""Of each text: at least four windows of 7,680 tokens."""
+
+OUT = Path(__file__).resolve().parents[1] / "hfkvq" / "measure" / "texts"
+
+
+def agent(folder: Path) -> Iterator[str]:
+    """Conversations with tool calls; the policy that all begin with stands in the first alone."""
+    path = folder / "agent_traces" / "tau_bench_gpt-4o-airline.json.gz"
+    for number, one in enumerate(json.loads(gzip.decompress(path.read_bytes()))):
+        for message in one["traj"][bool(number) :]:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            said = [message.get("content") or "", *(f"{call['name']}({call['arguments']})" for call in calls)]
+            yield f"{message['role']}: {' '.join(filter(None, said))}\n\n"
+
+
+def mathematics(folder: Path) -> Iterator[str]:
+    """Problems and their solutions."""
+    for line in gzip.decompress((folder / "math" / "math_test.jsonl.gz").read_bytes()).decode().splitlines():
+        row = json.loads(line)
+        yield f"Problem: {row['problem']}\n\nSolution: {row['solution']}\n\n\n"
+
+
+def code(folder: Path) -> Iterator[str]:
+    """Functions of Python with their tests."""
+    for line in gzip.decompress((folder / "humaneval" / "HumanEval.jsonl.gz").read_bytes()).decode().splitlines():
+        row = json.loads(line)
+        yield f"{row['prompt']}{row['canonical_solution']}\n{row['test'].strip()}\n\n\n"
+
+
+def play(folder: Path) -> Iterator[str]:
+    """Shakespeare."""
+    yield (folder / "long_texts" / "tinyshakespeare.txt").read_text(encoding="utf-8")
+
+
+def main(folder: Path) -> None:
+    """Writes the four files, the same bytes every time."""
+    for make in (agent, mathematics, code, play):
+        text = "".join(make(folder))[:CHARACTERS]
+        (OUT / f"{make.__name__}.txt.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

