@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
-from hfkvq.kernels.quantize import F16_MAX
+from hfkvq.kernels.groups import F16_MAX
 from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
 from ..registry import Entry
