@@ -99,7 +99,7 @@ class Groups:
 
     @cached_property
     def _units(self) -> Tensor:
-        """u as a multiple of a fraction, f32, 0 where nothing counts."""
+        """Elements in steps as multiples of a fraction, f32, 0 where nothing counts."""
         units = torch.floor((self.x - self.low) * self._per_step * 2.0**FRACTION + 0.5)
         return torch.where(self.real, units, 0.0)
 

@@ -21,7 +21,9 @@ Axis = Literal["channel", "token"]
 RAISED_STEP = 8
 """Room for raised channels comes in steps of eight: rows of 16 bytes, which one load takes."""
 
-_SPEC = re.compile(r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(f(?P<fit>\d))?(?P<raised>(\+\d+x\d+)*)")
+_SPEC = re.compile(
+    r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(f(?P<fit>\d))?(?P<raised>(\+\d+x\d+)*)"
+)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def quantize_pages(
 ) -> list[Tensor]:
     """Quantizes whole pages: ``code = floor((x - zero) / scale + 1/2)``, ``scale = (max - min) / (2^bits - 1)``.
 
-    Or scale and zero are fitted, see `PageFormat`. In a normed format x is what remains of the tokens when they are divided by ``norm``.
+    Or scale and zero are fitted, see `PageFormat`. In a normed format x is what remains of the tokens when they are
+    divided by ``norm``.
 
     Args:
         x: (N, H, G, D), any float dtype, in the basis of the store.

@@ -60,9 +60,10 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
     """Widths by a rule: in every page and head, the channels of greatest score get the widest widths.
 
     A score is the sum of |K| over the page's tokens ("k_abs", Kitty's equation 2) or of ``(K - mean)^2`` ("variance"),
-    times ``q_abs``, in f32; or the sum of squared errors that the channel would have at the page's own width, fitted as
-    the format says, times ``q_abs`` squared ("error"). A score that is not positive, or NaN, is 0. Scores count without the last ``ceil(log2 D)``
-    bits of their mantissa, and of equal ones the lower channel comes first: a strict order, the same everywhere.
+    times ``q_abs``, in f32; or the squared error that the channel would have at the page's own width, fitted as the
+    format says, times ``q_abs`` squared ("error"). A score that is not positive, or NaN, is 0. Scores count without the
+    last ``ceil(log2 D)`` bits of their mantissa, and of equal ones the lower channel comes first: a strict order, the
+    same everywhere.
 
     Or the range over the page's tokens that are finite in f16, over three (MixKVQ's equation 7), times ``q_abs``
     ("range"): to the last bit, and only channels above thresholds rise, see `range_rule`; those that find no room at 16

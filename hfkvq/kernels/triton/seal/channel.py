@@ -265,6 +265,13 @@ def seal_channel_kernel(
     tl.store(scale + p_group, b_scale, mask=m_group)
     tl.store(zero + p_group, b_zero, mask=m_group)
 
+    if FIT:
+        # Once more as well: registers have held what is fitted.
+        b_column = tl.load(p_column, mask=m_t, other=0)
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+        b_x = b_raw.to(tl.float32)
+        if norm is not None:
+            b_x = b_x * b_share[None, :, None]
     b_inverse = inverse_of(b_scale.to(tl.float32))[:, :, None, :]
     b_levels = tl.where(m_high, 15.0, LEVELS * 1.0)[:, :, None, :]
     # A channel that is kept whole has scale 0, hence code 0 without more ado.
@@ -331,10 +338,12 @@ def channel_constants(
     block = power(group)
     # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
     name, over16, over4, divisor = parse_rule(rule) if rule else ("", 0.0, 0.0, 1.0)
+    fits = bool(form.fit) or name == "error"
     groups = form.page_size // group if rule or form.raised_count(4) else 1
     words = max(2, power(form.words(head_dim)))
     if not rule:
-        words = max(2, min(words, CHANNEL_TILE // (groups * block * fields)))
+        tile = CHANNEL_TILE // 2 if fits else CHANNEL_TILE
+        words = max(2, min(words, tile // (groups * block * fields)))
     slices = 1 if rule else cdiv(form.words(head_dim), words)
     constants = {
         "BITS": form.bits,
@@ -355,6 +364,6 @@ def channel_constants(
         "BD": power(head_dim),
         "FL": min(fields, 4, max(1, 64 // words)),
         "VEC": 2,
-        "num_warps": warps_of(groups * block * fields * words, FIT_THREAD if form.fit or name == "error" else CHANNEL_THREAD),
+        "num_warps": warps_of(groups * block * fields * words, FIT_THREAD if fits else CHANNEL_THREAD),
     }
     return (tokens // (groups * group), slices), constants

@@ -36,8 +36,10 @@ def total(b_x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def in_steps(b_x, m_x, b_low, b_high, m_high):
-    """Elements (i32) as fractions of a step above the lowest of their group, -1 for those that count for nothing; the
-    lowest; a step; one over it."""
+    """Elements in steps above the lowest of their group, then the lowest, a step, and one over it.
+
+    Elements are i32, multiples of ``UNIT``, and -1 where they count for nothing.
+    """
     m_any = b_low <= b_high
     b_low = tl.where(m_any, b_low, 0.0)
     b_step = tl.maximum(divide_levels(tl.where(m_any, b_high, 0.0) - b_low, m_high), F16_TINY)
@@ -64,8 +66,10 @@ def from_stored(b_scale, b_zero, b_low, b_per_step):
 
 @triton.jit
 def codes_and_errors(b_units, b_slope, b_base, b_levels, POWER: tl.constexpr, SIZE: tl.constexpr):
-    """Codes (i32) of elements in steps, and |error|^POWER as `hfkvq.kernels.groups.error_bits` says; 0 where nothing
-    counts."""
+    """Codes (i32) of elements in steps, and |error|^POWER (i32), both 0 where nothing counts.
+
+    See `hfkvq.kernels.groups.error_bits`.
+    """
     BITS: tl.constexpr = 30 - (SIZE - 1).bit_length() - 2 * POWER
     m_x = b_units >= 0
     b_u = b_units.to(tl.float32) * UNIT
