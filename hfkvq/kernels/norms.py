@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .dispatch import call, define, triton_slot
+from .groups import F16_MAX
 from .pages import Axis
-from .quantize import F16_MAX
 
 LEAST = 0.5488
 """Least squared factor, beside a page of mean square 1: e^-0.6. What is small may stay so; it widens no range."""

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .groups import MOST, POWERS
+
 Side = Literal["keys", "values"]
 
 SIDES: tuple[Side, Side] = ("keys", "values")
@@ -19,7 +21,9 @@ Axis = Literal["channel", "token"]
 RAISED_STEP = 8
 """Room for raised channels comes in steps of eight: rows of 16 bytes, which one load takes."""
 
-_SPEC = re.compile(r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(?P<raised>(\+\d+x\d+)*)")
+_SPEC = re.compile(
+    r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(f(?P<fit>\d))?(?P<raised>(\+\d+x\d+)*)"
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ class PageFormat:
             over 2-bit pages) and 16; counts are rounded up to a multiple of eight. Keys, per channel, only.
         normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
             token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
+        fit: how scale and zero are chosen when tokens are sealed: 0 takes the range of each group, 2, 3 or 4 what loses
+            least by the sum of |error| to this power (see `hfkvq.kernels.groups`). Integer widths only. What is stored,
+            and how it is read, is the same.
     """
 
     bits: int
@@ -76,6 +83,7 @@ class PageFormat:
     page_size: int = 128
     raised: tuple[tuple[int, int], ...] = ()
     normed: bool = False
+    fit: int = 0
 
     def __post_init__(self) -> None:
         """Checks the relations that the layout really requires."""
@@ -96,6 +104,11 @@ class PageFormat:
             )
         if self.normed and self.bits >= 8:
             raise ValueError(f"normed: got pages of {self.bits} bits, allowed with 2 and 4 bits only.")
+        if self.fit not in POWERS or (self.fit and (self.bits >= 8 or self.group_size > MOST)):
+            raise ValueError(
+                f"fit: got {self.fit} for {self.bits} bits and groups of {self.group_size}, allowed "
+                f"{', '.join(map(str, POWERS))}; not 0 with 2 and 4 bits only, and groups of at most {MOST}."
+            )
         if self.raised and (self.axis != "channel" or self.bits not in (2, 4)):
             raise ValueError("raised: only channels of 2-bit or 4-bit per-channel pages can be raised.")
         for width, count in self.raised:
@@ -118,7 +131,8 @@ class PageFormat:
     def spec(self) -> str:
         """Short, reversible name, e.g. ``"2c128p128+4x16"``; ops take it as their static argument."""
         raised = "".join(f"+{width}x{count}" for width, count in self.raised)
-        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{'n' * self.normed}{raised}"
+        fit = f"f{self.fit}" if self.fit else ""
+        return f"{self.bits}{self.axis[0]}{self.group_size}p{self.page_size}{'n' * self.normed}{fit}{raised}"
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -132,7 +146,7 @@ class PageFormat:
         )
         axis: Axis = "channel" if match["axis"] == "c" else "token"
         group, page = int(match["group"]), int(match["page"])
-        return PageFormat(int(match["bits"]), axis, group, page, raised, bool(match["normed"]))
+        return PageFormat(int(match["bits"]), axis, group, page, raised, bool(match["normed"]), int(match["fit"] or 0))
 
     @cached_property
     def whole(self) -> bool:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .dispatch import define
+from .groups import F16_MAX, Groups
 from .pages import PageFormat, Side
 
-F16_MAX = 65504.0
 FP8_MAX = 448.0
 
 
@@ -33,26 +33,18 @@ def unpack_words(words: Tensor, bits: int, head_dim: int) -> Tensor:
     return codes.flatten(-2)[..., :head_dim]
 
 
-def _affine(x: Tensor, levels: Tensor | float, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+def _affine(x: Tensor, levels: Tensor | float, dim: int, fit: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scale and zero of groups along ``dim``, computed against scale and zero as stored in f16.
 
-    Elements that are not finite in f16 are left out of the range, so one bad token cannot widen its neighbours' scale;
-    they take the nearest end of their group (NaN: the lower).
+    Elements that are not finite in f16 count for nothing; they take the nearest end of their group (NaN: the lower).
     """
-    finite = x.abs() <= F16_MAX
-    low = torch.where(finite, x, torch.inf).amin(dim, keepdim=True)
-    high = torch.where(finite, x, -torch.inf).amax(dim, keepdim=True)
-    empty = low > high
-    low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
-    zero = low.half()
-    # A tensor: CUDA divides by a Python number by multiplying with its rounded reciprocal.
-    levels = levels if isinstance(levels, Tensor) else torch.full_like(low, levels)
-    scale = ((high - low) / levels).clamp(max=F16_MAX).half()
+    groups = Groups(x, levels, dim)
+    scale, zero = groups.scales(fit)
     inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
     code = torch.floor((x - zero.float()) * inverse + 0.5)
     # NaN compares false with everything, so it is replaced before the clamp.
     code = torch.where(torch.isnan(code), 0.0, code).clamp(min=0.0)
-    code = torch.minimum(code, levels)
+    code = torch.minimum(code, groups.levels)
     return code.to(torch.int32), scale, zero
 
 
@@ -70,7 +62,8 @@ def quantize_pages(
 ) -> list[Tensor]:
     """Quantizes whole pages: ``code = floor((x - zero) / scale + 1/2)``, ``scale = (max - min) / (2^bits - 1)``.
 
-    In a normed format x is what remains of the tokens when they are divided by ``norm``.
+    Or scale and zero are fitted, see `PageFormat`. In a normed format x is what remains of the tokens when they are
+    divided by ``norm``.
 
     Args:
         x: (N, H, G, D), any float dtype, in the basis of the store.
@@ -104,7 +97,7 @@ def quantize_pages(
         # Multiplied by what is rounded once, as kernels do.
         x = x * (1.0 / norm.float()).unsqueeze(-1 if fmt.axis == "channel" else -2)
     if fmt.axis == "token":
-        code, scale, zero = _affine(x.unflatten(-1, (-1, fmt.group_size)), float(2**fmt.bits - 1), -1)
+        code, scale, zero = _affine(x.unflatten(-1, (-1, fmt.group_size)), float(2**fmt.bits - 1), -1, fmt.fit)
         code = code.flatten(-2)
         out["scale"], out["zero"] = (t.squeeze(-1).transpose(-1, -2).contiguous() for t in (scale, zero))
     else:
@@ -116,7 +109,7 @@ def quantize_pages(
             index, used = raised[4]
             is_raised = torch.zeros(n, heads, head_dim, device=x.device).scatter_add_(-1, index, used.float()) > 0
             levels = torch.where(is_raised, 15.0, float(levels))[:, :, None, None, :]
-        code, scale, zero = _affine(x.unflatten(2, (-1, fmt.group_size)), levels, 3)
+        code, scale, zero = _affine(x.unflatten(2, (-1, fmt.group_size)), levels, 3, fmt.fit)
         code, scale, zero = code.flatten(2, 3), scale.squeeze(3), zero.squeeze(3)
         if 16 in raised:
             index, used = raised[16]

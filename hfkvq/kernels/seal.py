@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from .dispatch import call, define, triton_slot
+from .groups import F16_MAX, Groups
 from .pages import PageFormat, Side
-from .quantize import F16_MAX, quantize_pages
+from .quantize import quantize_pages
 
-RULES = ("k_abs", "variance", "range")
-"""Rules by which sealing itself can choose the raised channels; see `range_rule` for the parameters of the last."""
+RULES = ("k_abs", "variance", "range", "error")
+"""Rules by which sealing itself can choose the raised channels; see `range_rule` for the parameters of "range"."""
 
 SCORE_MAX = 1e18
 """Scores of ranges end here, so that their squares stay finite in f32."""
@@ -59,8 +60,10 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
     """Widths by a rule: in every page and head, the channels of greatest score get the widest widths.
 
     A score is the sum of |K| over the page's tokens ("k_abs", Kitty's equation 2) or of ``(K - mean)^2`` ("variance"),
-    times ``q_abs``, in f32; a score that is not positive, or NaN, is 0. Scores count without the last ``ceil(log2 D)``
-    bits of their mantissa, and of equal ones the lower channel comes first: a strict order, the same everywhere.
+    times ``q_abs``, in f32; or the squared error that the channel would have at the page's own width, fitted as the
+    format says, times ``q_abs`` squared ("error"). A score that is not positive, or NaN, is 0. Scores count without the
+    last ``ceil(log2 D)`` bits of their mantissa, and of equal ones the lower channel comes first: a strict order, the
+    same everywhere.
 
     Or the range over the page's tokens that are finite in f16, over three (MixKVQ's equation 7), times ``q_abs``
     ("range"): to the last bit, and only channels above thresholds rise, see `range_rule`; those that find no room at 16
@@ -69,7 +72,7 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
     Args:
         keys: (B, H, n, G, D), any float dtype: n whole pages.
         fmt: the page format, whose ``raised`` says how many channels get which width.
-        choose: "k_abs", "variance", "range" or what `range_rule` returns.
+        choose: "k_abs", "variance", "error", "range" or what `range_rule` returns.
         q_abs: f32 (B, H, D), factor of each channel's score, or None.
 
     Returns:
@@ -79,11 +82,16 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
     if name == "range":
         return _widths_of_ranges(keys, fmt, q_abs, over16, over4, divisor)
     x, page, head_dim = keys.float(), keys.shape[-2], keys.shape[-1]
-    if name == "variance":
-        x = (x - (_halving_sum(x) * (1.0 / page)).unsqueeze(-2)).square()
-    score = _halving_sum(x.abs())
+    if name == "error":
+        groups = Groups(x.unflatten(-2, (-1, fmt.group_size)), float(2**fmt.bits - 1), -2)
+        score = _halving_sum(groups.squares(*groups.scales(fmt.fit)).squeeze(-2))
+    else:
+        if name == "variance":
+            x = (x - (_halving_sum(x) * (1.0 / page)).unsqueeze(-2)).square()
+        score = _halving_sum(x.abs())
     if q_abs is not None:
-        score = score * q_abs.float()[:, :, None]
+        weight = q_abs.float()[:, :, None]
+        score = score * weight * weight if name == "error" else score * weight
     score = torch.where(score > 0, score, 0.0)
     last = (1 << (head_dim - 1).bit_length()) - 1
     channel = torch.arange(head_dim, dtype=torch.int32, device=keys.device)

@@ -44,6 +44,12 @@ FORMATS = [
     ("2c16p32n+4x20+16x5", "keys", 80),
     ("4t64p32n", "values", 64),
     ("2t24p8n", "values", 72),
+    ("2c128p128f3+4x16", "keys", 128),
+    ("2c32p64f4+4x20+16x5", "keys", 80),
+    ("4c8p24f2+16x5", "keys", 64),
+    ("2t32p64f4", "values", 96),
+    ("4t64p64f2", "keys", 64),
+    ("2t24p8nf3", "values", 72),
 ]
 ROWS, HEADS, PAGES = 3, 2, 4
 
@@ -129,6 +135,10 @@ ADVERSE = [
     ("8t80p16", "keys", 80),
     ("2c32p32n", "keys", 64),
     ("4t32p16n", "values", 64),
+    ("2c32p32f3+4x8+16x8", "keys", 64),
+    ("4c16p32nf4", "keys", 128),
+    ("4t32p32f2", "values", 64),
+    ("2t24p8f4", "keys", 96),
 ]
 
 
@@ -211,11 +221,12 @@ CHOSEN = [
     ("2c8p40+16x8", 64),
     ("2c64p128+4x24", 512),
     ("2c32p32n+4x8+16x8", 64),
+    ("2c32p64f4+4x8", 80),
 ]
 
 
 @pytest.mark.parametrize("weigh", [False, True], ids=["plain", "weighed"])
-@pytest.mark.parametrize("choose", ["k_abs", "variance"])
+@pytest.mark.parametrize("choose", ["k_abs", "variance", "error"])
 @pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
 def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
     """The pages are those that the rule's widths give."""

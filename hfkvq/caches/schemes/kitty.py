@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
@@ -26,8 +27,9 @@ class Kitty(Scheme):
 
     Attributes:
         boost_ratio: share of key channels raised to 4 bits, per page and KV head. Kitty 0.125, Kitty-Pro 0.25.
-        score: what ranks channels: mean |K| of the page ("k_abs", the paper's), its variance, or mean |K| times mean
-            |Q| of the queries seen since the last seal ("qk_abs").
+        score: what ranks channels: mean |K| of the page ("k_abs", the paper's), its variance, mean |K| times mean |Q|
+            of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
+            ("error"), or that times the square of mean |Q| ("q_error").
         sink_length: S, first tokens kept whole.
         local_length: R, newest values kept whole.
         page_size: G, tokens per page and per key scale.
@@ -36,6 +38,9 @@ class Kitty(Scheme):
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
             sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
+        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
+            what loses least by the sum of |error| to this power (3 or 4). Bytes and decoding stay as they are.
+        fit_values: likewise of values (rotated, if at all, and 4).
     """
 
     name = "kitty"
@@ -54,18 +59,20 @@ class Kitty(Scheme):
     }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
-    score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs"))
+    score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs", "error", "q_error"))
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(128, low=0, high=4096, search=[32, 64, 128, 256])
     page_size: int = knob(128, low=8, high=1024)
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     clip_values: float = knob(1.0, low=0.5, high=1.0)
+    fit: int = knob(0, choices=POWERS, search=list(POWERS))
+    fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     @property
     def needs(self) -> frozenset[str]:
         """Queries, if they take part in the score."""
-        return frozenset({"query"}) if self.score == "qk_abs" else frozenset()
+        return frozenset({"query"}) if self.score in ("qk_abs", "q_error") else frozenset()
 
     def boosted(self, head_dim: int) -> int:
         """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
@@ -75,8 +82,8 @@ class Kitty(Scheme):
         """Sink, 2-bit pages with raised key channels, local window on the values."""
         count = self.boosted(key_dim)
         raised = ((4, count),) if count else ()
-        keys = PageFormat(2, "channel", self.page_size, self.page_size, raised, self.token_norm)
-        values = PageFormat(2, "token", value_dim, self.page_size)
+        keys = PageFormat(2, "channel", self.page_size, self.page_size, raised, self.token_norm, self.fit)
+        values = PageFormat(2, "token", value_dim, self.page_size, fit=self.fit_values)
         block = min(128, largest_block(value_dim)) if self.rotate_values else 0
         own = SideLayout(
             (values,), self.local_length, self.page_size, rotate=block if block > 1 else 0, clip=self.clip_values
@@ -85,5 +92,5 @@ class Kitty(Scheme):
 
     @property
     def channel_rule(self) -> str:
-        """Eq. (2): the channels of greatest mean |K| over the page get 4 bits."""
-        return "variance" if self.score == "variance" else "k_abs"
+        """Eq. (2): the channels of greatest mean |K| over the page get 4 bits; or of another score."""
+        return {"qk_abs": "k_abs", "q_error": "error"}.get(self.score, self.score)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
 from ..registry import Entry
@@ -29,6 +30,9 @@ class Kivi(Scheme):
         sink_length: first tokens kept whole (0 in the paper).
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
+        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
+            what loses least by the sum of |error| to this power (2 or 3). Bytes and decoding stay as they are.
+        fit_values: likewise of values (rotated, if at all, and 4).
     """
 
     name = "kivi"
@@ -48,10 +52,12 @@ class Kivi(Scheme):
     local_length: int = knob(128, low=8, high=1024, search=[128, 256])
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
+    fit: int = knob(0, choices=POWERS, search=list(POWERS))
+    fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""
         page = self.local_length
-        keys = PageFormat(self.bits, "channel", self.group_size, page, normed=self.token_norm)
-        values = PageFormat(self.bits, "token", self.group_size, page)
+        keys = PageFormat(self.bits, "channel", self.group_size, page, normed=self.token_norm, fit=self.fit)
+        values = PageFormat(self.bits, "token", self.group_size, page, fit=self.fit_values)
         return Layout(SideLayout((keys,), unit=page), SideLayout((values,), local=self.local_length), self.sink_length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import Axis, PageFormat
 
@@ -34,6 +35,9 @@ class KVarN(Scheme):
         rounds: how often rows and columns take turns in balancing a page; 0 balances nothing.
         sink_length: first tokens kept whole.
         page_size: tokens per page.
+        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
+            what loses least by the sum of |error| to this power (2 or 3). Bytes and decoding stay as they are.
+        fit_values: likewise of values (4 if at all).
     """
 
     name = "kvarn"
@@ -52,21 +56,23 @@ class KVarN(Scheme):
     rounds: int = knob(1, low=0, high=64)
     sink_length: int = knob(128, low=0, high=1024, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
+    fit: int = knob(0, choices=POWERS, search=list(POWERS))
+    fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Normed pages of their own widths on both sides, sealed together."""
 
-        def side(bits: int, axis: Axis, group: int, dim: int, rotated: bool) -> SideLayout:
+        def side(bits: int, axis: Axis, group: int, dim: int, rotated: bool, fit: int) -> SideLayout:
             block = min(128, largest_block(dim)) if rotated else 0
             return SideLayout(
-                (PageFormat(bits, axis, group, self.page_size, normed=True),),
+                (PageFormat(bits, axis, group, self.page_size, normed=True, fit=fit),),
                 unit=self.page_size,
                 rotate=block if block > 1 else 0,
                 balance=self.rounds,
             )
 
         return Layout(
-            side(self.key_bits, "channel", self.page_size, key_dim, self.rotate in ("both", "keys")),
-            side(self.value_bits, "token", value_dim, value_dim, self.rotate in ("both", "values")),
+            side(self.key_bits, "channel", self.page_size, key_dim, self.rotate in ("both", "keys"), self.fit),
+            side(self.value_bits, "token", value_dim, value_dim, self.rotate in ("both", "values"), self.fit_values),
             self.sink_length,
         )

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.kernels.groups import F16_MAX, POWERS
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
-from hfkvq.kernels.quantize import F16_MAX
 from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
 from ..registry import Entry
@@ -78,6 +78,9 @@ class MixKVQ(Scheme):
         page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
+        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
+            what loses least by the sum of |error| to this power (3 or 4). Bytes and decoding stay as they are.
+        fit_values: likewise of values (rotated, if at all, and 4).
     """
 
     name = "mixkvq"
@@ -109,6 +112,8 @@ class MixKVQ(Scheme):
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     page_size: int = knob(128, low=8, high=1024)
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
+    fit: int = knob(0, choices=POWERS, search=list(POWERS))
+    fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def __post_init__(self) -> None:
         """Checks the knobs, and what they are to each other."""
@@ -146,8 +151,8 @@ class MixKVQ(Scheme):
         wide, middle = self.room(key_dim)
         raised = tuple((width, count) for width, count in ((4, middle), (16, wide)) if count)
         group = next(g for g in range(min(self.group_size, value_dim), 0, -1) if value_dim % g == 0)
-        keys = PageFormat(2, "channel", self.group_size, self.page_size, raised, self.token_norm)
-        values = PageFormat(2, "token", group, self.page_size)
+        keys = PageFormat(2, "channel", self.group_size, self.page_size, raised, self.token_norm, self.fit)
+        values = PageFormat(2, "token", group, self.page_size, fit=self.fit_values)
         return Layout(
             SideLayout((keys,), unit=self.page_size), SideLayout((values,), unit=self.page_size), self.sink_length
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
@@ -30,6 +31,9 @@ class SawInt4(Scheme):
         sink_length: first tokens kept whole (0 in the paper).
         local_length: newest tokens kept whole (0 in the paper).
         page_size: G, tokens per page.
+        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
+            what loses least by the sum of |error| to this power (2). Bytes and decoding stay as they are.
+        fit_values: likewise of values (4 if at all).
     """
 
     name = "saw-int4"
@@ -54,16 +58,17 @@ class SawInt4(Scheme):
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
+    fit: int = knob(0, choices=POWERS, search=list(POWERS))
+    fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """4-bit pages per token on both sides."""
 
-        def side(dim: int, rotated: bool) -> SideLayout:
+        def side(dim: int, rotated: bool, fit: int) -> SideLayout:
             block = (min(128, largest_block(dim)) if self.block is None else self.block) if rotated else 0
             # A block of one channel rotates nothing.
-            return SideLayout(
-                (PageFormat(4, "token", dim, self.page_size),), self.local_length, rotate=block if block > 1 else 0
-            )
+            fmt = PageFormat(4, "token", dim, self.page_size, fit=fit)
+            return SideLayout((fmt,), self.local_length, rotate=block if block > 1 else 0)
 
-        keys = side(key_dim, self.rotate in ("keys", "both"))
-        return Layout(keys, side(value_dim, self.rotate == "both"), self.sink_length)
+        keys = side(key_dim, self.rotate in ("keys", "both"), self.fit)
+        return Layout(keys, side(value_dim, self.rotate == "both", self.fit_values), self.sink_length)

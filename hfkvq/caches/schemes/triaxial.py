@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
 from ..registry import Entry
@@ -63,6 +64,9 @@ class TriAxial(Scheme):
         page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits.
         requantize_on_turn_end: whether a new prompt gives cached tokens of 4 bits the 2 that the table has for them by
             then, in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
+        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
+            what loses least by the sum of |error| to this power (2 or 3). Bytes and decoding stay as they are.
+        fit_values: likewise of values (4 if at all).
     """
 
     name = "triaxial"
@@ -81,6 +85,8 @@ class TriAxial(Scheme):
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     requantize_on_turn_end: bool = knob(False, choices=(False, True))
+    fit: int = knob(0, choices=POWERS, search=list(POWERS))
+    fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def __post_init__(self) -> None:
         """Checks the table's tags and widths, and keeps it as sorted pairs."""
@@ -95,8 +101,8 @@ class TriAxial(Scheme):
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Section 3.2.1: INT2 keys per channel, all else per token."""
         group, page = self.group_size, self.page_size
-        keys = PageFormat(2, "channel", group, page), PageFormat(4, "token", group, page)
-        values = PageFormat(2, "token", group, page), PageFormat(4, "token", group, page)
+        keys = tuple(PageFormat(bits, axis, group, page, fit=self.fit) for bits, axis in ((2, "channel"), (4, "token")))
+        values = tuple(PageFormat(bits, "token", group, page, fit=self.fit_values) for bits in (2, 4))
         return Layout(
             SideLayout(keys, self.local_length, self.seal_unit),
             SideLayout(values, self.local_length, self.seal_unit),

@@ -12,6 +12,7 @@ from ...seal import RULES, parse_rule
 from ...seal import SCORE_MAX as MOST
 from .._lib import F16_MAX, cdiv, fields_of, power
 from .arithmetic import affine_codes, affine_scale, divide_levels, inverse_of, is_wide, load_tokens, warps_of
+from .fit import FIT_THREAD, fit_scale, in_steps, squared_errors
 
 SCORE_MAX = tl.constexpr(MOST)
 
@@ -31,19 +32,45 @@ def halving_sum(b_x, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def rank_channels(
-    b_x, p_weight, o_c, m_c, CHOOSE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr
+def channel_errors(
+    b_x, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr
 ):
-    """Rank of every channel of a whole page, [F, C], 0 for the strongest; see `hfkvq.kernels.seal.channel_ranks`."""
-    if CHOOSE == 2:
-        b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
-        b_x = b_x - b_mean[:, None, :]
-        b_x = b_x * b_x
+    """Sum of squared errors of every channel of a whole page, [F, C]."""
+    NG: tl.constexpr = T // GROUP
+    b_x = tl.reshape(b_x, (F, NG, GROUP, C))
+    m_x = tl.abs(b_x) <= F16_MAX
+    b_low = tl.min(tl.where(m_x, b_x, float("inf")), 2, keep_dims=True)
+    b_high = tl.max(tl.where(m_x, b_x, float("-inf")), 2, keep_dims=True)
+    m_high = LEVELS == 15
+    b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+    b_units, b_low, b_step, b_per_step = in_steps(b_x, m_x, b_low, b_high, m_high)
+    if FIT:
+        b_scale, b_zero = fit_scale(b_units, b_scale, b_zero, b_low, b_step, b_per_step, m_high, FIT, GROUP, 2, None)
+    b_lost = squared_errors(b_units, b_scale, b_zero, b_low, b_step, b_per_step, LEVELS * 1.0, GROUP, 2, None)
+    return halving_sum(tl.reshape(b_lost, (F, NG, C)), F, NG, C)
+
+
+@triton.jit
+def rank_channels(
+    b_x, p_weight, o_c, m_c, CHOOSE: tl.constexpr, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Rank of every channel of a whole page, [F, C], 0 for the strongest; see `hfkvq.kernels.seal.channel_widths`."""
+    if CHOOSE == 4:
+        b_score = channel_errors(b_x, LEVELS, FIT, GROUP, F, T, C)
     else:
-        b_x = tl.abs(b_x)
-    b_score = halving_sum(b_x, F, T, C)
+        if CHOOSE == 2:
+            b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
+            b_x = b_x - b_mean[:, None, :]
+            b_x = b_x * b_x
+        else:
+            b_x = tl.abs(b_x)
+        b_score = halving_sum(b_x, F, T, C)
     if p_weight is not None:
-        b_score *= tl.load(p_weight + o_c, mask=m_c, other=0.0)
+        b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0)
+        b_score *= b_weight
+        if CHOOSE == 4:
+            b_score *= b_weight
     b_score = tl.where(b_score > 0.0, b_score, 0.0)
     LAST: tl.constexpr = (1 << (D - 1).bit_length()) - 1
     b_key = (b_score.to(tl.int32, bitcast=True) & ~LAST) | (LAST - o_c)
@@ -106,7 +133,7 @@ def seal_channel_kernel(
     codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
     given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
-    CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
+    FIT: tl.constexpr, CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
     COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NG: tl.constexpr,
     BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +199,7 @@ def seal_channel_kernel(
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
-        b_rank = rank_channels(b_x, p_weight, o_c, m_c, CHOOSE, D, FH, BT, C)
+        b_rank = rank_channels(b_x, p_weight, o_c, m_c, CHOOSE, LEVELS, FIT, GROUP, D, FH, BT, C)
         if COUNT16 > 0:
             m_16 = b_rank < COUNT16
             b_place16 = place_chosen(m_16, FH, C)
@@ -219,6 +246,16 @@ def seal_channel_kernel(
     # [FH, 1, C]
     m_high = (m_4 | (LEVELS == 15))[:, None, :]
     b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+    if FIT:
+        m_own = tl.broadcast_to(tl.reshape(m_t, (NG, BG))[None, :, :, None], (FH, NG, BG, C))
+        b_units, b_least, b_step, b_per_step = in_steps(
+            tl.reshape(b_x, (FH, NG, BG, C)), m_own, b_low[:, :, None, :], b_high[:, :, None, :], m_high[:, :, None, :]
+        )
+        b_scale, b_zero = fit_scale(
+            b_units, b_scale[:, :, None, :], b_zero[:, :, None, :], b_least, b_step, b_per_step, m_high[:, :, None, :],
+            FIT, GROUP, 2, None,
+        )  # fmt: skip
+        b_scale, b_zero = tl.reshape(b_scale, (FH, NG, C)), tl.reshape(b_zero, (FH, NG, C))
     if COUNT16 > 0 and RAISES:
         b_scale = tl.where(m_16[:, None, :], 0.0, b_scale).to(tl.float16)
         b_zero = tl.where(m_16[:, None, :], 0.0, b_zero).to(tl.float16)
@@ -228,6 +265,13 @@ def seal_channel_kernel(
     tl.store(scale + p_group, b_scale, mask=m_group)
     tl.store(zero + p_group, b_zero, mask=m_group)
 
+    if FIT:
+        # Once more as well: registers have held what is fitted.
+        b_column = tl.load(p_column, mask=m_t, other=0)
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+        b_x = b_raw.to(tl.float32)
+        if norm is not None:
+            b_x = b_x * b_share[None, :, None]
     b_inverse = inverse_of(b_scale.to(tl.float32))[:, :, None, :]
     b_levels = tl.where(m_high, 15.0, LEVELS * 1.0)[:, :, None, :]
     # A channel that is kept whole has scale 0, hence code 0 without more ado.
@@ -294,15 +338,18 @@ def channel_constants(
     block = power(group)
     # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
     name, over16, over4, divisor = parse_rule(rule) if rule else ("", 0.0, 0.0, 1.0)
+    fits = bool(form.fit) or name == "error"
     groups = form.page_size // group if rule or form.raised_count(4) else 1
     words = max(2, power(form.words(head_dim)))
     if not rule:
-        words = max(2, min(words, CHANNEL_TILE // (groups * block * fields)))
+        tile = CHANNEL_TILE // 2 if fits else CHANNEL_TILE
+        words = max(2, min(words, tile // (groups * block * fields)))
     slices = 1 if rule else cdiv(form.words(head_dim), words)
     constants = {
         "BITS": form.bits,
         "GROUP": group,
         "TOKEN_MAJOR": is_keys,
+        "FIT": form.fit,
         "CHOOSE": RULES.index(name) + 1 if rule else 0,
         "OVER16": over16,
         "OVER4": over4,
@@ -317,6 +364,6 @@ def channel_constants(
         "BD": power(head_dim),
         "FL": min(fields, 4, max(1, 64 // words)),
         "VEC": 2,
-        "num_warps": warps_of(groups * block * fields * words, CHANNEL_THREAD),
+        "num_warps": warps_of(groups * block * fields * words, FIT_THREAD if fits else CHANNEL_THREAD),
     }
     return (tokens // (groups * group), slices), constants

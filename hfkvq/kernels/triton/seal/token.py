@@ -11,6 +11,7 @@ import triton.language as tl
 from ...pages import PageFormat
 from .._lib import F16_MAX, capability, fields_of, power
 from .arithmetic import affine_codes, affine_scale, inverse_of, is_wide, load_tokens, warps_of
+from .fit import FIT_THREAD, fit_scale, in_steps
 
 FP8_MAX = tl.constexpr(448.0)
 
@@ -40,8 +41,8 @@ def columns_of(index, o_index, o_token, m_t, SLOTS):
 def seal_tokens(
     codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l, s_d,
     H, N, M, SLOTS,
-    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FIT: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Of BT slots of a page, which begin with token ``i_first``, those of the ``i_new`` from ``i_count`` on.
 
@@ -102,6 +103,17 @@ def seal_tokens(
             b_highs = tl.reshape(tl.where(m_own, b_again, float("-inf")), (A, F, BT, K, W))
             b_low, b_high = tl.min(tl.min(b_lows, 1), 3), tl.max(tl.max(b_highs, 1), 3)
         b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+        if FIT:
+            m_fit = tl.broadcast_to(m_c, (FIELDS, BT, BE))
+            b_units, b_least, b_step, b_per_step = in_steps(
+                tl.reshape(b_x, (A, F, BT, K, W)), tl.reshape(m_fit, (A, F, BT, K, W)), b_low[:, None, :, :, None],
+                b_high[:, None, :, :, None], m_high,
+            )  # fmt: skip
+            b_scale, b_zero = fit_scale(
+                b_units, b_scale[:, None, :, :, None], b_zero[:, None, :, :, None], b_least, b_step, b_per_step, m_high,
+                FIT, GROUP, 1, 4,
+            )  # fmt: skip
+            b_scale, b_zero = tl.reshape(b_scale, (A, BT, K)), tl.reshape(b_zero, (A, BT, K))
         o_n = (tl.arange(0, A) * K)[:, None, None] + tl.arange(0, K)[None, None, :]
         p_group = (i_head * (D // GROUP) + o_n) * G + o_slot[None, :, None]
         m_group = tl.broadcast_to(m_t[None, :, None], (A, BT, K))
@@ -121,6 +133,15 @@ def seal_tokens(
             b_low = tl.min(tl.min(tl.where(m_n, b_x, float("inf")), 0), 1)
             b_high = tl.max(tl.max(tl.where(m_n, b_x, float("-inf")), 0), 1)
             b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+            if FIT:
+                b_units, b_least, b_step, b_per_step = in_steps(
+                    b_x, m_n, b_low[None, :, None], b_high[None, :, None], m_high
+                )
+                b_scale, b_zero = fit_scale(
+                    b_units, b_scale[None, :, None], b_zero[None, :, None], b_least, b_step, b_per_step, m_high,
+                    FIT, GROUP, 0, 2,
+                )  # fmt: skip
+                b_scale, b_zero = tl.reshape(b_scale, (BT,)), tl.reshape(b_zero, (BT,))
             m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
             p_group = (i_head * (D // GROUP) + i_n) * G + o_slot
             tl.store(scale + p_group, b_scale, mask=m_t)
@@ -142,8 +163,8 @@ def seal_tokens(
 @triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_token_kernel(
     codes, scale, zero, norm, table, count, new, source, index, given, s_b, s_h, s_l, s_d, H, N, M,
-    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
-    BT: tl.constexpr, BE: tl.constexpr,
+    D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FIT: tl.constexpr,
+    TOKEN_MAJOR: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Those of BT slots of a page that are due."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -153,7 +174,7 @@ def seal_token_kernel(
         return
     seal_tokens(
         codes, scale, zero, norm, table, source, index, given, i_b, i_h, i_bh, i_first, i_count, i_new, s_b, s_h, s_l,
-        s_d, H, N, M, 1, D, G, BITS, GROUP, TOKEN_MAJOR, BT, BE,
+        s_d, H, N, M, 1, D, G, BITS, GROUP, FIT, TOKEN_MAJOR, BT, BE,
     )  # fmt: skip
 
 
@@ -241,6 +262,7 @@ class FewTokens(NamedTuple):
         groups: BN of `seal_unpacked`; 0 for 2 and 4 bits, as are the rest.
         width: its BC.
         native: its NATIVE.
+        fit: FIT of `seal_tokens`.
     """
 
     bits: int
@@ -250,10 +272,11 @@ class FewTokens(NamedTuple):
     groups: int = 0
     width: int = 0
     native: bool = False
+    fit: int = 0
 
 
 # Where fields of `FewTokens` stand, for kernels.
-FEW_BITS, FEW_GROUP, FEW_SLOTS, FEW_WORDS, FEW_GROUPS, FEW_WIDTH, FEW_NATIVE = map(
+FEW_BITS, FEW_GROUP, FEW_SLOTS, FEW_WORDS, FEW_GROUPS, FEW_WIDTH, FEW_NATIVE, FEW_FIT = map(
     tl.constexpr, range(len(FewTokens._fields))
 )
 
@@ -277,7 +300,8 @@ def seal_few(
         else:
             seal_tokens(
                 codes, scale, zero, None, table, tail, None, None, i_b, i_h, i_bh, i_first, i_count, i_new, H * s_h,
-                s_h, D, 1, H, N, M, SLOTS, D, G, FORM[FEW_BITS], FORM[FEW_GROUP], AT == 0, BT, FORM[FEW_WORDS],
+                s_h, D, 1, H, N, M, SLOTS, D, G, FORM[FEW_BITS], FORM[FEW_GROUP], FORM[FEW_FIT], AT == 0, BT,
+                FORM[FEW_WORDS],
             )  # fmt: skip
 
 
@@ -290,7 +314,7 @@ def few_tokens(
         form = FewTokens(fmt.bits, own["GROUP"], own["BT"], groups=own["BN"], width=own["BC"], native=own["NATIVE"])
     else:
         tiles, own = token_constants(fmt, is_keys, tokens, head_dim)
-        form = FewTokens(fmt.bits, own["GROUP"], own["BT"], words=own["BE"])
+        form = FewTokens(fmt.bits, own["GROUP"], own["BT"], words=own["BE"], fit=own["FIT"])
     return form, tiles
 
 
@@ -327,8 +351,9 @@ def token_constants(form: PageFormat, is_keys: bool, tokens: int, head_dim: int)
     return tiles, {
         "BITS": form.bits,
         "GROUP": form.group_size,
+        "FIT": form.fit,
         "TOKEN_MAJOR": is_keys,
         "BT": block,
         "BE": words,
-        "num_warps": warps_of(block * fields * words, TOKEN_THREAD // share),
+        "num_warps": warps_of(block * fields * words, (FIT_THREAD if form.fit else TOKEN_THREAD) // share),
     }

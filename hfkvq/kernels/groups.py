@@ -1,0 +1,132 @@
+"""Groups that share a scale: their range, and scales that are fitted to what is in them. The reference.
+
+A fit clips a group's range at several ratios, refines each by rounds of least squares, and judges all as they would be
+stored. What it sums are integers, multiples of a fraction of a step, so that sums are the same in whatever order a
+device takes them.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+F16_MAX = 65504.0
+
+F16_TINY = 2.0**-24
+"""The smallest f16 that is not 0."""
+
+POWERS = (0, 2, 3, 4)
+"""Powers of the error that a fit can sum; 0 fits nothing."""
+
+RATIOS, ROUNDS = 3, 3
+"""How often the range is clipped, the first time by nothing, and what is judged of each: itself, and what two rounds of
+least squares make of it. Twice as many of both lose 1.5 % less."""
+
+CUT2, CUT4 = 1 / 4, 1 / 16
+"""By what share of the range a ratio is less than the one before, at 2 and at 4 bits."""
+
+FRACTION = 12
+"""Bits of a fraction of a step."""
+
+FAR = 4.0
+"""Errors count as this many steps at most."""
+
+MOST = 2048
+"""Elements of a group that is fitted, at most: sums of code times value stay within 31 bits."""
+
+
+def error_bits(group_size: int, power: int) -> int:
+    """Bits of the fraction in which powers of errors are summed: a sum stays within 30 bits."""
+    return 30 - (group_size - 1).bit_length() - 2 * power
+
+
+class Groups:
+    """Groups along one dimension; what is known of each has one element there.
+
+    Elements that are not finite in f16 are left out, so one bad token cannot widen its neighbours' scale.
+
+    Args:
+        x: f32, any shape.
+        levels: greatest code of each group, 3 or 15.
+        dim: along which groups lie.
+    """
+
+    def __init__(self, x: Tensor, levels: Tensor | float, dim: int) -> None:
+        self.x, self.dim, self.real = x, dim, x.abs() <= F16_MAX
+        low = torch.where(self.real, x, torch.inf).amin(dim, keepdim=True)
+        high = torch.where(self.real, x, -torch.inf).amax(dim, keepdim=True)
+        empty = low > high
+        self.low, high = low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
+        # A tensor: CUDA divides by a Python number by multiplying with its rounded reciprocal.
+        self.levels = levels if isinstance(levels, Tensor) else torch.full_like(low, levels)
+        self.step = (high - self.low) / self.levels
+
+    def scales(self, fit: int) -> tuple[Tensor, Tensor]:
+        """Scale and zero (f16): of the range, or where ``fit`` is not 0, of the least sum of |error|^fit.
+
+        Of candidates that lose alike the first is taken; the very first is the range.
+        """
+        scale, zero = self.step.clamp(max=F16_MAX).half(), self.low.half()
+        best, least = (scale, zero), None
+        for ratio in range(RATIOS if fit else 0):
+            if ratio:
+                cut = ratio * torch.where(self.levels > 3, CUT4, CUT2)
+                scale, zero = self._stored(1 - cut, self.levels * (0.5 * cut))
+            for _ in range(ROUNDS):
+                lost, slope, base = self._judged(scale, zero, fit)
+                better = torch.ones_like(lost, dtype=torch.bool) if least is None else lost < least
+                least = lost if least is None else torch.where(better, lost, least)
+                best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
+                scale, zero = self._stored(slope, base)
+        return best
+
+    def squares(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Sum of squared errors, f32; an error counts as `FAR` steps at most."""
+        lost = self._judged(scale, zero, 2)[0].float() * 2.0 ** -error_bits(self.x.shape[self.dim], 2)
+        return lost * (self._step * self._step)
+
+    # In steps above the lowest element: u = (x - low) / step.
+
+    @cached_property
+    def _step(self) -> Tensor:
+        return self.step.clamp(min=F16_TINY)
+
+    @cached_property
+    def _per_step(self) -> Tensor:
+        return 1.0 / self._step
+
+    @cached_property
+    def _units(self) -> Tensor:
+        """Elements in steps as multiples of a fraction, f32, 0 where nothing counts."""
+        units = torch.floor((self.x - self.low) * self._per_step * 2.0**FRACTION + 0.5)
+        return torch.where(self.real, units, 0.0)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return torch.where(self.real, x.to(torch.int64), 0).sum(self.dim, keepdim=True)
+
+    def _stored(self, slope: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale and zero of a slope and a base in steps."""
+        zero = self.low + base * self._step
+        return (slope * self._step).clamp(max=F16_MAX).half(), zero.clamp(-F16_MAX, F16_MAX).half()
+
+    def _judged(self, scale: Tensor, zero: Tensor, power: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sum of |error|^power, and slope and base of the least squares of the codes that scale and zero make."""
+        slope, base = scale.float() * self._per_step, (zero.float() - self.low) * self._per_step
+        inverse = torch.where(slope > 0, 1.0 / slope.clamp(min=F16_TINY), 0.0)
+        u = self._units * 2.0**-FRACTION
+        code = torch.minimum(torch.floor((u - base) * inverse + 0.5).clamp(min=0.0), self.levels)
+        error = (code * slope + base - u).abs().clamp(max=FAR)
+        raised = error * error
+        if power > 2:
+            raised = raised * (error if power == 3 else raised)
+        lost = self._sum(raised * 2.0 ** error_bits(self.x.shape[self.dim], power))
+        codes, units = code.to(torch.int64), self._units.to(torch.int64)
+        count, c, cc = self._sum(torch.ones_like(codes)), self._sum(codes), self._sum(codes * codes)
+        sum_u, cu = self._sum(units), self._sum(codes * units)
+        spread = count * cc - c * c
+        fitted = (count * cu - c * sum_u).float() / spread.clamp(min=1).float() * 2.0**-FRACTION
+        slope = torch.where(spread > 0, fitted, slope)
+        base = (sum_u.float() * 2.0**-FRACTION - slope * c.float()) / count.clamp(min=1).float()
+        return lost, slope, base
