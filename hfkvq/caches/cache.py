@@ -21,7 +21,6 @@ from .layers.allocate import allocate
 from .layers.build import build_layers, is_attachable
 from .layers.group import DeviceSync
 from .layers.handle import dense_of
-from .layers.layer import KVLayer
 from .layers.memory import memory_of
 from .memory import MemoryReport
 from .model_config import text_config
