@@ -286,7 +286,7 @@ def test_memory_is_ahead_of_need_by_a_quarter():
 
 
 def test_room_of_an_evicted_prompt_is_for_what_it_left():
-    """Not for a quarter of the prompt; a shorter one has room of its own, after a reset too."""
+    """Not for a quarter of the prompt; and a shorter one after a reset needs no more."""
     model = build("llama")
     scheme = get_scheme("snapkv", budget_tokens=64, window=16, pages={"scheme": "full", "page_size": 16})
     cache = MixedKVCache(model.config, scheme)
