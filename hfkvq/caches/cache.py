@@ -57,7 +57,8 @@ class MixedKVCache(Cache):
             of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not compressed
             anyway stay as they are.
         max_cache_len: most tokens of a row, padding included; everything is allocated at the first update, at addresses
-            that stay, and more tokens raise. None grows as needed.
+            that stay, and more tokens raise. A scheme that evicts from prompts alone allocates what its first prompt
+            leaves and the rest of the capacity. None grows as needed.
         graphs: whether decode steps are captured as CUDA graphs on a GPU, and replayed: the first step after a prompt
             runs in Python, the second is captured (0.1 s), and so again when a cache that grows has outgrown its
             buffers. What cannot be captured runs as without graphs, and a warning says why, once. None asks the
@@ -65,7 +66,7 @@ class MixedKVCache(Cache):
             ``generate`` is given a ``compile_config``, steps of a cache of fixed capacity are compiled, as those of
             ``StaticCache`` are; compiled steps look at no mask: padding that the prompt had stays hidden, and nothing
             else is.
-        headroom: share of what is needed by which the buffers of captured steps are ahead of need, where the cache
+        headroom: share of what is held by which the buffers of captured steps are ahead of need, where the cache
             grows; 128 tokens at the least.
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite.
