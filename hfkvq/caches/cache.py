@@ -20,12 +20,12 @@ from .layers.build import build_layers, is_attachable
 from .layers.group import DeviceSync
 from .layers.layer import KVLayer
 from .layers.memory import memory_of
-from .memory import MemoryReport
+from .memory_report import MemoryReport
+from .model_calls import intercept
 from .model_config import text_config
 from .once import say_once
 from .preset import Preset, get_preset
 from .recorded import is_recorded
-from .router import install
 from .scheme import Scheme
 
 DEFAULT_SCHEME = "kitty-pro"
@@ -113,7 +113,7 @@ class MixedKVCache(Cache):
         if made.captured and made.sync is not None:
             self.graphs = StepGraphs(self, self.preset, made.sync, headroom)
             if isinstance(model_or_config, torch.nn.Module):
-                install(model_or_config)
+                intercept(model_or_config)
         if attach:
             _switch(text)
 
@@ -264,7 +264,7 @@ class MixedKVCache(Cache):
             What the model returns; its tensors are the caller's own.
         """
         if self.graphs is not None:
-            install(model)
+            intercept(model)
         with torch.no_grad():
             return model(input_ids=input_ids, past_key_values=self, use_cache=True, **kwargs)
 
@@ -376,7 +376,7 @@ def _allocate(layers: list[KVLayer], keys: torch.Tensor, values: torch.Tensor) -
 
 def _capture_draft(draft: torch.nn.Module) -> None:
     """Lets a draft model's steps be captured too, over 16-bit pages: they take most of assisted decoding's time."""
-    router, reference = install(draft), weakref.ref(draft)
+    interceptor, reference = intercept(draft), weakref.ref(draft)
 
     def make() -> MixedKVCache:
         cache = MixedKVCache(reference(), "full")
@@ -389,6 +389,8 @@ def _capture_draft(draft: torch.nn.Module) -> None:
     except ValueError:
         # A model whose layers no scheme of ours holds.
         return
-    if router is not None:
+    if interceptor is not None:
         # The one that `generate` has made: it goes on with what the model returns.
-        router.draft(lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own)
+        interceptor.give_draft_cache(
+            lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own
+        )
