@@ -2,13 +2,13 @@
 
 from . import schemes
 from .arkv import ARKVCache
+from .bit_table import BitTable
 from .cache import MixedKVCache
 from .make import make_cache
-from .memory import MemoryReport
+from .memory_report import MemoryReport
 from .named import KittyCache, MixKVQCache, SawInt4Cache
 from .preset import Preset, get_preset
 from .scheme import Scheme, get_scheme, list_schemes
-from .table import BitTable
 from .triaxial import TriAxialCache
 
 __all__ = [

@@ -49,13 +49,13 @@ class Recording(NamedTuple):
         graph: runs it; see `hfkvq.caches.capture.CapturedGraph`.
         inputs: what the graph reads, by argument.
         model: whose step it is, weakly.
-        looks: what the model was like; see `hfkvq.caches.router.Router.looks`.
+        fingerprint: of the model when it was captured; see `hfkvq.caches.model_calls.CallInterceptor.fingerprint`.
     """
 
     graph: Any
     inputs: dict[str, Tensor]
     model: weakref.ref[Any]
-    looks: Any
+    fingerprint: Any
 
     def replay(self, given: dict[str, Tensor], cache: Any) -> Any:
         """One step with these arguments: what the model would return."""

@@ -22,12 +22,12 @@ from .layers.build import build_layers, is_attachable
 from .layers.group import DeviceSync
 from .layers.handle import dense_of
 from .layers.memory import memory_of
-from .memory import MemoryReport
+from .memory_report import MemoryReport
+from .model_calls import intercept
 from .model_config import text_config
 from .once import say_once
 from .preset import Preset, get_preset
 from .recorded import is_recorded
-from .router import install
 from .scheme import Scheme
 from .switched import join, restore, switch
 from .whole import WholeCache, seen_by
@@ -58,7 +58,8 @@ class MixedKVCache(WholeCache):
             of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not compressed
             anyway stay as they are.
         max_cache_len: most tokens of a row, padding included; everything is allocated at the first update, at addresses
-            that stay, and more tokens raise. None grows as needed.
+            that stay, and more tokens raise. A scheme that evicts from prompts alone allocates what its first prompt
+            leaves and the rest of the capacity. None grows as needed.
         graphs: whether decode steps are captured as CUDA graphs on a GPU, and replayed: the first step after a prompt
             runs in Python, the second is captured (0.1 s), and so again when a cache that grows has outgrown its
             buffers. What cannot be captured runs as without graphs, and a warning says why, once. None asks the
@@ -66,7 +67,7 @@ class MixedKVCache(WholeCache):
             ``generate`` is given a ``compile_config``, steps of a cache of fixed capacity are compiled, as those of
             ``StaticCache`` are; compiled steps look at no mask: padding that the prompt had stays hidden, and nothing
             else is.
-        headroom: share of what is needed by which the buffers of captured steps are ahead of need, where the cache
+        headroom: share of what is held by which the buffers of captured steps are ahead of need, where the cache
             grows; 128 tokens at the least.
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite.
@@ -115,7 +116,7 @@ class MixedKVCache(WholeCache):
         if made.captured and made.sync is not None:
             self.graphs = StepGraphs(self, self.preset, made.sync, headroom)
             if isinstance(model_or_config, torch.nn.Module):
-                install(model_or_config)
+                intercept(model_or_config)
         if attach:
             switch(text, self)
 
@@ -282,7 +283,7 @@ class MixedKVCache(WholeCache):
             What the model returns; its tensors are the caller's own.
         """
         if self.graphs is not None:
-            install(model)
+            intercept(model)
         with torch.no_grad():
             return model(input_ids=input_ids, past_key_values=self, use_cache=True, **kwargs)
 
@@ -350,7 +351,7 @@ def _graphs_of(cache: MixedKVCache, headroom: float) -> StepGraphs:
 
 def _capture_draft(draft: torch.nn.Module) -> None:
     """Lets a draft model's steps be captured too, over 16-bit pages: they take most of assisted decoding's time."""
-    router, reference = install(draft), weakref.ref(draft)
+    interceptor, reference = intercept(draft), weakref.ref(draft)
 
     def make() -> MixedKVCache:
         cache = MixedKVCache(reference(), "full")
@@ -363,6 +364,8 @@ def _capture_draft(draft: torch.nn.Module) -> None:
     except ValueError:
         # A model whose layers no scheme of ours holds.
         return
-    if router is not None:
+    if interceptor is not None:
         # The one that `generate` has made: it goes on with what the model returns.
-        router.draft(lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own)
+        interceptor.give_draft_cache(
+            lambda own: make() if type(own) is DynamicCache and not own.get_seq_length() else own
+        )

@@ -1,9 +1,9 @@
 """Decode steps from CUDA graphs: the first step of a shape runs in Python, the next is captured, the rest replay it.
 
 Every call of the model comes by: PyTorch asks a module for a replacement of its call (``Module.compile`` puts one
-there), and `Router` is the replacement of models that are given our caches. So every mode of `generate`, and loops of
-users' own, have their steps replayed, and no model code is changed. What is no step, or cannot be captured, goes on to
-the model as it came.
+there), and `CallInterceptor` is the replacement of models that are given our caches. So every mode of `generate`, and
+loops of users' own, have their steps replayed, and no model code is changed. What is no step, or cannot be captured,
+goes on to the model as it came.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .callers import asked_to_compile, calling_model
 from .capture import RECORDERS
 from .layers.base import ROLLBACK
 from .layers.group import DeviceSync
+from .model_calls import CallInterceptor, forward_parameters, inside_call, intercept, is_inside_call
 from .once import say_once
 from .placement import Placement
 from .recorded import recording
-from .router import Router, inside, install, is_inside, parameters
 
 TRIES = 2
 """Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
@@ -124,14 +124,14 @@ class StepGraphs:
 
     def meet(self, config: Any) -> None:
         """Finds the model that is being called, which a cache made from a config does not know."""
-        if not is_inside():
+        if not is_inside_call():
             model = calling_model(config)
             if model is not None:
-                install(model)
+                intercept(model)
 
     # A call of the model.
 
-    def call(self, model: Any, router: Router, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
         self.sync.look_for_kernels()
@@ -140,10 +140,10 @@ class StepGraphs:
             say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run as without graphs.")
         if isinstance(step, Step):
             with _LOCK:
-                done, out = self._run(model, router, cache, step)
+                done, out = self._run(model, interceptor, cache, step)
             if done:
                 return out
-        with inside():
+        with inside_call():
             return model._call_impl(*args, **kwargs)
 
     def _read(
@@ -151,7 +151,7 @@ class StepGraphs:
     ) -> Step | str | None:
         """The step that a call is; why it cannot be captured, or None if it is none."""
         if args:
-            kwargs = dict(zip(parameters(type(model)), args, strict=False)) | kwargs
+            kwargs = dict(zip(forward_parameters(type(model)), args, strict=False)) | kwargs
         sync, first = self.sync, self.sync.first.layer
         main = kwargs.get("input_ids")
         main = kwargs.get("inputs_embeds") if main is None else main
@@ -193,7 +193,7 @@ class StepGraphs:
             return None
         return Step(tokens, tensors, mask, rest)
 
-    def _run(self, model: Any, router: Router, cache: RecordedCache, step: Step) -> tuple[bool, Any]:
+    def _run(self, model: Any, interceptor: CallInterceptor, cache: RecordedCache, step: Step) -> tuple[bool, Any]:
         sync = self.sync
         if sync.waits:
             # Nobody waits for the compiler.
@@ -223,7 +223,7 @@ class StepGraphs:
             tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
         key = (*kind, masked)
         recorded = buffers.recordings.get(key)
-        if recorded is not None and recorded.model() is model and recorded.looks == router.looks():
+        if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():
             return True, self._replay(recorded, tensors, cache, step)
         if recorded is not None:
             # Of a model that is another now.
@@ -231,16 +231,16 @@ class StepGraphs:
         if dispatch.compiling:
             # Kernels of another cache are on their way: a graph might record the references that go in their place.
             return False, None
-        reason = router.look_at_hooks()
+        reason = interceptor.check_hooks()
         if reason is not None:
             self._give_up(model, kind, reason)
             return False, None
         runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
-        if runs > 1 or (self._preset, key) in router.captured:
-            recorded = self._capture(model, router, cache, tensors, step)
+        if runs > 1 or (self._preset, key) in interceptor.captured:
+            recorded = self._capture(model, interceptor, cache, tensors, step)
             if recorded is not None:
                 buffers.recordings[key] = recorded
-                router.captured.add((self._preset, key))
+                interceptor.captured.add((self._preset, key))
                 return True, self._replay(recorded, tensors, cache, step)
             if runs > TRIES:
                 self._give_up(model, kind, self._why)
@@ -274,7 +274,7 @@ class StepGraphs:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
 
         def run() -> Any:
-            with inside(), recording():
+            with inside_call(), recording():
                 return model._call_impl(**tensors, **step.rest, past_key_values=cache)
 
         return self._whole(cache, tensors, step, run)
@@ -297,7 +297,7 @@ class StepGraphs:
         return out
 
     def _capture(
-        self, model: Any, router: Router, cache: RecordedCache, tensors: dict[str, Tensor], step: Step
+        self, model: Any, interceptor: CallInterceptor, cache: RecordedCache, tensors: dict[str, Tensor], step: Step
     ) -> Recording | None:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
@@ -313,7 +313,7 @@ class StepGraphs:
         cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
-            with inside(), recording():
+            with inside_call(), recording():
                 graph = RECORDERS[device.type](self._devices(device), run, cache)
         except Exception as error:
             # Nothing was carried out.
@@ -322,7 +322,7 @@ class StepGraphs:
         finally:
             torch.set_autocast_cache_enabled(cached)
             self.sync.stale = False
-        return Recording(graph, inputs, reference, router.looks())
+        return Recording(graph, inputs, reference, interceptor.fingerprint())
 
     def _devices(self, first: torch.device) -> list[torch.device]:
         """Where a step runs, the device of its input first."""

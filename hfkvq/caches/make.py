@@ -75,5 +75,6 @@ def layer_plan(scheme: Scheme, heads: int, kv_heads: int, head_dim: int, dtype: 
     layer.buffer.queries_per_head = heads // kv_heads
     token = torch.empty(1, kv_heads, 1, head_dim, dtype=dtype)
     layer.lazy_initialization(token, token)
+    layer.buffer.bind()
     assert layer.buffer.plan is not None, "it is empty"
     return layer.buffer.plan

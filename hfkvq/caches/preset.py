@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .bit_table import read_json
 from .scheme import Scheme, get_scheme
-from .table import read_json
 
 KIND = "hfkvq preset"
 

@@ -1,9 +1,9 @@
-"""Routing: which run each token goes to that leaves the tail, worked out once for all layers of a forward.
+"""Routing: tokens that leave the tail go to the run of pages of their width, worked out once for all layers.
 
-Where widths follow from tags and positions alone, layers of one layout send the same tokens the same way if their
-counters are alike. Counters are on the device, and a host that asks for them in every layer waits for the layer, and
-then the device for the host. So a store keeps `HostCounters`, an exact copy or nothing, and layers whose copies are
-equal take the same `Route`.
+A layout with several runs has pages of 2 bits, say, beside pages of 4, and a scheme gives each token one of these
+widths. Where widths follow from tags and positions alone, layers whose counters are equal send the same tokens the same
+way, so they share a `Route`. Counters are on the device, and to ask for them in every layer would stall both sides; so
+a store keeps `HostCounters`, an exact copy on the host, or nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count, sealed_count
 
+from .row_states import RowState, WindowSizes, forecast, sealed_target
 from .scheme import UNTAGGED, Layout, Scheme
-from .states import RowState, WindowSizes, ahead, target
 
 Counters = tuple[tuple[int, ...], ...]
 """The rows of `KVStore.counters` as numbers."""
 
 
-def told(counters: Tensor) -> Counters:
-    """What the device says they are."""
+def read_counters(counters: Tensor) -> Counters:
+    """Counters (n, B) as numbers; waits for the device."""
     return tuple(tuple(row) for row in counters.tolist())
 
 
@@ -50,31 +50,31 @@ class HostCounters(NamedTuple):
         sealed anything, and just the lengths differ. Whatever else changes the counters must drop this copy.
         """
         tokens = max(state.length for state in states) - max(state.length for state in self.states)
-        if tokens < 0 or ahead(self.states, sizes, tokens).joined != states:
+        if tokens < 0 or forecast(self.states, sizes, tokens).appended != states:
             return None
         rows = list(self.counters)
         rows[LENGTH] = tuple(length + tokens for length in rows[LENGTH])
         return tuple(rows)
 
 
-def sealed_widely(counters: Counters, sizes: WindowSizes, hold: int) -> Counters:
-    """What counters are once all that is due has gone to the last run, as `kernels.due` and `kernels.seal_tail` do."""
+def sealed_to_last_run(counters: Counters, sizes: WindowSizes, hold: int) -> Counters:
+    """Counters after a seal of all that is due into the last run, which `kernels.due` and `kernels.seal_tail` do."""
     rows = list(counters)
     for at, (local, unit) in enumerate(zip(sizes.local, sizes.unit, strict=True)):
         before = [sum(column) for column in zip(*rows[RUNS + at :: 2], strict=True)]
         rows[at - 2] = tuple(
-            count + target(max(length - sizes.sink, 0), have, max(local, hold), unit) - have
+            count + sealed_target(max(length - sizes.sink, 0), have, max(local, hold), unit) - have
             for count, have, length in zip(rows[at - 2], before, rows[LENGTH], strict=True)
         )
     return tuple(rows)
 
 
-class Source(NamedTuple):
-    """What tokens of a side are sealed from: the tail, new tokens, or these behind that.
+class SealSource(NamedTuple):
+    """Where the keys, or values, are that a seal reads: the tail, new tokens, or the tail with new tokens behind it.
 
     Attributes:
         tensor: (B, H, L, D).
-        ring: slots of the tail, which come first in it.
+        ring: slots of the tail, a ring buffer, which come first in the tensor; 0 for none.
         tokens: new tokens, which come behind them, the last one of each row last.
         first: where the oldest token stands that is not sealed, and its successors behind it, if that is so in every
             row.
@@ -107,35 +107,35 @@ class Source(NamedTuple):
         return self.columns(behind, length, sink).to(torch.int32)
 
 
-class Path(NamedTuple):
-    """Tokens that go to one run.
+class RunTokens(NamedTuple):
+    """The new tokens of one run of pages.
 
     Attributes:
         held: the most tokens that a row has in the run then.
-        taken: i32 (B,), new ones.
+        new: i32 (B,), new ones.
         columns: i32 (B, m) of keys and of values, where in the source.
         place: i64 (n,) and (n,), row and slot of each new token, whatever row it is of.
         position: i32 (n,), its row position.
     """
 
     held: int
-    taken: Tensor
+    new: Tensor
     columns: tuple[Tensor, Tensor]
     place: tuple[Tensor, Tensor]
     position: Tensor
 
 
 class Route(NamedTuple):
-    """Where the tokens go that have left the tail.
+    """Which tokens go to which run, of all rows.
 
     Attributes:
-        paths: of each run; None where no row has new tokens for it.
+        runs: new tokens of each run; None where no row has any for it.
         added: i32 (2*runs, B), by how much the runs' counters grow.
         held: the most tokens that a row has in the last run then.
         after: the counters then.
     """
 
-    paths: tuple[Path | None, ...]
+    runs: tuple[RunTokens | None, ...]
     added: Tensor
     held: int
     after: Counters
@@ -143,13 +143,13 @@ class Route(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """What it holds."""
         found = [self.added]
-        for path in self.paths:
-            found += [] if path is None else [path.taken, *path.columns, *path.place, path.position]
+        for run in self.runs:
+            found += [] if run is None else [run.new, *run.columns, *run.place, run.position]
         return found
 
 
 class SealStart(NamedTuple):
-    """What a seal begins with.
+    """A store's counters before the tokens came that are sealed now.
 
     Attributes:
         counters: the device's, before new tokens came.
@@ -185,34 +185,34 @@ class ColumnTags:
         counters: Tensor,
         layout: Layout,
         scheme: Scheme,
-        sources: tuple[Source, Source],
+        sources: tuple[SealSource, SealSource],
         bound: int,
         hold: int,
         start: SealStart,
     ) -> Route:
-        """`work_out`, or what that has given for a layer of which all is the same that a route follows from.
+        """`route_by_width`, or what that has given for a layer of which all is the same that a route follows from.
 
         Asks the device for the counters that new tokens came upon, if the host does not know them, and for a new route
         once more. ``bound`` needs only be enough.
         """
-        known = told(start.counters) if start.known is None else start.known
+        known = read_counters(start.counters) if start.known is None else start.known
         key = (known, id(start.padding), id(scheme), layout, hold, *(source.shape for source in sources))
         if key not in self._routes:
-            route = work_out(counters, layout, scheme, sources, bound, hold, self.codes)
+            route = route_by_width(counters, layout, scheme, sources, bound, hold, self.codes)
             self._routes[key] = route, (start.padding, scheme)
         return self._routes[key][0]
 
 
-def work_out(
+def route_by_width(
     counters: Tensor,
     layout: Layout,
     scheme: Scheme,
-    sources: tuple[Source, Source],
+    sources: tuple[SealSource, SealSource],
     bound: int,
     hold: int,
     codes: Tensor | None,
 ) -> Route:
-    """Leads the tokens that leave the tail to the run of their width.
+    """Sends the tokens that leave the tail to the run of their width.
 
     Tokens that do not fill a page of a format per channel go to the next wider run. Asks the device once: widths come
     from data, and so does the room that they need.
@@ -253,7 +253,7 @@ def work_out(
         members.append(mine)
         taken.append(count)
 
-    rows = told(torch.cat([counters, torch.stack(taken)]))
+    rows = read_counters(torch.cat([counters, torch.stack(taken)]))
     before, added = rows[: RUNS + 2 * len(formats)], rows[RUNS + 2 * len(formats) :]
     after, paths, held = list(before), [], 0
     for i, (fmt, mine, count, counts) in enumerate(zip(formats, members, taken, added, strict=True)):
@@ -272,11 +272,11 @@ def work_out(
         row = torch.repeat_interleave(row, count.long(), output_size=sum(counts))
         rank = torch.arange(sum(counts), device=device) - (count.cumsum(0) - count)[row]
         place = row, run_count(counters, i, "keys").long()[row] + rank
-        paths.append(Path(held, count, both, place, position[row, order[row, rank]]))
+        paths.append(RunTokens(held, count, both, place, position[row, order[row, rank]]))
     return Route(tuple(paths), torch.stack(taken).repeat_interleave(2, 0), held, tuple(after))
 
 
-def _tokens(source: Source, index: Tensor, wanted: bool) -> Tensor:
+def _tokens(source: SealSource, index: Tensor, wanted: bool) -> Tensor:
     """(B, H, m, D): tokens at columns (B, m), or anything of that shape if they are not wanted."""
     x = source.tensor
     if not wanted:

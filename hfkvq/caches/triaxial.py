@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .bit_table import BitTable
 from .layers.changes import Beside
 from .named import NamedCache
 from .recorded import is_recorded
-from .table import BitTable
 from .tags import Tagger
-from .tokens import TokenRecord
+from .token_record import TokenRecord
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class TriAxialCache(NamedCache):
     def note_step(self, input_ids: Tensor | None) -> None:
         """See `MixedKVCache.note_step`: the ids of generated tokens, which the next prompt's tags depend on."""
         if input_ids is not None and input_ids.dim() == 2:
-            self.tokens.step(input_ids, self.compressed_layers[0].get_seq_length())
+            self.tokens.note_step(input_ids, self.compressed_layers[0].get_seq_length())
 
     @property
     def _seen(self) -> int:
@@ -186,7 +186,7 @@ class TriAxialCache(NamedCache):
                 f"input_ids: got {input_ids.shape[1]} tokens, but {seen} are cached; give all tokens of the "
                 "conversation, those that are cached included, and the new ones."
             )
-        self.tokens.promise(input_ids, attention_mask, seen)
+        self.tokens.expect(input_ids, attention_mask, seen)
 
     def arrive(self, ids: Tensor, mask: Tensor | None = None) -> None:
         """Takes note of what the model is about to be given; the model's hook calls this.
@@ -206,9 +206,9 @@ class TriAxialCache(NamedCache):
         recording = any(layer.record_past for layer in layers)
         if seen and (ids.shape[1] == 1 or recording):
             # One token, or a few that are guessed (assisted decoding): generated.
-            self.tokens.step(ids, seen)
+            self.tokens.note_step(ids, seen)
         else:
-            self.tokens.prompt(ids, mask, seen)
+            self.tokens.tag_prompt(ids, mask, seen)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -222,7 +222,7 @@ class TriAxialCache(NamedCache):
                 "TriAxialCache was not shown any token ids, so everything is held in 4 bits: make it with the model "
                 "itself, TriAxialCache(model, tokenizer), or call cache.see(input_ids) before the model."
             )
-        if self.tokens.promised and not self._seen:
+        if self.tokens.expected and not self._seen:
             # Where no hook shows the forward: beams come as several rows of what was shown.
             self.tokens.begin(key_states.shape[0])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -233,9 +233,9 @@ class TriAxialCache(NamedCache):
         acts: dict[str, Callable[[], None]] = {
             # Once the layers know how many are left.
             "crop": lambda: record.crop(self._seen),
-            "reorder_cache": lambda: record.rows(given),
-            "batch_repeat_interleave": lambda: record.repeat(given),
-            "batch_select_indices": lambda: record.rows(given),
+            "reorder_cache": lambda: record.take_rows(given),
+            "batch_repeat_interleave": lambda: record.repeat_rows(given),
+            "batch_select_indices": lambda: record.take_rows(given),
             "reset": record.clear,
         }
         return [(record, acts[verb])]

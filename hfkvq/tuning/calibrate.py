@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.caches.bit_table import Origin, config_hash, template_hash
 from hfkvq.caches.scheme import get_scheme
-from hfkvq.caches.table import Origin, config_hash, template_hash
 from hfkvq.caches.tags import PAD, TAGS, Tagger, tag_axes
 
 from .capture import Capture, capture, compressed_layers, quantized, spread_layers

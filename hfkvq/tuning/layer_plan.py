@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hfkvq.caches.bit_table import read_json
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
-from hfkvq.caches.table import read_json
 
 from .score import Cost, Score
 

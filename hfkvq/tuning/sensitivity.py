@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hfkvq.caches.table import Origin, read_json
+from hfkvq.caches.bit_table import Origin, read_json
 from hfkvq.caches.tags import parse_tag, tag_axes
 
 KIND = "hfkvq.sensitivity"

@@ -10,8 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hfkvq.caches import capture, once
+from hfkvq.caches.model_calls import inside_call
 from hfkvq.caches.recorded import recording
-from hfkvq.caches.router import inside
 
 
 class PythonGraph:
@@ -33,7 +33,7 @@ class PythonGraph:
     def replay(self, cache: Any) -> Any:
         """The step, and its outputs as somebody else's."""
         self.replays += 1
-        with inside(), recording():
+        with inside_call(), recording():
             out = self._run(cache)
         return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, out)
 

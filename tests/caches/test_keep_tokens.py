@@ -10,7 +10,7 @@ import torch
 
 from hfkvq.caches.headwise import HeadwiseStore
 from hfkvq.caches.routing import ColumnTags
-from hfkvq.caches.states import RowState
+from hfkvq.caches.row_states import RowState
 from hfkvq.caches.store import SIDES, KVStore, Padding
 from hfkvq.caches.store.requantize import keep_tokens
 from hfkvq.caches.tags import parse_tag

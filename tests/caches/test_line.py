@@ -18,7 +18,7 @@ from hfkvq.caches.routing import HostCounters
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
 from hfkvq.caches.store.growth import grow
-from hfkvq.caches.tokens import TokenRecord
+from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels import append, decode_attention, use_interpreter
 from hfkvq.kernels import fused_step as line
 from hfkvq.kernels.arguments import AttentionArguments
@@ -177,9 +177,9 @@ def test_generated_tokens_are_sealed_without_a_question(name, monkeypatch):
         for layer in (one, other):
             own = ids[:, seen : seen + tokens]
             if layer.tags is not None and tokens > 1:
-                layer.tags.record.prompt(own, None, seen)
+                layer.tags.record.tag_prompt(own, None, seen)
             elif layer.tags is not None:
-                layer.tags.record.step(own, seen)
+                layer.tags.record.note_step(own, seen)
         # With other room, sums are rounded in other places.
         torch.testing.assert_close(step(one, given), step(other, given))
         seal_one_by_one(other)
@@ -497,14 +497,14 @@ def test_what_the_host_knows_goes_with_what_it_is_of():
     tally = HostCounters.empty(store.counters, store.states)
     store.replace(host_counters=tally)
     held, before = store.held, store.state
-    store.replace(states=store.ahead(3).joined)
+    store.replace(states=store.forecast(3).appended)
     assert store.state.host_counters is tally
     assert store.held is held
     assert store.longest == before.longest + 3
     assert store.state.wide_most == before.wide_most + 3
     store.replace(widest=7)
     assert store.state.host_counters is None
-    assert store.state.wide_most == 7 + max(store.ahead().needs)
+    assert store.state.wide_most == 7 + max(store.forecast().tail_slots)
     store.replace(widest=5, host_counters=tally)
     assert store.state.host_counters is tally
     # The value from before is as it was.
@@ -588,7 +588,7 @@ def test_addresses_are_those_of_tensors(name, masked, monkeypatch):
             store.state = grow(store.state, 0, store.runs[0].table.shape[1] + 1)
         if at % 7 == 5:
             store.replace(counters=store.counters.clone())
-        then = store.ahead(1)
+        then = store.forecast(1)
         plain = any(then.due) and line.seals_with_steps(store.format, then.due)
         sealing = line.Sealing(store.sizes.local, store.sizes.unit, then.due) if plain else None
         given = (q, k, v, store.held, 0.1 if at % 3 else 0.2, 0.0, sealing, sums, mask)

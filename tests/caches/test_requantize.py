@@ -14,7 +14,7 @@ from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.store import requantize as requantizing
 from hfkvq.caches.store.requantize import requantize_by_tags
 from hfkvq.caches.tags import PAD, TEMPORAL, Tagger, parse_tag
-from hfkvq.caches.tokens import TokenRecord
+from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
 from hfkvq.measure.reference import load_reference, tools
@@ -322,7 +322,7 @@ def send(layer, rows, ids, valid, at, tokens):
     """One forward of columns ``at`` to ``at + tokens``: (what attention gave, what dense tensors would give)."""
     new = slice(at, at + tokens)
     mask2d = valid[:, : at + tokens]
-    (layer.tags.record.prompt if tokens > 1 else lambda ids, mask, seen: layer.tags.record.step(ids, seen))(
+    (layer.tags.record.tag_prompt if tokens > 1 else lambda ids, mask, seen: layer.tags.record.note_step(ids, seen))(
         ids[:, new], mask2d, at
     )
     queries, keys, values = join([x[new] for x in rows])

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.layers import PaddingReader
-from hfkvq.caches.routing import ColumnTags, SealStart, Source, work_out
+from hfkvq.caches.routing import ColumnTags, SealSource, SealStart, route_by_width
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
 from hfkvq.caches.tags import PAD, parse_tag
-from hfkvq.caches.tokens import TokenRecord
+from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from tests.caches.driver import assert_same_bits, mask_of, stored, tensors_of
@@ -376,11 +376,11 @@ def test_tokens_that_get_fewer_bits_are_no_longer_where_they_were(model):
 
 
 CHANGES = {
-    "step": lambda record: record.step(torch.tensor([[7], [7]]), 10),
-    "prompt": lambda record: record.prompt(torch.tensor([[7] * 3] * 2), None, 10),
+    "step": lambda record: record.note_step(torch.tensor([[7], [7]]), 10),
+    "prompt": lambda record: record.tag_prompt(torch.tensor([[7] * 3] * 2), None, 10),
     "crop": lambda record: record.crop(8),
-    "rows": lambda record: record.rows(torch.tensor([1, 0])),
-    "repeat": lambda record: record.repeat(2),
+    "rows": lambda record: record.take_rows(torch.tensor([1, 0])),
+    "repeat": lambda record: record.repeat_rows(2),
     "clear": lambda record: record.clear(),
 }
 
@@ -389,7 +389,7 @@ CHANGES = {
 def test_routes_are_of_tags_as_they_are(change):
     """One object for all layers, and another once a single tag may be another."""
     record, device = TokenRecord(MostlyObs(), layers=9), torch.device("cpu")
-    record.prompt(torch.arange(20).view(2, 10), None, 0)
+    record.tag_prompt(torch.arange(20).view(2, 10), None, 0)
     shared = record.shared_tags(device)
     assert record.shared_tags(device) is shared
     for other in (copy.deepcopy(record), pickle.loads(pickle.dumps(record))):
@@ -405,9 +405,9 @@ def test_routes_are_of_tags_as_they_are(change):
 def test_renewed_tags_are_others():
     """Also where a prompt that was announced brings none of its own."""
     record, device = TokenRecord(Ages(), renew=True, layers=9), torch.device("cpu")
-    record.prompt(torch.arange(10)[None], None, 0)
+    record.tag_prompt(torch.arange(10)[None], None, 0)
     first = record.shared_tags(device).codes.tolist()
-    record.promise(torch.arange(14)[None], None, 10)
+    record.expect(torch.arange(14)[None], None, 10)
     codes = record.shared_tags(device).codes
     assert codes.tolist() == [[*[parse_tag(OBS)] * 10, *[parse_tag(USER)] * 4]]
     assert first == [[parse_tag(USER)] * 10]
@@ -450,7 +450,7 @@ def test_the_bytes_are_those_of_one_token_after_the_other(model):
 def of(counters, known=None, padding=None, unit=8, local=0, tokens=60, ring=0, hold=0, table=SMALL["table"]):
     """What a route of two rows follows from."""
     scheme = TriAxial(**SMALL | {"table": table, "seal_unit": unit, "local_length": local})
-    source = Source(torch.zeros(2, 2, ring + tokens, 32), ring, tokens)
+    source = SealSource(torch.zeros(2, 2, ring + tokens, 32), ring, tokens)
     before = torch.tensor([[0, 0]] * 6, dtype=torch.int32)
     start = SealStart(before, tuple(map(tuple, before.tolist())) if known is None else known, padding)
     return torch.tensor(counters, dtype=torch.int32), scheme.layout(32, 32), scheme, (source, source), 64, hold, start
@@ -479,7 +479,7 @@ def test_a_route_is_for_all_that_it_follows_from(what):
     route = tags.route(*first)
     assert tags.route(*first) is route
     given = [new if i in differ else old for i, (old, new) in enumerate(zip(first, of(**PLAIN | changes), strict=True))]
-    got, expected = tags.route(*given), work_out(*given[:6], tags.codes)
+    got, expected = tags.route(*given), route_by_width(*given[:6], tags.codes)
     assert got.after == expected.after
     assert [x.tolist() for x in got.tensors()] == [x.tolist() for x in expected.tensors()]
     assert [x.tolist() for x in got.tensors()] != [x.tolist() for x in route.tensors()]

@@ -13,10 +13,10 @@ import torch
 
 from hfkvq import MixedKVCache, Scheme, TriAxialCache, get_scheme, kernels
 from hfkvq.caches import BitTable
+from hfkvq.caches.bit_table import Origin, config_hash, template_hash
 from hfkvq.caches.scheme import UNTAGGED
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.store import sealing
-from hfkvq.caches.table import Origin, config_hash, template_hash
 from hfkvq.caches.tags import PAD, TAGS, parse_tag
 from tests.caches.driver import assert_same_bits, stored, tensors_of
 from tests.caches.models import build, config, prompt
@@ -249,8 +249,8 @@ def test_beams_carry_their_own_ids(model):
     """What is recorded of each row are the tokens of its beam."""
     cache, ids = make(model), prompt(2, 40)
     orders = []
-    original = cache.tokens.rows
-    cache.tokens.rows = lambda index: (orders.append(index.tolist()), original(index))[1]
+    original = cache.tokens.take_rows
+    cache.tokens.take_rows = lambda index: (orders.append(index.tolist()), original(index))[1]
     out = generate(model, cache, ids, 12, num_beams=3, num_return_sequences=3)
     assert any(order != sorted(order) for order in orders)
     recorded = cache.tokens.ids[:, : cache.tokens.length].tolist()

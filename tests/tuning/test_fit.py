@@ -15,7 +15,7 @@ from transformers import Gemma3ForCausalLM as Gemma3
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset
 from hfkvq.caches.store import KVStore
-from hfkvq.caches.tokens import TokenRecord
+from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
@@ -129,7 +129,7 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     if "tags" in kind.needs:
         record = TokenRecord(None)
         for end in (*Arrival(prompt, chunk=chunk).ends(), *range(prompt + 1, prompt + generated + 1)):
-            record.step(torch.zeros(2, end - record.length, dtype=torch.int32), record.length)
+            record.note_step(torch.zeros(2, end - record.length, dtype=torch.int32), record.length)
         most += sum(x.nbytes for x in record.tensors())
     options = {"generated": generated, "chunk": chunk, "graphs": False}
     assert most == cache_bytes(config, kind, prompt + generated, 2, **options)

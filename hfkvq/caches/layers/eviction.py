@@ -97,7 +97,7 @@ class Eviction(Part, Generic[S]):
     def lets_step_pass(self) -> bool:
         """Whether a step of one token needs no trim, and its queries nobody."""
         layer = self.layer
-        return not self.asks_every_step and layer.seen < self.full_at and bool(layer.held().ahead(1).shortest)
+        return not self.asks_every_step and layer.seen < self.full_at and bool(layer.held().forecast(1).shortest)
 
     def before_begin(self) -> bool:
         """Notes for which rows the coming call is a prompt; whether its queries are to be kept."""

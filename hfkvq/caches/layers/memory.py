@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..memory import MemoryReport
+from ..memory_report import MemoryReport
 from ..store import StoreBytes
 from .layer import KVLayer
 

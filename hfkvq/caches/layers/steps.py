@@ -10,9 +10,9 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from hfkvq.kernels.step import MAX_STEP, run_step, seen
 
+from ..model_calls import is_inside_call
 from ..recorded import is_recorded
-from ..router import is_inside
-from ..states import RowState
+from ..row_states import RowState
 from .base import LayerBase, Part
 from .buffer import StepBuffer
 from .eviction import Eviction
@@ -73,7 +73,7 @@ class DeviceSteps(Part):
         """Takes note of graph steps: ``tokens`` have come, ``peak`` before some were taken back."""
         layer = self.layer
         store = layer.held()
-        then = store.ahead(peak, layer.hold).sealed
+        then = store.forecast(peak, layer.hold).sealed
         if peak > tokens:
             then = frozenset(state._replace(length=state.length - (peak - tokens)) for state in then)
         store.replace(states=then)
@@ -124,7 +124,7 @@ class DeviceSteps(Part):
     def before_update(self, tokens: int) -> None:
         """Makes ready for so many tokens in Python."""
         layer, buffer, sync = self.layer, self.buffer, self.buffer.sync
-        if self.leads and not is_inside():
+        if self.leads and not is_inside_call():
             sync.look_for_kernels()
         sync.catch_up()
         if layer.capacity is None and buffer.tensor is not None and layer.seen + tokens > buffer.room:
@@ -206,7 +206,7 @@ class DeviceSteps(Part):
         assert plan is not None
         keys, values = layer.staged
         layer.staged, layer.new_columns, buffer.open = None, 0, True
-        then = store.ahead(keys.shape[2], layer.hold)
+        then = store.forecast(keys.shape[2], layer.hold)
         try:
             out = run_step(query, keys, values, arguments.biased(), state, plan, any(then.due))
         except BaseException:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..routing import ColumnTags
 from ..store.requantize import requantize_by_tags
-from ..tokens import TokenRecord
+from ..token_record import TokenRecord
 from .base import LayerBase
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class TokenTags:
     def may_be_due(self, layer: LayerBase) -> bool:
         """Whether any token in the tail may have a tag."""
         record = self.record
-        return record is None or layer.seen - max(layer.held().ahead().needs) < record.tagged
+        return record is None or layer.seen - max(layer.held().forecast().tail_slots) < record.tagged
 
     def renewed(self, layer: LayerBase) -> Tensor | None:
         """Tags that the prompt about to come has renewed, by which tokens may get fewer bits: u8 (B, n), or None."""

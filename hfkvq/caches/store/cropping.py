@@ -8,8 +8,8 @@ from torch import Tensor
 from hfkvq.kernels.decode import LENGTH, RUNS, START, dense_columns, run_count
 from hfkvq.kernels.pages import Side
 
+from ..row_states import RowState
 from ..scheme import SideLayout
-from ..states import RowState
 from .growth import grow_tail
 from .rows import part_pages
 from .state import SIDES, StoreState

@@ -22,8 +22,8 @@ GROWTH = 1.25
 """Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""
 
 EVICTING_GROWTH = 1 + 1 / 32
-"""The same where tokens are evicted: a budget is soon full, and only what is generated beyond it comes. A page more
-below a budget of 2,048 tokens; later each token is copied some 32 times, which takes microseconds a step."""
+"""The same where tokens are evicted: a budget is soon full, and only what is generated comes beyond it. One page more
+below 32 pages; from there on a token is copied some 32 times, which takes microseconds a step."""
 
 
 def pages_for(form: StoreFormat, run: int, tokens: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 
 from ..routing import told
-from ..states import RowState
+from ..row_states import RowState
 from .accounting import nbytes
 from .state import SIDES, StoreState
 

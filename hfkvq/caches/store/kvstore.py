@@ -36,8 +36,8 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step_tensors import Observing, Sealing
 
 from ..lasting import lasting
-from ..routing import ColumnTags, HostCounters, SealStart, Source
-from ..states import ahead
+from ..routing import ColumnTags, HostCounters, SealSource, SealStart
+from ..row_states import forecast
 from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
 from .rows import reordered, selected
@@ -60,7 +60,7 @@ class KVStore(StoreView):
     def _advance(self, tokens: int, padding: Padding | None) -> None:
         """Counts new tokens, on the device and among the host's states."""
         if padding is None:
-            self.state = self.state.replace(states=self.ahead(tokens).joined)
+            self.state = self.state.replace(states=self.forecast(tokens).appended)
             self.counters[LENGTH].add_(tokens)
             return
         states = frozenset(
@@ -87,7 +87,7 @@ class KVStore(StoreView):
         if padding is None:
             # Counts on the device as well.
             kernels.append(keys, values, self.counters, self.windows, self.format)
-            self.state = self.state.replace(states=self.ahead(keys.shape[2]).joined)
+            self.state = self.state.replace(states=self.forecast(keys.shape[2]).appended)
             return
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         with self._counting() as old:
@@ -118,24 +118,25 @@ class KVStore(StoreView):
             tokens do not fit: nothing is done then.
         """
         tokens, held = keys.shape[2], self.state.held
-        then = ahead(self.state.states, self.sizes, tokens)
+        then = forecast(self.state.states, self.sizes, tokens)
         # With a mask, the first tokens of a row may be padding, which `push` must be told of.
-        if not self.has_room(tokens, then.needs) or not (then.longest if arguments.mask is None else then.shortest):
+        slots, fewest = then.tail_slots, then.longest if arguments.mask is None else then.shortest
+        if not fewest or not self.has_room(tokens, slots):
             return None
-        if then.needs[0] > held.tails[0] or then.needs[1] > held.tails[1]:
+        if slots[0] > held.tails[0] or slots[1] > held.tails[1]:
             self.grow_tails(tokens)
             held = self.state.held
         due, sealing = then.due != (0, 0), None
         if seals and due and self.seals_plainly:
             # Attention splits its work by the number of pages, so that is not changed before it: `commit` adds pages.
-            room = held.blocks >= pages_for(self.format, -1, then.most)
+            room = held.blocks >= pages_for(self.format, -1, then.most_sealed)
             if room and kernels.fused_step.seals_with_steps(self.format, then.due):
                 sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)
         scaling, softcap, mask = arguments.scaling, arguments.softcap, arguments.mask
         out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
         if out is None:
             return None
-        self.state = self.state.replace(states=then.joined if sealing is None else then.sealed)
+        self.state = self.state.replace(states=then.appended if sealing is None else then.sealed)
         return out, due and sealing is None
 
     @lasting
@@ -166,9 +167,9 @@ class KVStore(StoreView):
         fresh = self.longest == 0
         alike = fresh and padding is None and len(self.states) == 1
 
-        def source_of(x: Tensor, tail: Tensor) -> Source:
+        def source_of(x: Tensor, tail: Tensor) -> SealSource:
             first = self.layout.sink if alike else None
-            return Source(x if fresh else torch.cat([tail, x], 2), 0 if fresh else tail.shape[2], x.shape[2], first)
+            return SealSource(x if fresh else torch.cat([tail, x], 2), 0 if fresh else tail.shape[2], x.shape[2], first)
 
         with self._counting() as counters:
             start = None if tags is None else SealStart(counters, self.state.counted(), padding)
@@ -204,7 +205,7 @@ class KVStore(StoreView):
         """
         if not self.is_due(hold):
             return False
-        keys, values = (Source(tail, tail.shape[2]) for tail in self.windows[2:])
+        keys, values = (SealSource(tail, tail.shape[2]) for tail in self.windows[2:])
         return seal(self, keys, values, hold, q_abs, tags)
 
     @lasting
@@ -229,7 +230,7 @@ class KVStore(StoreView):
 
     def grow_tails(self, tokens: int, empty: bool = False) -> None:
         """Makes room for ``tokens`` more; ``empty`` if nothing that the tails hold is wanted."""
-        for side, need in zip(SIDES, self.ahead(tokens).needs, strict=True):
+        for side, need in zip(SIDES, self.forecast(tokens).tail_slots, strict=True):
             self.grow_tail(side, need, empty)
 
     def grow_tail(self, side: Side, need: int, empty: bool = False) -> None:

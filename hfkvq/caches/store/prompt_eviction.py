@@ -19,8 +19,8 @@ from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.pages import RunView
 
 from ..lasting import lasting
+from ..row_states import RowState, forecast
 from ..scheme import Layout, Scheme
-from ..states import RowState, ahead
 from .growth import grow_tail, pages_for
 from .moves import STAY
 from .requantize import Requantized, requantized
@@ -100,7 +100,7 @@ def store_best(store: StoreView, keys: Tensor, values: Tensor, best: Tensor, tai
     sides = [[_gathered(x, slots).reshape(table.numel(), 1, fmt.page_size, x.shape[3])] for x in (keys, values)]
     run = RunView(table, (slots - evicted).to(torch.int32), *sides)
     state = store.state.replace(states=frozenset({RowState(kept + tail, kept, kept)}))
-    for side, need in zip(SIDES, ahead(state.states, state.sizes, 1).needs, strict=True):
+    for side, need in zip(SIDES, forecast(state.states, state.sizes, 1).tail_slots, strict=True):
         state = grow_tail(state, side, need, store.tail_limit[side], empty=True)
     copy_to_windows(state, keys[:, :, -tail:], values[:, :, -tail:])
     counters = torch.zeros_like(state.counters)

@@ -28,8 +28,8 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 
 from ..lasting import lasting
+from ..row_states import RowState
 from ..scheme import Layout, Scheme
-from ..states import RowState
 from .columns import as_pages, gather, positions, run_columns, take
 from .growth import grow
 from .moves import EVICT, STAY, Moves, Plan, moves_by_target, moves_of_one_run, planned

@@ -11,7 +11,7 @@ from hfkvq import kernels
 from hfkvq.kernels.decode import LENGTH, RUNS, run_count
 from hfkvq.kernels.pages import PageFormat, Side
 
-from ..routing import ColumnTags, HostCounters, Route, SealStart, Source, sealed_widely, work_out
+from ..routing import ColumnTags, HostCounters, Route, SealSource, SealStart, route_by_width, sealed_to_last_run
 from ..scheme import Layout, Scheme
 from .growth import grow, pages_for
 from .state import SIDES
@@ -37,8 +37,8 @@ def clipped(source: Tensor, index: Tensor, share: float) -> Tensor:
 
 def seal(
     store: StoreView,
-    keys: Source,
-    values: Source,
+    keys: SealSource,
+    values: SealSource,
     hold: int,
     q_abs: Tensor | None,
     tags: ColumnTags | None,
@@ -58,7 +58,7 @@ def seal(
     Returns:
         Whether a seal was due in some row; the host asks the device nothing where none is.
     """
-    then = store.ahead(hold=hold)
+    then = store.forecast(hold=hold)
     most = then.due
     if not any(most):
         return False
@@ -71,20 +71,20 @@ def seal(
         return True
     counted = store.state.counted()
     local = max(store.sizes.local[0], hold), max(store.sizes.local[1], hold)
-    sealed = then.most
+    sealed = then.most_sealed
     if not store.format.ordered:
         # A row that seals keeps its newest tokens in the tail; others have room for what they hold.
         sealed = min(max(store.state.wide_most - local[0], 0), sealed)
     store.state = grow(store.state, len(store.runs) - 1, pages_for(store.format, -1, sealed), store.growth)
     seal_last(store, (keys, values), most, local, q_abs)
-    known = None if counted is None else HostCounters(sealed_widely(counted, store.sizes, hold), then.sealed)
+    known = None if counted is None else HostCounters(sealed_to_last_run(counted, store.sizes, hold), then.sealed)
     store.state = store.state.replace(states=then.sealed, host_counters=known)
     return True
 
 
 def seal_last(
     store: StoreView,
-    sources: tuple[Source, Source],
+    sources: tuple[SealSource, SealSource],
     most: tuple[int, int],
     local: tuple[int, int],
     q_abs: Tensor | None,
@@ -123,7 +123,7 @@ def seal_last(
 
 def seal_by_width(
     store: StoreView,
-    sources: tuple[Source, Source],
+    sources: tuple[SealSource, SealSource],
     bound: int,
     hold: int,
     tags: ColumnTags | None,
@@ -132,20 +132,20 @@ def seal_by_width(
     """Sends the tokens that leave the tail to the run of their width; counts them when all are there."""
     if tags is None or store.scheme.reads_tokens:
         codes = None if tags is None else tags.codes
-        route = work_out(store.counters, store.layout, store.scheme, sources, bound, hold, codes)
+        route = route_by_width(store.counters, store.layout, store.scheme, sources, bound, hold, codes)
     else:
         start = SealStart(store.counters, store.state.counted(), None) if start is None else start
         route = tags.route(store.counters, store.layout, store.scheme, sources, bound, hold, start)
-    for i, path in enumerate(route.paths):
-        if path is None:
+    for i, tokens in enumerate(route.runs):
+        if tokens is None:
             continue
-        store.state = grow(store.state, i, pages_for(store.format, i, path.held), store.growth)
+        store.state = grow(store.state, i, pages_for(store.format, i, tokens.held), store.growth)
         view, count = store.runs[i], run_count(store.counters, i, "keys")
         assert view.pos is not None, "a run of several has positions"
-        view.pos.index_put_(path.place, path.position)
+        view.pos.index_put_(tokens.place, tokens.position)
         for at, (side, source) in enumerate(zip(SIDES, sources, strict=True)):
-            pages = (view.keys, view.values)[at], view.table, count, path.taken
-            fmt, index = store.format.runs[i][at], path.columns[at]
+            pages = (view.keys, view.values)[at], view.table, count, tokens.new
+            fmt, index = store.format.runs[i][at], tokens.columns[at]
             write_pages(pages, fmt, side, source.tensor, index, store.layout, store.scheme)
     store.counters[RUNS:].add_(route.added)
     return route

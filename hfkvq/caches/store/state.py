@@ -16,8 +16,8 @@ from hfkvq.kernels.step_tensors import StepTensors
 
 from ..lasting import lasting
 from ..routing import Counters, HostCounters
+from ..row_states import RowState, WindowSizes, forecast
 from ..scheme import Layout
-from ..states import RowState, WindowSizes, ahead
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -122,7 +122,7 @@ class StoreState:
         if widest is not None:
             states = changes.get("states", self.states)
             longest = max(state.length for state in states)
-            changes["wide_bound"] = widest + max(ahead(states, self.sizes).needs), longest
+            changes["wide_bound"] = widest + max(forecast(states, self.sizes).tail_slots), longest
             changes.setdefault("host_counters", None)
         if not _TENSORS.isdisjoint(changes):
             changes["_held"] = None

@@ -11,8 +11,8 @@ from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.pages import RunView, Side
 from hfkvq.kernels.step_tensors import StepTensors
 
+from ..row_states import Forecast, RowState, WindowSizes, forecast
 from ..scheme import Layout, Scheme
-from ..states import Ahead, RowState, WindowSizes, ahead
 from . import accounting
 from .accounting import StoreBytes
 from .growth import GROWTH, MAX_STEP, grow, grow_tail, pages_for, tail_limits
@@ -112,13 +112,13 @@ class StoreView:
         """i32 (B,): tokens that each row holds."""
         return self.state.counters[LENGTH]
 
-    def ahead(self, tokens: int = 0, hold: int = 0) -> Ahead:
-        """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.states.ahead`."""
-        return ahead(self.state.states, self.sizes, tokens, hold)
+    def forecast(self, tokens: int = 0, hold: int = 0) -> Forecast:
+        """What becomes of the rows with ``tokens`` more; see `hfkvq.caches.row_states.forecast`."""
+        return forecast(self.state.states, self.sizes, tokens, hold)
 
     def fits(self, tokens: int) -> bool:
         """Whether ``tokens`` more can join the tail before anything is sealed."""
-        return self.has_room(tokens, self.ahead(tokens).needs)
+        return self.has_room(tokens, self.forecast(tokens).tail_slots)
 
     def has_room(self, tokens: int, needs: tuple[int, int]) -> bool:
         """Whether so many new tokens are a step, and tails may grow to the slots that are needed then."""
@@ -127,7 +127,7 @@ class StoreView:
 
     def is_due(self, hold: int = 0) -> bool:
         """Whether some row has something to seal now."""
-        return any(self.ahead(hold=hold).due)
+        return any(self.forecast(hold=hold).due)
 
     def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
         """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.decode_attention`.

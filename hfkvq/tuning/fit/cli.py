@@ -135,7 +135,7 @@ def _context(found: Outline, asked: int | None, beyond: bool) -> int:
 
 
 def _no_room(memory: int, weights: Weights, spare: int) -> str:
-    from hfkvq.caches.memory import format_bytes
+    from hfkvq.caches.memory_report import format_bytes
 
     return (
         f"gpu-memory: got {format_bytes(memory)}, but the weights take {format_bytes(weights.total)} "
@@ -171,7 +171,7 @@ def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from hfkvq.caches.memory import format_bytes
+    from hfkvq.caches.memory_report import format_bytes
 
     title = (
         f"{escape(about['model'])}: {format_bytes(about['gpu_memory'])}, of which weights "
@@ -197,7 +197,7 @@ def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
 
 
 def _notes(about: dict[str, Any], found: Outline, weights: Weights, plans: list[Plan], most: int | None) -> list[str]:
-    from hfkvq.caches.memory import format_bytes
+    from hfkvq.caches.memory_report import format_bytes
     from hfkvq.caches.scheme import get_scheme, list_schemes
 
     from .weights import PEAK, peak

@@ -18,7 +18,7 @@ from hfkvq.caches.layers.queries import QueryStatistics
 from hfkvq.caches.placement import room_ahead
 from hfkvq.caches.scheme import UNTAGGED, Scheme
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
-from hfkvq.caches.tokens import TokenRecord
+from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.step import buffer_bytes
 
@@ -117,7 +117,7 @@ class _Kind:
     def feed_prompt(self, layer: KVLayer, count: int) -> None:
         """The same with a prompt, or a piece of one."""
         if self.narrow and layer.tags is not None and layer.tags.record is not None:
-            layer.tags.record._write(
+            layer.tags.record.write(
                 torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen
             )
         self.feed(layer, count)

@@ -16,7 +16,7 @@ from hfkvq.caches.graphs import wanted
 from hfkvq.caches.model_config import queries_per_head
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
-from hfkvq.caches.tokens import room_for
+from hfkvq.caches.token_record import room_for_columns
 from hfkvq.measure.demo.outline import Outline, outline
 
 from .layer import Arrival, layer_bytes
@@ -149,10 +149,10 @@ def _is_captured(model: Outline, preset: Preset) -> bool:
 
 
 def _record_bytes(come: Arrival) -> int:
-    """Ids and tags of a row, see `hfkvq.caches.tokens`."""
+    """Ids and tags of a row, see `hfkvq.caches.token_record`."""
     room = 0
     for end in (*come.ends(), *range(come.prompt + 1, come.prompt + come.generated + 1)):
-        room = room_for(room, end)
+        room = room_for_columns(room, end)
     return 5 * room
 
 

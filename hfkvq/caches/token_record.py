@@ -1,4 +1,4 @@
-"""What a cache knows of the tokens it holds: their ids and tags, one record for all layers."""
+"""Token ids and tags (role, turn, modality) of what a cache holds: one record for all layers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _ROOM = 256
 """Columns by which a record grows at least, so that a step seldom allocates."""
 
 
-def room_for(have: int, end: int) -> int:
-    """Columns that a record has room for once ``end`` columns are in it, which had room for ``have``."""
+def room_for_columns(have: int, end: int) -> int:
+    """Columns to allocate for ``end`` columns where there is room for ``have``: a quarter more if it must grow."""
     return have if end <= have else max(end, have + have // 4) + _ROOM
 
 
 class TokenRecord:
     """Ids and tags of a cache's logical columns, padding included.
 
-    Prompts are tagged as they come, from the ids of the whole conversation, and keep the tags of that moment. A step of
-    generation is recorded without a tag and without asking the device anything; its ids are needed when the next
-    prompt comes, because a tag depends on all that came before.
+    A prompt is tagged when it comes, by the ids of the whole conversation (`tag_prompt`). Generated tokens have no tag,
+    only their ids are noted (`note_step`), without asking the device anything: the tags of the next prompt depend on
+    all that came before. `expect` notes a conversation ahead of the forwards that bring it.
 
     Args:
         tagger: makes tags of token ids.
@@ -53,8 +53,8 @@ class TokenRecord:
         self.length = 0
         # No column from here on has a tag.
         self.tagged = 0
-        # Columns before this one were shown by the user and must not turn out to be others.
-        self.promised = 0
+        # Columns before this one were shown ahead of their forward (`expect`), which must bring the same ids.
+        self.expected = 0
         # Columns whose tags the newest prompt has renewed; 0 once something else has come behind them.
         self.renewed = 0
         self.ids: Tensor | None = None
@@ -89,7 +89,7 @@ class TokenRecord:
         """u8 (B, length), the tag codes of all columns known; None if there are none."""
         return None if self.tags is None or not self.length else self.tags[:, : self.length].to(device)
 
-    def prompt(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
+    def tag_prompt(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
         """Tags the columns from ``seen`` on; earlier columns keep what they have, unless tags are to be renewed.
 
         Args:
@@ -98,11 +98,11 @@ class TokenRecord:
             seen: columns that the cache holds.
 
         Raises:
-            ValueError: other ids than were promised by `promise`. Nothing is changed then.
+            ValueError: other ids than were expected by `expect`. Nothing is changed then.
         """
         if not seen:
             self.begin(ids.shape[0])
-        have = max(min(self.promised, seen + ids.shape[1]) - seen, 0)
+        have = max(min(self.expected, seen + ids.shape[1]) - seen, 0)
         if have:
             assert self.ids is not None
             if not torch.equal(self.ids[:, seen : seen + have].cpu(), ids[:, :have].to("cpu", torch.int32)):
@@ -110,30 +110,30 @@ class TokenRecord:
                     f"input_ids: the tokens from column {seen} on are not those that see() was shown; show it the ids "
                     "of the whole conversation again, as they are given to the model."
                 )
-        if self.promised >= seen + ids.shape[1]:
+        if self.expected >= seen + ids.shape[1]:
             return
         if self.length < seen:
             # Nobody showed the ids of what is cached; new tokens are told by the marks that stand among them.
-            self._write(ids.new_full((ids.shape[0], seen - self.length), _UNKNOWN), None, self.length)
+            self.write(ids.new_full((ids.shape[0], seen - self.length), _UNKNOWN), None, self.length)
         before = ids.new_empty(ids.shape[0], 0) if self.ids is None else self.ids[:, :seen]
         whole = torch.cat([before.to("cpu", torch.int64), ids.to("cpu", torch.int64)], 1)
         if mask is not None and (mask.dim() != 2 or mask.shape != whole.shape):
             mask = None
         unknown = whole == _UNKNOWN
         tags = self.tagger.tag(torch.where(unknown, 0, whole), None if mask is None else mask.to("cpu"))
-        self._write(ids, tags[:, seen:], seen)
+        self.write(ids, tags[:, seen:], seen)
         self.renewed = 0 if not self.renew or bool(unknown.any()) else seen
         if self.renewed and self.tags is not None:
             self.tags[:, :seen] = tags[:, :seen].to(self.tags.device)
             self._unshare()
 
     def begin(self, rows: int) -> None:
-        """Nothing is cached yet: what a forward that failed has left goes; what was promised is for ``rows`` rows.
+        """Nothing is cached yet: what a forward that failed has left goes; what was expected is for ``rows`` rows.
 
         Raises:
-            ValueError: ``rows`` is no multiple of the rows that were promised. Nothing is changed then.
+            ValueError: ``rows`` is no multiple of the rows that were expected. Nothing is changed then.
         """
-        if not self.promised:
+        if not self.expected:
             self.clear()
         elif self.ids is not None and self.ids.shape[0] != rows:
             if rows % self.ids.shape[0]:
@@ -141,10 +141,10 @@ class TokenRecord:
                     f"input_ids: got {rows} rows, but see() was shown {self.ids.shape[0]}; show it what the model gets."
                 )
             # As `generate` does for beams and for several answers to a prompt.
-            self.repeat(rows // self.ids.shape[0])
+            self.repeat_rows(rows // self.ids.shape[0])
 
-    def promise(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
-        """Ids (B, n) and mask of the whole conversation, ahead of the forward: the tokens that come must be these.
+    def expect(self, ids: Tensor, mask: Tensor | None, seen: int) -> None:
+        """Notes and tags a conversation (B, n) ahead of its forward, with its mask: the tokens that come must be these.
 
         Raises:
             ValueError: the columns that are cached had other ids. Nothing is changed then.
@@ -165,16 +165,16 @@ class TokenRecord:
             self.ids[:, :known] = torch.where(held == _UNKNOWN, shown, held).to(self.ids.device)
         if not known:
             self.clear()
-        self.promised = 0
+        self.expected = 0
         if known < seen:
-            self._write(ids[:, known:seen], None, known)
-        self.prompt(ids[:, seen:], mask, seen)
-        self.promised = ids.shape[1]
+            self.write(ids[:, known:seen], None, known)
+        self.tag_prompt(ids[:, seen:], mask, seen)
+        self.expected = ids.shape[1]
 
-    def step(self, ids: Tensor, seen: int) -> None:
+    def note_step(self, ids: Tensor, seen: int) -> None:
         """Records generated tokens (B, t) behind ``seen`` columns, without tags."""
-        if self.promised < seen + ids.shape[1] and self.length >= seen:
-            self._write(ids, None, seen)
+        if self.expected < seen + ids.shape[1] and self.length >= seen:
+            self.write(ids, None, seen)
             # If a prompt had renewed tags at this length, its forward has failed.
             self.renewed = 0
 
@@ -190,11 +190,11 @@ class TokenRecord:
         return self.__dict__ | {"_shared": {}, "_taken": 0}
 
     @lasting
-    def _write(self, ids: Tensor, tags: Tensor | None, start: int) -> None:
+    def write(self, ids: Tensor, tags: Tensor | None, start: int) -> None:
         end = start + ids.shape[1]
         have = 0 if self.ids is None else self.ids.shape[1]
         if self.ids is None or self.tags is None or have < end:
-            room = room_for(have, end)
+            room = room_for_columns(have, end)
             grown = torch.zeros(ids.shape[0], room, dtype=torch.int32, device=ids.device)
             grown_tags = torch.full_like(grown, UNTAGGED, dtype=torch.uint8)
             if self.ids is not None and self.tags is not None:
@@ -211,12 +211,12 @@ class TokenRecord:
 
     def crop(self, seen: int) -> None:
         """Keeps the first ``seen`` columns."""
-        self.length, self.promised = min(self.length, seen), min(self.promised, seen)
+        self.length, self.expected = min(self.length, seen), min(self.expected, seen)
         self.renewed = self.renewed if self.renewed < seen else 0
         self._unshare()
 
     @lasting
-    def rows(self, index: Tensor) -> None:
+    def take_rows(self, index: Tensor) -> None:
         """Row b becomes what row ``index[b]`` was; a boolean mask (B,) keeps rows."""
         if self.ids is not None and self.tags is not None:
             index = index.to(self.ids.device)
@@ -224,7 +224,7 @@ class TokenRecord:
             self._unshare()
 
     @lasting
-    def repeat(self, repeats: int) -> None:
+    def repeat_rows(self, repeats: int) -> None:
         """Every row ``repeats`` times."""
         if self.ids is not None and self.tags is not None:
             self.ids = self.ids.repeat_interleave(repeats, 0)

@@ -1,4 +1,8 @@
-"""What the host knows of a store's rows without asking the device: how long they may be, and what follows from that."""
+"""How long a store's rows may be, as the host knows without asking the device, and what the next tokens lead to.
+
+A batch has rows of several lengths (padding), so the host keeps the set of lengths that occur, not which row has which.
+From that set it works out what must be known before a step is launched: slots in the tails, and what is due to seal.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from .scheme import Layout
 
 
 class RowState(NamedTuple):
-    """One possible state of a row, as the host knows it."""
+    """A row that there may be in the batch: tokens that it holds, and how many of its keys and values are sealed."""
 
     length: int
     keys: int
@@ -24,7 +28,7 @@ class RowState(NamedTuple):
 
 
 class WindowSizes(NamedTuple):
-    """What a layout says of windows.
+    """Sizes of the sink and of the local windows, and how many tokens are sealed together.
 
     Attributes:
         sink: first tokens of a row, which never seal.
@@ -43,37 +47,37 @@ class WindowSizes(NamedTuple):
         return cls(layout.sink, (keys.local, values.local), (keys.unit, values.unit))
 
 
-class Ahead(NamedTuple):
-    """What becomes of rows with some more tokens.
+class Forecast(NamedTuple):
+    """What rows are like once some more tokens have come.
 
     Attributes:
-        needs: slots of the tails of keys and values in use once the tokens have joined them.
-        joined: the states then.
+        tail_slots: slots of the tails of keys and values in use once the tokens have joined them.
+        appended: what rows may be like then, before anything is sealed.
         due: the most that any row has to seal then, of keys and of values.
-        sealed: the states once that is done.
-        most: the most tokens of a side that a row has sealed then.
-        longest: the most that a row has held before.
+        sealed: what rows may be like once what is due is sealed.
+        most_sealed: the most tokens of a side that a row has sealed then.
+        longest: the most tokens that a row held before the new ones came.
         shortest: the least.
     """
 
-    needs: tuple[int, int]
-    joined: frozenset[RowState]
+    tail_slots: tuple[int, int]
+    appended: frozenset[RowState]
     due: tuple[int, int]
     sealed: frozenset[RowState]
-    most: int
+    most_sealed: int
     longest: int
     shortest: int
 
 
-def target(rest: int, sealed: int, local: int, unit: int) -> int:
-    """Tokens behind the sink that should be sealed when ``rest`` are there."""
+def sealed_target(rest: int, sealed: int, local: int, unit: int) -> int:
+    """Tokens behind the sink that are sealed once what is due is, of ``rest`` that are there; see `tokens_due`."""
     return sealed + tokens_due(rest, sealed, local, unit)
 
 
-# The layers of a model ask the same, one after the other: it was a fifth of what a layer's step takes the host.
+# A fifth of a layer's step on the host, where it is not remembered.
 @lru_cache(maxsize=32)
-def ahead(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, hold: int = 0) -> Ahead:
-    """What ``tokens`` more lead to.
+def forecast(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, hold: int = 0) -> Forecast:
+    """What rows are like with ``tokens`` more; remembered, since all layers of a step ask the same.
 
     Args:
         states: what rows may be like now.
@@ -88,14 +92,14 @@ def ahead(states: frozenset[RowState], windows: WindowSizes, tokens: int = 0, ho
         behind = max(length - windows.sink, 0) + tokens
         need_keys, need_values = max(need_keys, behind - keys), max(need_values, behind - values)
         rest = max(length + tokens - windows.sink, 0)
-        new_keys = target(rest, keys, local[0], windows.unit[0])
-        new_values = target(rest, values, local[1], windows.unit[1])
+        new_keys = sealed_target(rest, keys, local[0], windows.unit[0])
+        new_values = sealed_target(rest, values, local[1], windows.unit[1])
         due_keys, due_values = max(due_keys, new_keys - keys), max(due_values, new_values - values)
         most = max(most, new_keys, new_values)
         lengths.append(length)
         joined.append(RowState(length + tokens, keys, values))
         sealed.append(RowState(length + tokens, new_keys, new_values))
-    return Ahead(
+    return Forecast(
         (need_keys, need_values),
         frozenset(joined),
         (due_keys, due_values),

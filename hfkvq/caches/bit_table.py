@@ -1,4 +1,4 @@
-"""Tables of bits by tag as files: what was calibrated, for which model and chat template, and under which budget."""
+"""`BitTable`: how many bits tokens of each tag get (TriAxialKV), as a JSON file that names its calibration."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Origin:
 
 @dataclass(frozen=True)
 class BitTable:
-    """Bits of each tag, with what they were computed from.
+    """Bits of tokens by tag, such as ``{"older|text|obs": 2}``, and the calibration that they follow from.
 
     Attributes:
         bits: 2 or 4 by tag.
         origin: of the calibration.
         budget: B, mean code bits a token that the allocation was held to.
-        distortion: (D_k(2), D_k(4)) by tag.
-        counts: N_k by tag.
+        distortion: (D_k(2), D_k(4)) by tag: error of attention with its tokens in 2 and in 4 bits.
+        counts: N_k by tag: its tokens in the conversations.
     """
 
     bits: Mapping[str, int]

@@ -1,4 +1,8 @@
-"""What PyTorch calls in place of a model that has met one of our caches."""
+"""Calls of a model that has met one of our caches: they come by here first, so that a captured step can be replayed.
+
+PyTorch asks a module for a replacement of its call (``_compiled_call_impl``, where ``Module.compile`` puts its own);
+ours is a `CallInterceptor`.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,8 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-class Router:
-    """What PyTorch calls in place of a model's own call, once the model has met one of our caches."""
+class CallInterceptor:
+    """Takes a model's calls: steps of a cache with graphs go to `hfkvq.caches.graphs`, all others to the model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         # The model keeps this.
@@ -53,12 +57,12 @@ class Router:
         graphs = getattr(cache, "graphs", None)
         return model._call_impl(*args, **kwargs) if graphs is None else graphs.call(model, self, args, kwargs)
 
-    def draft(self, choose: Callable[[Any], Any]) -> None:
+    def give_draft_cache(self, choose: Callable[[Any], Any]) -> None:
         """Where this model drafts for another one, it is given what ``choose`` makes of its cache."""
         self._draft_cache = choose
 
-    def look_at_hooks(self) -> str | None:
-        """Notes the model's hooks; why it cannot be captured for one of them."""
+    def check_hooks(self) -> str | None:
+        """Notes what `fingerprint` watches; says why a hook keeps the model from being captured, or None."""
         model: Any = self._model()
         modules: list[Any] = list(model.modules())
         self._hooks = [x for m in modules for x in (m._forward_hooks, m._forward_pre_hooks)]
@@ -73,10 +77,10 @@ class Router:
                 return f"the model has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
         return None
 
-    def looks(self) -> Any:
-        """What a graph depends on of the model, where it was looked at: hooks, where weights lie, adapters at work.
+    def fingerprint(self) -> Any:
+        """Changes when a graph of the model is no longer good: by hooks, addresses of weights, adapters at work.
 
-        What a module does by a flag of its own is not seen.
+        As far as `check_hooks` has noted them; what a module does by a flag of its own is not seen.
         """
         model: Any = self._model()
         hooks = tuple(key for own in self._hooks if own for key, hook in own.items() if not _is_known(hook))
@@ -90,7 +94,7 @@ class Router:
 
 
 @contextlib.contextmanager
-def inside() -> Iterator[None]:
+def inside_call() -> Iterator[None]:
     """Calls of models go to the models themselves, in this thread and context."""
     before, _THREAD.inside = _THREAD.inside, True
     try:
@@ -99,8 +103,8 @@ def inside() -> Iterator[None]:
         _THREAD.inside = before
 
 
-def is_inside() -> bool:
-    """Whether a router has handed on the call that is running."""
+def is_inside_call() -> bool:
+    """Whether the running call of a model has come by an interceptor already."""
     return _THREAD.inside
 
 
@@ -110,16 +114,16 @@ def _is_known(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS)
 
 
-def install(model: torch.nn.Module) -> Router | None:
-    """The model's router, made if there is none; None for a model that its user has compiled."""
-    router = model._compiled_call_impl
-    if router is None:
-        router = Router(model)
-        model._compiled_call_impl = router
-    return router if isinstance(router, Router) else None
+def intercept(model: torch.nn.Module) -> CallInterceptor | None:
+    """The model's interceptor, made if there is none; None for a model that its user has compiled."""
+    interceptor = model._compiled_call_impl
+    if interceptor is None:
+        interceptor = CallInterceptor(model)
+        model._compiled_call_impl = interceptor
+    return interceptor if isinstance(interceptor, CallInterceptor) else None
 
 
 @functools.cache
-def parameters(cls: type) -> tuple[str, ...]:
+def forward_parameters(cls: type) -> tuple[str, ...]:
     """Names of a model class's arguments, in order."""
     return tuple(inspect.signature(cls.forward).parameters)[1:]

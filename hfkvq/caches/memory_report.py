@@ -1,4 +1,4 @@
-"""What a cache costs: bytes by kind, bits an element, ratio to bf16."""
+"""`MemoryReport`, what ``cache.memory()`` returns: bytes by kind, bits an element, ratio to bf16."""
 
 from __future__ import annotations
 
