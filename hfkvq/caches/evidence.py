@@ -42,7 +42,8 @@ class Attention:
     @classmethod
     def of(cls, logits: Tensor, sinks: Tensor | None, real: Tensor) -> Attention:
         """Of logits (N, r, Q, n); see `hfkvq.kernels.attention_moments`."""
-        return cls(*kernels.attention_moments(logits, sinks, real), real.sum(1).float())
+        mean, squares, fourths, entropy = kernels.attention_moments(logits, sinks, real)
+        return cls(mean, squares, fourths, entropy, real.sum(1).float())
 
     @cached_property
     def variance(self) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 
-from ..routing import told
+from ..routing import read_counters
 from ..row_states import RowState
 from .accounting import nbytes
 from .state import SIDES, StoreState
@@ -21,7 +21,7 @@ def contradictions(state: StoreState, columns: int) -> Iterator[str]:
         state: of the store.
         columns: what its rows were given, padding included.
     """
-    counters, dropped = told(state.counters), state.dropped.tolist()
+    counters, dropped = read_counters(state.counters), state.dropped.tolist()
     if min(map(min, counters)) < 0 or min(dropped) < 0:
         yield f"counters {counters} and {dropped} forgotten tokens"
         return
