@@ -160,7 +160,9 @@ class Eviction(Part, Generic[S]):
         """Judges what is stored by the queries that have been kept, and trims what has outgrown its budget."""
         if self.pending is not None:
             seen, self.pending = self.pending, None
-            self._judge(seen)
+            # Nothing but padding so far, perhaps.
+            if self.store().longest:
+                self._judge(seen)
 
     def judge_step(self, query: Tensor) -> None:
         """The same by the query (B, Hq, 1, D) of a step that the host did not see; of no rows where none is kept."""

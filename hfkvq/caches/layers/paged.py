@@ -40,7 +40,7 @@ class PagedLayer(LayerBase):
         reader: finds padding; shared by the layers of a cache.
         capacity: most tokens of a row, or None.
         defer: later layers attend to this layer's handles too (KV sharing), so sealing waits for the next update.
-        debug: refuse keys and values that are not finite.
+        debug: refuse keys and values that are not finite, or that pages cannot hold.
         recordable: whether steps may be recorded, over a buffer of fixed addresses.
 
     Attributes:

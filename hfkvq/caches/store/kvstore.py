@@ -35,8 +35,8 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step_tensors import Observing, Sealing
 
 from ..lasting import lasting
-from ..routing import ColumnTags, HostCounters, SealStart, Source
-from ..states import ahead
+from ..routing import ColumnTags, HostCounters, SealStart, Source, told
+from ..states import ahead, row_states
 from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
 from .rows import reordered, selected
@@ -134,7 +134,12 @@ class KVStore(StoreView):
             room = held.blocks >= pages_for(self.format, -1, then.most)
             if room and kernels.fused_step.seals_with_steps(self.format, then.due):
                 sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)
-        out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
+        try:
+            out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
+        except BaseException:
+            # Of its launches, some have run.
+            self.replace(states=row_states(told(self.counters)), host_counters=None)
+            raise
         if out is None:
             return None
         self.state = self.state.replace(states=then.joined if sealing is None else then.sealed)
