@@ -137,14 +137,16 @@ class PagedLayer(LayerBase):
             return
         if buffer is not None:
             buffer.close()
-        if eviction is None:
-            store_tokens(self, self.queries, self.tags, commit)
-        elif not commit or not eviction.cut_prompt(self.queries):
-            store_tokens(self, self.queries, self.tags, commit)
-            if commit:
-                eviction.judge_pending()
-        # Nothing is left of a step, and what it has sealed the next one counts.
-        self.bind()
+        try:
+            if eviction is None:
+                store_tokens(self, self.queries, self.tags, commit)
+            elif not commit or not eviction.cut_prompt(self.queries):
+                store_tokens(self, self.queries, self.tags, commit)
+                if commit:
+                    eviction.judge_pending()
+        finally:
+            # Nothing is left of a step, and what it has sealed the next one counts.
+            self.bind()
 
     def bind(self) -> None:
         """Brings what the layer holds to where recorded steps look for it."""
