@@ -48,8 +48,9 @@ class MixedKVCache(WholeCache):
     attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower, and
     since such an implementation never shows its mask, left padding is then stored as if it were tokens.
 
-    Keys and values that are not finite are refused with ``debug=True``. Otherwise they are left out of every scale and
-    stored as the nearest end of their group, so they never change what other tokens' pages hold.
+    Keys and values that are not finite are refused with ``debug=True``, and so are those beyond 65504, the range of
+    float16, where pages have scales. Otherwise they are left out of every scale and stored as the nearest end of their
+    group, so they never change what other tokens' pages hold.
 
     Args:
         model_or_config: the model (needed for nothing but convenience), or its config.
@@ -70,7 +71,8 @@ class MixedKVCache(WholeCache):
         headroom: share of what is held by which the buffers of captured steps are ahead of need, where the cache
             grows; 128 tokens at the least.
         attach: whether to switch the attention implementation.
-        debug: refuse keys and values that are not finite.
+        debug: refuse keys and values that are not finite, or that pages cannot hold, and look before each forward
+            whether what the cache holds contradicts itself. Steps are not captured then.
 
     Raises:
         ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, or a model without attention

@@ -76,7 +76,8 @@ def choose(
         return None
     lengths = torch.tensor([tokens - lead for lead in ([0] if padding is None else padding.amounts)])
     rooms: list[int] = scheme.room(lengths, lengths, layer, layers, hold).tolist()
-    if rooms == lengths.tolist() and not scheme.asks_every_step:
+    # Nothing but padding has nothing to choose from.
+    if not max(rooms) or (rooms == lengths.tolist() and not scheme.asks_every_step):
         return None
     lead = None if padding is None else padding.lead.to(keys.device).long()
     parts = [

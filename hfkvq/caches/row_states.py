@@ -6,9 +6,11 @@ From that set it works out what must be known before a step is launched: slots i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from hfkvq.kernels.decode import LENGTH, RUNS
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.windows import tokens_due
 
@@ -25,6 +27,12 @@ class RowState(NamedTuple):
     def sealed(self, side: Side) -> int:
         """Tokens sealed on a side."""
         return self.keys if side == "keys" else self.values
+
+
+def row_states(counters: Sequence[Sequence[int]]) -> frozenset[RowState]:
+    """What rows are like whose counters are known; see `hfkvq.kernels.decode`."""
+    keys, values = ([sum(row) for row in zip(*counters[at::2], strict=True)] for at in (RUNS, RUNS + 1))
+    return frozenset(RowState(*row) for row in zip(counters[LENGTH], keys, values, strict=True))
 
 
 class WindowSizes(NamedTuple):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .decode import ABSENT, START, column_positions, dense_columns
 from .dispatch import define, reference, triton_slot
-from .hadamard import hadamard
+from .hadamard import hadamard, saturated
 from .pages import Side, StoreFormat, split_runs
 
 
@@ -32,7 +32,7 @@ def _gather_rows(
     dense = dense.gather(2, origin.clamp(min=0).expand(-1, dense.shape[1], -1, dense.shape[3]))
     dense = dense.masked_fill(origin < 0, 0.0)
     block = form.rotate_keys if which == "keys" else form.rotate_values
-    return hadamard(dense, block).to(sink.dtype)
+    return saturated(hadamard(dense, block), sink.dtype)
 
 
 @_gather_rows.register_fake

@@ -24,6 +24,12 @@ def check_rotation(name: str, block: int, head_dim: int) -> None:
         )
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """f32 rounded to a dtype, where f16 has no infinity: a rotation may exceed what each of its channels was."""
+    limit = torch.finfo(dtype).max
+    return (x.clamp(-limit, limit) if dtype == torch.float16 else x).to(dtype)
+
+
 @define("hadamard")
 def _hadamard(x: Tensor, block: int) -> Tensor:
     # Butterflies, not a matmul: a library's order of sums depends on the shape, and then a token's bits would depend
@@ -32,7 +38,7 @@ def _hadamard(x: Tensor, block: int) -> Tensor:
     while step < block:
         upper, lower = y.unflatten(-1, (-1, 2, step)).unbind(-2)
         y, step = torch.stack([upper + lower, upper - lower], -2).flatten(-3), 2 * step
-    return (y * block**-0.5).flatten(-2).to(x.dtype)
+    return saturated((y * block**-0.5).flatten(-2), x.dtype)
 
 
 @_hadamard.register_fake
@@ -51,6 +57,6 @@ def hadamard(x: Tensor, block: int) -> Tensor:
         block: h, a power of two that divides D; 0 returns ``x`` itself.
 
     Returns:
-        (..., D) in the dtype of ``x``.
+        (..., D) in the dtype of ``x``; the greatest number of f16 where that is exceeded.
     """
     return call(_hadamard, x, x, block) if block else x

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +29,20 @@ def uneven(first: int | None, last: int | None) -> RuntimeError:
         "cache was made for a model with more layers. Call reset() to begin again, or level() to take back what came "
         "since the last forward that reached every layer."
     )
+
+
+@contextlib.contextmanager
+def unchanged_on_error(things: Sequence[Any]) -> Iterator[None]:
+    """If anything fails, all attributes of these are what they were; what is written in place is not."""
+    # Linear attention keeps its states in dicts.
+    saved = [{name: dict(x) if type(x) is dict else x for name, x in vars(each).items()} for each in things]
+    try:
+        yield
+    except BaseException:
+        for each, was in zip(things, saved, strict=True):
+            vars(each).clear()
+            vars(each).update(was)
+        raise
 
 
 class Buffer(Protocol):

@@ -231,13 +231,6 @@ class StepBuffer(Part):
     def _fold(self) -> int:
         return 1 if self.plan is None else self.plan.fold
 
-    def own_bytes(self) -> int:
-        """Bytes of the buffer that are not the store's: what steps need for themselves."""
-        if self.tensor is None or self.state is None:
-            return 0
-        state = self.state
-        return self.tensor.nbytes - sum(x.nbytes for x in (state.counters, *state.windows, *state.flat_runs()))
-
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the buffer; of copies as well."""
         room = self.layer.capacity or 0

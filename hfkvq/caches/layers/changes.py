@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..lasting import lasting
+from .base import unchanged_on_error
 from .incoming import seal_due
 from .paged import PagedLayer
 
@@ -140,8 +141,10 @@ def _change(
         if commit and layer.eviction is not None and layer.defer:
             layer.eviction.group.settle()
         layer.settle(commit)
-    undo = [_remembered(each) for each in (*layers, *(each for each, _ in beside))]
-    try:
+    parts = [*layers, *(each for each, _ in beside)]
+    for layer in paged:
+        parts += [part for part in (layer.store, layer.queries, layer.eviction) if part is not None]
+    with unchanged_on_error(parts):
         for layer in layers:
             if not isinstance(layer, PagedLayer):
                 stock(layer)
@@ -149,27 +152,7 @@ def _change(
                 own(layer)
         for _, act in beside:
             act()
-    except BaseException:
-        for back in undo:
-            back()
-        raise
     _finish(paged)
-
-
-def _remembered(thing: Any) -> Callable[[], None]:
-    """What makes a layer, or whatever holds its tensors as attributes, again what it is now."""
-    parts = [thing]
-    if isinstance(thing, PagedLayer):
-        parts += [part for part in (thing.store, thing.queries, thing.eviction) if part is not None]
-    # Linear attention keeps its states in dicts.
-    saved = [{name: dict(x) if type(x) is dict else x for name, x in vars(part).items()} for part in parts]
-
-    def back() -> None:
-        for part, was in zip(parts, saved, strict=True):
-            vars(part).clear()
-            vars(part).update(was)
-
-    return back
 
 
 def _finish(layers: Sequence[PagedLayer]) -> None:

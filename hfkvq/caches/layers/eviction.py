@@ -14,7 +14,7 @@ from ..eviction import EvictionScheme
 from ..headwise import HeadwiseStore
 from ..observe import Observation
 from ..store import MAX_STEP
-from .base import LayerBase, Part
+from .base import LayerBase, Part, unchanged_on_error
 from .group import EvictingGroup
 from .queries import QueryStatistics
 
@@ -158,9 +158,12 @@ class Eviction(Part, Generic[S]):
 
     def judge_pending(self) -> None:
         """Judges what is stored by the queries that have been kept, and trims what has outgrown its budget."""
-        if self.pending is not None:
-            seen, self.pending = self.pending, None
-            self._judge(seen)
+        seen, store = self.pending, self.store()
+        # Nothing but padding so far, perhaps.
+        if seen is not None and store.longest:
+            with unchanged_on_error([self, self.layer, store]):
+                self._judge(seen)
+        self.pending = None
 
     def judge_step(self, query: Tensor) -> None:
         """The same by the query (B, Hq, 1, D) of a step that the host did not see; of no rows where none is kept."""

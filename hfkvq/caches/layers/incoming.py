@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hfkvq import kernels
 from hfkvq.kernels.decode import sealed_count
+from hfkvq.kernels.quantize import F16_MAX
 
-from ..store import KVStore
+from ..store import SIDES, KVStore
 from .base import LayerBase
 from .queries import QueryStatistics
 from .tags import TokenTags
@@ -20,12 +23,30 @@ def check_update(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
     if not layer.seen or like != layer.accepted:
         _check_kind(layer, keys, values)
     layer.check_capacity(keys.shape[2])
-    if layer.debug and not (keys.isfinite().all() and values.isfinite().all()):
+    if layer.debug:
+        _check_numbers(layer, keys, values)
+    layer.accepted = like
+
+
+def _check_numbers(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
+    if not (keys.isfinite().all() and values.isfinite().all()):
         raise ValueError(
             "update: keys or values hold NaN or infinity; nothing was cached. Look for the layer that made them "
             "(torch.autograd.detect_anomaly, or fp16 overflow: try bfloat16)."
         )
-    layer.accepted = like
+    store = layer.scheme.layout(keys.shape[-1], values.shape[-1]).store
+    for at, (x, block) in enumerate(((keys, store.rotate_keys), (values, store.rotate_values))):
+        # Scales are float16, and so is what a rotation makes of float16.
+        if all(formats[at].bits == 16 for formats in store.runs) and not (block and x.dtype == torch.float16):
+            continue
+        largest = float(kernels.hadamard(x.float(), block).abs().amax()) if x.numel() else 0.0
+        if largest > F16_MAX:
+            rotated = " once they are rotated" if block else ""
+            raise ValueError(
+                f"update: {SIDES[at]} are as large as {largest:.4g}{rotated}, but {layer.scheme.name} holds numbers "
+                f"of up to {F16_MAX:g}, and greater ones as some less; nothing was cached. Use the scheme 'full' in "
+                'this layer: layers={index: "full"}.'
+            )
 
 
 def _check_kind(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
@@ -34,6 +55,8 @@ def _check_kind(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
             f"update: got keys {tuple(keys.shape)} and values {tuple(values.shape)}, expected (batch, heads, "
             "tokens, dim) on both sides with the same batch, heads and tokens."
         )
+    if not keys.shape[0]:
+        raise ValueError("update: got a batch of 0 rows, allowed at least one.")
     if not keys.is_floating_point():
         raise ValueError(f"update: got keys of {keys.dtype}, allowed floating point.")
     if keys.dtype != values.dtype or keys.device != values.device:

@@ -12,6 +12,12 @@ from ..store import StoreBytes
 from .layer import KVLayer
 
 
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that tensors keep, however little of it they show, and however many share it."""
+    storages = {storage._cdata: storage.nbytes() for storage in (x.untyped_storage() for x in tensors)}
+    return sum(storages.values())
+
+
 def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> MemoryReport:
     """Exact memory of layers: every tensor that they hold is counted (asks the device for the rows' lengths).
 
@@ -26,21 +32,19 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
     bits = sum(store.code_bits() * n for store, n in zip(stores, elements, strict=True))
     staged = [layer.staged for layer in layers if layer.staged is not None]
     # Layers share some of them.
-    small = {id(tensor): tensor.nbytes for layer in layers for tensor in layer.tensors()}
-    own = sum(layer.buffer.own_bytes() for layer in layers if layer.buffer is not None)
-    parts += StoreBytes(tables=sum(small.values()) + own)
-    # By storage: after a prompt, a sliding window is a view of all of it.
-    other: dict[int, int] = {}
-    for layer in stock:
-        for x in vars(layer).values():
-            # Linear attention keeps its states in dicts.
-            held = x.values() if isinstance(x, dict) else (x,)
-            storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, torch.Tensor)]
-            other.update({storage.data_ptr(): storage.nbytes() for storage in storages})
+    small = {id(tensor): tensor for layer in layers for tensor in layer.tensors()}
+    buffers = [layer.buffer.tensor for layer in layers if layer.buffer is not None and layer.buffer.tensor is not None]
+    ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
+    # What steps need for themselves, statistics, and memory of which tensors show a part.
+    parts += StoreBytes(tables=held_bytes(ours) - parts.total)
+    # Linear attention keeps its states in dicts.
+    others = [
+        each for layer in stock for x in vars(layer).values() for each in (x.values() if type(x) is dict else [x])
+    ]
     return MemoryReport(
         compressed=parts,
-        staged=sum(tensor.nbytes for pair in staged for tensor in pair),
-        stock=sum(other.values()),
+        staged=held_bytes(tensor for pair in staged for tensor in pair),
+        stock=held_bytes(x for x in others if isinstance(x, torch.Tensor)),
         elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
         code_bits=bits / sum(elements) if sum(elements) else float("nan"),
         seen=seen,

@@ -40,7 +40,7 @@ class PagedLayer(LayerBase):
         reader: finds padding; shared by the layers of a cache.
         capacity: most tokens of a row, or None.
         defer: later layers attend to this layer's handles too (KV sharing), so sealing waits for the next update.
-        debug: refuse keys and values that are not finite.
+        debug: refuse keys and values that are not finite, or that pages cannot hold.
         recordable: whether steps may be recorded, over a buffer of fixed addresses.
 
     Attributes:
@@ -139,14 +139,16 @@ class PagedLayer(LayerBase):
             return
         if buffer is not None:
             buffer.close()
-        if eviction is None:
-            store_tokens(self, self.queries, self.tags, commit)
-        elif not commit or not eviction.cut_prompt(self.queries):
-            store_tokens(self, self.queries, self.tags, commit)
-            if commit:
-                eviction.judge_pending()
-        # Nothing is left of a step, and what it has sealed the next one counts.
-        self.bind()
+        try:
+            if eviction is None:
+                store_tokens(self, self.queries, self.tags, commit)
+            elif not commit or not eviction.cut_prompt(self.queries):
+                store_tokens(self, self.queries, self.tags, commit)
+                if commit:
+                    eviction.judge_pending()
+        finally:
+            # Nothing is left of a step, and what it has sealed the next one counts.
+            self.bind()
 
     def bind(self) -> None:
         """Brings what the layer holds to where recorded steps look for it."""

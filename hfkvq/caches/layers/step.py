@@ -43,7 +43,13 @@ def fused_step(layer: KVLayer, query: Tensor, arguments: AttentionArguments) -> 
             return None
     # What is observed, or a tag, may have a say in what is sealed.
     seals = not layer.defer and queries is None and layer.tags is None
-    done = store.step(query, keys, values, arguments, seals, observing)
+    before = store.state
+    try:
+        done = store.step(query, keys, values, arguments, seals, observing)
+    except BaseException:
+        if store.longest > before.longest:
+            layer.staged, layer.new_columns, layer.uncommitted = None, 0, True
+        raise
     if done is None:
         return None
     layer.staged, layer.new_columns = None, 0

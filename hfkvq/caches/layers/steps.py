@@ -7,12 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.decode import LENGTH, RUNS, START
+from hfkvq.kernels.decode import LENGTH, START
 from hfkvq.kernels.step import MAX_STEP, run_step, seen
 
 from ..model_calls import is_inside_call
 from ..recorded import is_recorded
-from ..row_states import RowState
+from ..row_states import row_states
 from .base import LayerBase, Part
 from .buffer import StepBuffer
 from .eviction import Eviction
@@ -96,9 +96,7 @@ class DeviceSteps(Part):
         store = layer.held()
         *counters, flag = numbers
         rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
-        keys = [sum(column) for column in zip(*rows[RUNS::2], strict=True)]
-        values = [sum(column) for column in zip(*rows[RUNS + 1 :: 2], strict=True)]
-        store.replace(states=frozenset(RowState(*each) for each in zip(rows[LENGTH], keys, values, strict=True)))
+        store.replace(states=row_states(rows))
         layer.seen = rows[START][0] + rows[LENGTH][0]
         layer.edition += 1
         self.note_rows()

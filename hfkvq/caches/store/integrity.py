@@ -9,7 +9,7 @@ import torch
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 
 from ..routing import read_counters
-from ..row_states import RowState
+from ..row_states import row_states
 from .accounting import nbytes
 from .state import SIDES, StoreState
 
@@ -30,8 +30,7 @@ def contradictions(state: StoreState, columns: int) -> Iterator[str]:
         yield f"rows end at columns {sorted(ends)} of {columns}"
     if any(gone > start for gone, start in zip(dropped, counters[START], strict=True)):
         yield f"{dropped} tokens forgotten of {counters[START]} columns before the first one"
-    sealed = [[sum(row) for row in zip(*counters[RUNS + at :: 2], strict=True)] for at in (0, 1)]
-    rows = {RowState(*row) for row in zip(counters[LENGTH], *sealed, strict=True)}
+    rows = row_states(counters)
     if not rows <= state.states:
         yield f"rows are {sorted(rows)}, and the host takes them to be of {sorted(state.states)}"
     known = state.counted()

@@ -36,8 +36,8 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.step_tensors import Observing, Sealing
 
 from ..lasting import lasting
-from ..routing import ColumnTags, HostCounters, SealSource, SealStart
-from ..row_states import forecast
+from ..routing import ColumnTags, HostCounters, SealSource, SealStart, read_counters
+from ..row_states import forecast, row_states
 from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
 from .rows import reordered, selected
@@ -133,7 +133,12 @@ class KVStore(StoreView):
             if room and kernels.fused_step.seals_with_steps(self.format, then.due):
                 sealing = Sealing(self.sizes.local, self.sizes.unit, then.due)
         scaling, softcap, mask = arguments.scaling, arguments.softcap, arguments.mask
-        out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
+        try:
+            out = kernels.append_attend(query, keys, values, held, scaling, softcap, sealing, observing, mask)
+        except BaseException:
+            # Of its launches, some have run.
+            self.replace(states=row_states(read_counters(self.counters)), host_counters=None)
+            raise
         if out is None:
             return None
         self.state = self.state.replace(states=then.appended if sealing is None else then.sealed)

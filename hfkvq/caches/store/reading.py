@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.dispatch import reference
+from hfkvq.kernels.hadamard import saturated
 from hfkvq.kernels.pages import Side
 from hfkvq.kernels.products import table_pages
 
@@ -33,4 +34,4 @@ def dense_alike(store: StoreState, side: Side) -> Tensor:
         parts.append(tail[:, :, slot : slot + count])
         behind += count
     dense = torch.cat([part.to(dtype) for part in parts], 2)
-    return reference("hadamard")(dense, block).to(store.dtype) if block else dense
+    return saturated(reference("hadamard")(dense, block), store.dtype) if block else dense

@@ -15,7 +15,7 @@ from ..decode import LENGTH
 from ..dispatch import reference
 from ..hadamard import largest_block
 from ._lib import cdiv, power
-from .hadamard import butterflies
+from .hadamard import butterflies, saturated
 from .launch import Launch
 
 
@@ -50,7 +50,7 @@ def append_side(
         m_r, o_h, o_j, o_c = blocks_of(i, H, T, D, BLOCK, BR)
         b_y = b_x
         if ROTATE:
-            b_y = (butterflies(b_x.to(tl.float32), BLOCK, BR) * factor).to(x.dtype.element_ty)
+            b_y = saturated(butterflies(b_x.to(tl.float32), BLOCK, BR) * factor, x.dtype.element_ty)
         o_token = i_length + o_j
         m_sink = o_token < S
         o_head = i_b * H + o_h

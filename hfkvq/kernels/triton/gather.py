@@ -17,7 +17,7 @@ from ..decode import RUNS
 from ..dispatch import reference
 from ..pages import Side, StoreFormat, split_runs
 from ._lib import DOT_DTYPES, cdiv, load_page_in_order, on_device, page_block, page_constants, page_tensors, power
-from .hadamard import butterflies
+from .hadamard import butterflies, saturated
 
 TILE = 4096
 """Elements that a program takes at a time."""
@@ -32,6 +32,7 @@ def store_columns(
     if BLOCK > 0:
         b_x = tl.reshape(b_x.to(tl.float32), (BT * BD // BLOCK, BLOCK))
         b_x = tl.reshape(butterflies(b_x, BLOCK, BT * BD // BLOCK) * rotation, (BT, BD))
+        b_x = saturated(b_x, out.dtype.element_ty)
     o_d = tl.arange(0, BD)
     p_out = out + (i_bh * COLUMNS + o_column)[:, None] * D + o_d[None, :]
     tl.store(p_out, b_x.to(out.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])

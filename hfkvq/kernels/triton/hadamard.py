@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._lib import cdiv, on_device
+from ..hadamard import saturated as rounded
+from ._lib import F16_MAX, cdiv, on_device
 from .ahead import Wanted
 
 
@@ -23,6 +24,14 @@ def butterflies(b_x, H: tl.constexpr, BR: tl.constexpr):
     return b_x
 
 
+@triton.jit
+def saturated(b_x, dtype: tl.constexpr):
+    """f32 rounded to a dtype; see `hfkvq.kernels.hadamard.saturated`."""
+    if dtype == tl.float16:
+        b_x = tl.where(b_x > F16_MAX, F16_MAX, tl.where(b_x < -F16_MAX, -F16_MAX, b_x))
+    return b_x.to(dtype)
+
+
 @triton.jit(do_not_specialize=["ROWS"])
 def hadamard_kernel(x, y, ROWS, scale, H: tl.constexpr, BR: tl.constexpr):
     """BR blocks of H channels each."""
@@ -31,7 +40,7 @@ def hadamard_kernel(x, y, ROWS, scale, H: tl.constexpr, BR: tl.constexpr):
     o_x = o_r[:, None] * H + tl.arange(0, H)[None, :]
     m_x = (o_r < ROWS)[:, None] & (tl.arange(0, H) < H)[None, :]
     b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
-    tl.store(y + o_x, (butterflies(b_x, H, BR) * scale).to(y.dtype.element_ty), mask=m_x)
+    tl.store(y + o_x, saturated(butterflies(b_x, H, BR) * scale, y.dtype.element_ty), mask=m_x)
 
 
 def hadamard_triton(x: Tensor, block: int) -> Tensor:
@@ -44,7 +53,7 @@ def hadamard_triton(x: Tensor, block: int) -> Tensor:
         with on_device(x):
             grid = (cdiv(blocks.shape[0], rows),)
             hadamard_kernel[grid](x=blocks, y=out, ROWS=blocks.shape[0], scale=block**-0.5, H=block, BR=rows)
-    return out.to(x.dtype).view(x.shape)
+    return (out if x.is_cuda else rounded(out, x.dtype)).view(x.shape)
 
 
 def hadamard_wanted(dtype: torch.dtype, block: int) -> Wanted:

@@ -1,0 +1,301 @@
+"""A cache is even over its layers, works in any mode of PyTorch, and knows what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from hfkvq import MixedKVCache, kernels
+from hfkvq.kernels import hadamard, use_interpreter
+from tests.caches.driver import DIM, HEADS, forward, make, small, tensors_of
+from tests.caches.models import build, prompt
+from tests.caches.test_faults import bits, filled, same
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+def storages(thing):
+    """Bytes of the memory behind all tensors that an object reaches."""
+    found = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors_of(thing)}
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("name", ["arkv", "snapkv", "kitty-pro"])
+def test_chunks_at_fixed_capacity_are_judged(model, name):
+    """A second prompt and every later one is cut to the budget, as in a cache that grows."""
+    logits, held = [], []
+    for capacity in (None, 300):
+        cache, ids = MixedKVCache(model.config, small(name), max_cache_len=capacity), prompt(1, 240)
+        with torch.no_grad():
+            out = [model(ids[:, at : at + 80], past_key_values=cache).logits for at in range(0, 240, 80)]
+        logits.append(torch.cat(out, 1))
+        held.append([layer.store.row_lengths.tolist() for layer in cache.layers])
+        cache.integrity_check()
+    assert held[0] == held[1]
+    torch.testing.assert_close(*logits)
+
+
+MODES = (torch.inference_mode, torch.no_grad)
+
+
+@pytest.mark.parametrize("capacity", [None, 160])
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("name", ["kitty-pro", "mixkvq", "triaxial", "arkv", "h2o"])
+def test_each_call_in_another_mode(model, name, first, capacity):
+    modes = itertools.cycle(MODES if first is MODES[0] else MODES[::-1])
+    ids, mask = prompt(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[0, :7] = 0
+    cache, plain = (MixedKVCache(model.config, small(name), max_cache_len=capacity) for _ in range(2))
+    calls = [
+        lambda cache: model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache).logits,
+        lambda cache: model(ids[:, 40:41], attention_mask=mask[:, :41], past_key_values=cache).logits,
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        *[lambda cache: model(ids[:, 41:42], past_key_values=cache).logits] * 9,
+        lambda cache: model(ids[:, 20:38], past_key_values=cache).logits,
+        lambda cache: cache.crop(-1),
+        lambda cache: model(ids[:, 41:42], past_key_values=cache).logits,
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.batch_select_indices(torch.tensor([0, 3])),
+        *[lambda cache: model(ids[:, 41:42], past_key_values=cache).logits] * 2,
+        lambda cache: cache.reset(),
+        lambda cache: model(ids[:, :40], past_key_values=cache).logits,
+        lambda cache: model(ids[:, 40:41], past_key_values=cache).logits,
+    ]
+    for call in calls:
+        found = []
+        for each, mode in ((cache, next(modes)), (plain, torch.no_grad)):
+            with mode(), contextlib.suppress(NotImplementedError):
+                found.append(call(each))
+        if found and found[0] is not None:
+            assert torch.equal(*found)
+
+
+def test_the_mask_after_a_crop_into_padding(model):
+    """A row that has no token left is padded again, at a fixed capacity as well."""
+    ids, mask = prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[0, :20] = 0
+    logits = []
+    for capacity in (None, 100):
+        cache = MixedKVCache(model.config, "full", max_cache_len=capacity)
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            cache.crop(-15)
+            shown = mask[:, :15]
+            for step, real in ((ids[:, 15:16], [0, 1]), (ids[:, 16:17], [1, 1])):
+                shown = torch.cat([shown, torch.tensor(real)[:, None]], 1)
+                logits.append(model(step, attention_mask=shown, past_key_values=cache).logits[1 - real[0] :])
+    torch.testing.assert_close(logits[:2], logits[2:])
+
+
+def test_a_refused_crop_changes_no_layer(model):
+    cache = MixedKVCache(model.config, small("arkv", budget_tokens=48), layers={"0": "full"})
+    with torch.no_grad():
+        model(prompt(1, 150), past_key_values=cache)
+    before = bits(cache)
+    with pytest.raises(NotImplementedError, match="crop: cannot remove 60 tokens"):
+        cache.crop(-60)
+    assert [layer.seen for layer in cache.layers] == [150, 150]
+    assert all(same(*pair) for pair in zip(bits(cache), before, strict=True))
+
+
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_a_model_with_fewer_layers(model, capacity):
+    cache = MixedKVCache(model.config, "full", max_cache_len=capacity)
+    short = build("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        short(prompt(1, 20), past_key_values=cache)
+        with pytest.raises(RuntimeError, match=r"seen 20 tokens and its last one 0: .* fewer|more layers.*reset"):
+            short(prompt(1, 1), past_key_values=cache)
+    with pytest.raises(RuntimeError, match="20 tokens and its last one 0"):
+        cache.integrity_check()
+    cache.reset()
+    cache.integrity_check()
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_interrupted_with_stock_layers(layer):
+    """Layers that Transformers makes are as far as the others, or are taken back with them."""
+    model = build("gemma3")
+    cache = MixedKVCache(model.config, small("kitty"))
+    ids = prompt(1, 14)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        handle = model.model.layers[layer].mlp.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 10:13], past_key_values=cache)
+        handle.remove()
+        if layer < 2:
+            with pytest.raises(RuntimeError, match="a forward was interrupted"):
+                model(ids[:, 10:13], past_key_values=cache)
+            cache.level()
+        assert {each.get_seq_length() for each in cache.layers} == {10 if layer < 2 else 13}
+        if layer < 2:
+            model(ids[:, 10:13], past_key_values=cache)
+        got = model(ids[:, 13:], past_key_values=cache).logits
+        expected = model(ids, past_key_values=MixedKVCache(model.config, "full")).logits[:, -1:]
+    torch.testing.assert_close(got, expected, rtol=0.3, atol=0.3)
+
+
+def test_a_step_that_fails_behind_a_launch(model, monkeypatch):
+    """The device says whether the token has come."""
+    cache = filled(model, "kitty-pro", None)
+    seen = cache.get_seq_length()
+
+    def fails(query, keys, values, held, *_):
+        kernels.append(keys, values, held.counters, held.windows, held.store)
+        raise torch.OutOfMemoryError("none left")
+
+    with torch.no_grad():
+        monkeypatch.setattr(kernels, "append_attend", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(prompt(3, 1), past_key_values=cache)
+        monkeypatch.undo()
+        assert [layer.seen for layer in cache.layers] == [seen + 1, seen]
+        assert cache.layers[0].store.longest == cache.layers[1].store.longest + 1
+        cache.level()
+        cache.integrity_check()
+        model(prompt(3, 1), past_key_values=cache)
+    cache.integrity_check()
+    assert cache.get_seq_length() == seen + 1
+
+
+@pytest.mark.parametrize("name", ["arkv", "snapkv", "h2o", "kitty"])
+@pytest.mark.parametrize("capacity", [None, 120])
+def test_padding_throughout(model, name, capacity):
+    """A batch without any token holds none, and the tokens after it are a prompt."""
+    ids, mask = prompt(2, 90), torch.zeros(2, 90, dtype=torch.long)
+    mask[:, 40:] = 1
+    cache = MixedKVCache(model.config, small(name), max_cache_len=capacity)
+    alone = MixedKVCache(model.config, small(name), max_cache_len=capacity)
+    with torch.no_grad():
+        model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
+        cache.integrity_check()
+        got = model(ids[:, 40:], attention_mask=mask, past_key_values=cache).logits
+        expected = model(ids[:, 40:], past_key_values=alone).logits
+    cache.integrity_check()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize("name", ["arkv", "snapkv", "triaxial"])
+def test_memory_counts_what_is_kept_alive(family, name):
+    """Views keep all of the memory that they are of, as those of sliding layers do after a prompt."""
+    model = build(family)
+    cache = MixedKVCache(model.config, small(name))
+    with torch.no_grad():
+        for tokens in (200, 1, 30, 1):
+            model(prompt(2, tokens), past_key_values=cache)
+            assert cache.memory().total == storages(cache)
+
+
+def test_numbers_beyond_float16():
+    """A rotation of float16 has no infinity, and debug says what pages cannot hold."""
+    torch.manual_seed(0)
+    x = (torch.rand(1, HEADS, 40, DIM) * 2 - 1) * 6e4
+    assert float(hadamard(x, DIM).abs().amax()) > 65504
+    with use_interpreter():
+        by_kernel = hadamard(x.half(), DIM)
+    for rotated in (hadamard(x.half(), DIM), by_kernel):
+        assert rotated.isfinite().all()
+        torch.testing.assert_close(
+            rotated.float(), hadamard(x.half().float(), DIM).clamp(-65504, 65504), rtol=1e-3, atol=1
+        )
+    layer = make(small("saw-int4-kv"))
+    out = forward(layer, torch.randn(1, 2 * HEADS, 40, DIM).half() / 6e4, x.half(), x.half())
+    assert out.isfinite().all()
+    assert layer.dense("keys").isfinite().all()
+    for name, given, refused in (
+        ("saw-int4", x.half(), True),
+        ("kitty", (2 * x).bfloat16(), True),
+        ("kitty", x.half(), False),
+        ("full", (2 * x), False),
+    ):
+        layer = make(small(name), debug=True)
+        if not refused:
+            layer.update(given, given)
+            continue
+        with pytest.raises(ValueError, match=r"update: keys are as large as .* holds numbers of up to 65504"):
+            layer.update(given, given)
+        assert layer.seen == 0
+
+
+@pytest.mark.parametrize("capacity", [None, 60])
+def test_arguments_that_make_no_sense(model, capacity):
+    cache = MixedKVCache(model.config, "kitty", max_cache_len=capacity)
+    with torch.no_grad():
+        model(prompt(2, 20), past_key_values=cache)
+    before = bits(cache)
+    none = torch.empty(0, dtype=torch.long)
+    for call, message in (
+        (lambda: cache.crop(-2.7), r"crop: got -2.7, allowed .* whole number"),
+        (lambda: cache.crop("3"), "crop: got '3'"),
+        (lambda: cache.reorder_cache(none), "reorder_cache: got no rows"),
+        (lambda: cache.reorder_cache(torch.tensor([0, 2])), r"reorder_cache: got rows \[0, 2\], but the cache holds 2"),
+        (lambda: cache.reorder_cache(torch.tensor([0.0])), "reorder_cache: got torch.float32"),
+        (lambda: cache.batch_repeat_interleave(0), "batch_repeat_interleave: got 0"),
+        (lambda: cache.batch_select_indices(none), "batch_select_indices: got no rows"),
+        (lambda: cache.batch_select_indices(torch.tensor([False, False])), "batch_select_indices: got no rows"),
+        (lambda: cache.batch_select_indices(torch.tensor([5])), r"batch_select_indices: got rows \[5\]"),
+        (lambda: make(small("kitty")).update(*torch.empty(2, 0, 2, 4, DIM)), "got a batch of 0 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert all(same(*pair) for pair in zip(bits(cache), before, strict=True))
+    # An empty cache has no rows to reorder, whatever it was used for before.
+    cache.reset()
+    cache.reorder_cache(torch.tensor([0, 1, 2, 3]))
+    with torch.no_grad():
+        model(prompt(4, 20), past_key_values=cache)
+    cache.integrity_check()
+
+
+def _share_open_page(cache):
+    table = cache.layers[1].store.runs[-1].table
+    table[0, -1] = table[1, -1]
+
+
+def _forget_a_state(cache):
+    store = cache.layers[0].store
+    store.replace(states=frozenset(state._replace(length=state.length + 1) for state in store.states))
+
+
+BREAKS = {
+    "counters": (lambda cache: cache.layers[1].store.counters[1].add_(1), "rows end at columns"),
+    "sealed": (lambda cache: cache.layers[1].store.counters[2].sub_(16), "stand nowhere, or twice|tail"),
+    "host": (_forget_a_state, "the host takes them"),
+    "table": (lambda cache: cache.layers[1].store.runs[0].table.fill_(999), "table names pages"),
+    "shared": (_share_open_page, "share a page that is not full"),
+    "rows": (lambda cache: setattr(cache.layers[1], "batch_size", 2), "rows"),
+}
+
+
+@pytest.mark.parametrize("kind", BREAKS)
+def test_what_the_check_finds(model, kind):
+    act, message = BREAKS[kind]
+    cache = filled(model, "kitty-pro", None)
+    cache.integrity_check()
+    act(cache)
+    with pytest.raises(RuntimeError, match=f"integrity_check: layer.*{message}"):
+        cache.integrity_check()
+    cache.reset()
+    cache.integrity_check()
+
+
+def test_debug_looks_before_each_forward(model):
+    cache = MixedKVCache(model.config, small("kitty-pro"), debug=True)
+    with torch.no_grad():
+        for tokens in (40, 1, 1):
+            model(prompt(2, tokens), past_key_values=cache)
+        cache.layers[1].store.counters[1].add_(1)
+        with pytest.raises(RuntimeError, match=r"integrity_check: layer 1: .* Call reset\(\)"):
+            model(prompt(2, 1), past_key_values=cache)
