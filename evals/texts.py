@@ -1,7 +1,7 @@
 """Makes the four texts of `hfkvq.measure.texts` from public data sets: ``python evals/texts.py DATA_FOLDER``.
 
 The folder is laid out as `evals/tasks/README.md` says. Read are ``agent_traces/tau_bench_gpt-4o-airline.json.gz``
-(sierra-research/tau-bench 59a200c, historical_trajectories, MIT), ``math/math_test.jsonl.gz`` (the test set of MATH, MIT),
+(sierra-research/tau-bench 59a200c, historical_trajectories, MIT), ``math/math_test.jsonl.gz`` (MATH's test set, MIT),
 ``humaneval/HumanEval.jsonl.gz`` (openai/human-eval 6d43fb9, MIT) and ``long_texts/tinyshakespeare.txt``
 (karpathy/char-rnn 6f9487a; public domain).
 """
