@@ -1,9 +1,9 @@
 """Makes the four texts of `hfkvq.measure.texts`: ``python evals/texts.py DATA_FOLDER``.
 
 The folder is laid out as `evals/tasks/README.md` says. Read are ``agent_traces/tau_bench_gpt-4o-airline.json.gz``
-(sierra-research/tau-bench 59a200c, historical_trajectories, MIT), ``math/math_test.jsonl.gz`` (MATH's test set, MIT) and
-``long_texts/tinyshakespeare.txt`` (karpathy/char-rnn 6f9487a; public domain). The code is this library's own, so that there
-is one text that no model has learnt by heart.
+(sierra-research/tau-bench 59a200c, historical_trajectories, MIT), ``math/math_test.jsonl.gz`` (the test set of MATH,
+MIT) and ``long_texts/tinyshakespeare.txt`` (karpathy/char-rnn 6f9487a; public domain). The code is this library's own,
+so that there is one text that no model has learnt by heart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Four kinds of text that come with the package, 160,000 characters each: agent, mathematics, code and play.
 
-Traces of an agent that calls tools (tau-bench, (c) 2024 Sierra, MIT), problems and solutions (MATH, (c) 2021 Dan Hendrycks,
-MIT), modules of this library, and Shakespeare (public domain); `LICENSES` beside this file has the licences, and
-`evals/texts.py` made the texts.
+Traces of an agent that calls tools (tau-bench, MIT), problems and solutions (MATH, MIT), modules of this library, and
+Shakespeare (public domain); `LICENSES` beside this file has the licences, and `evals/texts.py` made the texts.
 """
 
 from __future__ import annotations
