@@ -8,6 +8,8 @@
 
 .. include:: evaluation.md
 
+.. include:: models.md
+
 .. include:: tuning.md
 
 .. include:: agents.md

@@ -1,9 +1,9 @@
-"""Makes the four texts of `hfkvq.measure.texts` from public data sets: ``python evals/texts.py DATA_FOLDER``.
+"""Makes the four texts of `hfkvq.measure.texts`: ``python evals/texts.py DATA_FOLDER``.
 
 The folder is laid out as `evals/tasks/README.md` says. Read are ``agent_traces/tau_bench_gpt-4o-airline.json.gz``
-(sierra-research/tau-bench 59a200c, historical_trajectories, MIT), ``math/math_test.jsonl.gz`` (the test set of MATH, MIT),
-``humaneval/HumanEval.jsonl.gz`` (openai/human-eval 6d43fb9, MIT) and ``long_texts/tinyshakespeare.txt``
-(karpathy/char-rnn 6f9487a; public domain).
+(sierra-research/tau-bench 59a200c, historical_trajectories, MIT), ``math/math_test.jsonl.gz`` (the test set of MATH,
+MIT) and ``long_texts/tinyshakespeare.txt`` (karpathy/char-rnn 6f9487a; public domain). The code is this library's own,
+so that there is one text that no model has learnt by heart.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 CHARACTERS = 160_000
 """Of each text: at least four windows of 7,680 tokens."""
 
-OUT = Path(__file__).resolve().parents[1] / "hfkvq" / "measure" / "texts"
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "hfkvq" / "measure" / "texts"
 
 
 def agent(folder: Path) -> Iterator[str]:
@@ -37,11 +38,10 @@ def mathematics(folder: Path) -> Iterator[str]:
         yield f"Problem: {row['problem']}\n\nSolution: {row['solution']}\n\n\n"
 
 
-def code(folder: Path) -> Iterator[str]:
-    """Functions of Python with their tests."""
-    for line in gzip.decompress((folder / "humaneval" / "HumanEval.jsonl.gz").read_bytes()).decode().splitlines():
-        row = json.loads(line)
-        yield f"{row['prompt']}{row['canonical_solution']}\n{row['test'].strip()}\n\n\n"
+def code(_: Path) -> Iterator[str]:
+    """Modules of this library, as they stand when this is run."""
+    for path in sorted((ROOT / "hfkvq" / "caches").rglob("*.py")):
+        yield f"# {path.relative_to(ROOT)}\n{path.read_text(encoding='utf-8')}\n\n"
 
 
 def play(folder: Path) -> Iterator[str]:

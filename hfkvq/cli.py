@@ -134,7 +134,7 @@ def demo(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="recall, arithmetic, tools; passkey, needle, copy, settings, which are plain text; also with a size, "
+            help="recall, arithmetic, tools; passkey, needle, copy, which are plain text; also with a size, "
             r"e.g. recall-40. \[default: the first three; of smollm2 the others]"
         ),
     ] = None,

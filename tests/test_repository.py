@@ -84,6 +84,6 @@ def test_constraints_pin_and_cover_every_requirement():
     assert [line for line, pin in zip(entries, pins, strict=True) if pin is None] == []
 
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    blocks = re.findall(r"^(?:dependencies|plot|eval|tune|dev) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^(?:dependencies|plot|real|eval|tune|dev) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
     named = {normal(name) for block in blocks for name in re.findall(r'"([A-Za-z0-9_.-]+)', block)}
     assert named - {normal(pin[1]) for pin in pins if pin} == {"hfkvq"}

@@ -31,6 +31,12 @@ def _presets(names: str | None) -> dict[str, Preset | None]:
     return {BASELINE: None, **parse_schemes(others)}
 
 
+def _default_tasks(model: str | None) -> str:
+    if model == "smollm2":
+        return "plain_passkey,plain_needle,plain_copy,plain_next_ll"
+    return "ref_recall,ref_math,ref_tools,ref_recall_ll"
+
+
 def _metadata(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
@@ -48,8 +54,12 @@ def leaderboard(
     out: Annotated[Path, typer.Option(file_okay=False, metavar="FOLDER", help="Where to write results and report.")],
     model: Model = None,
     tasks: Annotated[
-        str, typer.Option(help="lm-eval's tasks and hfkvq's, with commas.")
-    ] = "ref_recall,ref_math,ref_tools,ref_recall_ll",
+        str | None,
+        typer.Option(
+            help="lm-eval's tasks and hfkvq's, with commas. "
+            r"\[default: ref_recall,ref_math,ref_tools,ref_recall_ll; of smollm2 those that begin with plain_]"
+        ),
+    ] = None,
     schemes: Annotated[
         str | None,
         typer.Option(help=r"Presets, with commas, also with knobs or as files, or all. \[default: the main ones]"),
@@ -96,7 +106,7 @@ def leaderboard(
         for name, done in run_tasks(
             model,
             chosen,
-            split(tasks),
+            split(tasks or _default_tasks(model)),
             out,
             options={"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat},
             metadata=extra,

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, prompt_text
-from hfkvq.measure.reference import Example, evaluation_set
+from hfkvq.measure.reference import Example, evaluation_set, next_choices
 from hfkvq.measure.reference.chat import CHAT_TEMPLATE
 
 from .chat import tokenizer_name, tokenizer_of
@@ -35,7 +35,7 @@ def examples(
 
     Args:
         example: the task, as `hfkvq.measure.reference.evaluation_set` names it; YAML gives it.
-        ref_size: records or steps, instead of the task's own number.
+        ref_size: records, steps or tokens, instead of the task's own number.
         ref_samples: number of documents.
         ref_seed: another seed gives other documents.
         **metadata: what lm-eval knows of the model; its tokenizer's chat template renders the prompts.
@@ -76,12 +76,31 @@ def recall_choices(
     return as_dataset({"test": rows})
 
 
+def next_passages(
+    size: int, ref_size: int | None = None, ref_samples: int = SAMPLES, ref_seed: int = 0, **metadata: Any
+) -> datasets.DatasetDict:
+    """Passages of the four texts of `hfkvq.measure.texts`, with four pieces of which one follows.
+
+    Args:
+        size: tokens of a passage, about; YAML gives it.
+        ref_size: another size.
+        ref_samples: number of documents.
+        ref_seed: another seed gives other documents.
+        **metadata: not used.
+    """
+    rows = []
+    for number in range(ref_seed * 1_000_000, ref_seed * 1_000_000 + ref_samples):
+        prompt, choices, gold = next_choices(ref_size or size, seed=number)
+        rows.append({"prompt": prompt, "choices": choices, "gold": gold})
+    return as_dataset({"test": rows})
+
+
 def _made(example: str, size: int | None, samples: int, seed: int) -> list[Example]:
     if not isinstance(samples, int) or samples < 1:
         raise ValueError(f"ref_samples: got {samples!r}, allowed 1 or more.")
     if size is not None:
         kind = example.partition("-")[0]
-        if kind not in ("recall", "arithmetic"):
+        if kind == "tools":
             raise ValueError(f"ref_size: got {size!r} for {example}, which has no size; leave it out.")
         example = f"{kind}-{size}"
     return evaluation_set(full_name(example), samples, seed=seed)
@@ -109,7 +128,7 @@ def score(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def score_choices(doc: dict[str, Any], results: Sequence[tuple[float, bool]]) -> dict[str, float]:
-    """Whether the right value is the likeliest, and its negative log-likelihood in nats a digit."""
+    """Whether the right value is the likeliest, and its negative log-likelihood in nats a digit or letter."""
     likelihoods = [likelihood for likelihood, _ in results]
     gold = doc["gold"]
     best = max(range(len(likelihoods)), key=likelihoods.__getitem__)

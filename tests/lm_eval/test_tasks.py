@@ -46,7 +46,7 @@ def name_of(path):
 def test_names_are_ours_and_unique(manager):
     names = [name_of(path) for path in FILES]
     assert len(set(names)) == len(names)
-    assert all(name.startswith(("kvq_", "ref_")) or name == "ref" for name in names)
+    assert all(name.startswith(("kvq_", "plain_", "ref_")) or name in ("plain", "ref") for name in names)
     assert set(names) <= set(manager.all_tasks)
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.models.huggingface import HFLM
 
-from hfkvq.lm_eval.ref import examples, recall_choices, score, score_choices
+from hfkvq.lm_eval.ref import examples, next_passages, recall_choices, score, score_choices
 from hfkvq.measure.demo.prompts import Subject, make_batches
 from hfkvq.measure.reference import evaluation_set, load_reference
 from hfkvq.measure.reference.model import reference_path
@@ -55,6 +55,24 @@ def test_right_answers_are_right(task):
         assert score(row, [row["answer"] + "<|im_end|>\n<|im_start|>"]) == {"exact_match": 1.0}
         assert score(row, [""]) == {"exact_match": 0.0}
         assert score(row, [re.sub(r"\d", "7", row["answer"][:-9]) + "0"]) == {"exact_match": 0.0}
+
+
+def test_plain_text_needs_no_template_and_may_go_on():
+    row = examples("copy-64", ref_samples=1, pretrained=str(reference_path()))["test"][0]
+    (wanted,) = evaluation_set("copy-64", 1)
+    assert (row["prompt"], row["answer"]) == (wanted.prompt, wanted.answer)
+    assert score(row, [wanted.answer + " and so on"]) == {"exact_match": 1.0}
+    assert score(row, [wanted.answer[1:]]) == {"exact_match": 0.0}
+    assert examples("passkey-512", ref_samples=1, ref_size=40)["test"][0]["task"] == "passkey-40"
+
+
+def test_passages_and_what_follows():
+    rows = next_passages(64, ref_samples=4)["test"]
+    assert [len(row["choices"]) for row in rows] == [4] * 4
+    right = [(0.0, False)] * 4
+    right[rows[0]["gold"]] = (9.0, True)
+    assert score_choices(rows[0], right)["acc"] == 1.0
+    assert len(next_passages(64, ref_size=32, ref_samples=1)["test"][0]["prompt"]) == 106
 
 
 def test_choices_are_five_tokens_and_one_is_right(reference):

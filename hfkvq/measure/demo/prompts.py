@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from hfkvq.measure.models import SMOLLM2, Source, find_model, load_model, load_tokenizer
-from hfkvq.measure.reference import PLAIN_TASKS, Example, evaluation_set, with_outliers
+from hfkvq.measure.reference import PLAIN_TASKS, Example, evaluation_set, is_plain, with_outliers
 
 SIZES = {"recall": "recall-80", "arithmetic": "arithmetic-12", "tools": "tools"}
-SIZES |= {kind: f"{kind}-512" for kind in PLAIN_TASKS}
+SIZES |= {"passkey": "passkey-512", "needle": "needle-512", "copy": "copy-256"}
 """Tasks by their short names, with the sizes that the demo takes for them."""
 
 CHAT_TASKS = ("recall", "arithmetic", "tools")
 
 # Beyond this the reference model was not trained, and other models need another --max-new-tokens by far; names run out.
-_LARGEST = {"recall": 280, "arithmetic": 100, "passkey": 131_072, "needle": 32_768, "copy": 16_384, "settings": 4_096}
+_LARGEST = {"recall": 280, "arithmetic": 100, "passkey": 131_072, "needle": 32_768, "copy": 32_768}
 
 
 def default_tasks(model: str | None) -> tuple[str, ...]:
@@ -131,7 +131,7 @@ def make_batches(
         limit = max_new_tokens
         if limit is None:
             longest = max(len(tokenizer(x.answer, add_special_tokens=False).input_ids) for x in part)
-            limit = longest + max(8, longest // 4) if subject.reference or not part[0].messages else 256
+            limit = longest + max(8, longest // 4) if subject.reference or is_plain(task) else 256
         ids, mask = encoded.input_ids, encoded.attention_mask
         room = getattr(subject.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if room and ids.shape[1] + limit > room:
@@ -146,7 +146,7 @@ def make_batches(
 
 def prompt_text(subject: Subject, example: Example) -> str:
     """Text of the conversation up to the answer, by the model's own chat template."""
-    if subject.reference or not example.messages:
+    if subject.reference or is_plain(example.task):
         return example.prompt
     try:
         # Answers are short, so models that can think are asked not to; other templates ignore the argument.
@@ -171,7 +171,7 @@ def is_right(subject: Subject, example: Example, text: str) -> bool:
     The reference model must give the exact answer. Others may wrap a number in a sentence: the last number counts. A
     plain text need only go on with the answer.
     """
-    if not example.messages:
+    if is_plain(example.task):
         return text.startswith(example.answer)
     if subject.reference or example.task == "tools":
         return example.score(text)

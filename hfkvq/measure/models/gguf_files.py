@@ -91,15 +91,15 @@ def _convert(path: Path, folder: Path) -> None:
     # Not of all versions that are supported; those without it always dequantize.
     if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    # OSError is what Transformers raises for files that it cannot make sense of, KeyError for unknown architectures.
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+    except Exception as error:
+        # Each architecture and each kind of tokenizer fails in its own way.
         raise ValueError(f"{path.name} is no GGUF file that Transformers can read: {error}") from error
     # `save_pretrained` refuses models that were quantized, also dequantized ones.
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+        delattr(model.config, "quantization_config")
     # What is computed with unless somebody asks for another: no such model was trained in float32.
     model.config.dtype = torch.bfloat16
     model.config.save_pretrained(folder)

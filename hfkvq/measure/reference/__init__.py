@@ -2,7 +2,7 @@
 
 from .chat import Example
 from .model import load_reference, reference_path, with_outliers
-from .plain import PLAIN_TASKS
+from .plain import PLAIN_TASKS, is_plain, next_choices
 from .tasks import EVALUATION_TASKS, arithmetic, evaluation_set, recall
 from .tool_calls import tools
 
@@ -12,7 +12,9 @@ __all__ = [
     "Example",
     "arithmetic",
     "evaluation_set",
+    "is_plain",
     "load_reference",
+    "next_choices",
     "recall",
     "reference_path",
     "tools",

@@ -1,4 +1,4 @@
-"""Tasks as plain text to be continued, which a small pretrained model can do: passkeys, needles, copied code, settings.
+"""Tasks as plain text to be continued, which a small pretrained model can do: passkeys, needles, copied code.
 
 No chat template: the text is to be continued, and the only right answer stands in it already. Sizes are tokens of the
 text, about. Like the other tasks each example is a function of its task and seed.
@@ -9,16 +9,19 @@ from __future__ import annotations
 import random
 from functools import cache
 
-from hfkvq.measure.texts import read_text
+from hfkvq.measure.texts import KINDS, read_text
 
 from .chat import Example
 from .people import WORDS, random_stream
 
-PLAIN_TASKS = ("passkey", "needle", "copy", "settings")
+PLAIN_TASKS = ("passkey", "needle", "copy")
+
+_PIECE = 80
+"""Characters that are to be chosen from."""
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-# Characters of a token, about: of such sentences, of verse, of made-up code. Small vocabularies take more tokens.
-_OF_PROSE, _OF_PLAY, _OF_CODE = 4.2, 3.3, 2.2
+# Characters of a token, about: of such sentences and of verse.
+_OF_PROSE, _OF_PLAY = 4.2, 3.3
 
 
 def passkey(size: int, rng: random.Random) -> tuple[str, str]:
@@ -55,24 +58,42 @@ def _function(name: str, rng: random.Random) -> tuple[str, str]:
 
 
 def copy(size: int, rng: random.Random) -> tuple[str, str]:
-    """Functions of Python, one of which is written again."""
-    names = rng.sample(WORDS, max(2, round(size * _OF_CODE / 90)))
+    """Functions of Python, which are written again up to the midst of one."""
+    names = rng.sample(WORDS, max(2, round(size / 57)))
     functions = [_function(name, rng) for name in names]
-    begin, rest = rng.choice(functions)
-    listed = "\n\n".join(begin + rest for begin, rest in functions)
-    return f"# module.py\n\n{listed}\n\n# copy.py\n\n{begin}", rest.rstrip("\n")
+    whole = ["".join(each) for each in functions]
+    at = rng.randrange(len(functions))
+    begin, rest = functions[at]
+    text = "\n\n".join(["# module.py", *whole, "# The same functions again: copy.py", *whole[:at], begin])
+    return text, rest.rstrip("\n")
 
 
-def settings(size: int, rng: random.Random) -> tuple[str, str]:
-    """Names with numbers, one of which is looked up."""
-    names = rng.sample(WORDS, max(2, round(size * _OF_CODE / 15)))
-    values = [rng.randint(1_000, 9_999) for _ in names]
-    listed = ",\n".join(f'    "{name}": "{value}"' for name, value in zip(names, values, strict=True))
-    at = rng.randrange(len(names))
-    return f'SETTINGS = {{\n{listed},\n}}\n\nassert SETTINGS == {{\n    "{names[at]}": "', str(values[at])
+_MAKERS = {"passkey": passkey, "needle": needle, "copy": copy}
 
 
-_MAKERS = {"passkey": passkey, "needle": needle, "copy": copy, "settings": settings}
+def is_plain(task: str) -> bool:
+    """Whether a task, by its name with its size, is one of `PLAIN_TASKS`."""
+    return task.partition("-")[0] in PLAIN_TASKS
+
+
+def next_choices(size: int, *, seed: int) -> tuple[str, list[str], int]:
+    """A passage of one of the four texts, four pieces of the same text and length, and which of them follows it.
+
+    Args:
+        size: tokens of the passage, about.
+        seed: the example's number; the texts take turns.
+    """
+    rng = random_stream("eval", f"next-{size}", seed)
+    text = read_text(KINDS[seed % len(KINDS)])
+    length = round(size * _OF_PLAY)
+    begin = rng.randrange(len(text) - length - _PIECE)
+    # Others overlap neither each other nor what was read.
+    starts = [at for at in range(0, len(text) - _PIECE, _PIECE) if not begin - _PIECE < at < begin + length + _PIECE]
+    places = [begin + length, *rng.sample(starts, 3)]
+    choices = [text[at : at + _PIECE] for at in places]
+    rng.shuffle(choices)
+    end = begin + length
+    return text[begin:end], choices, choices.index(text[end : end + _PIECE])
 
 
 def plain(kind: str, size: int, *, seed: int) -> Example:

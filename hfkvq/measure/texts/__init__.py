@@ -1,8 +1,7 @@
 """Four kinds of text that come with the package, 160,000 characters each: agent, mathematics, code and play.
 
-Traces of an agent that calls tools (tau-bench, MIT), problems and solutions (MATH, MIT), functions with tests (HumanEval,
-MIT) and Shakespeare (public domain); `evals/texts.py` makes them. Models that have read the web know most of it, so
-perplexities are low; a divergence compares two caches of one model and does not mind.
+Traces of an agent that calls tools (tau-bench, MIT), problems and solutions (MATH, MIT), modules of this library, and
+Shakespeare (public domain); `LICENSES` beside this file has the licences, and `evals/texts.py` made the texts.
 """
 
 from __future__ import annotations

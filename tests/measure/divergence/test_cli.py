@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def test_a_table_and_json(stand_in: Path, text: Path, tmp_path: Path) -> None:
     assert record["settings"]["chunk"] == 16
     assert len(record["text"]["tokens_sha256"]) == 64
     assert {"torch", "transformers", "scipy", "hfkvq", "python"} <= set(record["versions"])
+    assert record["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
     full, two, small = record["rows"]
     assert full["kld"]["mean"] < 1e-6
     assert full["top1"]["share"] == 1.0
@@ -52,6 +54,19 @@ def test_a_table_and_json(stand_in: Path, text: Path, tmp_path: Path) -> None:
     again = run(*arguments, "--dtype", "float32", "--json", str(saved))
     assert again.exit_code == 0
     assert json.loads(saved.read_text(encoding="utf-8"))["rows"] == record["rows"]
+
+
+def test_several_texts(stand_in: Path, text: Path, tmp_path: Path) -> None:
+    other, saved = tmp_path / "other.txt", tmp_path / "kld.json"
+    other.write_text("Another story, of other things. " * 80, encoding="utf-8")
+    arguments = ["--text", text, "--text", other, "--context", "96", "--windows", "3", "--schemes", "kivi-2"]
+    done = run("--model", stand_in, *arguments, "--device", "cpu", "--json", saved)
+    assert done.exit_code == 0, done.output
+    record = json.loads(saved.read_text(encoding="utf-8"))
+    assert record["text"]["windows"] == {"story.txt": 2, "other.txt": 1}
+    (row,) = record["rows"]
+    parts = [row["texts"][name]["kld"] for name in ("story.txt", "other.txt")]
+    assert (2 * parts[0] + parts[1]) / 3 == pytest.approx(row["kld"]["mean"])
 
 
 def test_the_reference_model_has_a_text_of_its_own() -> None:
