@@ -14,7 +14,7 @@ from hfkvq.caches.layers import KVLayer
 from tests.caches.driver import by_layout, distinct, small, within
 from tests.caches.models import FAMILIES, build, prompt
 
-LENGTH, NEW = 40, 20
+LENGTH, NEW = 40, 16
 FULL = get_scheme("full", page_size=8)
 
 
@@ -188,7 +188,8 @@ def test_lossy_schemes_agree_on_every_road(name, attention):
 
 @pytest.mark.parametrize("name", by_layout())
 def test_lossy_schemes_run_in_every_mode(name):
-    model = build("llama")
+    # That layers agree is tested with lossless ones.
+    model = build("llama", num_hidden_layers=1)
     for mode, run in MODES.items():
         out = run(model, lambda: MixedKVCache(model, small(name)))
         assert out.shape[1] >= LENGTH + (0 if mode == "turns" else NEW), mode
