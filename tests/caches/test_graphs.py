@@ -183,7 +183,7 @@ def test_a_step_that_was_captured_before_is_captured_at_once():
 @pytest.mark.parametrize("count", [11, 16, 27])
 def test_what_the_last_owner_left_pending_is_not_the_next_ones(name, count):
     """A cache for each request, made before the last one goes: it moves into buffers whose last step has sealed."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     for seed in range(2):
         cache = MixedKVCache(model.config, SCHEMES[name])
         got = _generate(model, cache, prompt(1, 40, seed), max_new_tokens=count)
@@ -193,7 +193,7 @@ def test_what_the_last_owner_left_pending_is_not_the_next_ones(name, count):
 @functools.cache
 def _without_graphs(name, seed):
     """A prompt, and as many greedy tokens as any case asks for."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     cache = MixedKVCache(model.config, SCHEMES[name], graphs=False)
     return _generate(model, cache, prompt(1, 40, seed), max_new_tokens=27)
 
@@ -558,8 +558,8 @@ def test_dense_tensors_of_rows_alike_need_no_positions(name, monkeypatch):
     monkeypatch.setattr(kernels, "gather_rows", lambda *given: asked.append(given[-1]) or gather(*given))
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        for i in range(90):
-            model(prompt(2, 1 if i < 80 else 7), past_key_values=cache)
+        for i in range(60):
+            model(prompt(2, 1 if i < 50 else 7), past_key_values=cache)
             store, seen = cache.layers[0].store, cache.get_seq_length()
             for side in ("keys", "values"):
                 assert torch.equal(store.dense(side, seen, True), store.dense(side, seen))

@@ -180,22 +180,23 @@ def test_another_cache_of_the_same_shape_takes_the_same_graph():
         assert counter.frame_count == graphs
 
 
-def test_chunked_prompts_under_compilation():
+# Of a scheme that evicts, chunks are compiled in `test_compiled_chunks_as_short_as_a_step`, too.
+@pytest.mark.parametrize("name", ["kitty", pytest.param("arkv", marks=pytest.mark.slow)])
+def test_chunked_prompts_under_compilation(name):
     """generate compiles the chunks too: an operation of its own takes them, and allocates at the first."""
     model, ids = build("llama", num_hidden_layers=1), prompt(2, 41)
-    for name in ("kitty", "arkv"):
-        got, expected = (
-            _generate(
-                model,
-                MixedKVCache(model, SCHEMES[name], max_cache_len=m),
-                ids,
-                max_new_tokens=4,
-                prefill_chunk_size=20,
-                **kwargs,
-            )
-            for m, kwargs in ((80, {"compile_config": CompileConfigs.loose()}), (None, {}))
+    got, expected = (
+        _generate(
+            model,
+            MixedKVCache(model, SCHEMES[name], max_cache_len=m),
+            ids,
+            max_new_tokens=4,
+            prefill_chunk_size=20,
+            **kwargs,
         )
-        assert torch.equal(got, expected)
+        for m, kwargs in ((80, {"compile_config": CompileConfigs.loose()}), (None, {}))
+    )
+    assert torch.equal(got, expected)
 
 
 class CompileConfigs:
@@ -531,7 +532,7 @@ def test_padded_rows_token_by_token():
 @pytest.mark.parametrize("name", ["full", "arkv"])
 def test_compiled_chunks_as_short_as_a_step(name):
     """Padding in them is padding, and ARKV sees the prompt; then another batch size after a reset."""
-    model = build("llama")
+    model = build("llama", num_hidden_layers=1)
     cache = MixedKVCache(model, SCHEMES[name], max_cache_len=200)
     for rows in (2, 3):
         ids, mask = padded(rows, 60)
@@ -547,7 +548,7 @@ def test_compiled_chunks_as_short_as_a_step(name):
 
 
 def test_offloaded_and_unfinished_layers_keep_their_tokens():
-    model, ids = build("llama"), prompt(1, 30)
+    model, ids = build("llama", num_hidden_layers=1), prompt(1, 30)
     forward = torch.compile(model.forward, backend="eager")
     token = prompt(1, 1, seed=2)
     with torch.no_grad():
