@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -24,6 +25,12 @@ with torch.device("meta"):
 
 # Tiny tensors: more threads cost more than they bring, and xdist has processes.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """What was imported is many objects, which no test's search for cycles has to go through again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""Every notebook runs from its first cell to its last in a fresh kernel, and is committed without what a run leaves."""
+"""Every notebook runs from its first cell to its last, and is committed without what a run leaves."""
 
 import json
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
@@ -16,6 +17,9 @@ ABSOLUTE = re.compile(r"""(?:^|[\s"'(=\[])(?:/(?!/)[\w.-]+/[\w.-]+|[A-Za-z]:\\|f
 
 # Every line runs, over fewer trials and less text than a reader waits for.
 SHORTER = {"02_tune_thresholds": {"WINDOWS, SCORED = 3, 96": "WINDOWS, SCORED = 2, 64", "trials=10": "trials=6"}}
+
+# What it registers must not be there in others.
+OF_ITS_OWN = "03_add_a_scheme"
 
 on_every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
@@ -55,14 +59,26 @@ def test_links_lead_somewhere(path):
     assert [link for link in links if not (FOLDER / link).exists()] == []
 
 
+@pytest.fixture(scope="module")
+def kernel():
+    """One that notebooks share, one after the other: to import PyTorch and Transformers takes longer than most run."""
+    # "python3" is the interpreter that runs the tests, whatever kernels are installed beside it.
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(FOLDER))
+    client.stop_channels()
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
 @on_every_notebook
-def test_runs(path):
+def test_runs(path, request):
     """Raises CellExecutionError, with the cell and its traceback, where a cell fails."""
     notebook = nbformat.read(path, as_version=4)
     for long, short in SHORTER.get(path.stem, {}).items():
         [cell] = [cell for cell in notebook.cells if cell.cell_type == "code" and long in cell.source]
         cell.source = cell.source.replace(long, short)
-    # "python3" is the interpreter that runs the tests, whatever kernels are installed beside it.
-    client = NotebookClient(notebook, kernel_name="python3", timeout=240, resources={"metadata": {"path": str(FOLDER)}})
-    client.execute()
+    # No name of an earlier notebook is left.
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    kernel = None if path.stem == OF_ITS_OWN else request.getfixturevalue("kernel")
+    resources = {"metadata": {"path": str(FOLDER)}}
+    NotebookClient(notebook, km=kernel, kernel_name="python3", timeout=240, resources=resources).execute()
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -163,33 +164,44 @@ def test_debug_refuses_what_is_not_finite(name, bad, side):
     layer.update(*states(tokens=3))
 
 
+def fed_with(scheme, first):
+    """A layer with two rows, the second always the same."""
+    layer = make(scheme)
+    feed(layer, [first, row(2, 70)], [60] + [1] * 10)
+    return layer
+
+
+@functools.cache
+def _without_bad(scheme, where):
+    """Bits of the second row, and both sides of the first with a neighbour's copy for a token."""
+    clean = row(1, 70)
+    # Left out of the range: what a copy of a neighbour would not widen either.
+    clean.keys[:, where], clean.values[:, where] = clean.keys[:, where - 1], clean.values[:, where - 1]
+    layer = fed_with(scheme, clean)
+    return stored(fed_with(scheme, row(1, 70)), 1), {side: layer.dense(side)[0] for side in ("keys", "values")}
+
+
 @pytest.mark.parametrize("scheme", cases().values(), ids=cases().keys())
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_bad_token_harms_no_other(scheme, bad):
     """Without debug: one token whose vector is bad leaves every other token as it would have been without it."""
-    own, other = row(1, 70), row(2, 70)
-    spoiled = row(1, 70)
+    own, spoiled = row(1, 70), row(1, 70)
     # Behind every sink, in a page's middle.
     where = 4 + unit(scheme) + 5
     spoiled.keys[:, where], spoiled.values[:, where] = bad, bad
-    clean = row(1, 70)
-    # Left out of the range: what a copy of a neighbour would not widen either.
-    clean.keys[:, where], clean.values[:, where] = clean.keys[:, where - 1], clean.values[:, where - 1]
-    layers = [make(scheme), make(scheme), make(scheme)]
-    for layer, first in zip(layers, (own, spoiled, clean), strict=True):
-        feed(layer, [first, other], [60] + [1] * 10)
+    layer, (mate, clean) = fed_with(scheme, spoiled), _without_bad(scheme, where)
     # The batch mate has the same bits.
-    assert_same_bits(stored(layers[1], 1), stored(layers[0], 1))
+    assert_same_bits(stored(layer, 1), mate)
     rest = torch.arange(70) != where
     keys = scheme.layout(DIM, DIM).keys.formats[0]
     # What is held in the model's own dtype comes back as it was, whatever it was.
     exact = keys.bits == 16 or keys.raised_count(16)
     block = slice(unit(scheme) * 2 + 4, None)
     for side in ("keys", "values"):
-        got, expected = layers[1].dense(side)[0], layers[2].dense(side)[0]
+        got, expected = layer.dense(side)[0], clean[side]
         assert torch.isfinite(got[:, rest]).all()
         if not exact:
-            assert torch.isfinite(got[:, where]).all() or not (layers[1].store.counters[2:, 0] > where).all()
+            assert torch.isfinite(got[:, where]).all() or not (layer.store.counters[2:, 0] > where).all()
         assert torch.equal(got[:, block], expected[:, block])
         # Raised channels are ranked without the bad entry, so its own page may rank as the neighbour's copy does not.
         # Factors of a normed page are of means, to which the copy adds and the bad entry does not.

@@ -152,7 +152,7 @@ def test_rows_keep_what_they_are_told(name, kind, prompt):
             assert life.keep(share, newest)
         assert len(watch.asked) <= 1
         life.check()
-        for _ in range(40):
+        for _ in range(24):
             life.step()
         life.check()
         life.prompt(37)

@@ -126,11 +126,11 @@ def taken(monkeypatch):
 def test_layers_do_the_same_in_one_call(name, taken):
     scheme, generator = cases()[name], torch.Generator().manual_seed(0)
     one, other = layer_of(scheme), layer_of(scheme, plainly=False)
-    for tokens in (37, *[1] * 40, 5, *[1] * 9):
+    for tokens in (37, *[1] * 20, 5, *[1] * 9):
         given = states(2, tokens, 32, torch.float32, "cpu", generator)
         assert torch.equal(step(one, given), step(other, given))
     # Prompts and steps of several tokens go step by step, and all of a scheme that judges each.
-    assert taken["append_attend"] == (0 if getattr(scheme, "asks_every_step", False) else 49)
+    assert taken["append_attend"] == (0 if getattr(scheme, "asks_every_step", False) else 29)
     assert_same(one, other)
 
 
@@ -304,14 +304,14 @@ def test_generate_goes_in_one_call_a_step(name, taken, monkeypatch):
 
     def tokens():
         cache = MixedKVCache(model.config, small(name), graphs=False)
-        kwargs = {"attention_mask": padding, "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+        kwargs = {"attention_mask": padding, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
         return model.generate(ids, past_key_values=cache, **kwargs)
 
     got, layers = tokens(), model.config.num_hidden_layers
-    assert taken["masked"] == 39 * layers
+    assert taken["masked"] == 23 * layers
     monkeypatch.setattr(KVLayer, "fuses_steps", False)
     assert torch.equal(got, tokens())
-    assert taken["masked"] == 39 * layers
+    assert taken["masked"] == 23 * layers
 
 
 def test_a_mask_that_hides_is_heeded(taken):

@@ -30,7 +30,12 @@ LEFT_OUT = {
 }
 
 
-def test_slice(monkeypatch):
+# One of each kind, at every run; the others are slow together.
+OF_EACH_KIND = ("kitty", "kvarn-k4v2", "mixkvq-r1-qwen-7b", "saw-int4", "int4", "triaxial", "arkv")
+
+
+@pytest.mark.parametrize("which", ["of each kind", pytest.param("all", marks=pytest.mark.slow)])
+def test_slice(monkeypatch, which):
     """Right answers may differ by one, divergence by half and what another PyTorch rounds, bytes hardly.
 
     One test, so that it is measured once however the tests are spread over processes.
@@ -39,12 +44,15 @@ def test_slice(monkeypatch):
     recorded = json.loads((EVALS / "results/accuracy-slice.json").read_text(encoding="utf-8"))["rows"]
     # A new scheme has no record until `evals/accuracy.py slice` has made one.
     chosen = {name: scheme for name, scheme in schemes.items() if name in recorded.keys() - LEFT_OUT}
+    if which != "all":
+        chosen = {name: chosen[name] for name in OF_EACH_KIND}
     monkeypatch.setattr(accuracy, "_schemes", lambda options: chosen)
     # Only clocks need that.
     monkeypatch.setattr("hfkvq.measure.demo.run._warm_up", lambda *_: None)
     measured = accuracy.measure_slice()
     assert {BASELINE, *schemes} >= recorded.keys()
-    assert recorded.keys() - measured.keys() == LEFT_OUT
+    assert measured.keys() == {BASELINE, *chosen}
+    assert which != "all" or recorded.keys() - measured.keys() == LEFT_OUT
     worse = []
     for name, kinds in measured.items():
         for kind, now in kinds.items():
