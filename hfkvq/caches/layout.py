@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfkvq.kernels.hadamard import check_rotation
+from hfkvq.kernels.hadamard import check_rotation, largest_block
 from hfkvq.kernels.pages import PageFormat, StoreFormat
+
+
+def rotation_block(dim: int) -> int:
+    """The largest Hadamard block, up to 128 channels, of heads of ``dim``; 0 if it is one channel."""
+    block = min(128, largest_block(dim))
+    return block if block > 1 else 0
+
+
+def divisor(dim: int, most: int) -> int:
+    """The largest divisor of a head dim up to ``most``."""
+    return next(group for group in range(min(most, dim), 0, -1) if dim % group == 0)
 
 
 @dataclass(frozen=True, slots=True)

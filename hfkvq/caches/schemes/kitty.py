@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hfkvq.kernels.groups import POWERS
-from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
+from ..layout import rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
@@ -32,7 +32,10 @@ class Kitty(Scheme):
             ("error"), or that times the square of mean |Q| ("q_error").
         sink_length: S, first tokens kept whole.
         local_length: R, newest values kept whole.
-        page_size: G, tokens per page and per key scale.
+        key_local_length: newest keys kept whole beside those that wait for a page to be full (0 in the paper: right
+            after a page is sealed, no key outside of the sink is whole).
+        page_size: G, tokens per page.
+        group_size: tokens of a channel that share a key scale; None takes the page, as in the paper.
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
@@ -62,7 +65,9 @@ class Kitty(Scheme):
     score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs", "error", "q_error"))
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(128, low=0, high=4096, search=[32, 64, 128, 256])
+    key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
+    group_size: int | None = knob(None, low=8, high=1024)
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     clip_values: float = knob(1.0, low=0.5, high=1.0)
@@ -82,13 +87,12 @@ class Kitty(Scheme):
         """Sink, 2-bit pages with raised key channels, local window on the values."""
         count = self.boosted(key_dim)
         raised = ((4, count),) if count else ()
-        keys = PageFormat(2, "channel", self.page_size, self.page_size, raised, self.token_norm, self.fit)
+        group = self.page_size if self.group_size is None else self.group_size
+        keys = PageFormat(2, "channel", group, self.page_size, raised, self.token_norm, self.fit)
         values = PageFormat(2, "token", value_dim, self.page_size, fit=self.fit_values)
-        block = min(128, largest_block(value_dim)) if self.rotate_values else 0
-        own = SideLayout(
-            (values,), self.local_length, self.page_size, rotate=block if block > 1 else 0, clip=self.clip_values
-        )
-        return Layout(SideLayout((keys,), unit=self.page_size), own, self.sink_length)
+        block = rotation_block(value_dim) if self.rotate_values else 0
+        own = SideLayout((values,), self.local_length, self.page_size, rotate=block, clip=self.clip_values)
+        return Layout(SideLayout((keys,), self.key_local_length, self.page_size), own, self.sink_length)
 
     @property
     def channel_rule(self) -> str:

@@ -1,4 +1,4 @@
-"""KIVI: the uniform 2-bit and 4-bit baseline."""
+"""KIVI: keys per channel, values per token, each of one width."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
+from ..layout import divisor, rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Scheme):
-    """Keys per channel, values per token, all of one width; the newest tokens stay whole.
+    """Keys per channel, values per token, 2 or 4 bits; the newest tokens stay whole.
 
     Layout: keys are sealed ``local_length`` tokens at a time, each channel of ``group_size`` tokens with its own scale;
     values leave the local window one by one, each ``group_size`` channels with their own scale.
@@ -25,9 +26,14 @@ class Kivi(Scheme):
 
     Attributes:
         bits: width of keys and values, 2 or 4.
-        group_size: g, tokens (keys) or channels (values) that share a scale.
+        key_bits: width of keys; None takes ``bits``.
+        value_bits: width of values; None takes ``bits``.
+        group_size: g, tokens (keys) or channels (values) that share a scale; values take the largest divisor of their
+            head dim up to this.
         local_length: R, tokens sealed together on the key side and kept whole on the value side.
+        key_local_length: newest keys kept whole beside those that wait for a page to be full (0 in the paper).
         sink_length: first tokens kept whole (0 in the paper).
+        rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
         fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
@@ -48,16 +54,26 @@ class Kivi(Scheme):
     }
 
     bits: int = knob(2, choices=(2, 4))
+    key_bits: int | None = knob(None, choices=(None, 2, 4))
+    value_bits: int | None = knob(None, choices=(None, 2, 4))
     group_size: int = knob(32, low=8, high=1024, search=[32, 64, 128])
     local_length: int = knob(128, low=8, high=1024, search=[128, 256])
+    key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
+    rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""
-        page = self.local_length
-        keys = PageFormat(self.bits, "channel", self.group_size, page, normed=self.token_norm, fit=self.fit)
-        values = PageFormat(self.bits, "token", self.group_size, page, fit=self.fit_values)
-        return Layout(SideLayout((keys,), unit=page), SideLayout((values,), local=self.local_length), self.sink_length)
+        page, group = self.local_length, divisor(value_dim, self.group_size)
+        bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
+        keys = PageFormat(next(bits), "channel", self.group_size, page, normed=self.token_norm, fit=self.fit)
+        values = PageFormat(next(bits), "token", group, page, fit=self.fit_values)
+        block = rotation_block(value_dim) if self.rotate_values else 0
+        return Layout(
+            SideLayout((keys,), self.key_local_length, page),
+            SideLayout((values,), page, rotate=block),
+            self.sink_length,
+        )

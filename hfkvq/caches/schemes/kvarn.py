@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hfkvq.kernels.groups import POWERS
-from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import Axis, PageFormat
 
+from ..layout import rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
@@ -63,11 +63,10 @@ class KVarN(Scheme):
         """Normed pages of their own widths on both sides, sealed together."""
 
         def side(bits: int, axis: Axis, group: int, dim: int, rotated: bool, fit: int) -> SideLayout:
-            block = min(128, largest_block(dim)) if rotated else 0
             return SideLayout(
                 (PageFormat(bits, axis, group, self.page_size, normed=True, fit=fit),),
                 unit=self.page_size,
-                rotate=block if block > 1 else 0,
+                rotate=rotation_block(dim) if rotated else 0,
                 balance=self.rounds,
             )
 

@@ -14,6 +14,7 @@ from hfkvq.kernels.groups import F16_MAX, POWERS
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
 from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
+from ..layout import divisor
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
@@ -150,7 +151,7 @@ class MixKVQ(Scheme):
         """Sink, 2-bit pages with raised key channels; both sides wait for R tokens (appendix D.1)."""
         wide, middle = self.room(key_dim)
         raised = tuple((width, count) for width, count in ((4, middle), (16, wide)) if count)
-        group = next(g for g in range(min(self.group_size, value_dim), 0, -1) if value_dim % g == 0)
+        group = divisor(value_dim, self.group_size)
         keys = PageFormat(2, "channel", self.group_size, self.page_size, raised, self.token_norm, self.fit)
         values = PageFormat(2, "token", group, self.page_size, fit=self.fit_values)
         return Layout(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hfkvq.kernels.groups import POWERS
-from hfkvq.kernels.hadamard import largest_block
 from hfkvq.kernels.pages import PageFormat
 
+from ..layout import rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
@@ -65,10 +65,8 @@ class SawInt4(Scheme):
         """4-bit pages per token on both sides."""
 
         def side(dim: int, rotated: bool, fit: int) -> SideLayout:
-            block = (min(128, largest_block(dim)) if self.block is None else self.block) if rotated else 0
-            # A block of one channel rotates nothing.
-            fmt = PageFormat(4, "token", dim, self.page_size, fit=fit)
-            return SideLayout((fmt,), self.local_length, rotate=block if block > 1 else 0)
+            block = (self.block or rotation_block(dim)) if rotated else 0
+            return SideLayout((PageFormat(4, "token", dim, self.page_size, fit=fit),), self.local_length, rotate=block)
 
         keys = side(key_dim, self.rotate in ("keys", "both"), self.fit)
         return Layout(keys, side(value_dim, self.rotate == "both", self.fit_values), self.sink_length)
