@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from hfkvq.kernels.step import StepPlan, StepState
 
 from .store import KVStore
 
+if TYPE_CHECKING:
+    from .layers.buffer import StepBuffer
+
 
 class Allocation(NamedTuple):
     """A layer's buffer."""
@@ -26,20 +29,6 @@ class Allocation(NamedTuple):
     tensor: Tensor
     state: StepState
     plan: StepPlan
-
-
-class LayerBuffer(Protocol):
-    """What is asked of a layer's part; see `hfkvq.caches.layers.buffer.StepBuffer`."""
-
-    tensor: Tensor | None
-    state: StepState | None
-    plan: StepPlan | None
-    room: int
-
-    @property
-    def layer(self) -> Any: ...
-
-    def fits(self, plan: StepPlan, room: int) -> bool: ...
 
 
 class Recording(NamedTuple):
@@ -77,7 +66,7 @@ class BufferSet:
         last: thread and stream of the last cache that has.
     """
 
-    def __init__(self, buffers: Sequence[LayerBuffer]) -> None:
+    def __init__(self, buffers: Sequence[StepBuffer]) -> None:
         self.allocations = [_allocation(buffer) for buffer in buffers]
         self.room = buffers[0].room
         self.recordings: dict[Any, Recording] = {}
@@ -88,7 +77,7 @@ class BufferSet:
         self.lengths = [each.state.counters[LENGTH] for each in self.allocations]
         self._visible: tuple[Any, Tensor, bool] | None = None
 
-    def is_of(self, buffers: Sequence[LayerBuffer]) -> bool:
+    def is_of(self, buffers: Sequence[StepBuffer]) -> bool:
         """Whether all these layers lie here."""
         return all(own.tensor is each.tensor for own, each in zip(buffers, self.allocations, strict=True))
 
@@ -96,7 +85,7 @@ class BufferSet:
         """Whether so many columns have room here, and do not waste too much of it."""
         return need <= self.room <= 2 * need + 512
 
-    def suits(self, buffers: Sequence[LayerBuffer], need: int) -> bool:
+    def suits(self, buffers: Sequence[StepBuffer], need: int) -> bool:
         """Whether layers that hold tokens could lie here."""
         return self.has_room(need) and all(
             own.layer.device == each.tensor.device and own.fits(each.plan, self.room)
@@ -129,7 +118,7 @@ class BufferSet:
         return torch.equal(shown, visible[:, : mask.shape[1]]), padded
 
 
-def _allocation(buffer: LayerBuffer) -> Allocation:
+def _allocation(buffer: StepBuffer) -> Allocation:
     if buffer.tensor is None or buffer.state is None or buffer.plan is None:
         raise AssertionError("asked of layers that have a buffer")
     return Allocation(buffer.tensor, buffer.state, buffer.plan)

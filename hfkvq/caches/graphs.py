@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .model_calls import CallInterceptor, forward_parameters, inside_call, inter
 from .once import say_once
 from .placement import Placement
 from .recorded import recording
+
+if TYPE_CHECKING:
+    from .cache import MixedKVCache
 
 TRIES = 2
 """Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
@@ -66,19 +69,6 @@ class Step(NamedTuple):
     rest: dict[str, Any]
 
 
-class RecordedCache(Protocol):
-    """What is asked of a cache; see `hfkvq.caches.MixedKVCache`."""
-
-    config: Any
-
-    @property
-    def attached(self) -> bool: ...
-
-    def note_step(self, input_ids: Tensor | None) -> None: ...
-
-    def level(self, seen: int | None = None) -> None: ...
-
-
 class StepGraphs:
     """The graphs of one cache.
 
@@ -89,7 +79,7 @@ class StepGraphs:
         headroom: share of what is needed by which buffers of a cache that grows are ahead.
     """
 
-    def __init__(self, cache: RecordedCache, preset: Any, sync: DeviceSync, headroom: float) -> None:
+    def __init__(self, cache: MixedKVCache, preset: Any, sync: DeviceSync, headroom: float) -> None:
         self.sync = sync
         sync.captured = True
         # Of the last capture that has failed.
@@ -193,7 +183,7 @@ class StepGraphs:
             return None
         return Step(tokens, tensors, mask, rest)
 
-    def _run(self, model: Any, interceptor: CallInterceptor, cache: RecordedCache, step: Step) -> tuple[bool, Any]:
+    def _run(self, model: Any, interceptor: CallInterceptor, cache: MixedKVCache, step: Step) -> tuple[bool, Any]:
         sync = self.sync
         if sync.waits:
             # Nobody waits for the compiler.
@@ -270,7 +260,7 @@ class StepGraphs:
         self._failed[kind] = reason
         say_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run as without graphs.")
 
-    def _first(self, model: Any, cache: RecordedCache, tensors: dict[str, Tensor], step: Step) -> Any:
+    def _first(self, model: Any, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
 
         def run() -> Any:
@@ -279,7 +269,7 @@ class StepGraphs:
 
         return self._whole(cache, tensors, step, run)
 
-    def _whole(self, cache: RecordedCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
+    def _whole(self, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
         """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""
         sync = self.sync
         before = sync.seen
@@ -297,7 +287,7 @@ class StepGraphs:
         return out
 
     def _capture(
-        self, model: Any, interceptor: CallInterceptor, cache: RecordedCache, tensors: dict[str, Tensor], step: Step
+        self, model: Any, interceptor: CallInterceptor, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step
     ) -> Recording | None:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
@@ -328,7 +318,7 @@ class StepGraphs:
         """Where a step runs, the device of its input first."""
         return list(dict.fromkeys([first, *(steps.layer.device for steps in self.sync.members)]))
 
-    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: RecordedCache, step: Step) -> Any:
+    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: MixedKVCache, step: Step) -> Any:
         return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 
     # Tokens come and go.

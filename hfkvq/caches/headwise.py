@@ -20,14 +20,8 @@ class HeadwiseStore(KVStore):
     """`KVStore` of B*H rows with one head each; row ``b*H + h`` is KV head h of the layer's row b.
 
     What comes in and goes out has the layer's shapes (B, H, ...); counters, tables, windows and `reorder`'s pages are
-    folded. Tokens seal as in any store until a requantization gives each row tokens and tiers of its own.
-
-    Args:
-        layout: static layout of both sides.
-        scheme: the policy.
-        keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
-        values: (B, H, t, Dv), likewise.
-        capacity: most tokens of a row, allocated at once; None grows.
+    folded. Tokens seal as in any store until a requantization gives each row tokens and tiers of its own. Arguments are
+    those of `StoreView`.
     """
 
     growth = EVICTING_GROWTH

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,17 +40,7 @@ def _prompt(
 
 
 @_prompt.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    buffer: Tensor,
-    scaling: float,
-    softcap: float,
-    causal: bool,
-) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], v.shape[-1]))
 
 

@@ -566,11 +566,11 @@ def test_a_seal_that_runs_out_of_memory_has_counted_nothing(steps, at, model, mo
             forward(model, x, first)
     ids = torch.randint(3, 100, (2, 90), generator=generator)
 
-    def no_room(state, run, blocks):
+    def no_room(state, run, blocks, factor):
         calls.append(run)
         if len(calls) == at + 1:
             raise torch.OutOfMemoryError("none left")
-        return grow(state, run, blocks)
+        return grow(state, run, blocks, factor)
 
     monkeypatch.setattr(sealing, "grow", no_room)
     with pytest.raises(torch.OutOfMemoryError):

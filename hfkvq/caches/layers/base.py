@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from hfkvq.kernels.pages import Side
 from ..scheme import Scheme
 from ..store import KVStore, Padding
 from .padding import PaddingReader
+
+if TYPE_CHECKING:
+    from .buffer import StepBuffer
 
 ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
@@ -45,18 +48,6 @@ def unchanged_on_error(things: Sequence[Any]) -> Iterator[None]:
         raise
 
 
-class Buffer(Protocol):
-    """What others may ask of a layer's buffer; see `hfkvq.caches.layers.buffer.StepBuffer`."""
-
-    def bind(self) -> None:
-        """Brings what the store holds into the buffer."""
-        ...
-
-    def close(self) -> None:
-        """Lets the device's counters count what the last step has sealed."""
-        ...
-
-
 class LayerBase:
     """State of a layer, and what its parts may ask of it.
 
@@ -79,7 +70,7 @@ class LayerBase:
     device: torch.device
     heads: int
     batch_size: int
-    buffer: Buffer | None
+    buffer: StepBuffer | None
 
     def __init__(self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool) -> None:
         self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug

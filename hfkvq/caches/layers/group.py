@@ -6,82 +6,29 @@ import copy
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..buffers import BufferSet
-from ..first_prompt import Waiting, first_tiers
+from ..first_prompt import first_tiers
 from ..scheme import Scheme
-from ..store.prompt_eviction import Tiers
-from .base import LayerBase, uneven
+from .base import uneven
 
 if TYPE_CHECKING:
     from hfkvq.kernels.triton.ahead import Beside
 
+    from .eviction import Eviction
+    from .steps import DeviceSteps
 
-class EvictingMember(Protocol):
-    """A layer's part in an `EvictingGroup`; see `hfkvq.caches.layers.eviction.Eviction`."""
-
-    group: Any
-
-    @property
-    def layer(self) -> LayerBase: ...
-
-
-class TieredMember(EvictingMember, Protocol):
-    """A layer's part in a `TierGroup`; see `hfkvq.caches.layers.tiers.TierEvictor`."""
-
-    strength: Tensor | None
-    prompts: int
-
-    def waiting(self) -> Waiting | None: ...
-
-    def assign(self, tiers: Tiers | None = None) -> None: ...
-
-
-class SteppingMember(Protocol):
-    """A layer's part in a `DeviceSync`; see `hfkvq.caches.layers.steps.DeviceSteps`."""
-
-    leads: bool
-    buffer: Any
-    eviction: Any
-
-    @property
-    def sync(self) -> DeviceSync: ...
-
-    @sync.setter
-    def sync(self, sync: DeviceSync) -> None: ...
-
-    @property
-    def layer(self) -> LayerBase: ...
-
-    @property
-    def is_bound(self) -> bool: ...
-
-    def note_steps(self, tokens: int, peak: int) -> None: ...
-
-    def device_counts(self) -> list[Tensor]: ...
-
-    def learn(self, numbers: list[int]) -> bool: ...
-
-    def finish_update(self) -> None: ...
-
-    def wants_host(self, bound: int) -> bool: ...
-
-    def between_steps(self) -> None: ...
-
-    def most_tokens(self) -> int: ...
-
-    @property
-    def trims(self) -> bool: ...
-
+    # Ruff does not look for names in a base's brackets.
+    from .tiers import TierEvictor  # noqa: F401
 
 logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
-E = TypeVar("E", bound=EvictingMember)
+E = TypeVar("E", bound="Eviction[Any]")
 
 
 class _Group(Generic[M]):
@@ -147,7 +94,7 @@ class EvictingGroup(_Group[E]):
             member.layer.settle()
 
 
-class TierGroup(EvictingGroup[TieredMember]):
+class TierGroup(EvictingGroup["TierEvictor"]):
     """Those that compare their strengths."""
 
     def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
@@ -165,7 +112,7 @@ class TierGroup(EvictingGroup[TieredMember]):
                 member.assign(tiers)
 
 
-class DeviceSync(_Group[SteppingMember]):
+class DeviceSync(_Group["DeviceSteps"]):
     """What the host knows of steps that did not pass through Python.
 
     Steps of CUDA graphs are counted here and told to the layers only when one of them is asked for more than its
@@ -186,7 +133,7 @@ class DeviceSync(_Group[SteppingMember]):
         captured: whether steps are captured, so that they go without kernels that are not there yet.
     """
 
-    def __init__(self, members: Sequence[SteppingMember]) -> None:
+    def __init__(self, members: Sequence[DeviceSteps]) -> None:
         super().__init__(members)
         self.buffers: BufferSet | None = None
         self.warmed: list[tuple[Scheme, bool]] = []
@@ -259,7 +206,7 @@ class DeviceSync(_Group[SteppingMember]):
         self.stale, self.steps = False, 0
         self.ahead = self.peak = 0
         bound = [member for member in self.members if member.is_bound]
-        by_device: dict[torch.device, list[SteppingMember]] = {}
+        by_device: dict[torch.device, list[DeviceSteps]] = {}
         for member in bound:
             by_device.setdefault(member.layer.device, []).append(member)
         lost = False

@@ -54,9 +54,6 @@ class PagedLayer(LayerBase):
     fuses_steps = True
     """Whether a step may be one call of the kernels, in place of `begin`, `attend` and `finish`."""
 
-    # Parts may ask less of it.
-    buffer: StepBuffer | None  # type: ignore[assignment]  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def __init__(
         self,
         scheme: Scheme,
@@ -71,9 +68,8 @@ class PagedLayer(LayerBase):
         self.queries = QueryStatistics() if "query" in needs else None
         self.tags = TokenTags() if "tags" in needs else None
         self.eviction = _evictor(self) if scheme.evicts else None
-        buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
-        self.buffer = buffer  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.steps = None if buffer is None else DeviceSteps(self, buffer, self.eviction)
+        self.buffer = StepBuffer(self, self.queries, self.eviction) if recordable else None
+        self.steps = None if self.buffer is None else DeviceSteps(self, self.buffer, self.eviction)
 
     # What attention functions call; see `hfkvq.caches.layers.forward`.
 

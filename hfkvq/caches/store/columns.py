@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from hfkvq.kernels.decode import column_positions
-from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
+from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.quantize import dequantize_pages
 
 from .state import SIDES, StoreState, as_bytes
 
-
-class Holder(Protocol):
-    """A store, or its state."""
-
-    @property
-    def format(self) -> StoreFormat: ...
-
-    @property
-    def counters(self) -> Tensor: ...
-
-    @property
-    def windows(self) -> tuple[Tensor, ...]: ...
-
-    @property
-    def runs(self) -> tuple[RunView, ...]: ...
+if TYPE_CHECKING:
+    from .view import StoreView
 
 
-def positions(store: Holder) -> Tensor:
+def positions(store: StoreView | StoreState) -> Tensor:
     """Row position of every column of `sink | runs | tail`: i32 (B, N), `ABSENT` where there is no token."""
     return column_positions(store.format, store.counters, store.runs, store.windows[2].shape[2], "keys")
 
 
-def run_columns(store: Holder) -> list[tuple[int, int]]:
+def run_columns(store: StoreView | StoreState) -> list[tuple[int, int]]:
     """First column of each run, and of the tail at last, with the number of columns."""
     found, at = [], store.format.sink
     for view, (fmt, _) in zip(store.runs, store.format.runs, strict=True):
