@@ -51,7 +51,8 @@ class WholeCache(Cache):
 
     def _check_even(self) -> None:
         """Raises RuntimeError if a forward has not reached the last layer: tokens come layer by layer."""
-        first, last = (seen_by(self.layers[self._counting[i]]) for i in (0, -1))
+        layers = self.layers
+        first, last = seen_by(layers[self._first]), seen_by(layers[self._counting[-1]])
         if first != last:
             raise uneven(first, last)
 
@@ -73,7 +74,7 @@ class WholeCache(Cache):
         self._catch_up()
         counting = [self.layers[i] for i in self._counting]
         least = min((seen_by(layer) or 0 for layer in counting), default=0) if seen is None else seen
-        changes.level(counting, seen_by, least)
+        changes.level(counting, seen_by, least, self._beside("crop"))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the newest tokens; see `KVLayer.crop`. Nothing is changed if that cannot be done in any layer."""

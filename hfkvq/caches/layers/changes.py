@@ -56,13 +56,22 @@ def tokens_of(tokens_to_remove: Any) -> int:
         ) from None
 
 
-def level(layers: Sequence[Any], seen: Callable[[Any], int | None], least: int) -> None:
+def level(layers: Sequence[Any], seen: Callable[[Any], int | None], least: int, beside: Beside = ()) -> None:
     """Takes back what layers have seen (as ``seen`` says, None if that means nothing) beyond ``least`` tokens."""
     ahead = {id(layer): (seen(layer) or 0) - least for layer in layers}
+
+    def own(layer: PagedLayer) -> None:
+        _crop(layer, ahead[id(layer)])
+        # Nobody asks any longer what the forward has shown.
+        layer.new_columns = 0
+        if layer.eviction is not None:
+            layer.eviction.pending = None
+
     _change(
         [layer for layer in layers if ahead[id(layer)] > 0],
-        lambda layer: _crop(layer, ahead[id(layer)]),
+        own,
         lambda layer: layer.crop(-ahead[id(layer)]),
+        beside,
         commit=False,
     )
 

@@ -44,7 +44,7 @@ from .rows import reordered, selected
 from .sealing import seal
 from .state import EMPTY, SIDES
 from .view import StoreView
-from .windows import Padding, filled_windows
+from .windows import Padding, fill_windows
 
 
 class KVStore(StoreView):
@@ -92,7 +92,7 @@ class KVStore(StoreView):
         keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
         with self._counting() as old:
             self._advance(keys.shape[2], padding)
-            self.replace(windows=filled_windows(self.state, keys, values, old[LENGTH], padding))
+            fill_windows(self.state, keys, values, old[LENGTH], padding)
 
     def step(
         self,
@@ -176,24 +176,30 @@ class KVStore(StoreView):
             first = self.layout.sink if alike else None
             return SealSource(x if fresh else torch.cat([tail, x], 2), 0 if fresh else tail.shape[2], x.shape[2], first)
 
-        with self._counting() as counters:
+        with self._counting(fresh) as counters:
             start = None if tags is None else SealStart(counters, self.state.counted(), padding)
             self._advance(keys.shape[2], padding)
             seal(self, source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, start)
             self.grow_tails(1, fresh)
-            self.replace(windows=filled_windows(self.state, keys, values, counters[LENGTH], padding, fresh))
+            fill_windows(self.state, keys, values, counters[LENGTH], padding)
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[Tensor]:
-        """Tokens are counted in place, by the old counters that this yields, or are not, if anything fails.
+    def _counting(self, empty: bool = False) -> Iterator[Tensor]:
+        """Tokens are counted and come into the windows in place, or do not, if anything fails; yields old counters.
 
-        Out of memory, most likely. What was written lies in pages that nobody reads yet.
+        Out of memory, most likely. What was written besides lies in pages that nobody reads yet.
+
+        Args:
+            empty: whether nothing that the windows hold is wanted.
         """
         before, counters = self.state, self.counters.clone()
+        windows = () if empty else [window.clone() for window in before.windows]
         try:
             yield counters
         except BaseException:
-            self.counters.copy_(counters)
+            before.counters.copy_(counters)
+            for window, was in zip(before.windows, windows, strict=False):
+                window.copy_(was)
             self.state = before
             raise
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH
 
-from ..lasting import lasting
 from .state import StoreState
 
 
@@ -28,14 +27,8 @@ class Padding:
     source: Tensor | None
 
 
-@lasting
-def filled_windows(
-    state: StoreState, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None, empty: bool = False
-) -> list[Tensor]:
-    """Sink and tail with new tokens: each slot looks up the new column it should hold, if any.
-
-    The windows there are stay as they are, unless nothing that they hold is wanted: if anything fails, the tokens that
-    slots had before are still to be sealed.
+def fill_windows(state: StoreState, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
+    """Writes new tokens into sink and tail: each slot looks up the new column it should hold, if any.
 
     Args:
         state: the store's, which counts the new tokens already.
@@ -43,24 +36,20 @@ def filled_windows(
         values: (B, H, t, Dv), likewise.
         old: i32 (B,), tokens that each row had before.
         padding: among the new tokens, or None.
-        empty: whether no row had tokens before.
     """
     sink = state.sizes.sink
     if padding is None and len(state.states) == 1:
-        windows = list(state.windows) if empty else [window.clone() for window in state.windows]
-        copy_to_windows(state.replace(windows=windows), keys, values)
-        return windows
+        copy_to_windows(state, keys, values)
+        return
     # Column of row token x among the new ones.
     shift = (0 if padding is None else padding.lead) - old
     rest = (state.counters[LENGTH] - sink)[:, None]
     found: dict[tuple[bool, int], tuple[Tensor, Tensor]] = {}
-    windows = []
     for at, x in enumerate((keys, values, keys, values)):
         window = state.windows[at]
         # The same for keys and values, where their tails are of one length.
         kind = at >= 2, window.shape[2]
         if not window.shape[2] or not x.shape[2]:
-            windows.append(window)
             continue
         if kind not in found:
             token = slot = torch.arange(window.shape[2], dtype=torch.int32, device=state.device)[None]
@@ -72,12 +61,11 @@ def filled_windows(
             found[kind] = column.clamp(0, x.shape[2] - 1).long()[:, None, :, None], new[:, None, :, None]
         index, new = found[kind]
         picked = x.gather(2, index.expand(-1, state.heads, -1, x.shape[3]))
-        windows.append(torch.where(new, picked, window))
-    return windows
+        window.copy_(torch.where(new, picked, window))
 
 
 def copy_to_windows(state: StoreState, keys: Tensor, values: Tensor) -> None:
-    """Writes new tokens into windows of a state, where all rows are alike, so that the host knows the slots."""
+    """The same where all rows are alike, so that the host knows the slots: a few copies of what lies together."""
     (row,) = state.states
     sink, tokens = state.sizes.sink, keys.shape[2]
     old, rest = row.length - tokens, row.length - sink
