@@ -16,7 +16,7 @@ from .attention import NAME, register
 from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
-from .layers.allocate import allocate
+from .layers.compiled import allocate, update_outside
 from .layers.build import build_layers, is_attachable
 from .layers.group import DeviceSync
 from .layers.handle import dense_of
@@ -26,7 +26,7 @@ from .memory import MemoryReport
 from .model_config import text_config
 from .once import say_once
 from .preset import Preset, get_preset
-from .recorded import is_recorded
+from .recorded import is_captured, is_recorded
 from .router import install
 from .scheme import Scheme
 from .switched import join, restore, switch
@@ -139,6 +139,8 @@ class MixedKVCache(Cache):
         a page that the refused tokens had filled there is reopened with the values it holds.
         """
         if is_recorded():
+            if self._capacity is None and layer_idx in self._compressed and not is_captured():
+                return update_outside(self, key_states, value_states, layer_idx)
             if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
                 allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
