@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from hfkvq.bounded import parse_json, read_bounded
 from hfkvq.terminal import fail
 
 if TYPE_CHECKING:
@@ -92,16 +93,16 @@ def read_conversations(path: Path, tools_path: Path | None) -> list[Conversation
 def _read_json(option: str, path: Path) -> Iterator[Any]:
     """Entries of a file of JSON or of lines of it."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(path)
+    except (OSError, ValueError) as error:
         fail(f"{option}: {path} cannot be read: {error}")
     try:
-        whole = json.loads(text)
+        whole = parse_json(text)
     except ValueError:
         for number, line in enumerate(text.splitlines(), start=1):
             if line.strip():
                 try:
-                    yield json.loads(line)
+                    yield parse_json(line)
                 except ValueError as error:
                     fail(f"{option}: line {number} of {path} is no JSON: {error}")
     else:

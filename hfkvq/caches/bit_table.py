@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hfkvq.bounded import DAMAGE, load_json
+
 KIND = "hfkvq.bit_table"
 
 # Says nothing about what the keys and values of a model are.
@@ -122,7 +124,7 @@ class BitTable:
                 {tag: (float(pair[0]), float(pair[1])) for tag, pair in values.get("distortion", {}).items()},
                 {tag: float(count) for tag, count in values.get("counts", {}).items()},
             )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except DAMAGE as error:
             raise ValueError(f"table: {path} is damaged ({error}); make it again with `hfkvq allocate`.") from None
 
 
@@ -133,7 +135,7 @@ def read_json(path: str | Path, kind: str, name: str, maker: str) -> dict[str, A
         ValueError: no such file, no JSON, or another kind; names the argument ``name`` and the command ``maker``.
     """
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = load_json(path)
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be read ({error.strerror}); make it with `{maker}`.") from None
     except ValueError as error:

@@ -17,8 +17,8 @@ from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
 from .layers import changes
-from .layers.allocate import allocate
 from .layers.build import build_layers, is_attachable
+from .layers.compiled import allocate, update_outside
 from .layers.group import DeviceSync
 from .layers.handle import dense_of
 from .layers.memory import memory_of
@@ -27,7 +27,7 @@ from .model_calls import intercept
 from .model_config import text_config
 from .once import say_once
 from .preset import Preset, get_preset
-from .recorded import is_recorded
+from .recorded import is_captured, is_recorded
 from .scheme import Scheme
 from .switched import join, restore, switch
 from .whole import WholeCache, seen_by
@@ -144,6 +144,8 @@ class MixedKVCache(WholeCache):
         a page that the refused tokens had filled there is reopened with the values it holds.
         """
         if is_recorded():
+            if self._capacity is None and layer_idx in self._compressed and not is_captured():
+                return update_outside(self, key_states, value_states, layer_idx)
             if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
                 allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)

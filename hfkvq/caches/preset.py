@@ -85,7 +85,11 @@ class Preset:
         values = read_json(path, KIND, "scheme", "hfkvq tune")
         if not isinstance(values.get("scheme"), dict):
             raise ValueError(f"scheme: {path} is damaged (it describes no scheme); make it again with `hfkvq tune`.")
-        return get_preset(values["scheme"], origin=values.get("origin", {}))
+        try:
+            return get_preset(values["scheme"], origin=dict(values.get("origin", {})))
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            damage = f"{type(error).__name__} {error}"
+            raise ValueError(f"scheme: {path} is damaged ({damage}); make it again with `hfkvq tune`.") from None
 
 
 def _ends(which: str) -> tuple[int, int]:

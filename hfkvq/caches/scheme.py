@@ -249,8 +249,14 @@ class Scheme:
 
     @staticmethod
     def from_dict(description: Mapping[str, Any]) -> Scheme:
-        """Inverse of `to_dict`; missing knobs take their defaults."""
+        """Inverse of `to_dict`; missing knobs take their defaults.
+
+        Raises:
+            ValueError: it names no scheme, an unknown one, or knobs that it does not take.
+        """
         knobs = dict(description)
+        if not isinstance(knobs.get("scheme"), str):
+            raise ValueError(f"scheme: got {knobs.get('scheme')!r} under 'scheme', allowed a name; see list_schemes().")
         return get_scheme(knobs.pop("scheme"), **knobs)
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hfkvq.bounded import parse_json
+
 from .boxed import after_thoughts
 
 Call = tuple[str, dict[str, Any]]
@@ -36,8 +38,8 @@ def parse_calls(text: str) -> list[Call] | None:
 
 def _decode(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return parse_json(text)
+    except ValueError:
         return None
 
 

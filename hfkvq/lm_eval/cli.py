@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfkvq.bounded import parse_json
 from hfkvq.terminal import Device, DType, Model, ModelDType, check_folder, fail, make_console, pick_device, split
 
 # torch, Transformers and lm-eval are imported inside the command, so that help comes at once.
@@ -41,7 +41,7 @@ def _metadata(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     try:
-        values = json.loads(text)
+        values = parse_json(text)
     except ValueError as error:
         fail(f"metadata: got {text!r}, which is no JSON: {error}")
     if not isinstance(values, dict):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import datasets
+
+from hfkvq.bounded import parse_json
 
 Row = dict[str, Any]
 
@@ -100,10 +101,10 @@ def read_jsonl(path: Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise ValueError(
-                f"{path}: line {number} is no JSON ({error.msg}, column {error.colno}); got {line[:60]!r}, allowed one "
+                f"{path}: line {number} is no JSON ({error}); got {line[:60]!r}, allowed one "
                 "JSON object a line. The file is damaged or cut off; fetch it again."
             ) from error
         if not isinstance(row, dict):

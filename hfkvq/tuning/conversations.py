@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfkvq.bounded import parse_json, read_bounded
+
 # Where agent frameworks keep the messages of a trace, and ShareGPT its roles.
 _FIELDS = ("messages", "conversation", "conversations", "trajectory", "history")
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
@@ -50,14 +52,14 @@ def load_conversations(path: str | Path) -> list[Conversation]:
         ValueError: there is no such file, a line is no conversation (its number is told), or there are none.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_bounded(path).splitlines()
+    except (OSError, ValueError) as error:
         raise ValueError(f"data: {path} cannot be read ({error}).") from None
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(parse_conversation(json.loads(line)))
+                found.append(parse_conversation(parse_json(line)))
             except ValueError as error:
                 raise ValueError(f"data: line {number} of {path}: {error}") from None
     if not found:
@@ -107,7 +109,7 @@ def _call(given: Any) -> Any:
     for part in (call, function):
         if part is not None and isinstance(part.get("arguments"), str):
             try:
-                part["arguments"] = json.loads(part["arguments"])
+                part["arguments"] = parse_json(part["arguments"])
             except ValueError:
                 # Some agents write arguments that are no JSON; templates take strings too.
                 continue

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from hfkvq.bounded import DAMAGE
 from hfkvq.caches.bit_table import read_json
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
@@ -166,7 +167,7 @@ class LayerPlan:
             )
             read["compared"] = tuple(_compared(other) for other in values["compared"])
             return LayerPlan(**read)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except DAMAGE as error:
             raise ValueError(f"plan: {path} is damaged ({error!r}); make it again with tune_layers.") from None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hfkvq.bounded import DAMAGE
 from hfkvq.caches.bit_table import Origin, read_json
 from hfkvq.caches.tags import parse_tag, tag_axes
 
@@ -81,5 +82,5 @@ class Sensitivity:
                 Origin.from_dict(values["origin"]),
                 bool(values["shared_inst"]),
             )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except DAMAGE as error:
             raise ValueError(f"sensitivity: {path} is damaged ({error}); make it with `hfkvq calibrate`.") from None

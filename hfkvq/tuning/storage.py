@@ -9,6 +9,8 @@ from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.exc import IntegrityError, OperationalError
 
+from hfkvq.bounded import DAMAGE
+
 JOURNALS = (".log", ".journal")
 
 
@@ -34,7 +36,13 @@ def open_storage(where: str | None) -> BaseStorage | None:
             )
         if not path.parent.is_dir():
             raise ValueError(f"storage: the folder of {where!r} does not exist.")
-        return JournalStorage(JournalFileBackend(str(path)))
+        try:
+            return JournalStorage(JournalFileBackend(str(path)))
+        except (*DAMAGE, RecursionError) as error:
+            damage = f"{type(error).__name__} {error}".strip()
+            raise ValueError(
+                f"storage: {where!r} is no journal of Optuna, or a damaged one ({damage}); choose another file."
+            ) from None
     try:
         return _database(where)
     except ImportError as error:

@@ -17,6 +17,7 @@ from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
 from optuna.trial import Trial, TrialState
 
+from hfkvq.bounded import DAMAGE
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
 
@@ -181,10 +182,14 @@ def load_study(storage: str, name: str) -> TuningStudy:
     setup = study.user_attrs.get(SETUP)
     if setup is None:
         raise ValueError(f"storage: the study {name!r} in {storage} was not made by hfkvq.")
-    space = {knob: optuna.distributions.json_to_distribution(json.dumps(text)) for knob, text in setup["space"].items()}
-    described = dict(setup["scheme"])
-    layers = described.pop("layers", None)
-    preset = get_preset(Scheme.from_dict(described), layers)
+    try:
+        read = optuna.distributions.json_to_distribution
+        space = {knob: read(json.dumps(text)) for knob, text in setup["space"].items()}
+        described = dict(setup["scheme"])
+        layers = described.pop("layers", None)
+        preset = get_preset(Scheme.from_dict(described), layers)
+    except DAMAGE as error:
+        raise ValueError(f"storage: the study {name!r} in {storage} is damaged ({error!r}).") from None
     return TuningStudy(study, preset, space, setup)
 
 

@@ -299,8 +299,8 @@ def test_other_caches_are_unharmed(family):
         return out
 
     before = logits()
-    MixedKVCache(model)
-    assert model.config._attn_implementation == "hfkvq"
+    cache = MixedKVCache(model)
+    assert cache.attached
     for a, b in zip(logits(), before, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
@@ -310,8 +310,8 @@ def test_gpt_oss_other_caches_are_unharmed():
     model, ids = build("gpt-oss", attention="eager"), prompt(2, 40)
     with torch.no_grad():
         before = model(ids).logits
-        MixedKVCache(model)
-        assert model.config._attn_implementation == "hfkvq"
+        cache = MixedKVCache(model)
+        assert cache.attached
         torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
 
 

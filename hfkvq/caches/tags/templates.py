@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from hfkvq.bounded import DAMAGE, load_json, read_bounded
 
 from .axes import SEMANTIC
 
@@ -121,7 +122,7 @@ class ChatFormat:
             for name, part in (("spans", Span), ("openings", Opening)):
                 values[name] = tuple(part(**_tuples(item)) for item in values.get(name, ()))
             return cls(**values)
-        except TypeError as error:
+        except DAMAGE as error:
             raise ValueError(f"chat format: {error}") from error
 
     @classmethod
@@ -134,7 +135,7 @@ class ChatFormat:
         """
         path = Path(path)
         if path.suffix == ".json":
-            given = json.loads(path.read_text(encoding="utf-8"))
+            given = load_json(path)
             if not isinstance(given, dict):
                 raise ValueError(f"chat format: {path.name} holds a {type(given).__name__}, allowed an object.")
             return cls.from_dict(given)
@@ -143,7 +144,10 @@ class ChatFormat:
                 raise ImportError(f"chat format: {path.name} needs Python 3.11 or newer; write it as JSON.")
             import tomllib
 
-            return cls.from_dict(tomllib.loads(path.read_text(encoding="utf-8")))
+            try:
+                return cls.from_dict(tomllib.loads(read_bounded(path)))
+            except RecursionError:
+                raise ValueError(f"chat format: {path.name} is nested too deeply.") from None
         raise ValueError(f"chat format: got {path.name}, allowed a file that ends in .json or .toml.")
 
 

@@ -19,6 +19,8 @@ from types import MappingProxyType
 
 import torch
 
+from hfkvq.bounded import load_json
+
 from ..pages import PageFormat
 from ._lib import properties
 
@@ -184,7 +186,7 @@ def _problem(kernel: str, knobs: object) -> str | None:
 
 def _parse(path: Path) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
     """A tuning file: {GPU and Triton: {kernel: {key: {knob: value}}}}. Raises ValueError if it is something else."""
-    data = json.loads(path.read_text(encoding="utf-8"))
+    data = load_json(path)
     if not isinstance(data, dict):
         raise ValueError("it holds no object.")
     for gpu, kernels in data.items():

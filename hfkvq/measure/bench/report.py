@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from hfkvq.bounded import load_json
+
 from ..drawing import draw_line, legend_beside, new_figure
 from ..records import now, versions
 from ..tables import NOTHING, new_table, number
@@ -88,7 +90,7 @@ def save(record: Record, path: Path) -> None:
 def load(path: Path) -> Record:
     """Reads a record. Raises ValueError if the file is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = load_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"compare: {path} cannot be read: {error}") from error
     if not isinstance(record, dict) or record.get("kind") != KIND:

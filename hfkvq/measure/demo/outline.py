@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
+
+from hfkvq.bounded import load_json
 
 _PROBE = 4
 
@@ -174,7 +175,7 @@ def checkpoint_bytes(model: str) -> int | None:
     index = folder / name
     if index.is_file():
         try:
-            return int(json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"])
+            return int(load_json(index)["metadata"]["total_size"])
         except (ValueError, KeyError, TypeError):
             return None
     files = list(folder.glob("*.safetensors"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from hfkvq.bounded import parse_json
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import listed
 
@@ -13,7 +13,7 @@ from hfkvq.caches.registry import listed
 def parse_value(text: str) -> Any:
     """A knob's value: a number, true, false, null, or the text itself."""
     try:
-        return json.loads(text.lower() if text.lower() in ("true", "false", "none") else text)
+        return parse_json(text.lower() if text.lower() in ("true", "false", "none") else text)
     except ValueError:
         return None if text.lower() == "none" else text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.bounded import parse_json, read_bounded
 from hfkvq.measure.texts import KINDS, read_text
 
 SEPARATOR = "\n\n"
@@ -58,8 +58,8 @@ def read_file(path: Path, field: str) -> list[str]:
         ValueError: the file is missing, unreadable or empty, or a line is without the field.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bounded(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"text: {path} cannot be read as UTF-8 text: {error}") from error
     found = list(_lines(path, text, field)) if path.suffix == ".jsonl" else [text]
     if not any(document.strip() for document in found):
@@ -72,7 +72,7 @@ def _lines(path: Path, text: str, field: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise ValueError(f"text: line {number} of {path} is no JSON: {error}") from error
         yield _field(record, field, f"line {number} of {path}")

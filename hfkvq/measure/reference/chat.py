@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hfkvq.bounded import parse_json
+
 Message = dict[str, Any]
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
@@ -89,8 +91,8 @@ def parse_tool_call(text: str) -> dict[str, Any] | None:
     if len(calls) != 1:
         return None
     try:
-        call = json.loads(calls[0])
-    except json.JSONDecodeError:
+        call = parse_json(calls[0])
+    except ValueError:
         return None
     return call if isinstance(call, dict) else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from hfkvq.bounded import load_json
 
 from .metrics import main_metrics
 from .names import model_label, scheme_key, scheme_label
@@ -102,7 +103,7 @@ class Collection:
 def read_json(path: Path) -> Any:
     """The content of a file. Raises ValueError if it cannot be read or is no JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"files: {path} cannot be read as JSON: {error}") from error
 
@@ -144,7 +145,7 @@ def read_files(paths: Iterable[Path]) -> Collection:
                     )
                 else:
                     found.skipped.append(file.name)
-            except (KeyError, TypeError, AttributeError) as error:
+            except (KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise ValueError(
                     f"files: {file} looks like a file of {kind}, but is damaged: {type(error).__name__} {error}; "
                     "make it again, or leave it out."

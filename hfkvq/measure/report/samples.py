@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hfkvq.bounded import DAMAGE, parse_json, read_bounded
 
 from .metrics import main_metrics
 from .results import LM_EVAL, kind_of, read_json
@@ -94,19 +95,19 @@ def read_run(path: Path) -> Run:
 def _read_samples(path: Path) -> dict[tuple[str, int], Sample]:
     found: dict[tuple[str, int], Sample] = {}
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_bounded(path).split("\n")
     except (OSError, ValueError) as error:
         raise ValueError(f"files: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             # A tuple, such as F1's pairs, says nothing by sample.
             values = {name: float(x) for name in record["metrics"] if isinstance(x := record[name], (int, float))}
             key = (str(record.get("filter", "none")), int(record["doc_id"]))
             sample = (record["doc_hash"], record["prompt_hash"], values)
-        except (ValueError, KeyError, TypeError) as error:
+        except DAMAGE as error:
             raise ValueError(
                 f"files: line {number} of {path} is no sample of lm-eval: {type(error).__name__} {error}."
             ) from error

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hfkvq.bounded import DAMAGE, load_json
+
 from ..report import Record, environment, save
 from .cases import Settings
 from .engines import COMPILED_BASELINES, EAGER_BASELINES, STOCK, Engine, scheme_of
@@ -100,12 +102,15 @@ def save_record(record: Record, path: Path) -> None:
 def load(path: Path) -> Record:
     """Reads a record. Raises ValueError if the file is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = load_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"resume: {path} cannot be read: {error}") from error
     if not isinstance(record, dict) or record.get("kind") != KIND:
         raise ValueError(f"resume: {path} was not written by `{KIND} --json`.")
-    _rename(record)
+    try:
+        _rename(record)
+    except DAMAGE as error:
+        raise ValueError(f"resume: {path} is damaged ({error!r}); measure anew.") from None
     return record
 
 

@@ -1,0 +1,62 @@
+"""JSON from files and people, within bounds: plain data comes back, or a ValueError, whatever was given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 2**30
+"""Of a file; samples of a long evaluation have some hundred MB."""
+
+MOST_LEVELS = 64
+"""Of lists and objects within each other."""
+
+MOST_DIGITS = 300
+"""Of a whole number: more do not fit into a float."""
+
+DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, AssertionError)
+"""What reading plain data that is not of the expected shape raises; readers make a ValueError of it."""
+
+
+def read_bounded(path: str | Path) -> str:
+    """A file's text, UTF-8.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no text, or larger than anything that is written for us.
+    """
+    size = Path(path).stat().st_size
+    if size > MOST_BYTES:
+        raise ValueError(f"{size / 2**20:.0f} MiB, allowed {MOST_BYTES / 2**20:.0f} MiB")
+    return Path(path).read_text(encoding="utf-8")
+
+
+def load_json(path: str | Path) -> Any:
+    """What a file of JSON holds; see `read_bounded` and `parse_json`."""
+    return parse_json(read_bounded(path))
+
+
+def parse_json(text: str) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: it is none, nested too deeply, or has a number of too many digits.
+    """
+    try:
+        found = json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MOST_LEVELS} levels") from None
+    level = [found]
+    for _ in range(MOST_LEVELS + 1):
+        parts = [x.values() if isinstance(x, dict) else x for x in level if isinstance(x, (dict, list))]
+        if not parts:
+            return found
+        level = [x for part in parts for x in part]
+    raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, allowed {MOST_DIGITS}")
+    return int(digits)

@@ -1,0 +1,232 @@
+"""Every reader of files: whatever a file holds, it is read, or refused with a ValueError."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hfkvq.bounded import MOST_LEVELS, parse_json
+from hfkvq.caches import get_preset
+from hfkvq.caches.preset import Preset
+from hfkvq.caches.table import BitTable, Origin
+from hfkvq.caches.tags import ChatFormat
+from hfkvq.kernels.triton import configs
+from hfkvq.lm_eval.rows import read_jsonl
+from hfkvq.measure.bench import report as kernels
+from hfkvq.measure.bench.generate import record as generate
+from hfkvq.measure.divergence.naming import parse_value
+from hfkvq.measure.divergence.windows import read_files as read_text
+from hfkvq.measure.report.results import read_files
+from hfkvq.measure.report.samples import read_run
+from hfkvq.tuning.conversations import load_conversations
+from hfkvq.tuning.layer_plan import LayerPlan
+from hfkvq.tuning.sensitivity import Sensitivity
+from hfkvq.tuning.storage import open_storage
+from hfkvq.tuning.study import load_study
+from tests.measure.report.files import divergence, evaluation, kvq
+
+SCORE = {"value": 0.5, "code_bits": 2.0, "total_bits": 3.0}
+PRESET = get_preset("kitty", {"0": "full"}).to_dict()
+PLAN = {
+    "kind": "hfkvq layer plan",
+    "preset": PRESET,
+    "origin": {},
+    "base": PRESET,
+    "candidates": {"full": {"scheme": "full"}},
+    "start": SCORE,
+    "table": [{"layer": 0, "candidate": "full", "score": SCORE}],
+    "steps": [{"changes": [[0, "full"]], "score": SCORE, "kept": True}],
+    "compared": [],
+}
+ORIGIN = {"model": "m", "config": "c", "template": "t", "data": "d", "requests": 1, "layers": [0], "versions": {}}
+TAG = "older|text|obs"
+JOURNAL = {"op_code": 0, "worker_id": "w", "study_name": "s", "directions": [1]}
+CHAT = {"name": "mine", "spans": [{"start": "<a>", "end": "</a>", "role": "user"}], "openings": []}
+SAMPLE = {"doc_id": 0, "filter": "none", "metrics": ["acc"], "acc": 1.0, "doc_hash": "a", "prompt_hash": "b"}
+
+
+def bit_table(tmp: Path) -> dict:
+    BitTable({TAG: 2}, Origin(layers=(0,)), 2.5, {TAG: (1.0, 0.5)}, {TAG: 3.0}).save(tmp)
+    return json.loads(tmp.read_text())
+
+
+def read_samples(path: Path) -> None:
+    """Lines beside a results file."""
+    beside = path.with_name("results_1.json")
+    beside.write_text(json.dumps(evaluation({"t": {"acc,none": 0.5}}, kvq("kitty", 3.0))))
+    path.replace(path.with_name("samples_t_1.jsonl"))
+    read_run(beside)
+
+
+def read_journal(path: Path) -> None:
+    log = path.with_suffix(".log")
+    log.write_text(path.read_text() + "\n")
+    open_storage(str(log))
+
+
+def read_study(path: Path) -> None:
+    """What a study of ours keeps with it, in a journal that is sound."""
+    setup = parse_json(path.read_text())
+    log = path.with_suffix(".journal")
+    lines = [JOURNAL, {"op_code": 2, "worker_id": "w", "study_id": 0, "user_attr": {"hfkvq": setup}}]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load_study(str(log), "s")
+
+
+# A reader, and a file that it reads.
+READERS = {
+    "table": (BitTable.load, None),
+    "preset": (Preset.load, {"kind": "hfkvq preset", "scheme": PRESET, "origin": {}}),
+    "plan": (LayerPlan.load, PLAN),
+    "sensitivity": (
+        Sensitivity.load,
+        {
+            "kind": "hfkvq.sensitivity",
+            "distortion": {TAG: [1.0, 0.5]},
+            "counts": {TAG: 3.0},
+            "origin": ORIGIN,
+            "shared_inst": True,
+        },
+    ),
+    "evaluation": (
+        lambda path: read_files([path]),
+        evaluation(
+            {"t": {"acc,none": 0.5}}, kvq("kitty", 3.0, {"t": {"total_bits": 3.0}}), group_subtasks={"g": ["t"]}
+        ),
+    ),
+    "divergence": (
+        lambda path: read_files([path]),
+        {
+            "kind": "hfkvq kld",
+            "date": "2026-01-01T00:00:00+00:00",
+            "model": "m",
+            "rows": [divergence("kitty", 0.1, 3.0)],
+        },
+    ),
+    "samples": (read_samples, SAMPLE),
+    "kernels": (kernels.load, {"kind": kernels.KIND, "rows": []}),
+    "generate": (generate.load, {"kind": generate.KIND, "rows": [{"engine": "kitty:grow", "than": "dynamic"}]}),
+    "conversations": (load_conversations, {"messages": [{"role": "user", "content": "x"}], "tools": []}),
+    "chat format": (ChatFormat.from_file, CHAT),
+    "tuning": (configs._parse, {"gpu": {"decode": {"key": {"warps": 4}}}}),
+    "journal": (read_journal, JOURNAL),
+    "study": (read_study, {"space": {}, "scheme": PRESET}),
+    "text": (lambda path: read_text([path], "text"), {"text": "words"}),
+    "rows": (read_jsonl, {"id": 1}),
+}
+LINES = ("conversations", "samples", "text", "rows", "journal")
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from([10**400, 1e308, TAG]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(thing, at=()):
+    """Paths of all parts."""
+    yield at
+    for key in thing if isinstance(thing, dict) else range(len(thing)) if isinstance(thing, list) else ():
+        yield from places(thing[key], (*at, key))
+
+
+def changed(thing, at, value):
+    """A copy with another part at a path; without that part if the value is `places`."""
+    if not at:
+        return value
+    thing = copy.deepcopy(thing)
+    inner = thing
+    for key in at[:-1]:
+        inner = inner[key]
+    if value is places:
+        del inner[at[-1]]
+    else:
+        inner[at[-1]] = value
+    return thing
+
+
+def read(name, path, text):
+    """Reads a text as a file; ValueErrors are fine."""
+    suffix = ".jsonl" if name in LINES else ".json"
+    file = path / f"file{suffix}"
+    file.write_text(text)
+    with contextlib.suppress(ValueError):
+        READERS[name][0](file)
+
+
+def sound(name, path):
+    """A file's content, as the reader takes it."""
+    return bit_table(path / "made.json") if name == "table" else READERS[name][1]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_hostile_texts(name, tmp_path):
+    """Depth, size of numbers, what is no JSON, and JSON that is something else."""
+    deep = "[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900
+    digits = "1" * 5_000
+    for text in (
+        *deep,
+        digits,
+        f'{{"kind": {digits}}}',
+        "null",
+        "",
+        "\x00",
+        '"x"',
+        "[]",
+        "{}",
+        "NaN",
+        "1e999",
+        "[[null]]",
+    ):
+        read(name, tmp_path, text)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files(name, tmp_path):
+    """Any part of a sound file gone, or something else in its place."""
+    whole = sound(name, tmp_path)
+
+    @settings(max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(list(places(whole))), values | st.just(places))
+    def damage(at, value):
+        if value is not places or at:
+            read(name, tmp_path, json.dumps(changed(whole, at, value)))
+
+    damage()
+
+
+@pytest.mark.parametrize("name", ["table", "preset", "evaluation", "divergence", "kernels", "generate", "rows", "text"])
+def test_sound_files_are_read(name, tmp_path):
+    """Else the tests above would test nothing."""
+    file = tmp_path / f"file{'.jsonl' if name in LINES else '.json'}"
+    file.write_text(json.dumps(sound(name, tmp_path)))
+    READERS[name][0](file)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib")
+def test_deep_toml(tmp_path):
+    file = tmp_path / "format.toml"
+    file.write_text("name = " + "[" * 20_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        ChatFormat.from_file(file)
+
+
+def test_bounds():
+    assert parse_json("[" * MOST_LEVELS + "]" * MOST_LEVELS) is not None
+    for text in ("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1), "1" * 400, "[1, -" + "2" * 400 + "]"):
+        with pytest.raises(ValueError, match=r"nested deeper|digits"):
+            parse_json(text)
+    # What people type on the command line stays text then.
+    assert parse_value("1" * 400) == "1" * 400
