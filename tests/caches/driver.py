@@ -51,6 +51,9 @@ def cases() -> dict[str, Scheme]:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
+    # Two of the corners have fitted scales as well.
+    found["kitty-odd"] = get_scheme(found["kitty-odd"], fit=3, fit_values=4, score="q_error")
+    found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)
     found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.
     for name in (

@@ -367,6 +367,7 @@ STEPS = (
     ("s0;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(2.0, 1.0, 1.7), "sum", F32, 5),
     ("s4;k128;v128;4c128p128n/2t128p128n", "", "", F16, 3),
     ("s0;k0;v0;2c32p128/2t32p128|4t32p128/4t32p128", "", "", BF16, 1),
+    ("s4;k0;v128;2c128p128f4+4x32/2t128p128f4", "error", "sum", BF16, 1),
 )
 """Steps without the host: store, rule, what of the queries is kept, dtype, tokens."""
 
@@ -389,6 +390,8 @@ STORES = (
     (96, 96, BF16, "s4;k32;v32;2c8p24n/4t16p24n", {}),
     (96, 80, F32, "s4;k32;v16;2c32p32+4x8/2t80p32", {"mask": "float", "sinks": True}),
     (320, 320, BF16, "s4;k0;v0;2c32p64+4x8+16x8/2t320p64", {}),
+    (80, 80, BF16, "s4;k0;v16;4c8p32nf2/2t16p32f4", {}),
+    (128, 128, BF16, "s4;k0;v0;4t128p32f2/4t32p32f3", {}),
 )
 """Stores beyond the benchmark's."""
 
@@ -461,6 +464,8 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
     for name in ("saw-int4", "kitty-pro", "kivi-2", "int4", "full"):
         with case(f"{name}, eager steps in calls"):
             steps_in_calls(fill(scheme_of(name, 128)), name == "kitty-pro")
+    with case("fitted scales, eager steps in calls"):
+        steps_in_calls(fill(Tokens(store="s0;k128;v0;4t128p128f2/2t32p128f4")))
     # Units of a page: here a few tokens of fp8 at a time.
     with case("fp8, eager steps in calls"):
         steps_in_calls(fill(Tokens(store="s4;k0;v0;8t128p128/8t128p128")))
