@@ -123,7 +123,7 @@ def ours(family, attention, run, scheme=FULL, **kwargs):
     return run(model, lambda: MixedKVCache(model, scheme, attach=attention is None), **kwargs)
 
 
-# Families whose layers all attend in full, as Llama's do: a few modes are enough to see that their masks are understood.
+# Families whose layers all attend in full, as Llama's do: a few modes show that their masks are understood.
 LIKE_LLAMA = ("qwen2", "qwen3", "qwen3-moe", "mistral", "phi3", "glm4")
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCa
 from transformers import Gemma3ForCausalLM as Gemma3
 
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
-from hfkvq.caches import get_preset
+from hfkvq.caches import get_preset, placement
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
@@ -87,10 +87,10 @@ def held(model, cache, prompt, generated=0, chunk=None, batch=2):
     return cache.memory().total
 
 
-def made(model, name, reader):
+def made(model, name, reader, **options):
     if "tags" in get_preset(name).needs:
-        return TriAxialCache(model, reader)
-    return MixedKVCache(model.config, name)
+        return TriAxialCache(model, reader, **options)
+    return MixedKVCache(model.config, name, **options)
 
 
 NAMES = [name for name, scheme in list_schemes().items() if name == scheme.name or "r1" not in name]
@@ -107,15 +107,21 @@ def test_a_filled_cache_holds_what_was_computed(tiny, reader, name, prompt, gene
     assert total == cache_bytes(TINY, name, prompt + generated, 2, generated=generated, chunk=chunk, graphs=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("prompt", "chunk"), [(397, None), (397, 90), (190, 60)])
+# All of them in one go, and in chunks of two kinds by turns.
+@pytest.mark.parametrize(
+    ("name", "prompt", "chunk"),
+    [
+        *((name, 397, None) for name in NAMES),
+        *((name, *((397, 90), (190, 60))[at % 2]) for at, name in enumerate(NAMES)),
+    ],
+)
 def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     """The layers of a cache are fed as a model does; at the fullest, where a scheme evicts."""
     config = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 1})
     kind, evicts = get_preset(name), get_scheme(name).evicts
     if evicts:
         kind = get_scheme(name, budget_tokens=150, window=min(get_scheme(name).window, 64))
-    cache, generated, most = MixedKVCache(config, kind, graphs=False), 400, 0
+    cache, generated, most = MixedKVCache(config, kind, graphs=False), 270, 0
     layer = cache.layers[0]
     step = chunk or prompt
     for size in [min(step, prompt - at) for at in range(0, prompt, step)] + [1] * generated:
@@ -139,11 +145,12 @@ def test_hundreds_of_steps_without_graphs(name, prompt, chunk):
     "name", ["full", "kitty-pro", "kivi-2", "kvarn", "mixkvq", "saw-int4", "triaxial", "arkv-origin"]
 )
 @pytest.mark.parametrize(("prompt", "chunk"), [(300, None), (601, 90)])
-def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk):  # noqa: F811
-    """The buffer of the first step is outgrown, and another one made."""
-    total = held(tiny, made(tiny, name, reader), prompt, 180, chunk)
+def test_buffers_of_captured_steps(captured, tiny, reader, name, prompt, chunk, monkeypatch):  # noqa: F811
+    """The buffer of the first step is outgrown, and another one made: soon, where there is little room ahead."""
+    monkeypatch.setattr(placement, "LEAST_HEADROOM", 32)
+    total = held(tiny, made(tiny, name, reader, headroom=0), prompt, 45, chunk)
     assert captured.made > 1
-    assert total == cache_bytes(TINY, name, prompt + 180, 2, generated=180, chunk=chunk)
+    assert total == cache_bytes(TINY, name, prompt + 45, 2, generated=45, chunk=chunk, headroom=0)
 
 
 def test_headroom(captured, tiny):  # noqa: F811
