@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
+from hfkvq.kernels.arguments import AttentionArguments
 
 Kind = Literal["attention", "received", "queries", "keys", "values"]
 """What `Evidence` can be asked for, by the name of its field."""
@@ -148,11 +149,8 @@ def prompt_evidence(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    scaling: float,
-    mask: Tensor | None = None,
+    arguments: AttentionArguments,
     lead: Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
 ) -> Iterator[tuple[slice, Evidence]]:
     """Evidence of a first prompt, before anything of it is stored; nothing is asked of the device.
 
@@ -162,11 +160,8 @@ def prompt_evidence(
         query: (B, Hq, Q, D), the newest queries or, for "received", those of all T tokens.
         keys: (B, H, T, D), not rotated.
         values: (B, H, T, Dv).
-        scaling: factor on the logits.
-        mask: (B or 1, Hq or 1, Q or 1, T), as attention was given it: bool, or added to logits; None is causal.
+        arguments: of the attention call, whose mask is of all T tokens.
         lead: i64 (B,), padding before each row's first token; None for none.
-        softcap: 0 for none.
-        sinks: (Hq,), logits that join each head's denominator, or None.
 
     Yields:
         Folded rows, ``b * H + h``, a few at a time; their evidence, whose tokens are columns ``lead`` and up.
@@ -180,13 +175,13 @@ def prompt_evidence(
     at_once = max(1, ELEMENTS // (r * tokens * width))
     for first in range(0, batch * heads, at_once):
         own = slice(first, min(first + at_once, batch * heads))
-        part = _Prompt(query, keys, mask, start, lead is not None, sinks, scaling, softcap, own)
+        part = _Prompt(query, keys, arguments, start, lead is not None, own)
         yield (
             own,
             Evidence(
                 length=tokens - part.lead,
                 columns=tokens,
-                scaling=scaling,
+                scaling=arguments.scaling,
                 attention=part.attention(last) if "attention" in kinds else None,
                 received=part.received() if "received" in kinds else None,
                 queries=part.query[:, :, last:] if "queries" in kinds else None,
@@ -204,16 +199,14 @@ class _Prompt:
         self,
         query: Tensor,
         keys: Tensor,
-        mask: Tensor | None,
+        arguments: AttentionArguments,
         lead: Tensor,
         padded: bool,
-        sinks: Tensor | None,
-        scaling: float,
-        softcap: float,
         own: slice,
     ) -> None:
         heads, self.tokens = keys.shape[1:3]
-        self.scaling, self.softcap, self.padded = scaling, softcap, padded
+        self.scaling, mask, self.softcap, sinks, *_ = arguments
+        self.padded = padded
         self.query = query.unflatten(1, (heads, -1)).flatten(0, 1)[own]
         rows = torch.arange(own.start, own.stop, device=keys.device)
         self.row, self.head = rows // heads, rows % heads

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hfkvq.kernels.arguments import AttentionArguments
+
 from .eviction import EvictionScheme
 from .evidence import keep_columns, keep_mask, prompt_evidence
 from .store import Padding
@@ -45,13 +47,10 @@ def choose(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    scaling: float,
+    arguments: AttentionArguments,
     *,
     hold: int = 0,
-    mask: Tensor | None = None,
     padding: Padding | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
 ) -> Choice | None:
     """The tokens of a first prompt that stay; None where all do, or where padding stands among tokens.
 
@@ -64,12 +63,9 @@ def choose(
         query: (B, Hq, Q, D), after RoPE: all queries, or the newest ``scheme.queries`` where nobody asks for more.
         keys: (B, H, T, Dk), as the model gave them.
         values: (B, H, T, Dv), likewise.
-        scaling: factor on the logits.
+        arguments: see `prompt_evidence`.
         hold: newest tokens that have to stay, beyond the scheme's window.
-        mask: see `prompt_evidence`.
         padding: of the prompt.
-        softcap: see `prompt_evidence`.
-        sinks: likewise.
     """
     batch, heads, tokens, _ = keys.shape
     if padding is not None and padding.source is not None:
@@ -82,9 +78,7 @@ def choose(
     lead = None if padding is None else padding.lead.to(keys.device).long()
     parts = [
         scheme.scores(found)
-        for _, found in prompt_evidence(
-            scheme.evidence, scheme.queries, query, keys, values, scaling, mask, lead, softcap, sinks
-        )
+        for _, found in prompt_evidence(scheme.evidence, scheme.queries, query, keys, values, arguments, lead)
     ]
     scores, most, newest = shared(scheme, torch.cat(parts), heads), max(rooms), max(scheme.window, hold)
     if lead is None:

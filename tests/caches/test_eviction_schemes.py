@@ -27,6 +27,7 @@ from hfkvq.caches.ranking import expected_attention, token_scores
 from hfkvq.caches.scheme import Limits, warn_of_limits
 from hfkvq.caches.schemes import H2O, TOVA, ExpectedAttention, PyramidKV, SnapKV, StreamingLLM
 from hfkvq.caches.store import Padding
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
 from tests.caches.driver import small
 
@@ -59,11 +60,10 @@ QUERIES = rotated(PLAIN, torch.arange(TOKENS))
 KEYS, VALUES = noise(2, 1, HEADS, TOKENS, DIM), noise(3, 1, HEADS, TOKENS, DIM)
 
 
-def evidence_of(scheme, queries=QUERIES, keys=KEYS, values=VALUES, **options):
+def evidence_of(scheme, queries=QUERIES, keys=KEYS, values=VALUES, lead=None, **options):
     """All rows' evidence at once."""
-    ((_, found),) = prompt_evidence(
-        scheme.evidence, scheme.queries, queries, keys, values, queries.shape[-1] ** -0.5, **options
-    )
+    arguments = AttentionArguments(queries.shape[-1] ** -0.5, **options)
+    ((_, found),) = prompt_evidence(scheme.evidence, scheme.queries, queries, keys, values, arguments, lead)
     return found
 
 
@@ -196,8 +196,10 @@ class TestEvidence:
         kinds = frozenset({"attention", "received", "queries", "keys", "values"})
         queries, keys, values = (torch.cat([x, x.flip(2)]) for x in (QUERIES, KEYS, VALUES))
         lead = torch.tensor([0, 7])
-        ((_, found),) = prompt_evidence(kinds, 5, queries, keys, values, 0.5, lead=lead)
-        ((_, alone),) = prompt_evidence(kinds, 5, queries[1:, :, 7:], keys[1:, :, 7:], values[1:, :, 7:], scaling=0.5)
+        ((_, found),) = prompt_evidence(kinds, 5, queries, keys, values, AttentionArguments(0.5), lead)
+        ((_, alone),) = prompt_evidence(
+            kinds, 5, queries[1:, :, 7:], keys[1:, :, 7:], values[1:, :, 7:], AttentionArguments(0.5)
+        )
         assert found.length.tolist() == [20, 20, 13, 13]
         for name in ("attention", "received", "keys", "values"):
             mine, its = found.of(name), alone.of(name)
@@ -246,9 +248,9 @@ class TestEvidence:
     def test_pieces_do_not_matter(self, monkeypatch):
         """A few rows and queries at a time, as of long prompts."""
         kinds = frozenset({"attention", "received"})
-        ((_, whole),) = prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, 0.5)
+        ((_, whole),) = prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, AttentionArguments(0.5))
         monkeypatch.setattr(evidence_module, "ELEMENTS", 200)
-        parts = list(prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, 0.5))
+        parts = list(prompt_evidence(kinds, 4, QUERIES, KEYS, VALUES, AttentionArguments(0.5)))
         assert [own for own, _ in parts] == [slice(0, 1), slice(1, 2)]
         for name in kinds:
             torch.testing.assert_close(torch.cat([found.of(name) for _, found in parts]), whole.of(name))
@@ -268,7 +270,7 @@ def stored_tokens(name, leads=()):
     rows = max(len(leads), 1)
     given = [noise(7 + i, rows, heads, LONG, DIM) for i, heads in enumerate((HEADS * SHARE, HEADS, HEADS))]
     padding = Padding(torch.tensor(leads, dtype=torch.int32), frozenset(leads), None) if leads else None
-    choice = choose(scheme, 0, 2, *given, DIM**-0.5, padding=padding)
+    choice = choose(scheme, 0, 2, *given, AttentionArguments(DIM**-0.5), padding=padding)
     store = HeadwiseStore(scheme.layout(DIM, DIM), scheme, *given[1:])
     store.extend(choice.keys, choice.values, choice.padding)
     store.counters[START] += choice.shorter
@@ -305,7 +307,7 @@ class TestPrompts:
         dense = [store.dense(side, LONG) for side in ("keys", "values")]
         for i, lead in enumerate(leads):
             own = [x[i : i + 1, :, lead:] for x in given]
-            alone = choose(scheme, 0, 2, *own, DIM**-0.5)
+            alone = choose(scheme, 0, 2, *own, AttentionArguments(DIM**-0.5))
             count = min(LONG - lead, 40)
             assert (alone is None) == (count == LONG - lead)
             single = HeadwiseStore(store.layout, scheme, *own[1:])
@@ -318,20 +320,23 @@ class TestPrompts:
 def test_prompts_within_their_budget_are_left_alone():
     """Nothing is computed for them; nor where padding stands among tokens, which takes the general way."""
     scheme = SnapKV(budget_tokens=20, window=4)
-    assert choose(scheme, 0, 2, QUERIES, KEYS, VALUES, 1.0) is None
+    assert choose(scheme, 0, 2, QUERIES, KEYS, VALUES, AttentionArguments(1.0)) is None
     none = torch.zeros(1, dtype=torch.int32)
     holes = Padding(none, frozenset({0}), torch.arange(TOKENS)[None])
-    assert choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, 1.0, padding=holes) is None
+    assert (
+        choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, AttentionArguments(1.0), padding=holes)
+        is None
+    )
 
 
 def test_heads_that_are_alike_keep_the_same():
-    choice = choose(TOVA(budget_tokens=9), 0, 2, QUERIES[:, :, -1:], KEYS, VALUES, DIM**-0.5)
+    choice = choose(TOVA(budget_tokens=9), 0, 2, QUERIES[:, :, -1:], KEYS, VALUES, AttentionArguments(DIM**-0.5))
     best = probabilities()[0, :, -1].mean(0)[:19].topk(8).indices.sort().values.tolist()
     assert torch.equal(choice.keys, KEYS[:, :, [*best, 19]])
 
 
 def test_what_is_held_for_rollback_stays():
-    choice = choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, 1.0, hold=12)
+    choice = choose(SnapKV(budget_tokens=9, window=4), 0, 2, QUERIES, KEYS, VALUES, AttentionArguments(1.0), hold=12)
     assert torch.equal(choice.keys, KEYS[:, :, 8:])
 
 

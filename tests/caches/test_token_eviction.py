@@ -17,6 +17,7 @@ from hfkvq.caches.headwise import HeadwiseStore
 from hfkvq.caches.layers.memory import memory_of
 from hfkvq.caches.once import say_once
 from hfkvq.caches.prompt_choice import shared
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, START
 from tests.caches.driver import (
     DIM,
@@ -65,7 +66,7 @@ class Simulated:
             queries = queries[:, :, -scheme.queries :]
         self.seen += count
         self.held = torch.cat([self.held, new.expand(HEADS, -1)], 1)
-        found = prompt_evidence(scheme.evidence, scheme.queries, queries, *self.tokens(), DIM**-0.5)
+        found = prompt_evidence(scheme.evidence, scheme.queries, queries, *self.tokens(), AttentionArguments(DIM**-0.5))
         scores = torch.cat([scheme.scores(each) for _, each in found])
         if scheme.asks_every_step:
             old = self.scores.gather(1, self.held)

@@ -108,19 +108,8 @@ class TokenEvictor(Eviction[EvictionScheme]):
         layer, seen = self.layer, self.pending
         if seen is None or layer.staged is None or self._stuck or not self.may_be_cut(seen):
             return False
-        told = seen.arguments
-        choice = choose(
-            self.policy,
-            *self.place,
-            seen.query,
-            *layer.staged,
-            told.scaling,
-            hold=layer.hold,
-            mask=told.mask,
-            padding=layer.padding,
-            softcap=told.softcap,
-            sinks=told.sinks,
-        )
+        given = seen.query, *layer.staged, seen.arguments
+        choice = choose(self.policy, *self.place, *given, hold=layer.hold, padding=layer.padding)
         if choice is None:
             return False
         before = layer.staged, layer.padding

@@ -98,18 +98,10 @@ class TierEvictor(Eviction[TieredEviction]):
         layer, store, policy = self.layer, self.store(), self.policy
         assert layer.staged is not None
         keys, values = (store._rotated(store.folded(x), side) for x, side in zip(layer.staged, SIDES, strict=True))
-        rows, tail, told = keys.shape[0], max(policy.window, layer.hold), seen.arguments
+        rows, tail = keys.shape[0], max(policy.window, layer.hold)
         scores, statistics = torch.empty(rows, layer.seen, device=layer.device), []
-        for own, found in prompt_evidence(
-            policy.evidence,
-            policy.queries,
-            seen.query,
-            *layer.staged,
-            told.scaling,
-            told.mask,
-            softcap=told.softcap,
-            sinks=told.sinks,
-        ):
+        given = seen.query, *layer.staged, seen.arguments
+        for own, found in prompt_evidence(policy.evidence, policy.queries, *given):
             scores[own] = policy.scores(found)
             statistics += self._statistics(found)
         strength = self._strength_of(statistics)

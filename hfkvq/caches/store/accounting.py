@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -36,13 +36,7 @@ class StoreBytes:
 
     def __add__(self, other: StoreBytes) -> StoreBytes:
         """Sum by kind."""
-        return StoreBytes(
-            self.codes + other.codes,
-            self.metadata + other.metadata,
-            self.windows + other.windows,
-            self.tables + other.tables,
-            self.reserved + other.reserved,
-        )
+        return StoreBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def nbytes(state: StoreState) -> StoreBytes:

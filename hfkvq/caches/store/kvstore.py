@@ -245,13 +245,7 @@ class KVStore(StoreView):
             self.grow_tail(side, need, empty)
 
     def grow_tail(self, side: Side, need: int, empty: bool = False) -> None:
-        """Makes the tail at least ``need`` slots long, by doubling, up to its limit; tokens move to their new slots.
-
-        Args:
-            side: "keys" or "values".
-            need: slots.
-            empty: whether nothing that the tail holds is wanted.
-        """
+        """Makes the tail at least ``need`` slots long, up to its limit; see `hfkvq.caches.store.growth.grow_tail`."""
         self.state = grow_tail(self.state, side, need, self.tail_limit[side], empty)
 
     # Rows and lengths change. `write_pages` comes next; until then the state before could come back.

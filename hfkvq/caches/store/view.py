@@ -155,8 +155,5 @@ class StoreView:
         return accounting.elements(self.state)
 
     def code_bits(self) -> float:
-        """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
-
-        While nothing is sealed: of the widest run.
-        """
+        """Payload bits an element of sealed pages, see `hfkvq.caches.store.accounting.code_bits` (asks the device)."""
         return accounting.code_bits(self.state)
