@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
@@ -17,7 +17,7 @@ from .callers import draft_of_caller
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
 from .layers import changes
-from .layers.build import build_layers, is_attachable
+from .layers.build import build_layers, is_attachable, seen_by
 from .layers.group import DeviceSync
 from .layers.layer import KVLayer
 from .layers.memory import memory_of
@@ -28,7 +28,7 @@ from .preset import Preset, get_preset
 from .recorded import is_recorded
 from .router import install
 from .scheme import Scheme
-from .whole import WholeCache, seen_by
+from .whole import WholeCache
 
 DEFAULT_SCHEME = "kitty-pro"
 
@@ -36,7 +36,7 @@ DEFAULT_SCHEME = "kitty-pro"
 _REPLACED: dict[int, str | None] = {}
 
 
-class MixedKVCache(WholeCache):
+class MixedKVCache(WholeCache, Cache):
     """A KV cache that stays compressed and is attended in place.
 
     ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
