@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 
 from .attention import NAME, register
@@ -17,7 +17,7 @@ from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
 from .layers import changes
-from .layers.build import build_layers, is_attachable
+from .layers.build import build_layers, is_attachable, seen_by
 from .layers.compiled import allocate, update_outside
 from .layers.group import DeviceSync
 from .layers.handle import dense_of
@@ -30,12 +30,12 @@ from .preset import Preset, get_preset
 from .recorded import is_captured, is_recorded
 from .scheme import Scheme
 from .switched import join, restore, switch
-from .whole import WholeCache, seen_by
+from .whole import WholeCache
 
 DEFAULT_SCHEME = "kitty-pro"
 
 
-class MixedKVCache(WholeCache):
+class MixedKVCache(WholeCache, Cache):
     """A KV cache that stays compressed and is attended in place.
 
     ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.

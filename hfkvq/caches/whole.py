@@ -5,28 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticSlidingWindowLayer
 
 from .layers import changes
-from .layers.base import LayerBase, uneven
+from .layers.base import uneven
+from .layers.build import seen_by
 from .layers.integrity import check_layers
 from .layers.layer import KVLayer
 
 
-def seen_by(layer: Any) -> int | None:
-    """Tokens that a layer was given; None where the host does not know, or a layer does not count them."""
-    if isinstance(layer, LayerBase):
-        return layer.seen
-    return layer.get_seq_length() if isinstance(layer, (DynamicLayer, StaticSlidingWindowLayer)) else None
-
-
-class WholeCache(Cache):
-    """`Cache` with its operations over all layers.
+class WholeCache:
+    """Operations of a `Cache` over all of its layers.
 
     Attributes:
+        layers: in the model's order.
         graphs: of captured steps; None where none are.
     """
 
+    layers: Any
     graphs: Any
     _compressed: tuple[int, ...]
     _counting: tuple[int, ...]

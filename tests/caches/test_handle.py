@@ -127,7 +127,7 @@ def test_attention_is_told_of_one_layer_only():
     assert layer_of(torch.ones(1), own) is None
     assert layer_of(one[:, :, None, :, :], own) is None
     query = torch.zeros(1, 4, 1, DIM)
-    cache.update(*tokens(5), 0)
+    cache.layers[0].update(*tokens(5))
     for pair in ((one, own), (one, other), (other, own)):
         with pytest.raises(RuntimeError, match="earlier update"):
             hfkvq_attention(torch.nn.Identity(), query, *pair, None)

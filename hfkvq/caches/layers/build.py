@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..model_config import TOUCHES_KEYS, head_dim_of, looks_attention_up, queries_per_head
@@ -122,6 +122,13 @@ def build_layers(
     # Said where a step shows that it matters.
     uncaptured = (why or "layers are of several kinds") if capture and not captured else None
     return Layers(layers, full, sync, captured, uncaptured)
+
+
+def seen_by(layer: Any) -> int | None:
+    """Tokens that a layer was given; None where the host does not know, or a layer does not count them."""
+    if isinstance(layer, KVLayer):
+        return layer.seen
+    return layer.get_seq_length() if isinstance(layer, (DynamicLayer, StaticSlidingWindowLayer)) else None
 
 
 def group_layers(layers: list[KVLayer], queries_per_head: int = 1) -> DeviceSync | None:

@@ -161,10 +161,11 @@ def _own(i: int, state: StoreState, done: Requantized) -> StoreState:
             return pages.view(rows * blocks, *raw.shape[1:]).view(part.dtype)
 
         assert view.pos is not None, "a run of several has positions"
-        pos = view.pos[mine, : blocks * page].contiguous()
+        # Not the memory of all stores.
+        pos = view.pos[mine, : blocks * page].clone(memory_format=torch.contiguous_format)
         runs.append(RunView(table, pos, [own(part) for part in view.keys], [own(part) for part in view.values]))
     return state.replace(
-        counters=done.state.counters[:, mine].contiguous(),
+        counters=done.state.counters[:, mine].clone(memory_format=torch.contiguous_format),
         dropped=done.state.dropped[mine].clone(),
         windows=[window[mine].clone() for window in done.state.windows],
         runs=runs,
