@@ -16,12 +16,12 @@ from .attention import NAME, register
 from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
-from .layers.compiled import allocate, update_outside
 from .layers.build import build_layers, is_attachable
+from .layers.compiled import allocate, update_outside
 from .layers.group import DeviceSync
 from .layers.handle import dense_of
 from .layers.layer import KVLayer
-from .layers.memory import memory_of
+from .layers.memory import described, memory_of
 from .memory import MemoryReport
 from .model_config import text_config
 from .once import say_once
@@ -101,11 +101,10 @@ class MixedKVCache(Cache):
         self.preset = get_preset(scheme, layers)
         text = text_config(config)
         self._attachable, self._crosses = is_attachable(text), config.is_encoder_decoder or text.is_encoder_decoder
-        self._flex = False
         attach = attach and self._attachable
         made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__)
         super().__init__(layers=made.layers)
-        self._compressed, self._recordable = made.compressed, made.sync is not None
+        self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._why_not_captured = made.why_not_captured
         self._stock_state: dict[int, dict[str, Any]] = {}
@@ -150,24 +149,13 @@ class MixedKVCache(Cache):
         if layer_idx == 0:
             self._before_first_layer(key_states)
         try:
-            if layer_idx >= len(self.layers):
-                raise ValueError(
-                    f"model_or_config: this cache was made for {len(self.layers)} layers, and is given keys of layer "
-                    f"{layer_idx}; make it from the config of the model that it is used with."
-                )
+            _check_layer(self, layer_idx)
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             # A compiler makes its kernels, and cannot follow handles.
             return tuple(map(dense_of, found)) if self._flex else found
         except ValueError:
             known = layer_idx < len(self.layers)
-            refused = self.get_seq_length(layer_idx) if known else self.get_seq_length() - key_states.shape[2]
-            for layer in self.compressed_layers:
-                ahead = layer.get_seq_length() - refused
-                if ahead > 0:
-                    layer.crop(-ahead)
-            for i, state in self._stock_state.items():
-                # Their updates bind new tensors, so the old ones are as they were.
-                vars(self.layers[i]).update(state)
+            _take_back(self, self.get_seq_length(layer_idx) if known else self.get_seq_length() - key_states.shape[2])
             raise
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
@@ -208,12 +196,8 @@ class MixedKVCache(Cache):
     @property
     def attached(self) -> bool:
         """Whether attention is "hfkvq"; a cache from a file takes it to be until it meets its model."""
-        if type(self.config) is PreTrainedConfig:
-            model: Any = None if is_recorded() else calling_model()
-            if model is None:
-                return True
-            self.config = text_config(model.config)
-            join(self.config, self)
+        if type(self.config) is PreTrainedConfig and not _met_model(self):
+            return True
         return self.config._attn_implementation_internal == NAME
 
     @property
@@ -327,7 +311,7 @@ class MixedKVCache(Cache):
 
     def __repr__(self) -> str:
         """Scheme, tokens and memory in a line."""
-        return _described(self)
+        return described(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
         """Independent layers; config and scheme are shared."""
@@ -352,18 +336,32 @@ class MixedKVCache(Cache):
         register()
 
 
-def _described(cache: MixedKVCache) -> str:
-    """Scheme, tokens and memory in a line."""
-    used = [layer for layer in cache.compressed_layers if layer.store is not None]
-    others = "".join(f", {which}: {scheme!r}" for which, scheme in cache.preset.layers)
-    head = f"{type(cache).__name__}({cache.scheme!r}{others}, layers={len(cache.compressed_layers)}/{len(cache.layers)}"
-    if not used:
-        return f"{head}, empty)"
-    memory = cache.memory()
-    return (
-        f"{head}, batch={used[0].batch_size}, seen={cache.get_seq_length()}, "
-        f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
-    )
+def _met_model(cache: MixedKVCache) -> bool:
+    """Whether a model calls that a cache from a file can belong to; it is the cache's then."""
+    model: Any = None if is_recorded() else calling_model()
+    if model is not None:
+        cache.config = text_config(model.config)
+        join(cache.config, cache)
+    return model is not None
+
+
+def _check_layer(cache: MixedKVCache, layer_idx: int) -> None:
+    if layer_idx >= len(cache.layers):
+        raise ValueError(
+            f"model_or_config: this cache was made for {len(cache.layers)} layers, and is given keys of layer "
+            f"{layer_idx}; make it from the config of the model that it is used with."
+        )
+
+
+def _take_back(cache: MixedKVCache, refused: int) -> None:
+    """Takes out of the layers what is behind ``refused`` tokens."""
+    for layer in cache.compressed_layers:
+        ahead = layer.get_seq_length() - refused
+        if ahead > 0:
+            layer.crop(-ahead)
+    for i, state in cache._stock_state.items():
+        # Their updates bind new tensors, so the old ones are as they were.
+        vars(cache.layers[i]).update(state)
 
 
 def _graphs_of(cache: MixedKVCache, headroom: float) -> StepGraphs:
