@@ -240,9 +240,16 @@ def _preset_cells(model: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     before = model.config._attn_implementation
     try:
-        _steps(model, _wrapped(model, DynamicCache(config=model.config.get_text_config(decoder=True))))
+        plain = [_steps(model, _wrapped(model, DynamicCache(config=model.config.get_text_config(decoder=True))))]
+        model.set_attn_implementation("eager")
+        plain.append(_steps(model, _wrapped(model, DynamicCache(config=model.config.get_text_config(decoder=True)))))
+        fails = None if torch.allclose(*plain, rtol=1e-2, atol=1e-2) else "its attention implementations differ"
     except Exception as error:
-        return dict.fromkeys(PRESETS, f"not by Transformers: {_why(error)}")
+        fails = _why(error)
+    finally:
+        model.set_attn_implementation(before)
+    if fails is not None:
+        return dict.fromkeys(PRESETS, f"not by Transformers: {fails}")
     for name in PRESETS:
         try:
             scheme = small(name)

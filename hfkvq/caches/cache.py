@@ -100,7 +100,9 @@ class MixedKVCache(Cache):
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
         self.preset = get_preset(scheme, layers)
         text = text_config(config)
-        self._attachable, self._crosses = is_attachable(text), config.is_encoder_decoder or text.is_encoder_decoder
+        # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
+        self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
+        self._attachable = not self._crosses and is_attachable(text)
         attach = attach and self._attachable
         made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__)
         super().__init__(layers=made.layers)
@@ -154,8 +156,7 @@ class MixedKVCache(Cache):
             # A compiler makes its kernels, and cannot follow handles.
             return tuple(map(dense_of, found)) if self._flex else found
         except ValueError:
-            known = layer_idx < len(self.layers)
-            _take_back(self, self.get_seq_length(layer_idx) if known else self.get_seq_length() - key_states.shape[2])
+            _take_back(self, layer_idx, key_states.shape[2])
             raise
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
@@ -196,9 +197,8 @@ class MixedKVCache(Cache):
     @property
     def attached(self) -> bool:
         """Whether attention is "hfkvq"; a cache from a file takes it to be until it meets its model."""
-        if type(self.config) is PreTrainedConfig and not _met_model(self):
-            return True
-        return self.config._attn_implementation_internal == NAME
+        unknown = type(self.config) is PreTrainedConfig and not _met_model(self)
+        return unknown or self.config._attn_implementation_internal == NAME
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -353,8 +353,10 @@ def _check_layer(cache: MixedKVCache, layer_idx: int) -> None:
         )
 
 
-def _take_back(cache: MixedKVCache, refused: int) -> None:
-    """Takes out of the layers what is behind ``refused`` tokens."""
+def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
+    """Takes tokens that a layer has refused out of the earlier ones."""
+    known = layer_idx < len(cache.layers)
+    refused = cache.get_seq_length(layer_idx) if known else cache.get_seq_length() - tokens
     for layer in cache.compressed_layers:
         ahead = layer.get_seq_length() - refused
         if ahead > 0:
