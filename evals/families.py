@@ -22,43 +22,58 @@ KINDS = {
 }
 
 # By the name of a field, wherever it stands; only fields that the config class has are set.
-_VALUES: dict[int | float | str | None, str] = {
-    64: "hidden_size n_embd d_model embed_dim hidden_dim dim projection_dim out_hidden_size intermediate_size n_inner d_ff "
-    "ffn_dim ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_embed_dim text_hidden_size output_hidden_size "
-    "word_embed_proj_dim embedding_size image_embed_dim mlp_dim dense_intermediate_size output_dim "
-    "intermediate_size_mlp adapter_intermediate_dim lru_width attention_hidden_size d_inner shared_intermediate_size "
-    "decoder_hidden_size vision_hidden_size qformer_hidden_size encoder_hidden_size ff_dim d_embed mm_hidden_size "
-    "projector_hidden_size proj_hidden_size audio_hidden_size query_dim cross_attention_hidden_size n_embed",
-    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size head_dim d_kv d_head "
-    "attention_head_dim global_head_dim moe_ffn_hidden_size moe_hidden_size expert_dim expert_intermediate_size q_lora_rank "
-    "kv_lora_rank hidden_size_per_layer_input attention_head_size shared_expert_hidden_size kv_channels "
-    "router_hidden_dim moe_latent_size",
-    16: "qk_nope_head_dim v_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state "
-    "ssm_state_size state_size sliding_window attention_chunk_size local_attention_window_size mamba_dt_rank "
-    "index_head_dim chunk_size mamba_chunk_size num_mel_bins attention_window_size window_size conv_L_cache",
-    8: "qk_rope_head_dim mamba_n_heads mamba_num_heads n_mamba_heads",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
-    "n_routed_experts num_local_experts moe_num_experts index_n_heads linear_num_value_heads "
-    "num_attention_groups num_global_attention_heads num_query_tokens num_latents num_routed_experts n_codebooks",
-    2: "num_key_value_heads n_head_kv num_kv_heads num_layers n_layer n_layers encoder_layers decoder_layers "
-    "num_decoder_layers num_encoder_layers num_hidden_layers num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k "
-    "top_k_experts n_group depth linear_num_key_heads topk_method_n mamba_n_groups n_groups mamba_expand "
-    "num_global_key_value_heads spatial_merge_size vision_layers text_layers perceiver_layers",
-    1: "topk_group first_k_dense_replace n_shared_experts num_shared_experts moe_layer_start_index decoder_sparse_step "
-    "num_dense_layers first_dense_layers",
-    0: "num_nextn_predict_layers num_mtp_layers pad_token_id mtp_num_hidden_layers",
-    512: "max_position_embeddings n_positions max_source_positions max_target_positions original_max_position_embeddings "
-    "max_seq_len max_seq_length n_ctx seq_length",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input text_vocab_size decoder_vocab_size padded_vocab_size",
-    28: "image_size img_size",
-    14: "patch_size",
+_VALUES: dict[int, str] = {
+    64: (
+        "hidden_size n_embd d_model embed_dim hidden_dim dim projection_dim out_hidden_size intermediate_size "
+        "n_inner d_ff ffn_dim ffn_hidden_size encoder_ffn_dim decoder_ffn_dim ffn_embed_dim text_hidden_size "
+        "output_hidden_size word_embed_proj_dim embedding_size image_embed_dim mlp_dim "
+        "dense_intermediate_size output_dim intermediate_size_mlp adapter_intermediate_dim lru_width "
+        "attention_hidden_size d_inner shared_intermediate_size decoder_hidden_size vision_hidden_size "
+        "qformer_hidden_size encoder_hidden_size ff_dim d_embed mm_hidden_size projector_hidden_size "
+        "proj_hidden_size audio_hidden_size query_dim cross_attention_hidden_size n_embed"
+    ),
+    32: (
+        "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size head_dim "
+        "d_kv d_head attention_head_dim global_head_dim moe_ffn_hidden_size moe_hidden_size expert_dim "
+        "expert_intermediate_size q_lora_rank kv_lora_rank hidden_size_per_layer_input attention_head_size "
+        "shared_expert_hidden_size kv_channels router_hidden_dim moe_latent_size"
+    ),
+    16: (
+        "qk_nope_head_dim v_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim "
+        "mamba_d_state ssm_state_size state_size sliding_window attention_chunk_size "
+        "local_attention_window_size mamba_dt_rank index_head_dim chunk_size mamba_chunk_size num_mel_bins "
+        "attention_window_size window_size conv_L_cache"
+    ),
+    8: ("qk_rope_head_dim mamba_n_heads mamba_num_heads n_mamba_heads"),
+    4: (
+        "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+        "num_experts n_routed_experts num_local_experts moe_num_experts index_n_heads linear_num_value_heads "
+        "num_attention_groups num_global_attention_heads num_query_tokens num_latents num_routed_experts "
+        "n_codebooks"
+    ),
+    2: (
+        "num_key_value_heads n_head_kv num_kv_heads num_layers n_layer n_layers encoder_layers decoder_layers "
+        "num_decoder_layers num_encoder_layers num_hidden_layers num_experts_per_tok num_experts_per_token "
+        "moe_topk moe_k moe_top_k top_k_experts n_group depth linear_num_key_heads topk_method_n "
+        "mamba_n_groups n_groups mamba_expand num_global_key_value_heads spatial_merge_size vision_layers "
+        "text_layers perceiver_layers"
+    ),
+    1: (
+        "topk_group first_k_dense_replace n_shared_experts num_shared_experts moe_layer_start_index "
+        "decoder_sparse_step num_dense_layers first_dense_layers"
+    ),
+    0: ("num_nextn_predict_layers num_mtp_layers pad_token_id mtp_num_hidden_layers"),
+    512: (
+        "max_position_embeddings n_positions max_source_positions max_target_positions "
+        "original_max_position_embeddings max_seq_len max_seq_length n_ctx seq_length"
+    ),
+    VOCABULARY: ("vocab_size vocab_size_per_layer_input text_vocab_size decoder_vocab_size padded_vocab_size"),
+    28: ("image_size img_size"),
+    14: ("patch_size"),
 }
 _SMALL = {name: value for value, names in _VALUES.items() for name in names.split()}
 _SMALL |= {"bos_token_id": 1, "decoder_start_token_id": 1, "initializer_range": 0.15, "init_std": 0.15}
 _SMALL |= {"initializer_factor": 3.0, "tie_word_embeddings": False}
-
-# What the rules above do not give: by family, over all parts of its config.
-_OWN: dict[str, dict[str, Any]] = {}
 
 
 def families() -> dict[str, str]:
@@ -85,7 +100,9 @@ def small_config(name: str, **changes: Any) -> PreTrainedConfig:
         name: ``model_type``.
         **changes: fields, wherever they stand.
     """
-    return _shrunk(CONFIG_MAPPING[name](), _SMALL | _OWN.get(name, {}) | changes)
+    # BERT and its like are encoders unless told otherwise.
+    decodes = {"is_decoder": True} if families()[name] == "decoder" else {}
+    return _shrunk(CONFIG_MAPPING[name](), _SMALL | decodes | changes)
 
 
 def _shrunk(default: PreTrainedConfig, small: dict[str, Any]) -> PreTrainedConfig:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import json
 import logging
 import signal
@@ -240,6 +239,17 @@ def _steps(model: Any, cache: Any) -> Tensor:
 def _preset_cells(model: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     before = model.config._attn_implementation
+    try:
+        plain = [_steps(model, _wrapped(model, DynamicCache(config=model.config.get_text_config(decoder=True))))]
+        model.set_attn_implementation("eager")
+        plain.append(_steps(model, _wrapped(model, DynamicCache(config=model.config.get_text_config(decoder=True)))))
+        fails = None if torch.allclose(*plain, rtol=1e-2, atol=1e-2) else "its attention implementations differ"
+    except Exception as error:
+        fails = _why(error)
+    finally:
+        model.set_attn_implementation(before)
+    if fails is not None:
+        return dict.fromkeys(PRESETS, f"not by Transformers: {fails}")
     for name in PRESETS:
         try:
             scheme = small(name)
@@ -402,10 +412,13 @@ def main() -> None:
         bad = {cell: found for cell, found in cells.items() if found == "differs" or found.startswith("error")}
         print(name, rows[name].get("not_built") or rows[name].get("no_cache") or f"{len(cells)} cells", bad, flush=True)
         if given.json:
-            held = {"transformers": transformers.__version__, "torch": torch.__version__, "rows": list(rows.values())}
-            given.json[0].write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+            head = json.dumps({"transformers": transformers.__version__, "torch": torch.__version__})[1:-1]
+            lines = ",\n".join(json.dumps(rows[name]) for name in sorted(rows))
+            given.json[0].write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
     if given.markdown:
-        given.markdown.write_text(markdown(copy.deepcopy(rows), transformers.__version__), encoding="utf-8")
+        given.markdown.write_text(
+            markdown(rows, transformers.__version__, set(families()) - set(rows)), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

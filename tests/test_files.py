@@ -49,6 +49,8 @@ ORIGIN = {"model": "m", "config": "c", "template": "t", "data": "d", "requests":
 TAG = "older|text|obs"
 JOURNAL = {"op_code": 0, "worker_id": "w", "study_name": "s", "directions": [1]}
 CHAT = {"name": "mine", "spans": [{"start": "<a>", "end": "</a>", "role": "user"}], "openings": []}
+KLD = {"kind": "hfkvq kld", "date": "2026-01-01T00:00:00+00:00", "model": "m"}
+GROUPS = {"g": ["t"]}
 SAMPLE = {"doc_id": 0, "filter": "none", "metrics": ["acc"], "acc": 1.0, "doc_hash": "a", "prompt_hash": "b"}
 
 

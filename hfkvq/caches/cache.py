@@ -21,7 +21,7 @@ from .layers.build import build_layers, is_attachable, seen_by
 from .layers.compiled import allocate, update_outside
 from .layers.group import DeviceSync
 from .layers.handle import dense_of
-from .layers.memory import memory_of
+from .layers.memory import described, memory_of
 from .memory_report import MemoryReport
 from .model_calls import intercept
 from .model_config import text_config
@@ -104,12 +104,13 @@ class MixedKVCache(WholeCache, Cache):
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
         self.preset = get_preset(scheme, layers)
         text = text_config(config)
-        self._attachable, self._crosses = is_attachable(text), config.is_encoder_decoder or text.is_encoder_decoder
-        self._flex = False
+        # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
+        self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
+        self._attachable = not self._crosses and is_attachable(text)
         attach = attach and self._attachable
         made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__)
         super().__init__(layers=made.layers)
-        self._compressed, self._recordable = made.compressed, made.sync is not None
+        self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._count_by(text)
         self._why_not_captured = made.why_not_captured
@@ -157,21 +158,12 @@ class MixedKVCache(WholeCache, Cache):
         if layer_idx == 0:
             self._before_first_layer(key_states)
         try:
-            if layer_idx >= len(self.layers):
-                raise ValueError(
-                    f"model_or_config: this cache was made for {len(self.layers)} layers, and is given keys of layer "
-                    f"{layer_idx}; make it from the config of the model that it is used with."
-                )
+            _check_layer(self, layer_idx)
             found = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             # A compiler makes its kernels, and cannot follow handles.
             return tuple(map(dense_of, found)) if self._flex else found
         except ValueError:
-            known = layer_idx < len(self.layers)
-            refused = seen_by(self.layers[layer_idx]) if known else self.get_seq_length() - key_states.shape[2]
-            changes.level(self.compressed_layers, seen_by, refused or 0)
-            for i, state in self._stock_state.items():
-                # Their updates bind new tensors, so the old ones are as they were.
-                vars(self.layers[i]).update(state)
+            _take_back(self, layer_idx, key_states.shape[2])
             raise
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
@@ -213,13 +205,8 @@ class MixedKVCache(WholeCache, Cache):
     @property
     def attached(self) -> bool:
         """Whether attention is "hfkvq"; a cache from a file takes it to be until it meets its model."""
-        if type(self.config) is PreTrainedConfig:
-            model: Any = None if is_recorded() else calling_model()
-            if model is None:
-                return True
-            self.config = text_config(model.config)
-            join(self.config, self)
-        return self.config._attn_implementation_internal == NAME
+        unknown = type(self.config) is PreTrainedConfig and not _met_model(self)
+        return unknown or self.config._attn_implementation_internal == NAME
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -307,7 +294,7 @@ class MixedKVCache(WholeCache, Cache):
 
     def __repr__(self) -> str:
         """Scheme, tokens and memory in a line."""
-        return _described(self)
+        return described(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
         """Independent layers; config and scheme are shared."""
@@ -332,18 +319,31 @@ class MixedKVCache(WholeCache, Cache):
         register()
 
 
-def _described(cache: MixedKVCache) -> str:
-    """Scheme, tokens and memory in a line."""
-    used = [layer for layer in cache.compressed_layers if layer.store is not None]
-    others = "".join(f", {which}: {scheme!r}" for which, scheme in cache.preset.layers)
-    head = f"{type(cache).__name__}({cache.scheme!r}{others}, layers={len(cache.compressed_layers)}/{len(cache.layers)}"
-    if not used:
-        return f"{head}, empty)"
-    memory = cache.memory()
-    return (
-        f"{head}, batch={used[0].batch_size}, seen={cache.get_seq_length()}, "
-        f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
-    )
+def _met_model(cache: MixedKVCache) -> bool:
+    """Whether a model calls that a cache from a file can belong to; it is the cache's then."""
+    model: Any = None if is_recorded() else calling_model()
+    if model is not None:
+        cache.config = text_config(model.config)
+        join(cache.config, cache)
+    return model is not None
+
+
+def _check_layer(cache: MixedKVCache, layer_idx: int) -> None:
+    if layer_idx >= len(cache.layers):
+        raise ValueError(
+            f"model_or_config: this cache was made for {len(cache.layers)} layers, and is given keys of layer "
+            f"{layer_idx}; make it from the config of the model that it is used with."
+        )
+
+
+def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
+    """Takes tokens that a layer has refused out of the earlier ones."""
+    known = layer_idx < len(cache.layers)
+    refused = seen_by(cache.layers[layer_idx]) if known else cache.get_seq_length() - tokens
+    changes.level(cache.compressed_layers, seen_by, refused or 0)
+    for i, state in cache._stock_state.items():
+        # Their updates bind new tensors, so the old ones are as they were.
+        vars(cache.layers[i]).update(state)
 
 
 def _graphs_of(cache: MixedKVCache, headroom: float) -> StepGraphs:

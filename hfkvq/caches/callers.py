@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, EncoderDecoderCache
 
 
 def _config_of(module: Any) -> Any:
@@ -48,12 +47,12 @@ def asked_to_compile() -> bool | None:
     return settings is not None and settings.compile_config is not None
 
 
-def refuse_bare(cache: Cache) -> None:
+def refuse_bare(cache: Any) -> None:
     """Raises ValueError if an encoder-decoder that calls was given this cache for its cross-attention as well."""
     bare, frame = False, sys._getframe(1)
     while frame is not None:
         held = frame.f_locals.get("past_key_values")
-        if isinstance(held, EncoderDecoderCache) and held.self_attention_cache is cache:
+        if getattr(held, "self_attention_cache", None) is cache:
             return
         bare = bare or held is cache
         frame = frame.f_back

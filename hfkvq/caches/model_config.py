@@ -45,11 +45,8 @@ def looks_attention_up(config: PreTrainedConfig) -> bool:
     """Whether every attention of this config's model that is given a cache is taken from Transformers' table.
 
     A file that uses the table may do so for its images alone. Falcon and a few others compare the implementation's name
-    with those they know; a new name would lead them astray. Encoder-decoders' configs are copies (``get_text_config``),
-    which no module looks at.
+    with those they know; a new name would lead them astray.
     """
-    if config.is_encoder_decoder:
-        return False
     for cls in type(config).__mro__:
         name = cls.__module__.replace("configuration_", "modeling_")
         if name == cls.__module__:

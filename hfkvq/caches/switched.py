@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
-
-from transformers.cache_utils import Cache
-from transformers.configuration_utils import PreTrainedConfig
+from typing import Any, NamedTuple
 
 from .attention import NAME
 
@@ -20,7 +17,7 @@ class _Switched(NamedTuple):
 _SWITCHED: dict[int, _Switched] = {}
 
 
-def switch(config: PreTrainedConfig, cache: Cache) -> None:
+def switch(config: Any, cache: Any) -> None:
     """What ``set_attn_implementation`` does, for the decoder only: modules and masks read this attribute."""
     key = id(config)
     if config._attn_implementation_internal != NAME:
@@ -32,7 +29,7 @@ def switch(config: PreTrainedConfig, cache: Cache) -> None:
     join(config, cache)
 
 
-def join(config: PreTrainedConfig, cache: Cache) -> None:
+def join(config: Any, cache: Any) -> None:
     """Keeps a switched config as it is while this cache lives, too."""
     held = _SWITCHED.get(id(config))
     if held is not None and id(cache) not in held.users:
@@ -40,14 +37,14 @@ def join(config: PreTrainedConfig, cache: Cache) -> None:
         weakref.finalize(cache, _leave, weakref.ref(config), id(cache)).atexit = False
 
 
-def restore(config: PreTrainedConfig) -> None:
+def restore(config: Any) -> None:
     """Gives the config back the attention implementation that it had, unless its user has chosen another since."""
     held = _SWITCHED.get(id(config))
     if held is not None and config._attn_implementation_internal == NAME:
         config._attn_implementation_internal = held.before
 
 
-def _leave(config: weakref.ref[PreTrainedConfig], cache: int) -> None:
+def _leave(config: weakref.ref[Any], cache: int) -> None:
     """The last cache gone, other ways to generate (``generate_batch``) find the name they know."""
     alive = config()
     held = None if alive is None else _SWITCHED.get(id(alive))

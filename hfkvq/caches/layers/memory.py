@@ -49,3 +49,17 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
         code_bits=bits / sum(elements) if sum(elements) else float("nan"),
         seen=seen,
     )
+
+
+def described(cache: Any) -> str:
+    """Scheme, tokens and memory in a line."""
+    used = [layer for layer in cache.compressed_layers if layer.store is not None]
+    others = "".join(f", {which}: {scheme!r}" for which, scheme in cache.preset.layers)
+    head = f"{type(cache).__name__}({cache.scheme!r}{others}, layers={len(cache.compressed_layers)}/{len(cache.layers)}"
+    if not used:
+        return f"{head}, empty)"
+    memory = cache.memory()
+    return (
+        f"{head}, batch={used[0].batch_size}, seen={cache.get_seq_length()}, "
+        f"{memory.ratio:.2f}x smaller than bf16, {memory.total_bits:.2f} total bits)"
+    )
