@@ -72,7 +72,7 @@ class Groups:
         best, least = (scale, zero), None
         for ratio in range(RATIOS if fit else 0):
             if ratio:
-                cut = ratio * torch.where(self.levels > 3, CUT4, CUT2)
+                cut = ratio * torch.where(self.levels > 3, CUT4, CUT2).float()
                 scale, zero = self._stored(1 - cut, self.levels * (0.5 * cut))
             for _ in range(ROUNDS):
                 lost, slope, base = self._judged(scale, zero, fit)

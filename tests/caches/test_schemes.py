@@ -71,6 +71,31 @@ def test_kitty_other_scores():
     assert [Kitty(score=s).needs for s in ("k_abs", "variance", "qk_abs")] == [set(), set(), {"query"}]
 
 
+def test_kitty_raises_what_would_lose_most():
+    """Codes 0, 1, 2 and 3 of 2 bits are exact; midway between two they err by half a step, more in a wide channel."""
+    keys = torch.zeros(1, 1, 1, 8, 8)
+    keys[..., 0] = torch.tensor([0.0, 1, 2, 3, 0, 1, 2, 3]) * 100
+    keys[..., 1] = torch.tensor([0.0, 0.4, 1.4, 3, 0, 1.6, 2.6, 3])
+    keys[..., 2] = 0.5 * keys[..., 1]
+    q_abs = torch.tensor([9.0, 1, 3, 1, 1, 1, 1, 1]).view(1, 1, 8)
+    for fit in (0, 3):
+        error, seen = (Kitty(boost_ratio=0.125, score=score, fit=fit) for score in ("error", "q_error"))
+        assert (error.needs, seen.needs) == (set(), {"query"})
+        assert widths(error, keys).argmax() == 1
+        assert widths(seen, keys, q_abs).argmax() == 2
+        assert widths(seen, keys).argmax() == 1
+
+
+@pytest.mark.parametrize("name", ["kitty-pro", "kivi-2", "mixkvq", "saw-int4-kv", "triaxial", "kvarn"])
+def test_fitted_scales_change_how_pages_are_sealed_alone(name):
+    """The layout is the paper's but for the fit, which is searched."""
+    plain, fitted = (get_scheme(name, **knobs).layout(128, 128) for knobs in ({}, {"fit": 3, "fit_values": 4}))
+    for side, own, fit in (("keys", plain.keys, 3), ("values", plain.values, 4)):
+        formats = tuple(dataclasses.replace(fmt, fit=fit) for fmt in own.formats)
+        assert getattr(fitted, side) == dataclasses.replace(own, formats=formats)
+    assert {"fit", "fit_values"} <= set(get_scheme(name).searched())
+
+
 def test_kitty_ranks_past_a_bad_entry():
     keys = torch.ones(1, 1, 1, 4, 8)
     keys[..., 6] = 2

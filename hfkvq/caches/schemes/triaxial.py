@@ -101,8 +101,9 @@ class TriAxial(Scheme):
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Section 3.2.1: INT2 keys per channel, all else per token."""
         group, page = self.group_size, self.page_size
-        keys = tuple(PageFormat(bits, axis, group, page, fit=self.fit) for bits, axis in ((2, "channel"), (4, "token")))
-        values = tuple(PageFormat(bits, "token", group, page, fit=self.fit_values) for bits in (2, 4))
+        fit, fit_values = self.fit, self.fit_values
+        keys = PageFormat(2, "channel", group, page, fit=fit), PageFormat(4, "token", group, page, fit=fit)
+        values = tuple(PageFormat(bits, "token", group, page, fit=fit_values) for bits in (2, 4))
         return Layout(
             SideLayout(keys, self.local_length, self.seal_unit),
             SideLayout(values, self.local_length, self.seal_unit),
