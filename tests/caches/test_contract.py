@@ -44,7 +44,19 @@ from tests.caches.models import build, config, prompt
 
 CASES = cases()
 
-EVERYTHING = CASES | {f"{name} over budget": scheme for name, scheme in evicting().items()}
+# Every score, every kind of pages, and both kinds of trims once; `test_token_eviction` has them all.
+OVER_BUDGET = (
+    "snapkv+kitty-pro",
+    "h2o+full",
+    "streaming-llm+kvarn",
+    "tova+saw-int4",
+    "expected-attention+full",
+    "pyramidkv+kivi-2",
+    "h2o+mixkvq",
+    "tova+kitty, every step",
+)
+
+EVERYTHING = CASES | {f"{name} over budget": evicting()[name] for name in OVER_BUDGET}
 
 on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys())
 # What holds whatever has been evicted.

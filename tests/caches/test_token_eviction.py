@@ -159,6 +159,8 @@ def test_generate_with_padding_is_each_row_alone(name, capacity):
 def test_beams_chunks_and_turns(name):
     """A saved cache, and a copy, go on as the original does; beams of a padded row are those of the row alone."""
     model, ids, more = build("llama", num_hidden_layers=1), prompt(2, 60), prompt(1, 25, 3)
+    # What is generated would be taken for padding in the next turn.
+    model.generation_config.suppress_tokens = [model.generation_config.pad_token_id]
     mask = torch.ones_like(ids)
     mask[1:, :17] = 0
 
