@@ -529,7 +529,8 @@ def test_padded_rows_token_by_token():
             torch.testing.assert_close(a[real], b[real], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["full", "arkv"])
+# Of `FULL` chunks are taken without a compiler in `test_generate_eager`.
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.slow), "arkv"])
 def test_compiled_chunks_as_short_as_a_step(name):
     """Padding in them is padding, and ARKV sees the prompt; then another batch size after a reset."""
     model = build("llama", num_hidden_layers=1)
