@@ -141,7 +141,7 @@ class MixedKVCache(Cache):
         """
         if is_recorded():
             if self._capacity is None and layer_idx in self._compressed and not is_captured():
-                return update_outside(self, key_states, value_states, layer_idx)
+                return update_outside(self, key_states, value_states, layer_idx)  # pyright: ignore[reportCallIssue]
             if self._is_recordable(layer_idx) and self.layers[layer_idx].buffer.tensor is None:  # type: ignore[union-attr]
                 allocate(self.compressed_layers, key_states, value_states)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
