@@ -8,6 +8,8 @@
 
 .. include:: evaluation.md
 
+.. include:: real_model.md
+
 .. include:: models.md
 
 .. include:: tuning.md

@@ -164,6 +164,18 @@ def test_flex_attention():
     assert torch.equal(found, build("llama").generate(prompt(1, 20), **few))
 
 
+def test_a_compiled_model_and_a_cache_that_grows():
+    """Its compiler followed the store into what it cannot compile."""
+    model, ids = build("llama", num_hidden_layers=1), prompt(1, 12)
+    forward = torch.compile(model.forward, backend="eager")
+    cache, plain = MixedKVCache(model, "full"), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for new in (ids[:, :10], ids[:, 10:11], ids[:, 11:]):
+            expected = model(new, past_key_values=plain).logits
+            torch.testing.assert_close(forward(new, past_key_values=cache).logits, expected)
+    assert cache.get_seq_length() == 12
+
+
 def test_cache_of_another_models_layers():
     """Fewer than the model has: said so, and nothing of the refused tokens stays."""
     model, cache = build("llama", num_hidden_layers=3), MixedKVCache(config("llama", num_hidden_layers=2), "full")
