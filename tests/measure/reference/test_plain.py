@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hfkvq.measure.demo.prompts import Subject, default_tasks, full_name, is_right, make_batches
 from hfkvq.measure.reference import PLAIN_TASKS, evaluation_set, next_choices
 from hfkvq.measure.texts import KINDS, read_text
+from tests.command import invoke
 
 
 @pytest.mark.parametrize("kind", PLAIN_TASKS)
@@ -59,3 +62,10 @@ def test_pieces_to_choose_from() -> None:
     assert {next_choices(64, seed=seed)[2] for seed in range(20)} == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="text: got 'news', allowed agent, mathematics, code, play"):
         read_text("news")
+
+
+def test_the_demo_asks_them(stand_in: Path) -> None:
+    arguments = ["--tasks", "copy-32,passkey-24", "--samples", "1", "--schemes", "full", "--device", "cpu"]
+    done = invoke("demo", "--model", stand_in, *arguments)
+    assert done.exit_code == 0, done.output
+    assert "100.0" in next(line for line in done.output.splitlines() if line.startswith(" full"))
