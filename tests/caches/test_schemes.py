@@ -79,7 +79,7 @@ def test_kitty_raises_what_would_lose_most():
     keys[..., 2] = 0.5 * keys[..., 1]
     q_abs = torch.tensor([9.0, 1, 3, 1, 1, 1, 1, 1]).view(1, 1, 8)
     for fit in (0, 3):
-        error, seen = (Kitty(boost_ratio=0.125, score=score, fit=fit) for score in ("error", "q_error"))
+        error, seen = (Kitty(boost_ratio=0.125, score=score, fit=fit, page_size=8) for score in ("error", "q_error"))
         assert (error.needs, seen.needs) == (set(), {"query"})
         assert widths(error, keys).argmax() == 1
         assert widths(seen, keys, q_abs).argmax() == 2
