@@ -117,10 +117,12 @@ class StepBuffer(Part):
         store = self.layer.store
         if store is None or not self.room:
             return
-        plan = self._plan_for(self.room, self.plan)
-        if plan is None:
-            return
         try:
+            plan = self._plan_for(self.room, self.plan)
+            if plan is None:
+                # Or steps would read what is there from before.
+                self.drop()
+                return
             if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
                 self._allocate(plan, store.device)
             assert self.state is not None, "made with the buffer"
