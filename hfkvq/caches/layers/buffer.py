@@ -124,14 +124,16 @@ class StepBuffer(Part):
         layer, store = self.layer, self.layer.store
         if store is None or not self.room:
             return
-        plan = self._plan_for(self.room, self.plan)
-        if plan is None:
-            return
-        if layer.capacity is None and self.plan not in (None, plan):
-            # It had room for something else: the next recorded step makes a buffer for what is there.
-            self.leave()
-            return
         try:
+            plan = self._plan_for(self.room, self.plan)
+            if plan is None:
+                # Or steps would read what is there from before.
+                self.drop()
+                return
+            if layer.capacity is None and self.plan not in (None, plan):
+                # It had room for something else: the next recorded step makes a buffer for what is there.
+                self.leave()
+                return
             if plan != self.plan or self.tensor is None or self.tensor.device != store.device:
                 self._allocate(plan, store.device)
             assert self.state is not None, "made with the buffer"
