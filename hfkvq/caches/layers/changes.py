@@ -171,15 +171,15 @@ def _finish(layers: Sequence[PagedLayer]) -> None:
         for layer in layers:
             layer.held().write_pages()
 
-    try:
-        write()
-    except BaseException:
-        # Begun, so it has to end; what is written twice does no harm.
-        write()
-        raise
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.bind)
+        try:
+            write()
+        except BaseException:
+            # Begun, so it has to end; what is written twice does no harm.
+            write()
+            raise
         for layer in layers:
             if layer.uncommitted:
                 seal_due(layer, layer.queries, layer.tags)
