@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from hfkvq.bounded import MOST_LEVELS, parse_json
 from hfkvq.caches import get_preset
+from hfkvq.caches.bit_table import BitTable, Origin
 from hfkvq.caches.preset import Preset
-from hfkvq.caches.table import BitTable, Origin
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.kernels.triton import configs
 from hfkvq.lm_eval.rows import read_jsonl
