@@ -210,6 +210,10 @@ class DeviceSteps(Part):
         except BaseException:
             # The tokens may be stored or not; the device knows.
             self.sync.stale = True
+            if int(state.counters[LENGTH].max()) > store.longest:
+                # They are, and what was due with them may not be sealed.
+                state.new.zero_()
+                layer.uncommitted = True
             raise
         store.replace(states=then.sealed)
         return out
