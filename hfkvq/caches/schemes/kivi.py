@@ -37,7 +37,8 @@ class Kivi(Scheme):
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
         fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
-            what loses least by the sum of |error| to this power (2 or 3). Bytes and decoding stay as they are.
+            what loses least by the sum of |error| to this power (2 or 3, with a sink alone: keys of the first tokens
+            are outliers, which a fit clips). Bytes and decoding stay as they are.
         fit_values: likewise of values (rotated, if at all, and 4).
     """
 
