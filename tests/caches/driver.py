@@ -35,7 +35,9 @@ def small(name: str | Scheme, **knobs: Any) -> Scheme:
     if isinstance(scheme, TokenEviction):
         # Less than the prompts of most tests.
         less = {"pages": small(scheme.pages), "budget_tokens": 28, "trim_every": min(scheme.trim_every, 4)}
-    return get_scheme(scheme, **{key: value for key, value in SMALL.items() if key in own} | less | knobs)
+    # None takes the page.
+    fewer = {key: value for key, value in SMALL.items() if key in own and getattr(scheme, key) is not None}
+    return get_scheme(scheme, **fewer | less | knobs)
 
 
 def cases() -> dict[str, Scheme]:
@@ -51,8 +53,10 @@ def cases() -> dict[str, Scheme]:
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
     found["mixkvq-normed"] = small("mixkvq", token_norm=True)
-    # Two of the corners have fitted scales as well.
-    found["kitty-odd"] = get_scheme(found["kitty-odd"], fit=3, fit_values=4, score="q_error")
+    # Two of the corners have fitted scales, and a window of keys is beside a page that fills.
+    more = {"fit": 3, "fit_values": 4, "score": "q_error", "key_local_length": 3, "group_size": 8}
+    found["kitty-odd"] = get_scheme(found["kitty-odd"], **more)
+    found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5)
     found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)
     found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.
