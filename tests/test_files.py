@@ -22,7 +22,7 @@ from hfkvq.lm_eval.rows import read_jsonl
 from hfkvq.measure.bench import report as kernels
 from hfkvq.measure.bench.generate import record as generate
 from hfkvq.measure.divergence.naming import parse_value
-from hfkvq.measure.divergence.windows import read_files as read_text
+from hfkvq.measure.divergence.windows import read_file
 from hfkvq.measure.report.results import read_files
 from hfkvq.measure.report.samples import read_run
 from hfkvq.tuning.conversations import load_conversations
@@ -120,7 +120,7 @@ READERS = {
     "tuning": (configs._parse, {"gpu": {"decode": {"key": {"warps": 4}}}}),
     "journal": (read_journal, JOURNAL),
     "study": (read_study, {"space": {}, "scheme": PRESET}),
-    "text": (lambda path: read_text([path], "text"), {"text": "words"}),
+    "text": (lambda path: read_file(path, "text"), {"text": "words"}),
     "rows": (read_jsonl, {"id": 1}),
 }
 LINES = ("conversations", "samples", "text", "rows", "journal")

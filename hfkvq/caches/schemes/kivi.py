@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
 
-from ..layout import divisor, rotation_block
+from ..layout import rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
@@ -28,8 +28,7 @@ class Kivi(Scheme):
         bits: width of keys and values, 2 or 4.
         key_bits: width of keys; None takes ``bits``.
         value_bits: width of values; None takes ``bits``.
-        group_size: g, tokens (keys) or channels (values) that share a scale; values take the largest divisor of their
-            head dim up to this.
+        group_size: g, tokens (keys) or channels (values) that share a scale; of a head with fewer channels all.
         local_length: R, tokens sealed together on the key side and kept whole on the value side.
         key_local_length: newest keys kept whole beside those that wait for a page to be full (0 in the paper).
         sink_length: first tokens kept whole (0 in the paper).
@@ -68,7 +67,7 @@ class Kivi(Scheme):
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""
-        page, group = self.local_length, divisor(value_dim, self.group_size)
+        page, group = self.local_length, min(self.group_size, value_dim)
         bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
         keys = PageFormat(next(bits), "channel", self.group_size, page, normed=self.token_norm, fit=self.fit)
         values = PageFormat(next(bits), "token", group, page, fit=self.fit_values)

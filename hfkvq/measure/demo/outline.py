@@ -89,12 +89,11 @@ class Outline:
         for layer, shape in zip(stock, self.layers, strict=True):
             if shape.compressed or not shape.heads or not tokens:
                 continue
-            new = (
-                torch.empty(1, shape.heads, tokens, dim, dtype=dtype, device="meta")
-                for dim in (shape.key_dim, shape.value_dim)
-            )
-            layer.update(*new)
-            held += sum(x.nbytes for x in (layer.keys, layer.values) if x is not None)
+            # A step behind the rest: until then a window is a view of the whole prompt.
+            for new in (tokens - 1, 1) if tokens > 1 else (1,):
+                dims = shape.key_dim, shape.value_dim
+                layer.update(*(torch.empty(1, shape.heads, new, dim, dtype=dtype, device="meta") for dim in dims))
+            held += sum(x.untyped_storage().nbytes() for x in (layer.keys, layer.values) if x is not None)
         return held
 
     def full_bytes(self, tokens: int, itemsize: int) -> int:

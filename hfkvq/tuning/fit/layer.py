@@ -202,7 +202,7 @@ def _notes(scheme: Scheme, heads: int, key_dim: int) -> int:
         return 0
     statistics = QueryStatistics()
     statistics.observe(torch.zeros(1, heads, 1, key_dim), 1, heads, None, 1)
-    return sum(x.nbytes for x in statistics.tensors())
+    return sum(x.nbytes for x in (statistics.sums, statistics.counts) if x is not None)
 
 
 class _Prompts:

@@ -89,8 +89,8 @@ def test_self_check_refuses_a_format_that_differs(monkeypatch):
         yield
         in_reference.pop()
 
-    def wrong(store, query, mask, scaling):
-        out = attend(store, query, mask, scaling)
+    def wrong(store, query, arguments):
+        out = attend(store, query, arguments)
         return out if in_reference or not store.format.sink else out * 1.05
 
     monkeypatch.setattr(checks.fill.__globals__["KVStore"], "attend", wrong)
