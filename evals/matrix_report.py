@@ -17,8 +17,10 @@ Each family is built tiny with random weights, in float32, on a CPU. In ten mode
 several sequences, left padding, beams, a second prompt, chunks, an assistant, prompt lookup, tokens taken back),
 growing and with a fixed capacity, the scheme `full` has to give the tokens of `DynamicCache`; encoder-decoders take
 five of them. Presets ({presets}) have to give the logits that
-they give where each step dequantizes them, and those that evict, or choose by what attention shows them, have to run.
-Captured and compiled steps are not part of it.
+they give where each step dequantizes them, to 3 % of the largest logit, and those that evict, or choose by what
+attention shows them, have only to run. Captured and compiled steps are not part of it. BERT and its like are built as
+decoders: as encoders, which attend both ways, tokens taken back from a fixed capacity are not right yet. Some rows are
+older than the last changes of the code.
 
 {summary}
 

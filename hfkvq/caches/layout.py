@@ -14,11 +14,6 @@ def rotation_block(dim: int) -> int:
     return block if block > 1 else 0
 
 
-def divisor(dim: int, most: int) -> int:
-    """The largest divisor of a head dim up to ``most``."""
-    return next(group for group in range(min(most, dim), 0, -1) if dim % group == 0)
-
-
 @dataclass(frozen=True, slots=True)
 class SideLayout:
     """How the keys, or the values, of a layer are held.

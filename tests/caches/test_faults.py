@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, list_schemes
+from hfkvq.kernels.step import ops
 from tests.caches.driver import small, stored
 from tests.caches.models import build, prompt
 
@@ -169,6 +170,25 @@ def check_forward(model, name, capacity, tokens, most):
 @pytest.mark.parametrize("tokens", [1, 30])
 def test_an_interrupted_forward(model, name, tokens, capacity):
     check_forward(model, name, capacity, tokens, 6)
+
+
+def test_a_step_that_fails_before_it_seals(model, monkeypatch):
+    """What was due with it is sealed later, and is not taken to be sealed."""
+    whole = filled(model, "kivi", 120)
+    seen, ids, done = whole.get_seq_length(), prompt(3, 1, seed=3), copy.deepcopy(whole)
+    with torch.no_grad():
+        model(ids, past_key_values=done)
+
+    def fails(*args):
+        raise Fault
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "seal_due", fails)
+        with pytest.raises(Fault), torch.no_grad():
+            model(ids, past_key_values=whole)
+    whole._catch_up()
+    assert whole.layers[0].seen == seen + 1
+    assert same(bits(whole)[0], bits(done)[0])
 
 
 @pytest.mark.slow

@@ -41,9 +41,10 @@ class Kitty(Scheme):
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
             sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
-        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
-            what loses least by the sum of |error| to this power (3 or 4). Bytes and decoding stay as they are.
-        fit_values: likewise of values (rotated, if at all, and 4).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
+            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
+            decoding are the same.
+        fit_values: the same for values.
     """
 
     name = "kitty"

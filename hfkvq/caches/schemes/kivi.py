@@ -35,10 +35,10 @@ class Kivi(Scheme):
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
-        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
-            what loses least by the sum of |error| to this power (2 or 3, with a sink alone: keys of the first tokens
-            are outliers, which a fit clips). Bytes and decoding stay as they are.
-        fit_values: likewise of values (rotated, if at all, and 4).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
+            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
+            decoding are the same.
+        fit_values: the same for values.
     """
 
     name = "kivi"

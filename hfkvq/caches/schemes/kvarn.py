@@ -35,9 +35,10 @@ class KVarN(Scheme):
         rounds: how often rows and columns take turns in balancing a page; 0 balances nothing.
         sink_length: first tokens kept whole.
         page_size: tokens per page.
-        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
-            what loses least by the sum of |error| to this power (2 or 3). Bytes and decoding stay as they are.
-        fit_values: likewise of values (4 if at all).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
+            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
+            decoding are the same.
+        fit_values: the same for values.
     """
 
     name = "kvarn"

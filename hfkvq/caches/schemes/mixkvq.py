@@ -14,7 +14,6 @@ from hfkvq.kernels.groups import F16_MAX, POWERS
 from hfkvq.kernels.pages import RAISED_STEP, PageFormat
 from hfkvq.kernels.seal import SCORE_MAX, range_rule
 
-from ..layout import divisor
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
@@ -79,9 +78,10 @@ class MixKVQ(Scheme):
         page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
-        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
-            what loses least by the sum of |error| to this power (3 or 4). Bytes and decoding stay as they are.
-        fit_values: likewise of values (rotated, if at all, and 4).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
+            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
+            decoding are the same.
+        fit_values: the same for values.
     """
 
     name = "mixkvq"
@@ -151,7 +151,7 @@ class MixKVQ(Scheme):
         """Sink, 2-bit pages with raised key channels; both sides wait for R tokens (appendix D.1)."""
         wide, middle = self.room(key_dim)
         raised = tuple((width, count) for width, count in ((4, middle), (16, wide)) if count)
-        group = divisor(value_dim, self.group_size)
+        group = next(g for g in range(min(self.group_size, value_dim), 0, -1) if value_dim % g == 0)
         keys = PageFormat(2, "channel", self.group_size, self.page_size, raised, self.token_norm, self.fit)
         values = PageFormat(2, "token", group, self.page_size, fit=self.fit_values)
         return Layout(

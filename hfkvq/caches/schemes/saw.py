@@ -31,9 +31,10 @@ class SawInt4(Scheme):
         sink_length: first tokens kept whole (0 in the paper).
         local_length: newest tokens kept whole (0 in the paper).
         page_size: G, tokens per page.
-        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
-            what loses least by the sum of |error| to this power (2). Bytes and decoding stay as they are.
-        fit_values: likewise of values (4 if at all).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
+            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
+            decoding are the same.
+        fit_values: the same for values.
     """
 
     name = "saw-int4"

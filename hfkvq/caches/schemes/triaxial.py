@@ -64,9 +64,10 @@ class TriAxial(Scheme):
         page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits.
         requantize_on_turn_end: whether a new prompt gives cached tokens of 4 bits the 2 that the table has for them by
             then, in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
-        fit: how scale and minimum of keys are chosen: 0 takes the extremes of each group, as the paper does; 2, 3 or 4
-            what loses least by the sum of |error| to this power (2 or 3). Bytes and decoding stay as they are.
-        fit_values: likewise of values (4 if at all).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
+            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
+            decoding are the same.
+        fit_values: the same for values.
     """
 
     name = "triaxial"

@@ -23,7 +23,7 @@ GROWTH = 1.25
 
 EVICTING_GROWTH = 1 + 1 / 32
 """The same where tokens are evicted: a budget is soon full, and only what is generated comes beyond it. One page more
-below 32 pages; from there on a token is copied some 32 times, which takes microseconds a step."""
+below 32 pages; from there on a token is copied some 32 times."""
 
 
 def pages_for(form: StoreFormat, run: int, tokens: int) -> int:
