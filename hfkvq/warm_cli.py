@@ -98,7 +98,8 @@ def warm(
     try:
         number = pick_gpu(gpu)
         shape = pick_shape(model, heads, kv_heads, head_dim)
-        schemes = list(dict.fromkeys(scheme for name in names for scheme in get_preset(name).schemes))
+        chosen = [scheme for name in names for scheme in get_preset(name).schemes]
+        schemes = dict.fromkeys(scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100))
         plans = [(layer_plan(one, *shape, getattr(torch, dtype.value)), shape[0], one.channel_rule) for one in schemes]
     except ValueError as error:
         fail(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -206,6 +206,11 @@ class TokenEviction(EvictionScheme):
     def needs(self) -> frozenset[str]:
         """What the pages need."""
         return self.held_by.needs
+
+    def in_layer(self, layer: int, layers: int) -> Scheme:
+        """Over the pages that the layer takes."""
+        pages = self.held_by.in_layer(layer, layers)
+        return self if pages == self.held_by else replace(self, pages=pages)
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """That of the pages."""

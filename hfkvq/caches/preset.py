@@ -51,7 +51,7 @@ class Preset:
                 if layer in found:
                     raise ValueError(f"layers: layer {layer} is named twice, the second time by {which!r}.")
                 found[layer] = scheme
-        return [found.get(layer, self.scheme) for layer in range(count)]
+        return [found.get(layer, self.scheme).in_layer(layer, count) for layer in range(count)]
 
     @property
     def schemes(self) -> list[Scheme]:

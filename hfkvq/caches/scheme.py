@@ -124,8 +124,12 @@ class Scheme:
         """
         return frozenset()
 
+    def in_layer(self, layer: int, layers: int) -> Scheme:
+        """What one of a model's layers takes, counted from 0: the scheme itself, unless its layers differ."""
+        return self
+
     def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """Static layout for heads of these dimensions."""
+        """Static layout for heads of these dimensions, of a layer: see `in_layer`."""
         raise NotImplementedError(f"{type(self).__name__} defines no layout.")
 
     @property

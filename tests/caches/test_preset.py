@@ -43,6 +43,34 @@ def test_knobs_of_one_layer():
     assert len(preset.schemes) == 2
 
 
+def test_layers_by_depth():
+    by_depth = get_preset("kitty", wide_from=0.5, wide_to=0.8)
+    assert [scheme.value_bits for scheme in by_depth.by_layer(6)] == [2, 2, 2, 4, 4, 2]
+    assert [scheme.value_bits for scheme in get_preset("kitty").by_layer(6)] == [2] * 6
+    # A layer of its own keeps what it says of its values.
+    own = get_preset(by_depth, {"3": {"wide_to": 0.0}, "0": "full"})
+    assert [getattr(scheme, "value_bits", None) for scheme in own.by_layer(6)] == [None, 2, 2, 2, 4, 2]
+    pages = get_preset("snapkv", pages="best-2.8").by_layer(30)
+    assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(16, 24))
+    assert len({scheme.name for scheme in pages}) == 1
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_cache_whose_layers_differ_by_depth(fixed):
+    """Each layer gives what a cache of that layer's scheme alone gives, in its bytes too."""
+    model, ids = build("llama", num_hidden_layers=4), prompt(2, 40)
+    kw = {"max_cache_len": 64} if fixed else {}
+    cache = KittyCache(model, **SMALL, wide_from=0.5, wide_to=0.75, **kw)
+    by_hand = KittyCache(model, **SMALL, layers={"2": {"value_bits": 4}}, **kw)
+    for tokens in (ids[:, :30], ids[:, 30:39], ids[:, 39:]):
+        with torch.no_grad():
+            one, other = (model(tokens, past_key_values=each).logits for each in (cache, by_hand))
+        assert torch.equal(one, other)
+    assert cache.memory().compressed == by_hand.memory().compressed
+    narrow, wide = (layer.store.layout.values.formats[0].bits for layer in cache.layers[1:3])
+    assert (narrow, wide) == (2, 4)
+
+
 @pytest.mark.parametrize(
     ("layers", "message"),
     [

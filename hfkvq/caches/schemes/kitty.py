@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
@@ -10,6 +10,8 @@ from hfkvq.kernels.pages import PageFormat
 from ..layout import rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
+
+_BEST = {"boost_ratio": 0.25, "score": "error", "fit": 4, "rotate_values": True, "key_local_length": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,9 @@ class Kitty(Scheme):
             after a page is sealed, no key outside of the sink is whole).
         page_size: G, tokens per page.
         group_size: tokens of a channel that share a key scale; None takes the page, as in the paper.
+        value_bits: width of values, 2 or 4 (2 in the paper).
+        wide_from, wide_to: layers from the first share of the depth up to the second hold their values in 4 bits (none
+            in the paper): of 30 layers those from 16 to 23 for 0.55 and 0.8.
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
             larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
@@ -60,6 +65,21 @@ class Kitty(Scheme):
             {"boost_ratio": 0.25},
             ("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
+        "best-2.5": Entry(
+            "The fewest bits with answers close to bf16: Kitty-Pro's bytes, better filled. Not of a paper.",
+            _BEST,
+            ("demo", "kld", "bench generate", "fit"),
+        ),
+        "best-2.8": Entry(
+            "The same with 4-bit values in the quarter of the layers where they matter most. Not of a paper.",
+            {**_BEST, "wide_from": 0.55, "wide_to": 0.8},
+            ("demo", "kld", "fit"),
+        ),
+        "best-3.4": Entry(
+            "Half of the key channels raised, finer scales, 4-bit values in half of the layers. Not of a paper.",
+            {**_BEST, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.84},
+            ("demo", "kld", "fit"),
+        ),
     }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
@@ -69,6 +89,9 @@ class Kitty(Scheme):
     key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     group_size: int | None = knob(None, low=8, high=1024)
+    value_bits: int = knob(2, choices=(2, 4))
+    wide_from: float = knob(0.0, low=0.0, high=1.0)
+    wide_to: float = knob(0.0, low=0.0, high=1.0)
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     clip_values: float = knob(1.0, low=0.5, high=1.0)
@@ -84,13 +107,18 @@ class Kitty(Scheme):
         """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
         return int(self.boost_ratio * head_dim + 0.5)
 
+    def in_layer(self, layer: int, layers: int) -> Kitty:
+        """With values of 4 bits, if the layer's middle lies between ``wide_from`` and ``wide_to``."""
+        wide = self.wide_from <= (layer + 0.5) / layers < self.wide_to
+        return replace(self, value_bits=4 if wide else self.value_bits, wide_from=0.0, wide_to=0.0)
+
     def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """Sink, 2-bit pages with raised key channels, local window on the values."""
+        """Sink, pages with raised key channels, local window on the values."""
         count = self.boosted(key_dim)
         raised = ((4, count),) if count else ()
         group = self.page_size if self.group_size is None else self.group_size
         keys = PageFormat(2, "channel", group, self.page_size, raised, self.token_norm, self.fit)
-        values = PageFormat(2, "token", value_dim, self.page_size, fit=self.fit_values)
+        values = PageFormat(self.value_bits, "token", value_dim, self.page_size, fit=self.fit_values)
         block = rotation_block(value_dim) if self.rotate_values else 0
         own = SideLayout((values,), self.local_length, self.page_size, rotate=block, clip=self.clip_values)
         return Layout(SideLayout((keys,), self.key_local_length, self.page_size), own, self.sink_length)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.table import Table
@@ -42,6 +43,15 @@ def side_words(side: SideLayout, head_dim: int) -> str:
     """A side's layout in words."""
     words = "; or ".join(format_words(fmt, head_dim) for fmt in side.formats)
     return f"{words}, rotated in blocks of {side.rotate}" if side.rotate else words
+
+
+def _layers_words(scheme: Scheme, side: Side, head_dim: int) -> str:
+    layouts = [(each.layout(head_dim, head_dim), count) for each, count in _layers(scheme)]
+    words: Counter[str] = Counter()
+    for layout, count in layouts:
+        words[side_words(getattr(layout, side), head_dim)] += count
+    (usual, _), *others = words.most_common()
+    return "".join([usual, *(f"; in {count} % of the layers {each}" for each, count in others)])
 
 
 def whole_words(layout: Layout) -> str:
@@ -109,11 +119,24 @@ def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
     return found
 
 
-def long_context_bits(layout: Layout, head_dim: int = HEAD_DIM) -> list[float]:
-    """Least and most bits an element, scales included, of pages alone: the mean of keys and values."""
-    pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
-    total = [(page_bits(k, "keys", head_dim) + page_bits(v, "values", head_dim)) / 2 for k, v in pairs]
-    return [min(total), max(total)]
+def long_context_bits(scheme: Scheme, head_dim: int = HEAD_DIM) -> list[float]:
+    """Least and most bits an element, scales included, of pages alone: the mean of keys, values and layers."""
+    return _mean_bits(scheme, head_dim, lambda fmt, side: page_bits(fmt, side, head_dim))
+
+
+def _layers(scheme: Scheme) -> list[tuple[Scheme, int]]:
+    """What the layers of a model take, and how many of 100: shares of the depth count as they are written."""
+    return list(Counter(scheme.in_layer(layer, 100) for layer in range(100)).items())
+
+
+def _mean_bits(scheme: Scheme, head_dim: int, bits: Callable[[PageFormat, Side], float]) -> list[float]:
+    ends = []
+    for each, count in _layers(scheme):
+        layout = each.layout(head_dim, head_dim)
+        pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
+        total = [(bits(keys, "keys") + bits(values, "values")) / 2 for keys, values in pairs]
+        ends.append((count * min(total), count * max(total)))
+    return [sum(end) / 100 for end in zip(*ends, strict=True)]
 
 
 def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, Any]:
@@ -126,8 +149,6 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
     """
     entry = entry_of(name)[1] if name in presets() else Entry()
     layout, limits = scheme.layout(head_dim, head_dim), scheme.limits(head_dim, head_dim)
-    pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
-    code = [(keys.code_bits(head_dim) + values.code_bits(head_dim)) / 2 for keys, values in pairs]
     return {
         "name": name,
         "class": type(scheme).__name__,
@@ -136,12 +157,12 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
         "group": entry.group,
         "lists": list(entry.lists),
         "paper": scheme.paper,
-        "keys": side_words(layout.keys, head_dim),
-        "values": side_words(layout.values, head_dim),
+        "keys": _layers_words(scheme, "keys", head_dim),
+        "values": _layers_words(scheme, "values", head_dim),
         "whole": whole_words(layout),
         "head_dim": head_dim,
-        "code_bits": [min(code), max(code)],
-        "long_context_bits": long_context_bits(layout, head_dim),
+        "code_bits": _mean_bits(scheme, head_dim, lambda fmt, side: fmt.code_bits(head_dim)),
+        "long_context_bits": long_context_bits(scheme, head_dim),
         "stays": budget_words(scheme),
         "not_captured": limits.captured,
         "several_launches": limits.fused,
@@ -161,7 +182,7 @@ def widest_first(names: Iterable[str]) -> list[str]:
 
     def place(name: str) -> tuple[bool, float]:
         scheme = get_scheme(name)
-        return scheme.evicts, -sum(long_context_bits(scheme.layout(HEAD_DIM, HEAD_DIM)))
+        return scheme.evicts, -sum(long_context_bits(scheme))
 
     return sorted(names, key=place)
 
