@@ -191,7 +191,10 @@ def measure(
     work, done = len(tokens) * (1 + len(chosen)), 0
 
     def run(cache: Cache, batch: Tensor, name: str) -> Iterator[Tensor]:
-        for number, logits in enumerate(_predictions(model, batch, cache, prefill, chunk)):
+        found = _predictions(model, batch, cache, prefill, chunk)
+        if isinstance(rival := chosen.get(name), Rival):
+            found = rival.told(found, name)
+        for number, logits in enumerate(found):
             if bool(logits.isnan().any()):
                 at = prefill + number * chunk
                 raise ValueError(

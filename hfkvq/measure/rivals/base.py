@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +46,10 @@ class Rival(ABC):
             tokenizer: the model's, or None.
             tokens: i64 (W, T), the windows to be measured, which no calibration may see.
         """
+
+    def told(self, found: Iterator[Tensor], name: str) -> Iterator[Tensor]:
+        """What forwards with the cache ``name`` give; a failure of its own becomes a ValueError with a remedy."""
+        return found
 
     @abstractmethod
     def held_bytes(self, cache: Cache) -> float:

@@ -51,6 +51,21 @@ class StockQuantized(Rival):
         """See `Rival.prepare`."""
         return lambda: self.make(model.config.get_text_config(decoder=True))
 
+    def told(self, found: Iterator[Tensor], name: str) -> Iterator[Tensor]:
+        """See `Rival.told`."""
+        try:
+            yield from found
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            whole = 8 // self.bits_each
+            raise ValueError(
+                f"schemes: {name} failed in its own package: {error}. HQQ packs {whole} groups a byte and pads "
+                f"nothing; choose --prefill so that one token less is a multiple of {whole}, and --chunk likewise."
+                if self.backend == "hqq"
+                else f"schemes: {name} failed in its own package: {error}."
+            ) from error
+
     def held_bytes(self, cache: Cache) -> float:
         """See `Rival.held_bytes`."""
         return sum(x.nbytes for layer in cache.layers for x in held_tensors(vars(layer)))
