@@ -122,8 +122,8 @@ def table(record: Record, wide: bool = True) -> Table:
     for row in record["rows"]:
         kld, top1, ratio = row["kld"], row["top1"], row["perplexity_ratio"]
         view.add_row(
-            # Colons are where a long name may be folded.
-            row["name"].replace(":", "\n"),
+            # Where a long name may be folded.
+            row["name"].replace(":", "\n").replace("simulated-", "simulated-\n"),
             *memory(row),
             f"{small_number(kld['mean'])}\n{_range(kld['interval'], small_number)}",
             *(small_number(kld[name]) for name in ("median", "p99", "p999")),

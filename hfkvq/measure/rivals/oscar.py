@@ -142,8 +142,8 @@ class Oscar(Simulated):
         captured: list[list[Capture]] = [[] for _ in which]
         for row in rows:
             for kept, one in zip(captured, capture(model, row, which), strict=True):
-                parts = (x.to("cpu", copy=True) for x in (one.query, one.keys, one.values))
-                kept.append(Capture(*parts, one.scaling))
+                query, keys, values = (x.to("cpu", copy=True) for x in (one.query, one.keys, one.values))
+                kept.append(Capture(query, keys, values, one.scaling))
         forms = []
         while captured:
             turns = zip(rotations(captured.pop(0)), (self.key_clip, self.value_clip), strict=True)

@@ -141,6 +141,8 @@ class Simulated(Rival):
         assert isinstance(cache, SimulatedCache)
         total = codes = elements = rounded = 0.0
         for layer in cache.full:
+            assert layer.keys is not None
+            assert layer.values is not None
             tokens, size = layer.keys.shape[-2], layer.keys[..., :1, :].numel() + layer.values[..., :1, :].numel()
             done = layer.rounded if isinstance(layer, SimulatedLayer) else 0
             total += size * (tokens - done) * 8 * layer.keys.element_size()
