@@ -106,8 +106,9 @@ class Oscar(Simulated):
 
     Paper: Zhou et al., "OSCAR: Offline Spectral Covariance-Aware Rotation for 2-bit KV Cache Quantization", arXiv
     2605.17757, section 3; windows, clips and the order of columns as in the authors' settings.
-    Differs from the paper: calibrated on the package's own texts, not on GPQA prompts; a group is a whole head; scale
-    and zero point in 16 bits, as the paper's 2.28 bits have it, where the authors' runs keep 32.
+    Differs from the paper: weights of values are those of the authors' ``compute_kv_rotation.py``; calibrated on the
+    package's own texts, not on GPQA prompts; a group is a whole head; scale and zero point in 16 bits, as the paper's
+    2.28 bits have it, where the authors' runs keep 32.
 
     Attributes:
         calibration: tokens of calibration text.
