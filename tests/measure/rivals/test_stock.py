@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 
 import pytest
 import torch
+from rich.console import Console
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
 from hfkvq.measure.bench.generate.engines import STOCK, parse_engines
 from hfkvq.measure.divergence import measure
 from hfkvq.measure.divergence.naming import parse_measured, parse_scheme
-from hfkvq.measure.divergence.report import as_record, notes
+from hfkvq.measure.divergence.report import as_record, notes, table
 from hfkvq.measure.rivals import RIVALS, Rival
 from hfkvq.measure.rivals.stock import QUANTIZED, held_tensors
 from tests.caches.models import build, prompt
@@ -131,6 +133,10 @@ def test_reports_mark_simulated_rows() -> None:
     assert four["scheme"] == {"rival": "TurboQuant", "simulated": True, "key_bits": 4, "value_bits": 4, "boundary": 0}
     # Heads of 32; all 59 tokens that the cache was given are quantized.
     assert four["total_bits"] == pytest.approx(4 + 48 / 64)
+    console = Console(width=100, file=io.StringIO())
+    console.print(table(record, wide=False))
+    shown = console.file.getvalue()
+    assert "computed" in shown
     said = " ".join(notes(record))
     assert "Simulated rows are no caches for use" in said
     assert "arXiv 2504.19874" in said
