@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hfkvq.kernels.hadamard import check_rotation, largest_block
+from hfkvq.kernels.norms import BALANCE, Balance
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 
 
@@ -23,7 +24,7 @@ class SideLayout:
         local: newest tokens that stay unquantized.
         unit: tokens that are sealed together; a multiple of the page where pages are sealed whole.
         rotate: Hadamard block, 0 for none.
-        balance: rounds of `kernels.page_norms` for normed formats.
+        balance: how `kernels.page_norms` balances pages of normed formats.
         clip: vectors are clipped, when they are sealed, at the entry of this rank among their magnitudes, as a share of
             the dimension; 1 clips nothing.
     """
@@ -33,7 +34,7 @@ class SideLayout:
     unit: int = 1
     rotate: int = 0
     clip: float = 1.0
-    balance: int = 1
+    balance: Balance = BALANCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ factor along the other axis makes the elements that share a scale alike (KVarN's
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,29 @@ from .pages import Axis
 
 LEAST = 0.5488
 """Least squared factor, beside a page of mean square 1: e^-0.6. What is small may stay so; it widens no range."""
+
+
+RULES = ("error", "deviation")
+"""How pages may be balanced, see `page_norms`."""
+
+DEVIATIONS, FACTORS = (1e-3, 1e3), (0.7408182206817179, 22026.465794806718)
+"""What the rule "deviation" holds standard deviations and factors within; of factors e^-0.3 and e^10."""
+
+
+class Balance(NamedTuple):
+    """How pages are balanced; see `page_norms`.
+
+    Attributes:
+        rounds: how often rows and columns take turns.
+        rule: "error" or "deviation".
+    """
+
+    rounds: int = 1
+    rule: str = "error"
+
+
+BALANCE = Balance()
+"""Unless a scheme says otherwise."""
 
 
 def _tree_mean(x: Tensor, dim: int) -> Tensor:
@@ -45,8 +70,39 @@ def _loss(x: Tensor, norm: Tensor, first: Tensor, own: int, other: int) -> Tenso
     return _tree_mean(share * share, own) * _tree_mean(norm * norm, other)
 
 
+def _deviation(x: Tensor, dim: int) -> Tensor:
+    """Standard deviation along ``dim`` (kept), of a sample."""
+    count = x.shape[dim]
+    x = x - _tree_mean(x, dim)
+    # In f64, for roots in f32 are not rounded alike everywhere, and rounds are chosen by them.
+    return (_tree_mean(x * x, dim) * (count / max(1, count - 1))).double().sqrt().float()
+
+
+def _imbalance(x: Tensor, own: int, other: int) -> Tensor:
+    """Largest standard deviation over the least, of columns and of rows together: (..., 1, 1)."""
+    columns, rows = _deviation(x, own), _deviation(x, other)
+    columns = columns.amax(other, keepdim=True) / columns.amin(other, keepdim=True).clamp(min=1e-8)
+    return columns + rows.amax(own, keepdim=True) / rows.amin(own, keepdim=True).clamp(min=1e-8)
+
+
+def _of_deviation(x: Tensor, own: int, other: int, rounds: int) -> Tensor:
+    """Factors by the rule "deviation"."""
+    column, row = torch.ones_like(x.narrow(own, 0, 1)), torch.ones_like(x.narrow(other, 0, 1))
+    now, best, least = x, column, _imbalance(x, own, other)
+    for _ in range(rounds):
+        column = (column * _deviation(now, own).clamp(*DEVIATIONS)).clamp(*FACTORS)
+        now = x / column / row
+        row = (row * _deviation(now, other).clamp(*DEVIATIONS)).clamp(*FACTORS)
+        now = x / column / row
+        found = _imbalance(now, own, other)
+        best, least = torch.where(found <= least, column, best), torch.minimum(found, least)
+    return best / _tree_mean(best, other)
+
+
 @define("page_norms")
-def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None) -> Tensor:
+def _page_norms(
+    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, rule: str, new: Tensor | None = None
+) -> Tensor:
     heads, head_dim = source.shape[1], source.shape[3]
     chosen = index.clamp(0, source.shape[2] - 1).long()[:, None, :, None].expand(-1, heads, -1, head_dim)
     x = source.gather(2, chosen).float().unflatten(2, (-1, page))
@@ -55,6 +111,8 @@ def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int
     x = torch.where(x.abs() <= F16_MAX, x, 0.0)
     # Rows have scales of their own and run along ``other``, the axis of the factors.
     own, other = (4, 3) if axis == "channel" else (3, 4)
+    if rule == "deviation":
+        return _of_deviation(x, own, other, rounds).squeeze(own).half()
     power = x * x
     power = power / _positive_or_one(_tree_mean(_tree_mean(power, own), other))
     first = x.amax(other, keepdim=True) - x.amin(other, keepdim=True)
@@ -73,7 +131,7 @@ def _page_norms(source: Tensor, index: Tensor, axis: str, page: int, rounds: int
 
 
 @_page_norms.register_fake
-def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None) -> Tensor:
+def _(source: Tensor, index: Tensor, axis: str, page: int, rounds: int, rule: str, new: Tensor | None = None) -> Tensor:
     size = page if axis == "channel" else source.shape[3]
     shape = (source.shape[0], source.shape[1], index.shape[1] // page, size)
     return source.new_empty(shape, dtype=torch.float16)
@@ -83,24 +141,38 @@ triton_slot("page_norms", "norms:page_norms_triton")
 
 
 def page_norms(
-    source: Tensor, index: Tensor, axis: Axis, page: int, rounds: int = 1, new: Tensor | None = None
+    source: Tensor,
+    index: Tensor,
+    axis: Axis,
+    page: int,
+    rounds: int = 1,
+    rule: str = "error",
+    new: Tensor | None = None,
 ) -> Tensor:
-    """Factors that balance whole pages, for normed formats (KVarN's variance normalisation, without its means).
+    """Factors that balance whole pages, for normed formats (KVarN's variance normalisation).
 
-    In turn, rows and then columns are divided by their root mean square, ``rounds`` times; rows are what shares a scale
-    (channels for the axis "channel"), columns what gets a factor. Kept are the factors of the round after which the
-    error to be expected is least, relative to that without factors in each row, or else 1 for all. Elements that are
-    not finite in f16 count as 0.
+    Rows are what shares a scale (channels for the axis "channel"), columns what gets a factor; both take turns
+    ``rounds`` times. The rule "error" divides rows, then columns, by their root mean square, and keeps the factors of
+    the round after which the error to be expected is least, relative to that without factors in each row, or else 1 for
+    all. "deviation" is that of KVarN's authors: columns, then rows, by their standard deviation, and it keeps the last
+    of the rounds that leave the least imbalance, the largest over the least deviation, of columns and rows together.
+    Elements that are not finite in f16 count as 0.
 
     Args:
         source: (B, H, L, D), any float dtype, in the basis of the store.
         index: i32 (B, m), column of each token of the pages; anything where a row has none. m is a multiple of G.
         axis: the axis of the format.
         page: G, tokens in a page.
-        rounds: how often rows and columns take turns; 1 does nearly all.
+        rounds: how often rows and columns take turns; by "error" 1 does nearly all, KVarN's authors take 16.
+        rule: see above.
         new: i32 (B,), tokens of each row that count; factors of pages behind them are anything. None for all.
 
     Returns:
         f16 (B, H, m/G, G) for the axis "channel", else (B, H, m/G, D); their mean is 1. The same on every device.
+
+    Raises:
+        ValueError: there is no such rule.
     """
-    return call(_page_norms, source, source, index, axis, page, rounds, new)
+    if rule not in RULES:
+        raise ValueError(f"rule: got {rule!r}, allowed {', '.join(RULES)}.")
+    return call(_page_norms, source, source, index, axis, page, rounds, rule, new)

@@ -13,8 +13,8 @@ from torch import Tensor
 from hfkvq.caches.bit_table import Origin, config_hash, template_hash
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.caches.tags import PAD, TAGS, Tagger, tag_axes
+from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
 
-from .capture import Capture, capture, compressed_layers, quantized, spread_layers
 from .conversations import Conversation, data_hash, make_request
 from .sensitivity import Sensitivity
 

@@ -61,7 +61,7 @@ def tune_layers(
         layers: of the decoder.
         max_total_bits: most bits an element, every byte counted, at the length that the objective measures.
         max_bytes: instead, most bytes of the cache, there.
-        compressed: layers that a cache compresses (`hfkvq.tuning.capture.compressed_layers`); others, such as sliding
+        compressed: layers that a cache compresses (`hfkvq.measure.capture.compressed_layers`); others, such as sliding
             windows, are skipped. None takes all.
         noise: what a gain must exceed, in place of the objective's intervals.
         top: changes that are measured again before one of them is made.

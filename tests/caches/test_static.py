@@ -22,6 +22,7 @@ SCHEMES = {
     "kivi-2": small("kivi-2"),
     "saw-int4-kv": small("saw-int4-kv"),
     "kvarn": small("kvarn"),
+    "kvarn, deviations": small("kvarn", rounds=3, balance="deviation"),
     "mixkvq": small("mixkvq"),
     "mixkvq-r1-llama-8b": small("mixkvq-r1-llama-8b", tau_bf16=0.5, tau_int4=0.1),
     "triaxial": small("triaxial", page_size=32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,10 +13,10 @@ from hfkvq.kernels.dispatch import reference
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
-def norms_of(x, axis, rounds=1):
+def norms_of(x, axis, rounds=1, rule="error"):
     """Factors of the one page (G, D)."""
     index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)[None]
-    return page_norms(x[None, None], index, axis, x.shape[0], rounds)[0, 0, 0].float()
+    return page_norms(x[None, None], index, axis, x.shape[0], rounds, rule)[0, 0, 0].float()
 
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
@@ -77,12 +78,67 @@ def test_kernel_is_reference(triton_backend, axis, page, dim, kind):
     source = source.to(torch.float32 if kind in ("bad", "tiny") else torch.bfloat16)
     index = torch.stack([torch.randperm(3 * page)[: 2 * page] for _ in range(2)]).int()
     index[1, page:] = 1 << 30
-    for rounds in (1, 3):
-        expected = reference("page_norms")(source, index, axis, page, rounds)
-        got = page_norms(source.to(triton_backend), index.to(triton_backend), axis, page, rounds)
+    for rounds, rule in ((1, "error"), (3, "error"), (0, "deviation"), (3, "deviation")):
+        expected = reference("page_norms")(source, index, axis, page, rounds, rule)
+        got = page_norms(source.to(triton_backend), index.to(triton_backend), axis, page, rounds, rule)
         assert torch.equal(got.cpu(), expected)
         assert torch.isfinite(expected).all()
         assert (expected > 0).all()
+
+
+def released_balance(tile: np.ndarray, rounds: int) -> np.ndarray:
+    """Factors of the columns of a tile (rows share a scale), as KVarN's authors take them, in f64 and logarithms."""
+
+    def divided(log_column, log_row):
+        return tile / np.exp(log_column)[None, :] / np.exp(log_row)[:, None]
+
+    def imbalance(x):
+        return sum(s.max() / max(s.min(), 1e-8) for s in (x.std(0, ddof=1), x.std(1, ddof=1)))
+
+    log_column, log_row = np.zeros(tile.shape[1]), np.zeros(tile.shape[0])
+    best, least = log_column, imbalance(tile)
+    for _ in range(rounds):
+        deviation = divided(log_column, log_row).std(0, ddof=1).clip(1e-3, 1e3)
+        log_column = (log_column + np.log(deviation)).clip(-0.3, 10)
+        deviation = divided(log_column, log_row).std(1, ddof=1).clip(1e-3, 1e3)
+        log_row = (log_row + np.log(deviation)).clip(-0.3, 10)
+        found = imbalance(divided(log_column, log_row))
+        if found <= least:
+            best, least = log_column, found
+    return np.exp(best)
+
+
+def released_codes(tile: np.ndarray, factor: np.ndarray, bits: int) -> np.ndarray:
+    """Codes of the balanced tile; what a row was divided by cancels out, since scale and minimum are its own."""
+    balanced = tile / factor[None, :]
+    low, high = balanced.min(1, keepdims=True), balanced.max(1, keepdims=True)
+    return np.round((balanced - low) / np.maximum((high - low) / (2**bits - 1), 1e-10)).clip(0, 2**bits - 1)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize(("axis", "side"), [("channel", "keys"), ("token", "values")])
+@pytest.mark.parametrize("kind", ["plain", "tokens", "biased"])
+def test_balanced_as_the_authors_do(backend, kind, axis, side, bits):
+    """Factors are the authors' but for their mean, and codes are theirs but where f16 scales round otherwise."""
+    torch.manual_seed(4)
+    x = torch.randn(128, 64) * 2
+    if kind == "tokens":
+        x = x * torch.randn(128, 1).mul(0.6).exp()
+    elif kind == "biased":
+        x = x + 6 * torch.randn(64)
+    tile = x.T.double().numpy() if axis == "channel" else x.double().numpy()
+    expected = released_balance(tile, 16)
+    norm = norms_of(x.to(backend), axis, 16, "deviation").cpu()
+    np.testing.assert_allclose(norm.numpy(), expected / expected.mean(), rtol=2e-3)
+    fmt = PageFormat(bits, axis, 128 if axis == "channel" else 64, 128, normed=True)
+    parts = quantize_pages(x[None, None], fmt, side, None, norm.half()[None, None])
+    packed = dequantize_pages(parts, fmt, side, 64)[0, 0].double().numpy()
+    balanced = (packed.T if axis == "channel" else packed) / norm.double().numpy()[None, :]
+    low, high = balanced.min(1, keepdims=True), balanced.max(1, keepdims=True)
+    codes = np.round((balanced - low) / (high - low) * (2**bits - 1))
+    apart = np.abs(codes - released_codes(tile, expected, bits))
+    assert apart.max() <= 1
+    assert (apart > 0).mean() < 0.01
 
 
 @pytest.mark.parametrize(("axis", "side"), [("channel", "keys"), ("token", "values")])
@@ -103,5 +159,5 @@ def test_outliers_along_the_other_axis_cost_less(axis, side):
 
 def test_opcheck(backend):
     index = torch.arange(32, dtype=torch.int32, device=backend).expand(2, -1)
-    args = (torch.randn(2, 2, 40, 16, device=backend), index, "token", 16, 2)
+    args = (torch.randn(2, 2, 40, 16, device=backend), index, "token", 16, 2, "deviation")
     torch.library.opcheck(torch.ops.hfkvq.page_norms.default, args)

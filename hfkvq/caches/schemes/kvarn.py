@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hfkvq.kernels.groups import POWERS
+from hfkvq.kernels.norms import RULES, Balance
 from hfkvq.kernels.pages import Axis, PageFormat
 
 from ..layout import rotation_block
@@ -21,18 +22,20 @@ class KVarN(Scheme):
     one. The first ``sink_length`` tokens and the newest, which fill no page, stay whole. At D = 128 and with pages of
     128 tokens scales, minima and factors take 0.375 bits an element.
 
-    Paper: KVarN, as public re-implementations have it; its own text and code were not at hand.
-    Differs from the paper: as they tell it: root mean squares are divided out, not standard deviations, rows before
-    columns, and beside a page of mean square 1. Kept is the round of which `kernels.page_norms` expects the least
-    error, or none, not that of least imbalance. The factors' mean is 1; codes are computed against scale, minimum and
-    factor as stored in f16. One round, not 8 to 16: on the reference model 8 gain nothing.
-    Differs from the released code: as above.
+    Paper: KVarN, arXiv 2606.03458.
+    Differs from the paper: root mean squares are divided out, not standard deviations, rows before columns, and beside
+    a page of mean square 1. Kept is the round of which `kernels.page_norms` expects the least error, or none, not that
+    of least imbalance. One round, not 16: on the reference model 8 gain nothing. ``balance="deviation"`` with
+    ``rounds=16`` is the authors' balancing.
+    Differs from the released code: as above. Also with its balancing the factors' mean is 1, and codes are computed
+    against scale, minimum and factor as stored in f16, so that a few are the next code to the released code's.
 
     Attributes:
         key_bits: width of keys, 2 or 4.
         value_bits: width of values, 2 or 4.
         rotate: what is rotated, in blocks of up to 128 channels: "both", "keys", "values" or "none".
-        rounds: how often rows and columns take turns in balancing a page; 0 balances nothing.
+        rounds: how often rows and columns take turns in balancing a page; 0 balances nothing, the authors take 16.
+        balance: how a page is balanced: "error" for the least error to be expected, "deviation" as KVarN's authors do.
         sink_length: first tokens kept whole.
         page_size: tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
@@ -55,6 +58,7 @@ class KVarN(Scheme):
     value_bits: int = knob(2, choices=(2, 4), search=[2, 4])
     rotate: str = knob("both", choices=("both", "keys", "values", "none"), search=["both", "keys", "values", "none"])
     rounds: int = knob(1, low=0, high=64)
+    balance: str = knob("error", choices=RULES)
     sink_length: int = knob(128, low=0, high=1024, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
@@ -68,7 +72,7 @@ class KVarN(Scheme):
                 (PageFormat(bits, axis, group, self.page_size, normed=True, fit=fit),),
                 unit=self.page_size,
                 rotate=rotation_block(dim) if rotated else 0,
-                balance=self.rounds,
+                balance=Balance(self.rounds, self.balance),
             )
 
         return Layout(

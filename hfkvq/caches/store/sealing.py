@@ -189,6 +189,6 @@ def write_pages(
     if fmt.raised and rule is None:
         keys = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
         widths = scheme.channel_bits(keys.unflatten(2, (-1, fmt.page_size)), q_abs)
-    norm = kernels.page_norms(source, index, fmt.axis, fmt.page_size, own.balance) if fmt.normed else None
+    norm = kernels.page_norms(source, index, fmt.axis, fmt.page_size, *own.balance) if fmt.normed else None
     weight = q_abs if rule else None
     kernels.seal(parts, table, count, new, source, index, widths, fmt, side, rule, weight, norm)

@@ -133,7 +133,7 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int]
         new = state.due_now[at]
         norm = None
         if fmt.normed:
-            norm = page_norms(source, index[at], fmt.axis, fmt.page_size, plan.balance[at], new)
+            norm = page_norms(source, index[at], fmt.axis, fmt.page_size, *plan.balance[at], new)
         rule = plan.rule if fmt.raised and plan.rule else None
         weight = state.weight if rule and plan.query == "sum" else None
         seal(parts, run.table, state.last_counts[at], new, source, index[at], None, fmt, side, rule, weight, norm)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from ..norms import BALANCE, Balance
 from ..pages import StoreFormat
 from ..windows import most_due
 
@@ -35,7 +36,7 @@ class StepPlan:
             "" nothing.
         fold: KV heads of the model that are rows of their own, or 1.
         query_heads: Hq of the model, where ``query`` is "keep".
-        balance: rounds of `page_norms` for keys and values.
+        balance: how `page_norms` balances pages of keys and of values.
     """
 
     store: str
@@ -53,7 +54,7 @@ class StepPlan:
     query: str = ""
     fold: int = 1
     query_heads: int = 0
-    balance: tuple[int, int] = (1, 1)
+    balance: tuple[Balance, Balance] = (BALANCE, BALANCE)
 
     @cached_property
     def spec(self) -> str:
@@ -66,6 +67,7 @@ class StepPlan:
         """Inverse of `spec`."""
         found: dict[str, Any] = json.loads(spec)
         fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in found.items()}
+        fields["balance"] = tuple(Balance(*x) for x in fields["balance"])
         return StepPlan(**fields)
 
     @cached_property

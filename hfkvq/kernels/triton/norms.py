@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..dispatch import reference
-from ..norms import LEAST
+from ..norms import DEVIATIONS, FACTORS, LEAST, Balance
 from ..pages import PageFormat
 from ._lib import F16_MAX, on_device, power
 from .ahead import Wanted
@@ -20,6 +20,8 @@ MOST_ELEMENTS = 32768
 """Largest page that a program takes: it and its squares stay in registers, or nearly."""
 
 LEAST_SQUARE = tl.constexpr(LEAST)
+LEAST_DEVIATION, MOST_DEVIATION = (tl.constexpr(x) for x in DEVIATIONS)
+LEAST_FACTOR, MOST_FACTOR = (tl.constexpr(x) for x in FACTORS)
 
 
 @triton.jit
@@ -42,11 +44,63 @@ def spread(b_x, m_a):
     return b_high - tl.min(tl.where(m_a[:, None], b_x, float("inf")), 0)
 
 
+@triton.jit
+def deviation(b_x, m_x, COUNT: tl.constexpr, A: tl.constexpr, B: tl.constexpr, AXIS: tl.constexpr):
+    """Standard deviation of [A, B] over an axis of COUNT elements, of a sample: [B] or [A]."""
+    b_mean = tl.expand_dims(tree_mean(b_x, COUNT, A, B, AXIS), AXIS)
+    b_x = tl.where(m_x, b_x - b_mean, 0.0)
+    return tl.math.sqrt_rn(tree_mean(b_x * b_x, COUNT, A, B, AXIS) * (COUNT / max(1, COUNT - 1)))
+
+
+@triton.jit
+def unevenness(b_deviation, m):
+    """Largest over least of [N]."""
+    b_least = tl.maximum(tl.min(tl.where(m, b_deviation, float("inf")), 0), 1e-8)
+    return tl.math.div_rn(tl.max(tl.where(m, b_deviation, float("-inf")), 0), b_least)
+
+
+@triton.jit
+def times(b_factor, b_deviation):
+    """Factors [N] times deviations, both within their bounds."""
+    b_deviation = tl.minimum(tl.maximum(b_deviation, LEAST_DEVIATION), MOST_DEVIATION)
+    return tl.minimum(tl.maximum(b_factor * b_deviation, LEAST_FACTOR), MOST_FACTOR)
+
+
+@triton.jit
+def divided(b_x, b_column, b_row, A: tl.constexpr, B: tl.constexpr):
+    """[A, B] by factors [A], then by factors [B]."""
+    b_x = tl.math.div_rn(b_x, tl.broadcast_to(b_column[:, None], (A, B)))
+    return tl.math.div_rn(b_x, tl.broadcast_to(b_row[None, :], (A, B)))
+
+
+@triton.jit
+def factors_of_deviation(
+    b_x, m_a, m_b, NA: tl.constexpr, NB: tl.constexpr, A: tl.constexpr, B: tl.constexpr, ROUNDS: tl.constexpr
+):
+    """Factors [A] by the rule "deviation"."""
+    m_x = m_a[:, None] & m_b[None, :]
+    b_column = tl.full([A], 1.0, tl.float32)
+    b_row = tl.full([B], 1.0, tl.float32)
+    b_best = b_column
+    b_columns = deviation(b_x, m_x, NB, A, B, 1)
+    b_least = unevenness(b_columns, m_a) + unevenness(deviation(b_x, m_x, NA, A, B, 0), m_b)
+    for _ in range(ROUNDS):
+        b_column = times(b_column, b_columns)
+        b_row = times(b_row, deviation(divided(b_x, b_column, b_row, A, B), m_x, NA, A, B, 0))
+        b_now = divided(b_x, b_column, b_row, A, B)
+        b_columns = deviation(b_now, m_x, NB, A, B, 1)
+        b_found = unevenness(b_columns, m_a) + unevenness(deviation(b_now, m_x, NA, A, B, 0), m_b)
+        b_best = tl.where(b_found <= b_least, b_column, b_best)
+        b_least = tl.minimum(b_found, b_least)
+    b_total = tree_mean(tl.where(m_a, b_best, 0.0), NA, A, 1, 0)
+    return tl.math.div_rn(b_best, tl.broadcast_to(b_total, (A,)))
+
+
 @triton.jit(do_not_specialize=["index", "new", "M", "L"])
 def page_norms_kernel(
     out, source, index, new, s_b, s_h, s_l, s_d, H, M, L,
     PER_CHANNEL: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
-    ROUNDS: tl.constexpr,
+    ROUNDS: tl.constexpr, DEVIATION: tl.constexpr,
 ):  # fmt: skip
     """One page of one head, as [A, B]: factors along A (tokens, if scales are per channel), scales along B."""
     i_p, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -72,6 +126,11 @@ def page_norms_kernel(
     # [A, B]
     b_x = tl.load(p_tile, mask=m_a[:, None] & m_b[None, :], other=0.0).to(tl.float32)
     b_x = tl.where(tl.abs(b_x) <= F16_MAX, b_x, 0.0)
+    p_out = out + (i_bh * (M // G) + i_p) * NA + tl.arange(0, A)
+    if DEVIATION:
+        b_best = factors_of_deviation(b_x, m_a, m_b, NA, NB, A, B, ROUNDS)
+        tl.store(p_out, b_best.to(tl.float16), mask=m_a)
+        return
     b_power = b_x * b_x
     # [1]
     b_mean = tree_mean(tree_mean(b_power, NB, A, B, 1), NA, A, 1, 0)
@@ -97,18 +156,17 @@ def page_norms_kernel(
         b_loss *= tree_mean(tl.where(m_a, b_norm * b_norm, 0.0), NA, A, 1, 0)
         b_best = tl.where(b_loss < b_least, b_norm, b_best)
         b_least = tl.minimum(b_loss, b_least)
-    p_out = out + (i_bh * (M // G) + i_p) * NA + tl.arange(0, A)
     tl.store(p_out, b_best.to(tl.float16), mask=m_a)
 
 
 def page_norms_triton(
-    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, new: Tensor | None = None
+    source: Tensor, index: Tensor, axis: str, page: int, rounds: int, rule: str, new: Tensor | None = None
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.page_norms`; pages that outgrow registers, and f64, take the reference."""
     batch, heads, length, head_dim = source.shape
     elements = power(page) * power(head_dim)
     if elements > MOST_ELEMENTS or source.dtype == torch.float64:
-        return reference("page_norms")(source, index, axis, page, rounds, new)
+        return reference("page_norms")(source, index, axis, page, rounds, rule, new)
     pages, size = index.shape[1] // page, page if axis == "channel" else head_dim
     out = torch.empty((batch, heads, pages, size), dtype=torch.float16, device=source.device)
     if not out.numel():
@@ -123,12 +181,12 @@ def page_norms_triton(
             H=heads,
             M=index.shape[1],
             L=length,
-            **_constants(axis, page, head_dim, rounds),
+            **_constants(axis, page, head_dim, rounds, rule),
         )
     return out
 
 
-def _constants(axis: str, page: int, head_dim: int, rounds: int) -> dict[str, Any]:
+def _constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) -> dict[str, Any]:
     elements = power(page) * power(head_dim)
     return {
         "PER_CHANNEL": axis == "channel",
@@ -137,6 +195,7 @@ def _constants(axis: str, page: int, head_dim: int, rounds: int) -> dict[str, An
         "BD": power(head_dim),
         "BG": power(page),
         "ROUNDS": rounds,
+        "DEVIATION": rule == "deviation",
         # 252 registers for a page of 128 x 128; sixteen warps have 128 each, and spill.
         "num_warps": 16 if elements > 16384 else max(4, min(8, elements // 1024)),
         # The reference multiplies and adds, and rounds both.
@@ -144,10 +203,10 @@ def _constants(axis: str, page: int, head_dim: int, rounds: int) -> dict[str, An
     }
 
 
-def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, rounds: int, dtype: torch.dtype) -> Iterator[Wanted]:
+def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, balance: Balance, dtype: torch.dtype) -> Iterator[Wanted]:
     """The variants for prompts and for steps."""
     if power(fmt.page_size) * power(head_dim) <= MOST_ELEMENTS:
-        constants = _constants(fmt.axis, fmt.page_size, head_dim, rounds)
+        constants = _constants(fmt.axis, fmt.page_size, head_dim, *balance)
         for new in (None, torch.int32):
             tensors = (torch.float16, dtype, torch.int32, new)
             yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..norms import Balance
 from ..pages import SIDES, PageFormat
 from ..step import MAX_STEP, StepPlan
 from ..step_tensors import Sealing
@@ -150,7 +151,7 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
         yield hadamard_wanted(dtype, block)
 
 
-def _normed(plan: StepPlan) -> list[tuple[PageFormat, int, int]]:
+def _normed(plan: StepPlan) -> list[tuple[PageFormat, int, Balance]]:
     dims = (plan.key_dim, plan.value_dim)
     formats = plan.format.runs[-1]
     return [(f, d, b) for f, d, b in zip(formats, dims, plan.balance, strict=True) if f.normed]

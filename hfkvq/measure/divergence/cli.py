@@ -34,7 +34,9 @@ def kld(
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Presets, with commas, also with knobs: kivi-2,kitty:boost_ratio=0.2:sink_length=0. "
+            help="Presets, with commas, also with knobs: kivi-2,kitty:boost_ratio=0.2:sink_length=0. Caches of others: "
+            "quanto-2, quanto-4, hqq-2, hqq-4; only simulated: simulated-oscar, simulated-oscar-omni, "
+            "simulated-turboquant-4, simulated-turboquant-3. "
             r"\[default: full and the main ones]"
         ),
     ] = None,
@@ -90,7 +92,7 @@ def kld(
     logging.disable_progress_bar()
     try:
         intervals.check_scipy("kld")
-        chosen = naming.parse_schemes(split(schemes))
+        chosen = naming.parse_measured(split(schemes))
         where = pick_device(device)
         plan = subject.find_checkpoint(model)
         texts = find_texts(text, dataset, part, field, plan.source.reference, seed)

@@ -20,6 +20,7 @@ from hfkvq.caches.scheme import Scheme
 from hfkvq.measure.demo.answers import read_memory
 
 from ..records import BASELINE
+from ..rivals import Rival
 from .values import Bill, Divergence, Measured, Perplexity
 
 KEEP_BYTES = 2**30
@@ -67,11 +68,13 @@ def _predictions(model: Any, tokens: Tensor, cache: Cache, prefill: int, chunk: 
         yield model(input_ids=part, past_key_values=cache, use_cache=True).logits
 
 
-def _make_cache(model: Any, preset: Preset, tokenizer: Any) -> Cache:
+def _maker(model: Any, preset: Preset | Rival, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
+    if isinstance(preset, Rival):
+        return preset.prepare(model, tokenizer, tokens)
     if tokenizer is None:
         # Roles cannot be read: tokens without tags get the wider format.
-        return MixedKVCache(model.config, preset)
-    return make_cache(model, preset, tokenizer)
+        return lambda: MixedKVCache(model.config, preset)
+    return lambda: make_cache(model, preset, tokenizer)
 
 
 class _Collected:
@@ -79,7 +82,7 @@ class _Collected:
 
     def __init__(self) -> None:
         self.batches: list[list[Tensor]] = []
-        self.bits = self.held = self.bf16 = 0.0
+        self.bits = self.held = self.bf16 = self.computed = 0.0
         self.windows = 0
 
     def add(self, parts: Iterable[tuple[Tensor, ...]], rows: int) -> None:
@@ -97,13 +100,21 @@ class _Collected:
         self.held, self.bf16 = self.held + memory.held, self.bf16 + memory.bf16
         self.bits += rows * memory.code_bits
 
+    def add_rival(self, rival: Rival, cache: Cache, rows: int, base: Bill) -> None:
+        """Adds a rival's memory; what its tokens take in bf16 is the baseline's to say."""
+        self.windows += rows
+        code_bits, total_bits = rival.bits(cache)
+        self.bits, self.computed = self.bits + rows * code_bits, self.computed + rows * total_bits
+        self.held, self.bf16 = self.held + rival.held_bytes(cache), self.bf16 + rows * base.bf16_bytes
+
     def tensors(self) -> list[Tensor]:
         return [torch.cat(column) for column in zip(*self.batches, strict=True)]
 
     def bill(self) -> Bill:
         n = self.windows
         total = 16 * self.held / self.bf16 if self.bf16 else math.nan
-        return Bill(self.bits / n, total, self.held / n, self.bf16 / n)
+        # What is only simulated holds nothing that could be counted.
+        return Bill(self.bits / n, self.computed / n if math.isnan(total) else total, self.held / n, self.bf16 / n)
 
 
 def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int) -> None:
@@ -124,7 +135,7 @@ def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int
 def measure(
     model: Any,
     tokens: Tensor,
-    schemes: Mapping[str, Preset | Scheme | str] | Sequence[str | Scheme],
+    schemes: Mapping[str, Preset | Scheme | Rival | str] | Sequence[str | Scheme],
     *,
     prefill: int,
     chunk: int = 16,
@@ -147,7 +158,8 @@ def measure(
     Args:
         model: a decoder-only model of Transformers, in eval mode.
         tokens: i64 (W, T), one window a row, without padding.
-        schemes: presets, schemes or their names, by name, or a list of schemes and names.
+        schemes: presets, schemes or their names, by name, or a list of schemes and names; by name also caches of
+            others (`hfkvq.measure.rivals`).
         prefill: tokens of the prompt, 2 to T - 1.
         chunk: tokens fed at a time.
         batch_size: windows run together.
@@ -164,13 +176,14 @@ def measure(
     """
     _check(model, tokens, prefill, chunk, batch_size)
     if isinstance(schemes, Mapping):
-        chosen = {name: get_preset(x) for name, x in schemes.items()}
+        chosen = {name: x if isinstance(x, Rival) else get_preset(x) for name, x in schemes.items()}
     else:
-        chosen = {x if isinstance(x, str) else repr(x): get_preset(x) for x in schemes}
+        chosen: dict[str, Preset | Rival] = {x if isinstance(x, str) else repr(x): get_preset(x) for x in schemes}
     config = model.config.get_text_config(decoder=True)
     attached = config._attn_implementation == NAME
     # Refused heads are told before the first batch is run.
-    caches = [_make_cache(model, preset, tokenizer) for preset in chosen.values()]
+    makers = {name: _maker(model, preset, tokenizer, tokens) for name, preset in chosen.items()}
+    caches = [make() for make in makers.values()]
     collected = {name: _Collected() for name in chosen}
     base = _Collected()
     element = torch.finfo(model.dtype).bits // 8
@@ -178,7 +191,10 @@ def measure(
     work, done = len(tokens) * (1 + len(chosen)), 0
 
     def run(cache: Cache, batch: Tensor, name: str) -> Iterator[Tensor]:
-        for number, logits in enumerate(_predictions(model, batch, cache, prefill, chunk)):
+        found = _predictions(model, batch, cache, prefill, chunk)
+        if isinstance(rival := chosen.get(name), Rival):
+            found = rival.told(found, name)
+        for number, logits in enumerate(found):
             if bool(logits.isnan().any()):
                 at = prefill + number * chunk
                 raise ValueError(
@@ -209,12 +225,15 @@ def measure(
                 done += rows
                 for name, preset in chosen.items():
                     tell(name)
-                    cache = _make_cache(model, preset, tokenizer)
+                    cache = makers[name]()
                     # In step with a baseline of its own where the baseline's logits are too many.
                     source = kept if kept is not None else run(DynamicCache(config=model.config), batch, BASELINE)
                     trio = zip(source, run(cache, batch, name), labels, strict=True)
                     collected[name].add(((x[0], x[2], x[3]) for x in (compare_logits(*each) for each in trio)), rows)
-                    collected[name].add_memory(cache, rows)
+                    if isinstance(preset, Rival):
+                        collected[name].add_rival(preset, cache, rows, base.bill())
+                    else:
+                        collected[name].add_memory(cache, rows)
                     done += rows
     finally:
         if not attached:

@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..records import BASELINE, commit, finite, now, versions
+from ..rivals import Rival
 from ..tables import NOTHING, narrow_table, number, small_number
 from .intervals import CONFIDENCE, RESAMPLES, Interval, mean_interval
 from .values import Bill, Divergence, Measured
@@ -24,7 +25,7 @@ def _bill(bill: Bill) -> Record:
     return {
         "code_bits": finite(bill.code_bits),
         "total_bits": finite(bill.total_bits),
-        "held_bytes": round(bill.held_bytes),
+        "held_bytes": None if math.isnan(bill.held_bytes) else round(bill.held_bytes),
         "bf16_bytes": round(bill.bf16_bytes),
     }
 
@@ -37,6 +38,8 @@ def _row(one: Divergence, measured: Measured, seed: int, names: Sequence[str]) -
     return {
         "name": one.name,
         "scheme": one.preset.to_dict(),
+        "simulated": isinstance(one.preset, Rival) and one.preset.simulated,
+        "about": one.preset.about if isinstance(one.preset, Rival) else None,
         "kld": {
             "mean": one.mean,
             "interval": mean_interval(kld.tolist(), seed),
@@ -109,16 +112,18 @@ def table(record: Record, wide: bool = True) -> Table:
         view.add_column(title, justify="right", no_wrap=True)
 
     def memory(row: Record) -> list[str]:
-        held = [f"{row['held_bytes'] / 2**20:.2f}"] if wide else []
-        return [number(row["code_bits"], 2), number(row["total_bits"], 2), *held]
+        simulated = row.get("simulated", False)
+        held = [NOTHING if simulated else f"{row['held_bytes'] / 2**20:.2f}"] if wide else []
+        total = number(row["total_bits"], 2)
+        return [number(row["code_bits"], 2), f"{total}\ncomputed" if simulated else total, *held]
 
     base = record["baseline"]
     view.add_row(base["name"], *memory(base), *[""] * 5, f"{base['perplexity']:.3f}", "", end_section=True)
     for row in record["rows"]:
         kld, top1, ratio = row["kld"], row["top1"], row["perplexity_ratio"]
         view.add_row(
-            # Colons are where a long name may be folded.
-            row["name"].replace(":", "\n"),
+            # Where a long name may be folded.
+            row["name"].replace(":", "\n").replace("simulated-", "simulated-\n"),
             *memory(row),
             f"{small_number(kld['mean'])}\n{_range(kld['interval'], small_number)}",
             *(small_number(kld[name]) for name in ("median", "p99", "p999")),
@@ -149,6 +154,12 @@ def notes(record: Record) -> list[str]:
     else:
         said.append("One window has no confidence intervals; use --windows.")
     said.append("Bits and MiB are those of one window's cache at its end, with every window, scale and table.")
+    if any(row.get("simulated") for row in record["rows"]):
+        said.append(
+            "Simulated rows are no caches for use: they hold everything in full precision and round it as a method "
+            "would. Their bits are computed from the method's format, not from bytes held."
+        )
+    said += dict.fromkeys(row["about"] for row in record["rows"] if row.get("about"))
     if record["dtype"] == "float32":
         said.append("A float32 model's windows are float32 too, so total bits are higher than they are in bf16.")
     return said

@@ -9,6 +9,7 @@ from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.tags import Tagger
 from hfkvq.measure.models import Source, find_model, load_tokenizer, read_config
+from hfkvq.measure.rivals import Rival
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,12 @@ def check_lengths(checkpoint: Checkpoint, context: int, prefill: int) -> None:
         )
 
 
-def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset]) -> None:
-    """Raises ValueError if a scheme cannot hold the model's heads, or read its roles."""
+def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset | Rival]) -> None:
+    """Raises ValueError if a scheme cannot hold the model's heads, or read its roles, ImportError without a package."""
     for preset in schemes.values():
+        if isinstance(preset, Rival):
+            preset.check(checkpoint.config)
+            continue
         MixedKVCache(checkpoint.config, preset, attach=False)
         if "tags" in preset.needs:
             Tagger.from_tokenizer(checkpoint.tokenizer)

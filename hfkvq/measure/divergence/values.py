@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hfkvq.caches.preset import Preset
 
+from ..rivals import Rival
+
 
 @dataclass(frozen=True)
 class Bill:
@@ -17,7 +19,7 @@ class Bill:
     Attributes:
         code_bits: payload bits an element of sealed pages; NaN if none is sealed.
         total_bits: bits an element, every byte counted.
-        held_bytes: of one window's cache.
+        held_bytes: of one window's cache; NaN if it is simulated, and total bits computed from its format.
         bf16_bytes: of the same tokens in bf16.
     """
 
@@ -57,7 +59,7 @@ class Divergence(Perplexity):
     """
 
     name: str
-    preset: Preset
+    preset: Preset | Rival
     kld: Tensor
     agrees: Tensor
 

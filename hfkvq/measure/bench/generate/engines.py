@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from hfkvq.caches.cache import DEFAULT_SCHEME, MixedKVCache
 from hfkvq.caches.preset import Preset
@@ -19,6 +19,8 @@ from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.tags import Tagger, parse_tag
 from hfkvq.caches.triaxial import TriAxialCache
 from hfkvq.measure.divergence.naming import parse_scheme
+from hfkvq.measure.rivals import refuse_rival
+from hfkvq.measure.rivals.stock import QUANTIZED, StockQuantized
 
 NARROW, OTHER = "older|text|obs", "current|text|user"
 NARROW_SHARE = 0.7
@@ -163,8 +165,8 @@ def _static(model: Any, room: int) -> Cache:
     return StaticCache(config=_config(model), max_cache_len=room)
 
 
-def _quantized(backend: str, bits: int, axis: int) -> Callable[[Any, int], Cache]:
-    return lambda model, room: QuantizedCache(backend, _config(model), nbits=bits, axis_key=axis, axis_value=axis)
+def _quantized(cache: StockQuantized) -> Callable[[Any, int], Cache]:
+    return lambda model, room: cache.make(_config(model))
 
 
 def _stock() -> Iterator[Engine]:
@@ -173,10 +175,8 @@ def _stock() -> Iterator[Engine]:
     yield Engine("static", _static, fixed=True)
     for name, cudnn in (("static-compiled", None), ("static-compiled-nocudnn", False)):
         yield Engine(name, _static, compiled=True, fixed=True, cudnn=cudnn)
-    # The axes that Transformers recommends for each.
-    for backend, axis in (("quanto", 0), ("hqq", 1)):
-        for bits in (2, 4):
-            yield Engine(f"{backend}-{bits}", _quantized(backend, bits, axis))
+    for name, cache in QUANTIZED.items():
+        yield Engine(name, _quantized(cache))
 
 
 STOCK: dict[str, Engine] = {engine.name: engine for engine in _stock()}
@@ -264,6 +264,7 @@ def parse_engines(stock: Sequence[str], schemes: Sequence[str]) -> list[Engine]:
     found: dict[str, Engine] = {}
     for name in stock:
         if name not in STOCK:
+            refuse_rival(name)
             raise ValueError(f"engines: got {name!r}, which is unknown; {nearest(name, list(STOCK))}")
     for engine in (*(STOCK[name] for name in stock), *(parse_scheme_engine(text) for text in schemes)):
         if engine.name in found:

@@ -1,0 +1,253 @@
+"""Simulated methods against direct formulas in f64, and their bits by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hfkvq.measure.capture import Capture
+from hfkvq.measure.divergence import measure
+from hfkvq.measure.rivals import RIVALS, find_rival, omni_scaled, oscar, turboquant
+from hfkvq.measure.rivals.simulated import LayerFormat, SimulatedCache
+from hfkvq.measure.texts import KINDS, read_text
+from tests.caches.models import build, prompt
+
+LEVELS = {
+    1: [0.7979],
+    2: [0.4528, 1.5104],
+    3: [0.2451, 0.7560, 1.3439, 2.1520],
+    4: [0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326],
+}
+"""Of Max (1960), table I."""
+
+
+def hadamard(size: int) -> torch.Tensor:
+    signs = [[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    return torch.tensor(signs, dtype=torch.float64) / math.sqrt(size)
+
+
+def half(x: float) -> float:
+    return float(torch.tensor(x).half())
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_levels_are_those_of_lloyd_and_max(bits) -> None:
+    assert turboquant.levels(bits)[2 ** (bits - 1) :] == pytest.approx(LEVELS[bits], abs=2e-4)
+    assert turboquant.levels(bits) == pytest.approx([-x for x in reversed(turboquant.levels(bits))], abs=1e-9)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_turboquant_by_hand(bits) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(1, 2, 5, 32) * 3, torch.randn(1, 2, 5, 32) + 1
+    got, table = turboquant.quantized_keys(keys, bits), turboquant.levels(bits)
+    for row, found in zip(keys.flatten(0, 2).double(), got.flatten(0, 2), strict=True):
+        norm = math.sqrt(sum(float(x) ** 2 for x in row))
+        y = (hadamard(32) @ row / norm).tolist()
+        c = torch.tensor([min(table, key=lambda t, x=x: abs(t / math.sqrt(32) - x)) for x in y], dtype=torch.float64)
+        torch.testing.assert_close(found.double(), half(norm) * hadamard(32) @ (c / c.norm()), rtol=1e-5, atol=1e-5)
+    for row, found in zip(
+        values.flatten(0, 2).tolist(), turboquant.quantized_values(values, bits).flatten(0, 2), strict=True
+    ):
+        low, scale = min(row), (max(row) - min(row)) / (2**bits - 1)
+        expected = [math.floor((x - low) / scale + 0.5) * half(scale) + half(low) for x in row]
+        assert found.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def affine_with_whole_zero(group: list[float]) -> list[float]:
+    low, scale = min(group), (max(group) - min(group)) / 3
+    zero = round(-low / scale)
+    codes = [min(3, max(0, round(x / scale) + zero)) for x in group]
+    return [q * half(scale) - half(zero * scale) for q in codes]
+
+
+def test_omni_scaled_by_hand() -> None:
+    torch.manual_seed(1)
+    # Tokens of unequal norms, channels of unequal size.
+    x = torch.randn(1, 2, 8, 16) * torch.rand(8, 1).mul(4).exp() * torch.rand(16).exp()
+    y = torch.einsum("bhnd,de->bhne", x.double(), hadamard(16))
+    norm = (y**2).sum((1, 3)).sqrt()[0]
+    expected = torch.empty_like(y)
+    for h in range(2):
+        for c in range(16):
+            for first in (0, 4):
+                group = [float(y[0, h, t, c] / norm[t]) for t in range(first, first + 4)]
+                expected[0, h, first : first + 4, c] = torch.tensor(affine_with_whole_zero(group))
+    expected = torch.einsum("bhnd,de->bhne", expected * norm[:, None], hadamard(16))
+    torch.testing.assert_close(omni_scaled.quantized_keys(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
+    values = torch.empty_like(y)
+    for h in range(2):
+        for t in range(8):
+            for first in range(0, 16, 4):
+                values[0, h, t, first : first + 4] = torch.tensor(
+                    affine_with_whole_zero(y[0, h, t, first : first + 4].tolist())
+                )
+    expected = torch.einsum("bhnd,de->bhne", values, hadamard(16))
+    torch.testing.assert_close(omni_scaled.quantized_values(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_constant_remains() -> None:
+    x = torch.full((1, 1, 4, 4), 2.0)
+    torch.testing.assert_close(omni_scaled.quantized_keys(x, 4), x)
+    torch.testing.assert_close(omni_scaled.quantized_values(x * 0, 4), x * 0)
+
+
+def captured(rows: int = 2) -> list[Capture]:
+    torch.manual_seed(2)
+    size = torch.linspace(0.2, 3, 8)
+    draws = [
+        (torch.randn(4, 20, 8) * size, torch.randn(2, 20, 8) * size.flip(0), torch.randn(2, 20, 8)) for _ in range(rows)
+    ]
+    return [Capture(*draw, 1.0) for draw in draws]
+
+
+def test_oscars_rotations_by_hand() -> None:
+    given = captured()
+    key_moment, value_moment = torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 8, dtype=torch.float64)
+    for h in range(2):
+        # Query heads 2h and 2h + 1 read KV head h.
+        queries = [q for one in given for head in (2 * h, 2 * h + 1) for q in one.query[head].double()]
+        keys, values = ([x for one in given for x in getattr(one, name)[h].double()] for name in ("keys", "values"))
+        moment = sum(torch.outer(q, q) for q in queries) / len(queries)
+        weights = [float(k @ moment @ k) for k in keys]
+        key_moment += moment / 2
+        for weight, value in zip(weights, values, strict=True):
+            value_moment += weight / sum(weights) * torch.outer(value, value) / 2
+    for got, moment in zip(oscar.rotations(given), (key_moment, value_moment), strict=True):
+        torch.testing.assert_close(got @ got.T, torch.eye(8, dtype=torch.float64))
+        # With the columns in order and the Hadamard matrix undone, the moment is diagonal, and largest last.
+        eigenvalues = torch.linalg.eigvalsh(moment)
+        reverse = [0, 4, 2, 6, 1, 5, 3, 7]
+        back = torch.empty_like(got)
+        for i in range(8):
+            # The i-th largest eigenvalue's column is the one of index 7 - i of an ascending order.
+            back[:, 7 - i] = got[:, reverse[i]]
+        basis = back @ hadamard(8)
+        torch.testing.assert_close(basis.T @ moment @ basis, torch.diag(eigenvalues), rtol=1e-6, atol=1e-6)
+
+
+def test_oscars_codes_by_hand() -> None:
+    torch.manual_seed(3)
+    x, rotation = torch.randn(1, 1, 6, 16) * 2, torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
+    got = oscar.quantized(x, rotation, 0.8)
+    for row, found in zip(x[0, 0].double(), got[0, 0], strict=True):
+        y = (row @ rotation).tolist()
+        limit = sorted(map(abs, y))[math.floor(0.8 * 16)]
+        y = [min(limit, max(-limit, each)) for each in y]
+        scale = half((max(y) - min(y)) / 3)
+        zero = half(-min(y) / scale)
+        codes = [min(3, max(0, math.floor(each / scale + zero + 0.5))) for each in y]
+        expected = torch.tensor([(q - zero) * scale for q in codes], dtype=torch.float64) @ rotation.T
+        torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+FORM = LayerFormat(lambda x: x.float() * 0 + 1, lambda x: x.float() * 0 + 2, 3.0, 2.0, sink=2, recent=3, unit=2)
+
+
+def step(cache: SimulatedCache, count: int, value: float = 9.0) -> tuple[list[float], list[float]]:
+    keys, values = cache.update(torch.full((1, 1, count, 4), value), torch.full((1, 1, count, 4), value), 0)
+    return keys[0, 0, :, 0].tolist(), values[0, 0, :, 0].tolist()
+
+
+def test_what_leaves_the_window_is_rounded_once() -> None:
+    config = build("qwen3").config
+    calls: list[int] = []
+
+    def rounds(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x.shape[-2])
+        return x.float() - 1
+
+    cache = SimulatedCache(config, [LayerFormat(rounds, rounds, 3.0, 2.0, sink=2, recent=3, unit=2)] + [None] * 9)
+    # A prompt reads itself as it came; 8 - 2 - 3 = 3 tokens are out of the window, of which one unit leaves.
+    assert step(cache, 8)[0] == [9.0] * 8
+    assert step(cache, 1)[0] == [9, 9, 8, 8, 9, 9, 9, 9, 9]
+    assert step(cache, 1)[0] == [9, 9, 8, 8, 8, 8, 9, 9, 9, 9]
+    assert step(cache, 4)[1] == [9, 9, 8, 8, 8, 8, *[9] * 8]
+    assert calls == [2, 2, 2, 2, 4, 4]
+    assert cache.layers[0].rounded == 8
+    assert cache.get_seq_length() == 14
+    with pytest.raises(NotImplementedError, match="for measuring only"):
+        cache.crop(4)
+
+
+def test_steps_that_read_what_is_stored() -> None:
+    form = LayerFormat(FORM.keys, FORM.values, 3.0, 2.0, step_reads_stored=True)
+    cache = SimulatedCache(build("qwen3").config, [form] + [None] * 9)
+    assert step(cache, 3)[0] == [9.0] * 3
+    assert step(cache, 2)[0] == [1, 1, 1, 9, 9]
+    assert step(cache, 1) == ([1.0] * 6, [2.0] * 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "tokens", "rounded"),
+    [
+        # D = 32, 2 KV heads; 300 tokens, f32.
+        ("simulated-oscar", (2 + 32 / 32), 300, 0),
+        ("simulated-oscar:recent=100", (2 + 32 / 32), 300, 300 - 164),
+        ("simulated-oscar-omni", (2 + 32 / 32) + 32 / 64 / 2, 300, 256),
+        ("simulated-turboquant-4:boundary=0", (4 + 16 / 32 + 4 + 32 / 32) / 2, 300, 300),
+        ("simulated-turboquant-3:boundary=0", (3 + 16 / 32 + 3 + 32 / 32) / 2, 300, 300),
+    ],
+)
+def test_bits_by_hand(monkeypatch, name, bits, tokens, rounded) -> None:
+    model = build("qwen3")
+    monkeypatch.setattr(oscar, "calibration_rows", lambda *args: [prompt(1, 40)[0].tolist()])
+    name, _, knob = name.partition(":")
+    rival = find_rival(name, {knob.split("=")[0]: int(knob.split("=")[1])} if knob else {})
+    cache = rival.prepare(model, object(), prompt(1, 8))()
+    with torch.inference_mode():
+        model(prompt(1, tokens), past_key_values=cache)
+    code_bits, total = rival.bits(cache)
+    assert total == pytest.approx((rounded * bits + (tokens - rounded) * 32) / tokens)
+    assert math.isnan(code_bits) if not rounded else code_bits == (int(name[-1]) if name[-1].isdigit() else 2)
+    assert math.isnan(rival.held_bytes(cache))
+
+
+def test_the_first_and_last_layers_stay_whole() -> None:
+    model = build("qwen3", num_hidden_layers=5)
+    forms = RIVALS["simulated-turboquant-4"].forms(model, None, prompt(1, 8))  # type: ignore[attr-defined]
+    assert [form is not None for form in forms] == [False, False, True, False, False]
+
+
+def test_calibration_text_is_of_no_window(tokenizer) -> None:
+    rows = oscar.calibration_rows(tokenizer, torch.zeros(1, 64, dtype=torch.long), 8192, 4096)
+    assert [len(row) for row in rows] == [1024] * 8
+    # A window that holds the end of the first row, from somewhere in it on.
+    window = torch.tensor([[5] * 8 + rows[0][500:]])
+    others = oscar.calibration_rows(tokenizer, window, 8192, 4096)
+    assert rows[0] not in others
+    assert len(others) == 8
+    with pytest.raises(ValueError, match="nothing is left to calibrate"):
+        oscar.calibration_rows(tokenizer, everything(tokenizer), 8192, 4096)
+
+
+def everything(tokenizer) -> torch.Tensor:
+    ids = [tokenizer(read_text(kind), add_special_tokens=False).input_ids for kind in KINDS]
+    size = max(map(len, ids))
+    return torch.tensor([[0] * (size - len(each)) + each for each in ids])
+
+
+def test_more_bits_diverge_less(monkeypatch) -> None:
+    model, tokens = build("qwen3", num_hidden_layers=5), prompt(2, 90)
+    given = {name: find_rival(name, {"boundary": 0}) for name in ("simulated-turboquant-4", "simulated-turboquant-3")}
+    nothing = {"simulated-oscar-omni": RIVALS["simulated-oscar-omni"]}
+    found = measure(model, tokens, given | nothing, prefill=60, chunk=4, batch_size=2)
+    four, three, whole = found.schemes
+    assert 0 < four.mean < three.mean
+    # Nothing has left the window of 255.
+    assert float(whole.kld.max()) < 1e-6
+    assert whole.bill.total_bits == 32
+    assert math.isnan(four.bill.held_bytes)
+    assert four.bill.bf16_bytes == found.baseline.bill.bf16_bytes
+
+
+def test_heads_that_no_hadamard_matrix_rotates() -> None:
+    with pytest.raises(ValueError, match="power of two channels; the model's have 24"):
+        RIVALS["simulated-turboquant-4"].check(build("qwen3", head_dim=24).config)
+
+
+def test_no_tokenizer_no_calibration() -> None:
+    with pytest.raises(ValueError, match="calibrates on text; give the model's tokenizer"):
+        RIVALS["simulated-oscar"].prepare(build("qwen3"), None, prompt(1, 8))
