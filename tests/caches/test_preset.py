@@ -50,8 +50,8 @@ def test_layers_by_depth():
     # A layer of its own keeps what it says of its values.
     own = get_preset(by_depth, {"3": {"wide_to": 0.0}, "0": "full"})
     assert [getattr(scheme, "value_bits", None) for scheme in own.by_layer(6)] == [None, 2, 2, 2, 4, 2]
-    pages = get_preset("snapkv", pages="best-2.8").by_layer(30)
-    assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(16, 24))
+    pages = get_preset("snapkv", pages="best-3.4").by_layer(30)
+    assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(10, 25))
     assert len({scheme.name for scheme in pages}) == 1
 
 

@@ -11,7 +11,7 @@ from ..layout import rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
-_BEST = {"boost_ratio": 0.25, "score": "error", "fit": 4, "rotate_values": True, "key_local_length": 128}
+_BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +71,12 @@ class Kitty(Scheme):
             ("demo", "kld", "bench generate", "fit"),
         ),
         "best-2.8": Entry(
-            "The same with 4-bit values in the quarter of the layers where they matter most. Not of a paper.",
-            {**_BEST, "wide_from": 0.55, "wide_to": 0.8},
+            "The same with more raised channels and finer key scales. Not of a paper.",
+            {**_BEST, "boost_ratio": 0.375, "group_size": 64},
             ("demo", "kld", "fit"),
         ),
         "best-3.4": Entry(
-            "Half of the key channels raised, finer scales, 4-bit values in half of the layers. Not of a paper.",
+            "Half of the key channels raised, 4-bit values in the half of the layers that need them. Not of a paper.",
             {**_BEST, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.84},
             ("demo", "kld", "fit"),
         ),

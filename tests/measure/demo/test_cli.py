@@ -44,10 +44,10 @@ def test_schemes_as_json() -> None:
     assert items["saw-int4"]["long_context_bits"] == [4.25, 4.25]
     # 2 bits, and two f16 for 32 elements.
     assert items["kivi-2"]["long_context_bits"] == [3.0, 3.0]
+    # Keys: 3 of payload, 0.5 of scales, 64 indices a page; values of 4.25 bits in half of the layers, else 2.25.
+    assert items["best-3.4"]["long_context_bits"][0] == pytest.approx((3.5 + 64 * 8 / 128**2 + 3.25) / 2)
+    assert "in 50 % of the layers 4 bits" in items["best-3.4"]["values"]
     # Keys: 2.25 of payload, 0.25 of scales, a byte of index for each of 32 channels in a page of 128 * 128.
-    # A quarter of the layers has values of 4.25 bits in place of 2.25.
-    assert items["best-2.8"]["long_context_bits"][0] == pytest.approx(items["best-2.5"]["long_context_bits"][0] + 0.25)
-    assert "in 25 % of the layers 4 bits" in items["best-2.8"]["values"]
     kitty = describe("kitty-pro", hfkvq.get_scheme("kitty-pro"))
     assert kitty["code_bits"] == [2.25, 2.25]
     assert kitty["long_context_bits"][0] == pytest.approx((2.5 + 0.25 + 32 * 8 / 128**2 + 2.25) / 2)
