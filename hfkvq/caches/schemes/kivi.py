@@ -39,9 +39,9 @@ class Kivi(Scheme):
             those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
             decoding are the same.
         fit_values: the same for values.
-        exact_keys: keys of each page and KV head, 0 to 4, that are also stored in 16 bits and read in place of their codes:
+        exact_keys: so many keys of each page and KV head are also stored in 16 bits and read in place of their codes:
             those that the mean of the queries seen since the last seal points to most (not in the paper; each costs
-            16 / page size bits an element of keys, 0.125 at 128). Not with token_norm.
+            0.125 bits an element of keys in pages of 128). Not with token_norm.
     """
 
     name = "kivi"

@@ -119,7 +119,7 @@ def observe(
     weight: Tensor | None = None,
     signed: bool = False,
 ) -> None:
-    """Adds magnitudes of queries, or the queries themselves, to their sums, which begin anew where something was sealed.
+    """Adds magnitudes of queries, or the queries, to their sums, which begin anew where something was sealed.
 
     Args:
         q: (B, Hq, t, D), t <= 16.

@@ -87,9 +87,7 @@ def attend_pages(
         i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
         if EXACT > 0:
             # Asked for now, used when logits of codes are done.
-            b_exact, b_places = keys.exact_keys(
-                run[EXACT_AT], run[EXACT_AT + 1], i_head, EXACT, D, EK, BEK, K_FIELDS
-            )
+            b_exact, b_places = keys.exact_keys(run[EXACT_AT], run[EXACT_AT + 1], i_head, EXACT, D, EK, BEK, K_FIELDS)
         if N4 > 0:
             # Asked for now, used when the other bits are done.
             b_highs = ()

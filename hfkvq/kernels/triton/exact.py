@@ -97,7 +97,7 @@ def keep_exact_triton(
     # Triton's interpreter truncates where bf16 should be rounded.
     if not source.is_cuda and exact.dtype == torch.bfloat16 != source.dtype:
         return reference("keep_exact")(exact, slots, table, count, new, source, index, query, page)
-    assert exact.is_contiguous() and slots.is_contiguous(), "pages are contiguous: they are written in place"
+    assert all([x.is_contiguous() for x in (exact, slots)]), "pages are contiguous: they are written in place"
     (batch, heads, _, head_dim), tokens = source.shape, index.shape[1]
     if not tokens or not batch:
         return None
@@ -110,7 +110,12 @@ def keep_exact_triton(
 
 
 def exact_wanted(
-    fmt: PageFormat, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, tokens: int
+    fmt: PageFormat,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    tokens: int,
 ) -> Iterator[Wanted]:
     """The variant for a source (B, H, D) of the model's dtype, with a query."""
     made = _launch(shape, stride, device, fmt.page_size, fmt.exact, 1, tokens, True)

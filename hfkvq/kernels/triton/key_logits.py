@@ -359,7 +359,9 @@ def visible_logits(
 
 
 @triton.jit
-def exact_keys(exact, slots, i_head, COUNT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr):  # fmt: skip
+def exact_keys(
+    exact, slots, i_head, COUNT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, FIELDS: tl.constexpr
+):
     """Exact keys of a page: COUNT * FIELDS vectors by field, and the slots that they are of."""
     o_e = tl.arange(0, BE)
     b_keys = ()

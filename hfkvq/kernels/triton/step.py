@@ -145,8 +145,7 @@ def observe_kernel(
     q, sealed, sums, counts, weight, s_b, s_h, s_l, s_d, H, T,
     D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one row: of magnitudes, or of queries if SIGNED. Sums are exact in f64 but for absurd ranges, whatever their order.
-    """
+    """One KV head of one row: magnitudes, or the queries if SIGNED. Sums are exact in f64 but for absurd ranges."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
