@@ -56,7 +56,8 @@ def cases() -> dict[str, Scheme]:
     # Two of the corners have fitted scales, and a window of keys is beside a page that fills.
     more = {"fit": 3, "fit_values": 4, "score": "q_error", "key_local_length": 3, "group_size": 8}
     found["kitty-odd"] = get_scheme(found["kitty-odd"], **more)
-    found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5)
+    found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5, exact_keys=1)
+    found["kitty-exact"] = small("kitty", exact_keys=2, key_local_length=3, fit=3)
     found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)
     found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.
