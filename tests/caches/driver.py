@@ -208,18 +208,20 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
         out = layer.attend(queries, arguments)
     else:
         out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, arguments.scaling)
-    layer.finish(steady(queries) if "query" in layer.scheme.needs else queries, arguments)
+    needs = layer.scheme.needs
+    layer.finish(steady(queries, "signs" in needs) if "query" in needs else queries, arguments)
     return out
 
 
-def steady(queries: Tensor) -> Tensor:
-    """Queries that weigh channels as all others do, whatever their window.
+def steady(queries: Tensor, signed: bool = False) -> Tensor:
+    """Queries that weigh channels as all others do, whatever their window; or, signed, that are all alike.
 
     What schemes that watch queries seal depends on those since the last seal, and so on how tokens come. Magnitudes
     that are the same for every token (and powers of two, of which sums are exact) leave the rest comparable.
     """
     channel = torch.arange(queries.shape[-1], device=queries.device) % 3
-    return torch.where(queries < 0, -1.0, 1.0).to(queries.dtype) * torch.exp2(-channel.to(queries.dtype))
+    sign = (channel - 1 if signed else queries).expand_as(queries)
+    return torch.where(sign < 0, -1.0, 1.0).to(queries.dtype) * torch.exp2(-channel.to(queries.dtype))
 
 
 def feed(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int], pads: Sequence[int] | None = None) -> list[Tensor]:
@@ -319,7 +321,7 @@ def _stored_row(store: KVStore, index: int) -> dict[str, Tensor]:
 def _token_axis(name: str, fmt: Any, side: str) -> int | None:
     if name in ("scale", "zero"):
         return 2 if fmt.axis == "token" else None
-    if name in ("norm", "high", "high_index", "full_index"):
+    if name in ("norm", "high", "high_index", "full_index", "exact", "exact_index"):
         return None
     return 2 if name == "codes" and side == "values" and fmt.bits < 8 else 1
 
