@@ -95,7 +95,9 @@ def test_nan_comes_last_and_queries_may_be_missing():
 
 @pytest.mark.parametrize("spec", ["2t32p32e1", "8t32p32e1", "2c32p32ne1", "2c32p32e5", "16t32p32e1"])
 def test_formats_without_room_for_exact_keys_are_refused(spec):
-    with pytest.raises(ValueError, match=r"exact: got \d tokens a page of \d+ bits per (token|channel)(, normed)?, all"):
+    with pytest.raises(
+        ValueError, match=r"exact: got \d tokens a page of \d+ bits per (token|channel)(, normed)?, all"
+    ):
         PageFormat.parse(spec)
 
 

@@ -67,7 +67,7 @@ class Kivi(Scheme):
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
-    exact_keys: int = knob(0, low=0, high=MOST_EXACT, search=[0, 1, 2])
+    exact_keys: int = knob(0, low=0, high=MOST_EXACT)
 
     def __post_init__(self) -> None:
         """Checks each knob, and that exact keys go with the others."""

@@ -381,8 +381,10 @@ def exact_keys(
 def with_exact_logits(b_s, b_qs, b_keys, b_slots, o_slot, RAW_UNIT: tl.constexpr):
     """Logits [SUB, BM] with those of exact keys, in units of RAW_UNIT, in place of what their codes give."""
     for r in tl.static_range(len(b_slots)):
-        b_own = tl.sum(b_qs[0] * b_keys[r * len(b_qs)].to(tl.float32)[:, None], 0)
+        # Lanes meet once.
+        b_own = b_qs[0] * b_keys[r * len(b_qs)].to(tl.float32)[:, None]
         for f in tl.static_range(1, len(b_qs)):
-            b_own += tl.sum(b_qs[f] * b_keys[r * len(b_qs) + f].to(tl.float32)[:, None], 0)
+            b_own += b_qs[f] * b_keys[r * len(b_qs) + f].to(tl.float32)[:, None]
+        b_own = tl.sum(b_own, 0)
         b_s = tl.where((o_slot == b_slots[r])[:, None], (b_own * (1.0 / RAW_UNIT))[None, :], b_s)
     return b_s
