@@ -116,8 +116,10 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "tags", "turns"}.
+        """What the scheme must observe: a subset of {"query", "signs", "tags", "turns"}.
 
+        Of queries, magnitudes are averaged, by which channels are weighed; with "signs" the queries themselves, by
+        which exact keys are chosen.
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
         `hfkvq.caches.store.requantize`.
         Schemes that evict say in `EvictionScheme.evidence` what they judge tokens by.
@@ -194,7 +196,7 @@ class Scheme:
     def seals_plainly(self, layout: Layout) -> bool:
         """Whether sealing takes nothing but the tokens and, perhaps, a rule."""
         plain = all(
-            side.clip >= 1.0 and not fmt.normed and (not fmt.raised or self.channel_rule)
+            side.clip >= 1.0 and not fmt.normed and not fmt.exact and (not fmt.raised or self.channel_rule)
             for side, fmt in zip((layout.keys, layout.values), layout.store.runs[0], strict=True)
         )
         return plain and layout.store.ordered
@@ -234,6 +236,8 @@ class Scheme:
             return "clipped values are sorted first"
         if keys.normed or values.normed:
             return "pages have factors"
+        if keys.exact:
+            return "queries choose exact keys"
         return "the scheme itself says which channels are raised" if ordered else "tokens have widths of their own"
 
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import call, define, triton_slot
+from .exact import keep_exact
 from .groups import F16_MAX, Groups
 from .pages import PageFormat, Side
 from .quantize import quantize_pages
@@ -189,6 +190,7 @@ def seal(
     choose: str | None = None,
     q_abs: Tensor | None = None,
     norm: Tensor | None = None,
+    query: Tensor | None = None,
 ) -> None:
     """Quantizes tokens of ``source`` into pages: run token ``count[b] + j`` becomes ``source[b, :, index[b, j]]``.
 
@@ -210,6 +212,8 @@ def seal(
         choose: rule by which the raised channels of each page are chosen, instead of ``widths``: see `channel_widths`.
         q_abs: f32 (B, H, D), factor of each channel's score under ``choose``, or None.
         norm: f16 (B, H, m/G, G or D), factors of each new page of a normed format (see `page_norms`); None is 1.
+        query: f32 (B, H, D), mean of the queries by which exact keys are chosen, where the format has any (see
+            `hfkvq.kernels.exact`); None takes the first of each page.
 
     Raises:
         ValueError: an unknown rule, a rule and widths, or factors for a format that has none.
@@ -220,6 +224,9 @@ def seal(
         raise ValueError("choose: got a rule and widths; pass one of them.")
     if norm is not None and not fmt.normed:
         raise ValueError(f"norm: got factors for pages of format {fmt.spec}, which is not normed; pass None.")
+    if fmt.exact:
+        keep_exact(parts[-2:], table, count, new, source, index, query, fmt.page_size)
+        parts, fmt = parts[:-2], fmt.coded
     call(
         _seal, source, list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm
     )

@@ -30,10 +30,12 @@ class Observing(NamedTuple):
     Attributes:
         sums: f64 (B, H, D), written in place.
         counts: i32 (H, B), likewise.
+        signed: whether queries are added as they are; else their magnitudes.
     """
 
     sums: Tensor
     counts: Tensor
+    signed: bool = False
 
 
 class StepTensors:

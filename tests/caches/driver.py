@@ -56,7 +56,8 @@ def cases() -> dict[str, Scheme]:
     # Two of the corners have fitted scales, and a window of keys is beside a page that fills.
     more = {"fit": 3, "fit_values": 4, "score": "q_error", "key_local_length": 3, "group_size": 8}
     found["kitty-odd"] = get_scheme(found["kitty-odd"], **more)
-    found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5)
+    found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5, exact_keys=1)
+    found["kitty-exact"] = small("kitty", exact_keys=2, key_local_length=3, fit=3)
     found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)
     found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.
@@ -207,18 +208,20 @@ def forward(layer: KVLayer, queries: Tensor, keys: Tensor, values: Tensor, valid
         out = layer.attend(queries, arguments)
     else:
         out = attention(queries, layer.dense("keys"), layer.dense("values"), mask, arguments.scaling)
-    layer.finish(steady(queries) if "query" in layer.scheme.needs else queries, arguments)
+    needs = layer.scheme.needs
+    layer.finish(steady(queries, "signs" in needs) if "query" in needs else queries, arguments)
     return out
 
 
-def steady(queries: Tensor) -> Tensor:
-    """Queries that weigh channels as all others do, whatever their window.
+def steady(queries: Tensor, signed: bool = False) -> Tensor:
+    """Queries that weigh channels as all others do, whatever their window; or, signed, that are all alike.
 
     What schemes that watch queries seal depends on those since the last seal, and so on how tokens come. Magnitudes
     that are the same for every token (and powers of two, of which sums are exact) leave the rest comparable.
     """
     channel = torch.arange(queries.shape[-1], device=queries.device) % 3
-    return torch.where(queries < 0, -1.0, 1.0).to(queries.dtype) * torch.exp2(-channel.to(queries.dtype))
+    sign = (channel - 1 if signed else queries).expand_as(queries)
+    return torch.where(sign < 0, -1.0, 1.0).to(queries.dtype) * torch.exp2(-channel.to(queries.dtype))
 
 
 def feed(layer: KVLayer, rows: Sequence[Row], chunks: Iterable[int], pads: Sequence[int] | None = None) -> list[Tensor]:
@@ -318,7 +321,7 @@ def _stored_row(store: KVStore, index: int) -> dict[str, Tensor]:
 def _token_axis(name: str, fmt: Any, side: str) -> int | None:
     if name in ("scale", "zero"):
         return 2 if fmt.axis == "token" else None
-    if name in ("norm", "high", "high_index", "full_index"):
+    if name in ("norm", "high", "high_index", "full_index", "exact", "exact_index"):
         return None
     return 2 if name == "codes" and side == "values" and fmt.bits < 8 else 1
 

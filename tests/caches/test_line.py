@@ -105,7 +105,7 @@ def taken(monkeypatch):
             if sealing is not None:
                 line.seal_tail(counters, windows, split_runs(store, runs)[0], *sealing, store)
             if observing is not None:
-                observe(q, *observing)
+                observe(q, observing.sums, observing.counts, signed=observing.signed)
         counts["append_attend"] += out is not None
         counts["sealed"] += out is not None and sealing is not None
         counts["observed"] += out is not None and observing is not None

@@ -76,7 +76,7 @@ def test_queries_of_what_waits_stay_counted(monkeypatch, chunks):
         given.append(q_abs.clone())
 
     monkeypatch.setattr(MixKVQ, "channel_bits", spy)
-    monkeypatch.setattr(driver, "steady", lambda queries: queries)
+    monkeypatch.setattr(driver, "steady", lambda queries, signed: queries)
     monkeypatch.setattr("hfkvq.caches.layers.queries.MAX_STEP", 1)
     layer = make(MixKVQ(page_size=8, group_size=8, sink_length=3))
     rows = [row(seed, 20) for seed in (1, 2)]

@@ -354,10 +354,10 @@ def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: i
     )  # fmt: skip
     state = views_of_buffer(torch.zeros(buffer_bytes(plan), dtype=torch.uint8), plan)
     advance(tensor(rows, heads, tokens, dim, dtype), tensor(rows, heads, tokens, dim, dtype), state, plan)
-    if query == "sum":
-        query_states = tensor(rows, 4 * heads, tokens, dim, dtype)
-        observe(query_states, state.sums, state.counts, state.sealed, state.weight)
-        observe(query_states, state.sums, state.counts)
+    if plan.sums_queries:
+        query_states, signed = tensor(rows, 4 * heads, tokens, dim, dtype), query == "signed"
+        observe(query_states, state.sums, state.counts, state.sealed, state.weight, signed)
+        observe(query_states, state.sums, state.counts, signed=signed)
     seal_due(state, plan, tokens)
 
 
@@ -368,6 +368,7 @@ STEPS = (
     ("s4;k128;v128;4c128p128n/2t128p128n", "", "", F16, 3),
     ("s0;k0;v0;2c32p128/2t32p128|4t32p128/4t32p128", "", "", BF16, 1),
     ("s4;k0;v128;2c128p128f4+4x32/2t128p128f4", "error", "sum", BF16, 1),
+    ("s4;k0;v128;2c128p128f4e2+4x32/2t128p128", "error", "signed", BF16, 1),
 )
 """Steps without the host: store, rule, what of the queries is kept, dtype, tokens."""
 
@@ -382,6 +383,8 @@ STORES = (
     (256, 256, F16, "s0;k256;v256;2t256p128/2t64p128", {}),
     (128, 128, BF16, "s4;k128;v128;4c128p128n/2t128p128n", {"queries": 2}),
     (128, 128, BF16, "s4;k0;v0;2c32p128n+4x32+16x8/4t128p128n", {"mask": "float"}),
+    (128, 128, BF16, "s4;k0;v128;2c128p128e2+4x32/2t128p128", {"queries": 2}),
+    (96, 96, F16, "s4;k0;v0;4c32p128e1/2t96p128", {"mask": "float"}),
     # For `dequantized`.
     (64, 64, F16, "s0;k0;v0;16c64p24/16t64p24", {}),
     (64, 64, BF16, "s0;k0;v0;8t32p32/8t16p32", {"mask": "row"}),
@@ -389,6 +392,7 @@ STORES = (
     (80, 80, BF16, "s4;k0;v0;2c8p24+16x5+4x3/4t16p24", {"queries": 5}),
     (96, 96, BF16, "s4;k32;v32;2c8p24n/4t16p24n", {}),
     (96, 80, F32, "s4;k32;v16;2c32p32+4x8/2t80p32", {"mask": "float", "sinks": True}),
+    (80, 80, BF16, "s4;k0;v0;2c8p24e3/4t16p24", {}),
     (320, 320, BF16, "s4;k0;v0;2c32p64+4x8+16x8/2t320p64", {}),
     (80, 80, BF16, "s4;k0;v16;4c8p32nf2/2t16p32f4", {}),
     (128, 128, BF16, "s4;k0;v0;4t128p32f2/4t32p32f3", {}),

@@ -50,7 +50,8 @@ def make_plan(
     rule = layer.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
     fold = store.fold if isinstance(store, HeadwiseStore) else 1
     keeps = eviction is not None and eviction.keeps_query
-    query = "keep" if keeps else "sum" if "query" in layer.scheme.needs else ""
+    needs = layer.scheme.needs
+    query = "keep" if keeps else "" if "query" not in needs else "signed" if "signs" in needs else "sum"
     return StepPlan(
         store=store.format.spec,
         rows=store.batch,

@@ -17,19 +17,23 @@ from ..store import KVStore, Padding
 
 
 class QueryStatistics:
-    """Mean magnitude of a layer's queries in each channel, since a row's keys were last sealed.
+    """Mean of a layer's queries, or of their magnitudes, in each channel, since a row's keys were last sealed.
 
     When a prompt is sealed, the queries of its newest tokens, which fill no page yet, stay counted: with those to come
     they are the window that the next page is judged by.
 
+    Args:
+        signed: whether queries are counted as they are; else their magnitudes.
+
     Attributes:
-        sums: f64 (B, H, D), sums of magnitudes; None before the first query.
+        sums: f64 (B, H, D), sums of queries or magnitudes; None before the first query.
         counts: i32 (H, B), queries in them, which each head counts for itself; None before the first query.
-        newest: magnitudes of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding, and which of them
+        newest: the same of a prompt's newest queries, f64 (B, H, n, D), 0 where there is padding, and which of them
             are real, bool (B, n); None when what is due of it has been sealed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signed: bool = False) -> None:
+        self.signed = signed
         self.sums: Tensor | None = None
         self.counts: Tensor | None = None
         self.newest: tuple[Tensor, Tensor] | None = None
@@ -40,7 +44,7 @@ class QueryStatistics:
 
     def observing(self) -> Observing | None:
         """Where a step adds its queries itself; None before the first query."""
-        return None if self.sums is None or self.counts is None else Observing(self.sums, self.counts)
+        return None if self.sums is None or self.counts is None else Observing(self.sums, self.counts, self.signed)
 
     def observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
         """Adds queries.
@@ -57,7 +61,7 @@ class QueryStatistics:
             query = query.flatten(1, 2)[:, :, None]
         sums, counts = self.sums, self.counts
         if padding is None and sums is not None and counts is not None and query.shape[2] <= MAX_STEP:
-            observe(query.detach() if query.requires_grad else query, sums, counts)
+            observe(query.detach() if query.requires_grad else query, sums, counts, signed=self.signed)
             self.newest = None
         else:
             self._observe(query, tokens, heads, padding, waiting)
@@ -66,7 +70,7 @@ class QueryStatistics:
     def _observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
         sums, counts = self.sums, self.counts
         # Sums of f32 would depend on where padding stands; these are of few bits each.
-        magnitude = query.detach().abs().double()
+        magnitude = (query.detach() if self.signed else query.detach().abs()).double()
         batch, _, queries, _ = query.shape
         real = torch.ones(batch, queries, dtype=torch.bool, device=query.device)
         if padding is not None:
@@ -86,7 +90,7 @@ class QueryStatistics:
             self.sums, self.counts = sums + total, counts + count
 
     def mean(self) -> Tensor | None:
-        """Mean magnitude in each channel: f32 (B, H, D)."""
+        """Mean in each channel: f32 (B, H, D)."""
         if self.sums is None or self.counts is None:
             return None
         count = self.counts[0, :, None, None]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hfkvq.kernels.groups import POWERS
-from hfkvq.kernels.pages import PageFormat
+from hfkvq.kernels.pages import MOST_EXACT, PageFormat
 
 from ..layout import rotation_block
 from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
+_BY_QUERIES = ("qk_abs", "q_error")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,9 @@ class Kitty(Scheme):
             those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
             decoding are the same.
         fit_values: the same for values.
+        exact_keys: so many keys of each page and KV head are also stored in 16 bits and read in place of their codes:
+            those that the mean of the queries seen since the last seal points to most (not in the paper; each costs
+            0.125 bits an element of keys in pages of 128). Neither with token_norm nor with a score of queries.
     """
 
     name = "kitty"
@@ -97,11 +101,25 @@ class Kitty(Scheme):
     clip_values: float = knob(1.0, low=0.5, high=1.0)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
+    exact_keys: int = knob(0, low=0, high=MOST_EXACT)
+
+    def __post_init__(self) -> None:
+        """Checks each knob, and that exact keys go with the others."""
+        super().__post_init__()
+        if self.exact_keys and self.token_norm:
+            raise ValueError(f"exact_keys: got {self.exact_keys} with token_norm, allowed 0; use one of the two.")
+        if self.exact_keys and self.score in _BY_QUERIES:
+            raise ValueError(
+                f"exact_keys: got {self.exact_keys} with score={self.score!r}, allowed 0, since queries are averaged "
+                "either with their signs or without; use score='error'."
+            )
 
     @property
     def needs(self) -> frozenset[str]:
-        """Queries, if they take part in the score."""
-        return frozenset({"query"}) if self.score in ("qk_abs", "q_error") else frozenset()
+        """Queries, if they take part in the score or choose exact keys."""
+        if self.exact_keys:
+            return frozenset({"query", "signs"})
+        return frozenset({"query"}) if self.score in _BY_QUERIES else frozenset()
 
     def boosted(self, head_dim: int) -> int:
         """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
@@ -117,7 +135,7 @@ class Kitty(Scheme):
         count = self.boosted(key_dim)
         raised = ((4, count),) if count else ()
         group = self.page_size if self.group_size is None else self.group_size
-        keys = PageFormat(2, "channel", group, self.page_size, raised, self.token_norm, self.fit)
+        keys = PageFormat(2, "channel", group, self.page_size, raised, self.token_norm, self.fit, self.exact_keys)
         values = PageFormat(self.value_bits, "token", value_dim, self.page_size, fit=self.fit_values)
         block = rotation_block(value_dim) if self.rotate_values else 0
         own = SideLayout((values,), self.local_length, self.page_size, rotate=block, clip=self.clip_values)

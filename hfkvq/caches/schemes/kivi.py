@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hfkvq.kernels.groups import POWERS
-from hfkvq.kernels.pages import PageFormat
+from hfkvq.kernels.pages import MOST_EXACT, PageFormat
 
 from ..layout import rotation_block
 from ..registry import Entry
@@ -39,6 +39,9 @@ class Kivi(Scheme):
             those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
             decoding are the same.
         fit_values: the same for values.
+        exact_keys: so many keys of each page and KV head are also stored in 16 bits and read in place of their codes:
+            those that the mean of the queries seen since the last seal points to most (not in the paper; each costs
+            0.125 bits an element of keys in pages of 128). Not with token_norm.
     """
 
     name = "kivi"
@@ -64,12 +67,25 @@ class Kivi(Scheme):
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
+    exact_keys: int = knob(0, low=0, high=MOST_EXACT)
+
+    def __post_init__(self) -> None:
+        """Checks each knob, and that exact keys go with the others."""
+        super().__post_init__()
+        if self.exact_keys and self.token_norm:
+            raise ValueError(f"exact_keys: got {self.exact_keys} with token_norm, allowed 0; use one of the two.")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Queries, if they choose exact keys."""
+        return frozenset({"query", "signs"}) if self.exact_keys else frozenset()
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""
         page, group = self.local_length, min(self.group_size, value_dim)
         bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
-        keys = PageFormat(next(bits), "channel", self.group_size, page, normed=self.token_norm, fit=self.fit)
+        own, normed, exact = next(bits), self.token_norm, self.exact_keys
+        keys = PageFormat(own, "channel", self.group_size, page, normed=normed, fit=self.fit, exact=exact)
         values = PageFormat(next(bits), "token", group, page, fit=self.fit_values)
         block = rotation_block(value_dim) if self.rotate_values else 0
         return Layout(

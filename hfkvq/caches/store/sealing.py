@@ -175,7 +175,7 @@ def write_pages(
         index: i32 (B, m), column of each new token.
         layout: clips tokens and balances pages.
         scheme: raises channels.
-        q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only.
+        q_abs: f32 (B, H, D), see `Scheme.channel_bits`; of keys only. By it exact keys are chosen, where there are any.
     """
     if not source.shape[1]:
         # The stores by which memory is planned have no heads.
@@ -190,5 +190,6 @@ def write_pages(
         keys = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
         widths = scheme.channel_bits(keys.unflatten(2, (-1, fmt.page_size)), q_abs)
     norm = kernels.page_norms(source, index, fmt.axis, fmt.page_size, *own.balance) if fmt.normed else None
-    weight = q_abs if rule else None
-    kernels.seal(parts, table, count, new, source, index, widths, fmt, side, rule, weight, norm)
+    weight = q_abs if rule and not fmt.exact else None
+    query = q_abs if fmt.exact else None
+    kernels.seal(parts, table, count, new, source, index, widths, fmt, side, rule, weight, norm, query)

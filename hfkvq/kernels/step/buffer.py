@@ -30,7 +30,7 @@ class StepState:
         sealed: i32 (B,), tokens of keys that the step before has sealed.
         index: i32 (B * m,) for keys and values: room for the slots that are due.
         flag: i32 (1,), 1 once a token found no room and was not stored.
-        sums: f64 (B, H, Dk), sums of query magnitudes since the last seal; empty unless the plan asks for it.
+        sums: f64 (B, H, Dk), sums of query magnitudes, or queries, since the last seal; empty unless the plan asks.
         counts: i32 (H, B), queries in ``sums``, which each head counts for itself.
         weight: f32 (B, H, Dk), their mean.
         query: (B / fold, Hq, 1, Dk), newest queries; empty unless the plan asks for it.
@@ -95,7 +95,7 @@ def _shapes(plan: StepPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
     found += [((2, rows), torch.int32), ((rows,), torch.int32)]
     found += [((rows * plan.due(side, MAX_STEP),), torch.int32) for side in (0, 1)]
     found.append(((1,), torch.int32))
-    summed = (rows, heads, plan.key_dim) if plan.query == "sum" else (0, heads, plan.key_dim)
+    summed = (rows, heads, plan.key_dim) if plan.sums_queries else (0, heads, plan.key_dim)
     found += [(summed, torch.float64), ((heads, summed[0]), torch.int32), (summed, torch.float32)]
     kept = plan.rows // plan.fold if plan.query == "keep" else 0
     found.append(((kept, plan.query_heads, 1, plan.key_dim), own))

@@ -96,9 +96,11 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
 
 
 @define("observe", mutates=("sums", "counts", "weight"))
-def _observe(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
+def _observe(
+    q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None, signed: bool
+) -> None:
     heads = sums.shape[1]
-    total = q.abs().double().sum(2).unflatten(1, (heads, -1)).mean(2)
+    total = (q if signed else q.abs()).double().sum(2).unflatten(1, (heads, -1)).mean(2)
     again = torch.zeros_like(counts[0]) > 0 if sealed is None else sealed > 0
     sums.copy_(sums.masked_fill(again[:, None, None], 0.0) + total)
     counts.copy_(counts.masked_fill(again, 0) + q.shape[2])
@@ -110,9 +112,14 @@ triton_slot("observe", "step:observe_triton")
 
 
 def observe(
-    q: Tensor, sums: Tensor, counts: Tensor, sealed: Tensor | None = None, weight: Tensor | None = None
+    q: Tensor,
+    sums: Tensor,
+    counts: Tensor,
+    sealed: Tensor | None = None,
+    weight: Tensor | None = None,
+    signed: bool = False,
 ) -> None:
-    """Adds magnitudes of queries to their sums, which begin anew where something was sealed.
+    """Adds magnitudes of queries, or the queries, to their sums, which begin anew where something was sealed.
 
     Args:
         q: (B, Hq, t, D), t <= 16.
@@ -120,8 +127,9 @@ def observe(
         counts: i32 (H, B), queries in ``sums``, likewise.
         sealed: i32 (B,), tokens of keys that the step before has sealed; None for nothing.
         weight: f32 (B, H, D), written: the mean of the queries in ``sums``; None if it is not asked for.
+        signed: whether queries are added as they are; else their magnitudes.
     """
-    call(_observe, q, q, sealed, sums, counts, weight)
+    call(_observe, q, q, sealed, sums, counts, weight, signed)
 
 
 def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:
@@ -136,7 +144,9 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int]
             norm = page_norms(source, index[at], fmt.axis, fmt.page_size, *plan.balance[at], new)
         rule = plan.rule if fmt.raised and plan.rule else None
         weight = state.weight if rule and plan.query == "sum" else None
-        seal(parts, run.table, state.last_counts[at], new, source, index[at], None, fmt, side, rule, weight, norm)
+        query = state.weight if fmt.exact and plan.query == "signed" else None
+        pages = parts, run.table, state.last_counts[at], new, source, index[at], None
+        seal(*pages, fmt, side, rule, weight, norm, query)
 
 
 @lru_cache(maxsize=64)
@@ -185,12 +195,12 @@ def run_step(
                 mask = mask.repeat_interleave(fold, 0)
     advance(k, v, state, plan)
     # Attention is as long as two kernels that find nothing to do. More than two in a row would be waited for.
-    long = due and (plan.query == "sum" or any(fmt.normed for fmt in plan.format.runs[-1]))
+    long = due and (plan.sums_queries or any(fmt.normed for fmt in plan.format.runs[-1]))
     with _beside(q, 2 if long else 1) as beside:
         # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
         with beside[0]:
-            if plan.query == "sum":
-                observe(q, state.sums, state.counts, state.sealed, state.weight)
+            if plan.sums_queries:
+                observe(q, state.sums, state.counts, state.sealed, state.weight, plan.query == "signed")
             elif plan.query == "keep":
                 state.query.copy_(whole[:, :, -1:])
             if due:

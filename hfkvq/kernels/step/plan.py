@@ -32,8 +32,8 @@ class StepPlan:
         unit: tokens sealed together, likewise.
         capacity: most logical columns.
         rule: rule by which raised channels are chosen, see `kernels.channel_widths`; "" where there are none.
-        query: "sum" keeps the sum of queries' magnitudes, by which ``rule`` weighs channels; "keep" the newest queries;
-            "" nothing.
+        query: "sum" keeps the sum of queries' magnitudes, by which ``rule`` weighs channels; "signed" that of queries,
+            by which exact keys are chosen; "keep" the newest queries; "" nothing.
         fold: KV heads of the model that are rows of their own, or 1.
         query_heads: Hq of the model, where ``query`` is "keep".
         balance: how `page_norms` balances pages of keys and of values.
@@ -74,6 +74,11 @@ class StepPlan:
     def format(self) -> StoreFormat:
         """The store's format."""
         return StoreFormat.parse(self.store)
+
+    @property
+    def sums_queries(self) -> bool:
+        """Whether queries, or their magnitudes, are summed."""
+        return self.query in ("sum", "signed")
 
     def due(self, side: int, tokens: int) -> int:
         """Most tokens of a side that are due after a step of so many, where nothing was due before."""

@@ -180,6 +180,8 @@ def pair_format(
         part=step if coarse else min(step, 64),
         key_norm=FACTORS if keys.normed else 0,
         value_norm=FACTORS + keys.normed if values.normed else 0,
+        exact=keys.exact,
+        exact_at=FACTORS + values.normed if keys.exact else 0,
         open=open_pages,
         rests=not keys.whole and not open_pages,
         layout=LAYOUT,

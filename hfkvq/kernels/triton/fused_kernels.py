@@ -33,7 +33,7 @@ def begin_kernel(
     s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
     ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
-    SHARE: tl.constexpr, BD: tl.constexpr,
+    SHARE: tl.constexpr, BD: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """One KV head of a row observes its queries, if that is asked for; the first appends the row's tokens.
 
@@ -57,7 +57,7 @@ def begin_kernel(
             tl.store(found + 2 * B + i_b, tokens_due(i_rest, i_k, LOCAL_K, UNIT_K))
             tl.store(found + 3 * B + i_b, tokens_due(i_rest, i_v, LOCAL_V, UNIT_V))
     if q is not None:
-        observe_kernel(q, None, sums, counts, None, s_qb, s_qh, s_ql, s_qd, H, T, DK, SHARE, BD)
+        observe_kernel(q, None, sums, counts, None, s_qb, s_qh, s_ql, s_qd, H, T, DK, SHARE, BD, SIGNED)
 
 
 @triton.jit(do_not_specialize=["SPLITS", "QUERIES", "B", "N", "MK", "MV", "WK", "WV"])
@@ -105,17 +105,17 @@ def begin_launch(
     new: NewTokens,
     form: StoreFormat,
     sealing: Sealing | None,
-    query: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    query: tuple[tuple[int, ...], tuple[int, ...], bool] | None,
 ) -> Launch:
     """Takes keys, values, four windows, counters, what is due if it is counted, and queries, sums and counts if any.
 
-    ``query``: shape and stride of queries that are observed.
+    ``query``: shape and stride of queries that are observed, and whether with their signs.
     """
     constants = append_constants(new.keys, new.values, form.rotate_keys, form.rotate_values)
     batch, heads, _, head_dim = new.keys
     counts, observes = sealing is not None, query is not None
-    shape, stride = query or ((batch, heads), (0, 0, 0, 0))
-    constants |= {"SHARE": shape[1] // heads, "BD": power(head_dim)}
+    shape, stride, signed = query or ((batch, heads), (0, 0, 0, 0), False)
+    constants |= {"SHARE": shape[1] // heads, "BD": power(head_dim), "SIGNED": signed}
     numbers = dict(zip(("s_qb", "s_qh", "s_ql", "s_qd"), stride, strict=True)) | append_numbers(new, constants)
     windows = window_numbers(sealing or Sealing((0, 0), (1, 1), (0, 0)))
     numbers |= {name: windows[name] for name in ("LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V")}

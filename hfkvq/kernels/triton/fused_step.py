@@ -96,6 +96,7 @@ def _step(
     softcap: float,
     sealing: Sealing | None,
     observes: bool,
+    signed: bool,
     edition: int,
 ) -> _Step | None:
     form = StoreFormat.parse(store)
@@ -108,7 +109,7 @@ def _step(
     if sealing is None and not observes:
         begin = append_launch(new, form.rotate_keys, form.rotate_values)
     else:
-        begin = begin_launch(new, form, sealing, (query, query_stride) if observes else None)
+        begin = begin_launch(new, form, sealing, (query, query_stride, signed) if observes else None)
     end = plan.merge if sealing is None else end_launch(plan.merge, new, form, blocks[0], sealing.most)
     batch, heads, tokens, dim = plan.out
     out = (batch, tokens, heads, dim) if tokens == 1 else plan.out
@@ -224,6 +225,7 @@ def append_attend(
         softcap,
         sealing,
         observing is not None,
+        observing is not None and observing.signed,
         edition(),
     )
     if asked != noted.asked:
@@ -256,7 +258,7 @@ def append_attend(
         # Some have not been needed yet, or there is nothing to compile for.
         tensors = [q, keys, values, out, *sums.split(buffer, step.part)]
         tensors += [] if mask is None else [mask_words(mask)]
-        tensors += observing or ()
+        tensors += [] if observing is None else observing[:2]
         _first(launches, _given(tensors, [held.counters, *held.windows, *held.runs], *which), held.counters, keys)
         out = out if out.dtype == q.dtype else out.to(q.dtype)
     else:

@@ -40,10 +40,11 @@ def store_columns(
 
 @triton.jit(do_not_specialize=["B", "N", "COLUMNS"])
 def gather_pages_kernel(
-    out, counters, table, pos, codes, scale, zero, norm, high, high_index, full, full_index, rotation, B, N, COLUMNS,
+    out, counters, table, pos, codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index,
+    rotation, B, N, COLUMNS,
     H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    BLOCK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    NX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of one page of a run, whose tokens sealed are row COUNTER of the counters."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -62,8 +63,8 @@ def gather_pages_kernel(
         o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
     i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
     b_x = load_page_in_order(
-        codes, scale, zero, norm, high, high_index, full, full_index, i_head, i_slot, m_t,
-        D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, BT, BE, BD,
+        codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
+        D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE, BD,
     )  # fmt: skip
     o_column = tl.load(counters + i_b) + o_x
     m_t = m_t & (o_column >= 0) & (o_column < COLUMNS)

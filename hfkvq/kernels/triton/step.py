@@ -143,9 +143,9 @@ def advance_triton(
 @triton.jit(do_not_specialize=["T"])
 def observe_kernel(
     q, sealed, sums, counts, weight, s_b, s_h, s_l, s_d, H, T,
-    D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr,
+    D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one row. Sums of magnitudes are exact in f64 but for absurd ranges, whatever their order."""
+    """One KV head of one row: magnitudes, or the queries if SIGNED. Sums are exact in f64 but for absurd ranges."""
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
@@ -158,7 +158,11 @@ def observe_kernel(
     for i_t in range(T):
         for i_g in tl.static_range(SHARE):
             p_q = q + i_b * s_b + (i_h * SHARE + i_g) * s_h + i_t * s_l + o_d * s_d
-            b_sum += tl.abs(tl.load(p_q, mask=m_d, other=0.0).to(tl.float64))
+            b_q = tl.load(p_q, mask=m_d, other=0.0).to(tl.float64)
+            if SIGNED:
+                b_sum += b_q
+            else:
+                b_sum += tl.abs(b_q)
     p_sum = sums + (i_b * H + i_h) * D + o_d
     b_old = tl.load(p_sum, mask=m_d, other=0.0)
     if sealed is not None:
@@ -180,6 +184,7 @@ def observe_launch(
     heads: int,
     has_sealed: bool,
     has_weight: bool,
+    signed: bool,
 ) -> Launch:
     """Takes queries, sums, counts, what was sealed and the weight, if there are any."""
     batch, query_heads, tokens, head_dim = shape
@@ -187,6 +192,7 @@ def observe_launch(
         "D": head_dim,
         "SHARE": query_heads // heads,
         "BD": power(head_dim),
+        "SIGNED": signed,
         "num_warps": max(1, min(4, power(head_dim) // 32)),
         "enable_fp_fusion": False,
     }
@@ -198,9 +204,10 @@ def observe_launch(
     return Launch(observe_kernel, (heads, batch), numbers, constants, device, nest)
 
 
-def observe_triton(q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None) -> None:
+def observe_triton(
+    q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None, signed: bool
+) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    launch = observe_launch(
-        q.shape, q.stride(), q.dtype, q.device, sums.shape[1], sealed is not None, weight is not None
-    )
+    has = sealed is not None, weight is not None, signed
+    launch = observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1], *has)
     launch(q, sums, counts, *[x for x in (sealed, weight) if x is not None])

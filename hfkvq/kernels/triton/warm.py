@@ -17,6 +17,7 @@ from .ahead import Beside, Wanted
 from .append import NewTokens, append_launch
 from .decode import decode_wanted
 from .due import due_launch
+from .exact import exact_wanted
 from .fields import INTERPRETED
 from .hadamard import hadamard_wanted
 from .moments import moments_wanted
@@ -116,6 +117,9 @@ def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str |
             whole = -(-4 * fmt.page_size // plan.unit[at]) * plan.unit[at]
             ruled = rule if fmt.raised else None
             weighed = ruled is not None and plan.query == "sum"
+            if fmt.exact:
+                yield from exact_wanted(fmt, shape, stride, dtype, device, whole)
+                fmt = fmt.coded
             yield from seal_wanted(fmt, side, shape, stride, dtype, device, whole, ruled, weighed)
             if i == len(form.runs) - 1 and plan.query != "keep":
                 ruled = plan.rule if fmt.raised and plan.rule else None
@@ -133,9 +137,9 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
     sealing = Sealing(plan.local, plan.unit, (plan.due(0, 1), plan.due(1, 1)))
     advance = advance_launch(new, runs, plan.capacity, 1, positions, sealing, form.rotate_keys, form.rotate_values)
     yield advance.wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
-    if plan.query == "sum":
+    if plan.sums_queries:
         shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
-        observe = observe_launch(shape, stride, dtype, device, plan.heads, True, True)
+        observe = observe_launch(shape, stride, dtype, device, plan.heads, True, True, plan.query == "signed")
         yield observe.wanted([dtype, torch.float64, I32, I32, torch.float32])
     if plan.query == "keep":
         for queries in (1, WINDOW):
