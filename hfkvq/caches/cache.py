@@ -32,7 +32,7 @@ from .scheme import Scheme
 from .switched import join, restore, switch
 from .whole import WholeCache
 
-DEFAULT_SCHEME = "kitty-pro"
+DEFAULT_SCHEME = "best-3.4"
 
 
 class MixedKVCache(WholeCache, Cache):

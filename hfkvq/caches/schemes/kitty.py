@@ -72,7 +72,7 @@ class Kitty(Scheme):
         "best-2.5": Entry(
             "The fewest bits with answers close to bf16: Kitty-Pro's bytes, better filled. Not of a paper.",
             _BEST,
-            ("demo", "kld", "bench generate", "fit"),
+            ("demo", "kld", "fit"),
         ),
         "best-2.8": Entry(
             "The same with more raised channels and finer key scales. Not of a paper.",
@@ -82,7 +82,7 @@ class Kitty(Scheme):
         "best-3.4": Entry(
             "Half of the key channels raised, 4-bit values in the half of the layers that need them. Not of a paper.",
             {**_BEST, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.84},
-            ("demo", "kld", "fit"),
+            ("demo", "kld", "bench generate", "fit"),
         ),
     }
 
