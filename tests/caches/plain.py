@@ -186,7 +186,7 @@ class Subject:
             self.config, schemes[0], layers=layers, **{**options, "max_cache_len": self.capacity}
         )
         self.plain, self.exact, self.module = Plain(schemes), True, Module()
-        # Whether tokens have been taken back, and whether the last ones still wait.
+        # Whether tokens have been taken back, or may be, and whether the last ones still wait.
         self.cropped = self.waits = False
         self.module.config = self.config  # type: ignore[assignment]
         # Tokens that each row may have lost nothing of, if its scheme evicts.
@@ -322,7 +322,7 @@ class Subject:
                 continue
             found = self.found(index, store.state, row, held)
             assert bool((found[1:] > found[:-1]).all()), "tokens are those given, in order"
-            newest = min(scheme.window, held)
+            newest = 0 if self.cropped else min(scheme.window, held)
             assert found[held - newest :].tolist() == list(range(given - newest, given)), "the newest are there"
 
     def found(self, index: int, state: StoreState, row: int, held: int) -> Tensor:

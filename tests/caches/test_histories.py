@@ -235,7 +235,7 @@ class Histories(RuleBasedStateMachine):
     def reset(self, mode):
         def on_plain(subject):
             subject.plain.reset()
-            subject.exact, subject.cropped, subject.waits = True, False, False
+            subject.exact, subject.cropped, subject.waits = True, bool(subject.plain.hold), False
 
         self.change(lambda cache: cache.reset(), on_plain, mode)
 
@@ -245,7 +245,7 @@ class Histories(RuleBasedStateMachine):
         """As assisted decoding begins."""
         for subject in self.subjects:
             subject.cache.activate_past_recording()
-            subject.plain.hold = 64
+            subject.plain.hold, subject.cropped = 64, True
 
     @rule(which=st.integers(0, 1), how=st.sampled_from(sorted(COPIES)), mode=modes)
     def copy(self, which, how, mode):

@@ -218,6 +218,8 @@ class PagedLayer(LayerBase):
         if self.store is not None and self.store.counters.is_inference():
             # Read in inference mode, where nothing can be written to that is made.
             self.store, self.queries = copy.deepcopy(self.store), copy.deepcopy(self.queries)
+            if self.buffer is not None:
+                self.buffer.queries = self.queries
         for part in (self.eviction, self.buffer, self.steps):
             if part is not None:
                 part.attach(self)
