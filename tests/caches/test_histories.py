@@ -116,7 +116,8 @@ class Histories(RuleBasedStateMachine):
                 valid[row, first : first + count] = False
         # A column that nobody sees is no column.
         valid[0] |= ~valid.any(0)
-        return New.random(number, rows, tokens, self.dtype, self.plainly, valid)
+        # No two tokens of a history are alike.
+        return New.random(number * 1000 + self.length, rows, tokens, self.dtype, self.plainly, valid)
 
     def feed(self, new, mode, watch=False, seen=True):
         """All subjects, or none if it is too much for any."""
@@ -170,7 +171,7 @@ class Histories(RuleBasedStateMachine):
         for i in range(count):
             if self.length + tokens > MOST_TOKENS:
                 return
-            new = self.new(number + i, self.rows, tokens)
+            new = self.new(number, self.rows, tokens)
             if not self.feed(new, mode, watch and i == count - 1):
                 return
 
