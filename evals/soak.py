@@ -37,7 +37,8 @@ def tiny_model(device: torch.device) -> LlamaForCausalLM:
         num_key_value_heads=1, head_dim=64, max_position_embeddings=1 << 18,
     )  # fmt: skip
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return LlamaForCausalLM(config).to(device, dtype).eval()
+    model: Any = LlamaForCausalLM(config).eval()
+    return model.to(device, dtype)
 
 
 class Soak:

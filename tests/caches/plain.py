@@ -63,7 +63,8 @@ class New:
         # Whoever looks at padding is found out.
         junk = ~valid[None, :, None, :, None]
         keys, values = (x.masked_fill(junk, 200.0) for x in (keys, values))
-        return New(*(x.to(dtype) for x in (steady(queries) if plain else queries, keys, values)), valid)
+        queries, keys, values = (x.to(dtype) for x in (steady(queries) if plain else queries, keys, values))
+        return New(queries, keys, values, valid)
 
     @property
     def tokens(self) -> int:
@@ -181,10 +182,8 @@ class Subject:
         self.config._attn_implementation = "sdpa"
         options = KINDS[kind]
         self.capacity = capacity if options.get("max_cache_len") else None
-        layers = {i: scheme for i, scheme in enumerate(schemes) if i and scheme != schemes[0]}
-        self.cache = MixedKVCache(
-            self.config, schemes[0], layers=layers, **{**options, "max_cache_len": self.capacity}
-        )
+        layers: dict[str | int, Any] = {i: scheme for i, scheme in enumerate(schemes) if i and scheme != schemes[0]}
+        self.cache = MixedKVCache(self.config, schemes[0], layers=layers, **{**options, "max_cache_len": self.capacity})
         self.plain, self.exact, self.module = Plain(schemes), True, Module()
         # Whether tokens have been taken back, or may be, and whether the last ones still wait.
         self.cropped = self.waits = False
@@ -307,7 +306,7 @@ class Subject:
         counters = store.counters.tolist()
         hold = plain.hold
         for row in range(store.batch):
-            b, head = divmod(row, HEADS)
+            b = row // HEADS
             given = plain.length - plain.lead[b]
             held = counters[LENGTH][row]
             assert counters[START][row] == plain.length - held

@@ -13,15 +13,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, note, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hfkvq import Scheme, get_scheme, list_schemes
-from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.eviction import TieredEviction
+from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat
 from tests.caches.driver import assert_same_bits, cases, evicting, small
-from tests.caches.plain import HEADS, DIM, KINDS, New, Subject
-from tests.caches.test_faults import Fault, FailAt
+from tests.caches.plain import DIM, HEADS, KINDS, New, Subject
+from tests.caches.test_faults import FailAt, Fault
 
 MOST_ROWS, MOST_TOKENS = 5, 420
 
@@ -49,7 +56,9 @@ def schemes() -> dict[str, Scheme]:
         if scheme.evicts:
             published[name] = get_scheme(scheme, budget_tokens=160, window=min(scheme.window, 64))
     keeping = {name: scheme for name, scheme in cases().items() if not scheme.evicts}
-    tiered = {name: small(name, budget_tokens=40) for name, x in list_schemes().items() if isinstance(x, TieredEviction)}
+    tiered = {
+        name: small(name, budget_tokens=40) for name, x in list_schemes().items() if isinstance(x, TieredEviction)
+    }
     return keeping | evicting() | tiered | published | {"long-keys": LongKeys()}
 
 
@@ -152,7 +161,7 @@ class Histories(RuleBasedStateMachine):
     def prompt(self, number, rows, tokens, pads, holes, mode, watch, seen):
         """A prompt, a chunk or a turn."""
         tokens = min(tokens, MOST_TOKENS - self.length)
-        if not tokens:
+        if tokens < 1:
             return
         rows = self.rows or rows
         fresh = any(lead == self.length for lead in self.first.plain.lead) or not self.length
@@ -161,11 +170,22 @@ class Histories(RuleBasedStateMachine):
             # Those that have begun have no leading padding.
             pads = [pad if i < rows and self.first.plain.lead[i] == self.length else 0 for i, pad in enumerate(pads)]
         new = self.new(number, rows, tokens, pads, holes)
-        hidden = self.evicts or self.plainly or not bool(new.valid.all()) or bool(self.length and not self.first.plain.valid.all())
+        hidden = (
+            self.evicts
+            or self.plainly
+            or not bool(new.valid.all())
+            or bool(self.length and not self.first.plain.valid.all())
+        )
         self.feed(new, mode, watch, seen or hidden)
 
     @precondition(lambda self: self.length)
-    @rule(number=seeds, count=st.integers(1, 24), mode=modes, watch=st.booleans(), tokens=st.sampled_from([1, 1, 1, 2, 5, 16]))
+    @rule(
+        number=seeds,
+        count=st.integers(1, 24),
+        mode=modes,
+        watch=st.booleans(),
+        tokens=st.sampled_from([1, 1, 1, 2, 5, 16]),
+    )
     def steps(self, number, count, tokens, mode, watch):
         """Several steps, the last of which is looked at."""
         for i in range(count):
@@ -288,16 +308,17 @@ class Histories(RuleBasedStateMachine):
                 lambda: cache.batch_select_indices(torch.tensor([rows])),
                 lambda: cache.batch_select_indices(torch.zeros(rows, dtype=torch.bool)),
             ]
-        for i, call in enumerate(calls):
-            with MODES[mode](), pytest.raises(ValueError):
+        for call in calls:
+            with MODES[mode](), pytest.raises(ValueError, match=r"(G|g)ot|keys are"):
                 call()
-                raise AssertionError(f"call {i} was taken")
         self.unchanged(subject, before)
 
     @precondition(lambda self: self.length)
     @rule(number=seeds, which=st.integers(0, 1), fails=st.integers(1, 90), tokens=st.sampled_from([1, 1, 3, 16, 40]))
     def interrupted(self, number, which, fails, tokens):
         """A forward stops anywhere: layers have all of it or nothing, and the cache can be mended."""
+        if self.length + tokens > MOST_TOKENS:
+            return
         new = self.new(number, self.rows, tokens)
         subject, others = self.subjects[which], [self.subjects[1 - which]]
         if any(x.capacity is not None and self.length + tokens > x.capacity for x in self.subjects):
@@ -458,20 +479,22 @@ def options(count, **more):
         database=None,
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
-        phases=[Phase.generate] if os.environ.get("NOSHRINK") else [Phase.generate, Phase.shrink],
+        phases=[Phase.generate, Phase.shrink],
         **more,
     )
 
 
 def test_short_histories():
     """The same ones in every run."""
-    run_state_machine_as_test(Histories, settings=options(40, derandomize=True))
+    run_state_machine_as_test(Histories, settings=options(25, derandomize=True))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_many_histories():
     """HFKVQ_HISTORIES of them, from HFKVQ_SEED."""
-    count, start = (int(os.environ.get(f"HFKVQ_{name}", value)) for name, value in (("HISTORIES", HISTORIES), ("SEED", SEED)))
+    count, start = (
+        int(os.environ.get(f"HFKVQ_{name}", value)) for name, value in (("HISTORIES", HISTORIES), ("SEED", SEED))
+    )
     print(f"{count} histories from seed {start}")
     run_state_machine_as_test(seed(start)(Histories), settings=options(count))
