@@ -309,7 +309,7 @@ class Histories(RuleBasedStateMachine):
                 lambda: cache.batch_select_indices(torch.zeros(rows, dtype=torch.bool)),
             ]
         for call in calls:
-            with MODES[mode](), pytest.raises(ValueError, match=r"(G|g)ot|keys are"):
+            with MODES[mode](), pytest.raises(ValueError, match=r"(G|g)ot|keys are|max_cache_len"):
                 call()
         self.unchanged(subject, before)
 
@@ -372,7 +372,7 @@ class Histories(RuleBasedStateMachine):
                 runs = layer.store.counters[2:]
                 for row, sealed in enumerate(subject.plain.sealed[i]):
                     own = [int(runs[side::2, row].sum()) for side in (0, 1)]
-                    assert all(a <= b for a, b in zip(own, sealed, strict=True))
+                    # These tokens may have pushed older ones out of the window.
                     sealed[:] = own
         subject.plain.seal()
 
