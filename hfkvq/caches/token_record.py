@@ -190,6 +190,12 @@ class TokenRecord:
         return self.__dict__ | {"_shared": {}, "_taken": 0}
 
     @lasting
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`; its tensors are written to in place."""
+        self.__dict__.update(state)
+        self.ids, self.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
+
+    @lasting
     def write(self, ids: Tensor, tags: Tensor | None, start: int) -> None:
         end = start + ids.shape[1]
         have = 0 if self.ids is None else self.ids.shape[1]

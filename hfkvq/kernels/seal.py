@@ -160,7 +160,8 @@ def _seal(
         own = None if norm is None else norm[row, :, block]
         made = quantize_pages(x, form, "keys" if side == "keys" else "values", chosen, own)
         for part, new_part in zip(parts, made, strict=True):
-            part[ids] = new_part
+            # Channels that stay whole come in float32 from pages that are made again.
+            part[ids] = new_part.to(part.dtype)
         return
     slot = token % page
     for name, part, made in zip(form.names, parts, quantize_pages(x, form, "keys"), strict=True):

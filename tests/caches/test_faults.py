@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -189,6 +190,19 @@ def test_a_step_that_fails_before_it_seals(model, monkeypatch):
     whole._catch_up()
     assert whole.layers[0].seen == seen + 1
     assert same(bits(whole)[0], bits(done)[0])
+
+
+@pytest.mark.parametrize("capacity", [None, 120])
+@pytest.mark.parametrize("name", ["mixkvq", "snapkv+kitty-pro", "arkv"])
+def test_a_cache_that_was_read_in_inference_mode_goes_on_in_any(model, name, capacity):
+    whole = filled(model, name, capacity)
+    with torch.inference_mode():
+        cache = pickle.loads(pickle.dumps(whole))
+    for tokens in (1, 30, 1):
+        ids = prompt(3, tokens, seed=5)
+        with torch.no_grad():
+            a, b = (model(ids, past_key_values=each).logits for each in (cache, whole))
+        assert torch.equal(a, b)
 
 
 @pytest.mark.slow

@@ -232,6 +232,16 @@ def test_a_prompt_without_memory_is_as_if_it_had_not_come(monkeypatch):
     assert_same_bits(stored(layer, 0), stored(fresh, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pages_with_whole_channels_are_made_again_in_the_models_dtype(dtype):
+    """A second prompt over the budget: what stays is dequantized in float32."""
+    layer, own = make(small("snapkv+mixkvq")), row(8, 120, dtype=dtype)
+    for at, count in ((0, 60), (60, 60)):
+        forward(layer, *join([own[at : at + count]]))
+    assert layer.evicted
+    assert torch.isfinite(layer.dense("keys")).all()
+
+
 def test_layers_of_several_kinds():
     """A budget of tokens, one of tiers, and none, in one cache; a pyramid's budgets are those of its layers."""
     model, ids = build("llama", num_hidden_layers=4), prompt(2, 60)

@@ -12,6 +12,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
 from ..eviction import TieredEviction
+from ..lasting import lasting
 from ..scheme import Scheme
 from ..store import MAX_STEP
 from .base import LayerBase
@@ -210,9 +211,15 @@ class PagedLayer(LayerBase):
         self.steps.catch_up()
         return self.__dict__ | {"store": copy.deepcopy(self.store)}
 
+    @lasting
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`."""
         vars(self).update(state)
+        if self.store is not None and self.store.counters.is_inference():
+            # Read in inference mode, where nothing can be written to that is made.
+            self.store, self.queries = copy.deepcopy(self.store), copy.deepcopy(self.queries)
+            if self.buffer is not None:
+                self.buffer.queries = self.queries
         for part in (self.eviction, self.buffer, self.steps):
             if part is not None:
                 part.attach(self)
