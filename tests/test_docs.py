@@ -10,7 +10,9 @@ import pytest
 import torch
 import typer
 
+from evals import frontier
 from hfkvq.caches import get_scheme, list_schemes, registry
+from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.cli import app
 from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.schemes import describe, eviction_markdown, schemes_markdown
@@ -149,6 +151,21 @@ def test_what_the_readme_says_it_saves():
             assert (bits, long, short) == (f"{least:.2f}", speed[f"`{preset}`"][0], speed[f"`{preset}`"][4])
 
 
+def test_the_table_of_the_real_model_is_what_was_measured():
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert f"{frontier.BEGIN}\n{frontier.table()}\n{frontier.END}" in text
+    measured = {row["name"]: row for row in frontier.rows()}
+    shown = rows((ROOT / "README.md").read_text(encoding="utf-8"), "| cache | bits, long context | KLD")
+    assert {"`full`", f"`{DEFAULT_SCHEME}` (default)"} <= shown.keys()
+    for name, (bits, kld, p999, top1, perplexity) in shown.items():
+        row = measured[re.match("`([^`]+)`", name)[1]]
+        low, high = row["kld"]["interval"]
+        assert kld == f"{row['kld']['mean']:.4f} ({low:.4f} to {high:.4f})", name
+        assert (p999, top1) == (f"{row['kld']['p999']:.2f}", f"{100 * row['top1']['share']:.1f} %"), name
+        assert perplexity == f"{100 * (row['perplexity_ratio']['value'] - 1):+.1f} %", name
+        assert float(bits) == float(frontier.long_context(row)), name
+
+
 class TestChoosing:
     TEXT = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -162,8 +179,8 @@ class TestChoosing:
 
     def test_what_is_advised_exists(self):
         taken = [line.split(" | ")[1] for line in self.TEXT.splitlines() if line.count(" | ") == 2]
-        named = {name for each in taken for name in re.findall("`([a-z0-9-]+)`", each)}
-        assert {"kitty-pro", "full"} <= named <= list_schemes().keys()
+        named = {name for each in taken for name in re.findall("`([a-z0-9.-]+)`", each)}
+        assert {DEFAULT_SCHEME, "full"} <= named <= list_schemes().keys()
 
     def test_costs_are_those_that_were_measured(self):
         measured, speed = rows(self.RESULTS, "| cache | code bits"), rows(self.RESULTS, "| cache | 32 x 32k")
