@@ -28,10 +28,6 @@ class Due:
     new: tuple[Tensor, Tensor]
     index: tuple[Tensor, Tensor]
 
-    def take_back(self, counters: Tensor) -> None:
-        """Counts them as not sealed again: sealing failed, and they are in the windows still."""
-        counters[-2:] -= torch.stack(self.new)
-
 
 @define("due", mutates=("counters", "found", "pos"))
 def _due(

@@ -96,17 +96,15 @@ def seal_tail(
         most: the most that any row has to seal; 0 for nothing.
         store: the layer's format; its last run is not normed.
         rule: by which raised channels are chosen; None if there are none.
+
+    What fails leaves ``counters`` as they may be: who calls keeps a copy.
     """
     if launches(counters) and _launches().seal_tail(counters, windows, run, local, unit, most, store, rule):
         return
     found = due(counters, store.sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, most, run.pos)
-    try:
-        for at, side in enumerate(SIDES):
-            if most[at]:
-                parts, fmt = (run.keys, run.values)[at], store.runs[-1][at]
-                own = rule if fmt.raised else None
-                new, source, index = found.new[at], windows[2 + at], found.index[at]
-                seal(parts, run.table, found.count[at], new, source, index, None, fmt, side, own)
-    except BaseException:
-        found.take_back(counters)
-        raise
+    for at, side in enumerate(SIDES):
+        if most[at]:
+            parts, fmt = (run.keys, run.values)[at], store.runs[-1][at]
+            own = rule if fmt.raised else None
+            new, source, index = found.new[at], windows[2 + at], found.index[at]
+            seal(parts, run.table, found.count[at], new, source, index, None, fmt, side, own)

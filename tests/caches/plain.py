@@ -186,7 +186,8 @@ class Subject:
         self.capacity = capacity if options.get("max_cache_len") else None
         layers: dict[str | int, Any] = {i: scheme for i, scheme in enumerate(schemes) if i and scheme != schemes[0]}
         self.cache = MixedKVCache(self.config, schemes[0], layers=layers, **{**options, "max_cache_len": self.capacity})
-        self.plain, self.exact, self.module = Plain(schemes), True, Module()
+        own = tuple(scheme.in_layer(i, len(schemes)) for i, scheme in enumerate(schemes))
+        self.plain, self.exact, self.module = Plain(own), True, Module()
         # Whether tokens have been taken back, or may be, and whether the last ones still wait.
         self.cropped = self.waits = False
         self.module.config = self.config  # type: ignore[assignment]

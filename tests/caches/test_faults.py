@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfkvq import MixedKVCache, list_schemes
+from hfkvq.caches.store import sealing
 from hfkvq.kernels.step import ops
 from tests.caches.driver import small, stored
 from tests.caches.models import build, prompt
@@ -190,6 +191,37 @@ def test_a_step_that_fails_before_it_seals(model, monkeypatch):
     whole._catch_up()
     assert whole.layers[0].seen == seen + 1
     assert same(bits(whole)[0], bits(done)[0])
+
+
+@pytest.mark.parametrize(("name", "operation"), [("int4", "seal_tail"), ("kvarn", "due")])
+def test_tokens_counted_as_sealed_before_an_operation_fails(model, monkeypatch, name, operation):
+    """Their pages are not written: they are counted as not sealed again, and are sealed with the step's repetition."""
+    cache, ids = filled(model, name, None), prompt(3, 140, seed=3)
+    own, failed = getattr(sealing.kernels, operation), []
+
+    def fails(*args):
+        found = own(*args)
+        if not failed:
+            failed.append(True)
+            raise Fault
+        return found
+
+    monkeypatch.setattr(sealing.kernels, operation, fails)
+    for i in range(ids.shape[1]):
+        twin = copy.deepcopy(cache)
+        with torch.no_grad():
+            try:
+                model(ids[:, i : i + 1], past_key_values=cache)
+            except Fault:
+                break
+    assert failed
+    cache.level()
+    cache.integrity_check()
+    assert cache.get_seq_length() == twin.get_seq_length()
+    for other in (cache, twin):
+        with torch.no_grad():
+            model(ids[:, i : i + 1], past_key_values=other)
+    assert all(same(*pair) for pair in zip(bits(cache), bits(twin), strict=True))
 
 
 @pytest.mark.parametrize("capacity", [None, 120])

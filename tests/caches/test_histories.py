@@ -84,13 +84,7 @@ def _through_file(cache):
 
 
 class Histories(RuleBasedStateMachine):
-    """Two caches of unlike kinds through the same history, each beside its plain tensors.
-
-    Attributes:
-        interrupts: whether forwards are interrupted as well; a token of such a step can be lost at fixed capacity.
-    """
-
-    interrupts = False
+    """Two caches of unlike kinds through the same history, each beside its plain tensors."""
 
     @initialize(
         name=st.sampled_from(sorted(SCHEMES)),
@@ -319,7 +313,7 @@ class Histories(RuleBasedStateMachine):
                 call()
         self.unchanged(subject, before)
 
-    @precondition(lambda self: self.length and self.interrupts)
+    @precondition(lambda self: self.length)
     @rule(number=seeds, which=st.integers(0, 1), fails=st.integers(1, 90), tokens=st.sampled_from([1, 1, 3, 16, 40]))
     def interrupted(self, number, which, fails, tokens):
         """A forward stops anywhere: layers have all of it or nothing, and the cache can be mended."""

@@ -100,13 +100,15 @@ def seal_last(
     """
     sink, _, unit = store.sizes
     counters, windows, view, from_tail = store.counters, store.windows, store.runs[-1], not sources[0].tokens
-    if from_tail and (not store.format.ordered or (q_abs is None and store.seals_plainly)):
-        kernels.seal_tail(counters, windows, view, local, unit, most, store.format, store.scheme.channel_rule)
-        return
-    # Slots of the tail, where it is tails that are sealed from.
-    asked = most if from_tail else (0, 0)
-    found = kernels.due(counters, sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, asked)
+    # Counted before pages are written: whatever fails, of kernels' launches some may have run.
+    before = counters.clone()
     try:
+        if from_tail and (not store.format.ordered or (q_abs is None and store.seals_plainly)):
+            kernels.seal_tail(counters, windows, view, local, unit, most, store.format, store.scheme.channel_rule)
+            return
+        # Slots of the tail, where it is tails that are sealed from.
+        asked = most if from_tail else (0, 0)
+        found = kernels.due(counters, sink, (windows[2].shape[2], windows[3].shape[2]), local, unit, asked)
         for at, (side, source) in enumerate(zip(SIDES, sources, strict=True)):
             if most[at]:
                 fmt, parts = store.format.runs[-1][at], (view.keys, view.values)[at]
@@ -117,7 +119,7 @@ def seal_last(
         if view.pos is not None:
             view.pos[:, : most[0]] = torch.arange(sink, sink + most[0], device=store.device)
     except BaseException:
-        found.take_back(counters)
+        counters.copy_(before)
         raise
 
 
