@@ -259,7 +259,7 @@ def test_constructors_agree():
         (lambda m: MixedKVCache(m, "kitty"), KittyCache),
         (lambda m: MixedKVCache(m, "saw-int4"), SawInt4Cache),
         (lambda m: MixedKVCache(m, "mixkvq"), MixKVQCache),
-        (lambda m: MixedKVCache(m), lambda m: KittyCache(m, boost_ratio=0.25)),
+        (lambda m: MixedKVCache(m), lambda m: KittyCache(m, **get_scheme("best-3.4").knobs())),
         (lambda m: MixedKVCache(m, "saw-int4-kv"), lambda m: SawInt4Cache(m.config, rotate="both")),
     ]:
         models = [build("llama"), build("llama")]
