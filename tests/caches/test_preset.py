@@ -48,11 +48,16 @@ def test_layers_by_depth():
     assert [scheme.value_bits for scheme in by_depth.by_layer(6)] == [2, 2, 2, 4, 4, 2]
     assert [scheme.value_bits for scheme in get_preset("kitty").by_layer(6)] == [2] * 6
     # A layer of its own keeps what it says of its values.
-    own = get_preset(by_depth, {"3": {"wide_to": 0.0}, "0": "full"})
+    own = get_preset(by_depth, {"3": {"wide_from": 0.0, "wide_to": 0.0}, "0": "full"})
     assert [getattr(scheme, "value_bits", None) for scheme in own.by_layer(6)] == [None, 2, 2, 2, 4, 2]
     pages = get_preset("snapkv", pages="best-3.4").by_layer(30)
     assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(10, 25))
     assert len({scheme.name for scheme in pages}) == 1
+
+
+def test_shares_of_the_depth_in_the_wrong_order():
+    with pytest.raises(ValueError, match="wide_from: got 0.8 with wide_to=0.5, allowed at most wide_to"):
+        get_scheme("kitty", wide_from=0.8, wide_to=0.5)
 
 
 @pytest.mark.parametrize("fixed", [False, True])

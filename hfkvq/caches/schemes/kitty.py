@@ -104,8 +104,12 @@ class Kitty(Scheme):
     exact_keys: int = knob(0, low=0, high=MOST_EXACT)
 
     def __post_init__(self) -> None:
-        """Checks each knob, and that exact keys go with the others."""
+        """Checks each knob, and those that depend on one another."""
         super().__post_init__()
+        if self.wide_from > self.wide_to:
+            raise ValueError(
+                f"wide_from: got {self.wide_from} with wide_to={self.wide_to}, allowed at most wide_to; swap the two."
+            )
         if self.exact_keys and self.token_norm:
             raise ValueError(f"exact_keys: got {self.exact_keys} with token_norm, allowed 0; use one of the two.")
         if self.exact_keys and self.score in _BY_QUERIES:

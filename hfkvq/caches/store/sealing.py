@@ -100,7 +100,7 @@ def seal_last(
     """
     sink, _, unit = store.sizes
     counters, windows, view, from_tail = store.counters, store.windows, store.runs[-1], not sources[0].tokens
-    # Counted before pages are written: whatever fails, of kernels' launches some may have run.
+    # Tokens are counted as sealed before their pages are written; if that fails, they must not stay counted.
     before = counters.clone()
     try:
         if from_tail and (not store.format.ordered or (q_abs is None and store.seals_plainly)):
