@@ -56,7 +56,7 @@ def test_layers_by_depth():
 
 
 def test_shares_of_the_depth_in_the_wrong_order():
-    with pytest.raises(ValueError, match="wide_from: got 0.8 with wide_to=0.5, allowed at most wide_to"):
+    with pytest.raises(ValueError, match=r"wide_from: got 0\.8 with wide_to=0\.5, allowed at most wide_to"):
         get_scheme("kitty", wide_from=0.8, wide_to=0.5)
 
 
