@@ -112,7 +112,8 @@ class TriAxialCache(NamedCache):
             table = table.bits
         if table is not None:
             knobs["table"] = table
-        tagger = Tagger.from_tokenizer(tokenizer) if tagger is None else tagger
+        if tagger is None:
+            tagger = Tagger.from_tokenizer(tokenizer, config=getattr(model_or_config, "config", model_or_config))
         super().__init__(
             model_or_config,
             layers=layers,

@@ -158,7 +158,7 @@ class HFKVQ(HFLM):
         """An empty cache of the scheme."""
         preset = self.cache_arguments.preset
         if preset is not None and "tags" in preset.needs and self._tagger is None:
-            self._tagger = Tagger.from_tokenizer(self.tokenizer)
+            self._tagger = Tagger.from_tokenizer(self.tokenizer, config=self.model.config)
         return make_cache(self._subject, preset, tagger=self._tagger)
 
     def open_bill(self) -> None:

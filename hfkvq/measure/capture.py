@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ class Capture:
         scaling: factor on the logits.
         softcap: bound of the logits, 0 for none.
         sinks: (Hq,) logits of nothing, or None.
+        mask: bool (n, T), which keys each query sees, or None for those up to its own: tokens of an image may see
+            each other.
     """
 
     query: Tensor
@@ -39,9 +42,10 @@ class Capture:
     scaling: float
     softcap: float = 0.0
     sinks: Tensor | None = None
+    mask: Tensor | None = None
 
     def attend(self, keys: Tensor, values: Tensor) -> Tensor:
-        """``o = softmax(q k^T) v``, causal: f32 (Hq, n, Dv) for f32 keys (H, T, Dk) and values (H, T, Dv)."""
+        """``o = softmax(q k^T) v``, masked: f32 (Hq, n, Dv) for f32 keys (H, T, Dk) and values (H, T, Dv)."""
         heads, count, _ = self.query.shape
         share, tokens = heads // keys.shape[0], keys.shape[1]
         query = self.query.float().unflatten(0, (-1, share))
@@ -54,7 +58,8 @@ class Capture:
             if self.softcap:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
             position = tokens - count + first + torch.arange(rows.shape[2], device=keys.device)
-            logits = logits.masked_fill(column > position[:, None], -torch.inf)
+            seen = column <= position[:, None] if self.mask is None else self.mask[first : first + step]
+            logits = logits.masked_fill(~seen, -torch.inf)
             if self.sinks is not None:
                 nothing = self.sinks.float().view(-1, share, 1, 1).expand(*logits.shape[:3], 1)
                 logits = torch.cat([logits, nothing], -1)
@@ -78,8 +83,11 @@ class _CaptureLayer(KVLayer):
         """Attention of the prompt to itself."""
         scaling, mask, softcap, sinks, *_ = arguments
         keys, values = self.dense("keys"), self.dense("values")
-        held = Capture(query[0], keys[0], values[0], scaling, softcap, sinks)
-        self.captured = Capture(query[0, :, self.first_query :], keys[0], values[0], scaling, softcap, sinks)
+        seen = None if mask is None else mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+        held = Capture(query[0], keys[0], values[0], scaling, softcap, sinks, seen)
+        first = self.first_query
+        newest = None if seen is None else seen[first:]
+        self.captured = dataclasses.replace(held, query=query[0, :, first:], mask=newest)
         if not softcap and sinks is None:
             return F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
@@ -110,7 +118,13 @@ def compressed_layers(model: Any) -> list[int]:
 
 
 @torch.no_grad()
-def capture(model: Any, ids: Sequence[int], layers: Sequence[int], first_query: int = 0) -> list[Capture]:
+def capture(
+    model: Any,
+    ids: Sequence[int],
+    layers: Sequence[int],
+    first_query: int = 0,
+    inputs: Mapping[str, Tensor] | None = None,
+) -> list[Capture]:
     """One prefill of a prompt.
 
     Args:
@@ -118,6 +132,7 @@ def capture(model: Any, ids: Sequence[int], layers: Sequence[int], first_query: 
         ids: token ids of one row.
         layers: indices of the layers to note.
         first_query: queries before this position are not kept.
+        inputs: what else the model is given, such as the pixels of images.
 
     Returns:
         One `Capture` a layer, on the device that the layer runs on.
@@ -134,7 +149,8 @@ def capture(model: Any, ids: Sequence[int], layers: Sequence[int], first_query: 
         layer.first_query = first_query
     try:
         device = next(model.parameters()).device
-        model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True)
+        more = {name: x.to(device) for name, x in (inputs or {}).items()}
+        model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, **more)
     finally:
         attached.detach()
     found = [cache.layers[i].captured for i in layers]  # type: ignore[union-attr]

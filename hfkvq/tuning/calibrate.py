@@ -87,7 +87,8 @@ def calibrate(
 
     Args:
         model: a causal language model of Transformers.
-        tokenizer: its tokenizer, with a chat template.
+        tokenizer: its tokenizer, with a chat template; for conversations that show images its processor, which makes
+            their tokens.
         conversations: a few percent of a workload (the paper: 5 %).
         tagger: in place of the tokenizer's.
         layers: how many layers are measured, evenly spread over those that a cache compresses (the paper: four to six).
@@ -102,8 +103,8 @@ def calibrate(
         mean over requests, so that the D_k of all tags are of the same requests.
 
     Raises:
-        ValueError: no conversation has an answer, all are too long, a template that does not take them, or a head dim
-            that the formats cannot hold.
+        ValueError: no conversation has an answer, all are too long, a template that does not take them, images and no
+            processor, or a head dim that the formats cannot hold.
     """
     conversations = list(conversations)
     requests = [x for x in (make_request(conversation, tokenizer) for conversation in conversations) if x is not None]
@@ -116,7 +117,7 @@ def calibrate(
     if not chosen:
         shortest = min(len(x.ids) for x in requests)
         raise ValueError(f"max_tokens: got {max_tokens}, but the shortest request has {shortest} tokens.")
-    tagger = Tagger.from_tokenizer(tokenizer) if tagger is None else tagger
+    tagger = Tagger.from_tokenizer(tokenizer, config=model.config) if tagger is None else tagger
     which = spread_layers(compressed_layers(model), layers)
     raw: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}
     counts: dict[str, list[int]] = {}
@@ -125,7 +126,8 @@ def calibrate(
         present = [(int(tag), (tags == tag).nonzero()[:, 0]) for tag in tags.unique() if int(tag) != PAD]
         for tag, columns in present:
             counts.setdefault(TAGS[tag], []).append(len(columns))
-        for i, captured in enumerate(capture(model, request.ids, which, 0 if all_queries else request.first_new)):
+        first = 0 if all_queries else request.first_new
+        for i, captured in enumerate(capture(model, request.ids, which, first, request.inputs)):
             exact = captured.attend(captured.keys.float(), captured.values.float())
             for tag, columns in present:
                 for bits in WIDTHS:

@@ -43,6 +43,7 @@ def calibrate(
     import torch
 
     from hfkvq.measure.demo.prompts import load
+    from hfkvq.measure.models import find_model, load_processor
 
     from .calibrate import calibrate as measure
     from .conversations import load_conversations
@@ -50,11 +51,13 @@ def calibrate(
     try:
         conversations = load_conversations(data)[:samples]
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-        subject = load(model, device=where)
+        source = find_model(model)
+        subject = load(source, device=where)
+        shown = any(conversation.shows_images for conversation in conversations)
         with progress_bar() as show:
             result = measure(
                 subject.model,
-                subject.tokenizer,
+                load_processor(source) if shown else subject.tokenizer,
                 conversations,
                 layers=layers,
                 shared_inst=shared_inst,

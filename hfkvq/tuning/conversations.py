@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from hfkvq.bounded import parse_json, read_bounded
 
@@ -28,6 +31,13 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
 
+    @property
+    def shows_images(self) -> bool:
+        """Whether a message has an image or a video beside its text."""
+        contents = [message.get("content") for message in self.messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return any(isinstance(part, Mapping) and part.get("type") in ("image", "video") for part in parts)
+
 
 @dataclass(frozen=True)
 class Request:
@@ -36,10 +46,12 @@ class Request:
     Attributes:
         ids: token ids.
         first_new: tokens that came in earlier requests of the same conversation, and would be in the cache.
+        inputs: what else the model is given, by name: the pixels of images, and where they stand.
     """
 
     ids: tuple[int, ...]
     first_new: int
+    inputs: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
 
 
 def load_conversations(path: str | Path) -> list[Conversation]:
@@ -47,6 +59,8 @@ def load_conversations(path: str | Path) -> list[Conversation]:
 
     Messages may also stand under "conversation", "conversations", "trajectory" or "history", and be ShareGPT's
     ``{"from": ..., "value": ...}``. Arguments of tool calls that are JSON in a string are parsed, as templates want it.
+    Images stand in a message's content, as ``{"type": "image", "path": ...}`` (or "url", or "base64") or as OpenAI's
+    ``{"type": "image_url", "image_url": {"url": ...}}``.
 
     Raises:
         ValueError: there is no such file, a line is no conversation (its number is told), or there are none.
@@ -95,10 +109,20 @@ def _message(given: Any) -> dict[str, Any]:
     message["role"] = _ROLES.get(role, role)
     if message.get("content") is None:
         message["content"] = ""
+    if isinstance(message["content"], list):
+        message["content"] = [_part(part) for part in message["content"]]
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         message["tool_calls"] = [_call(call) for call in calls]
     return message
+
+
+def _part(given: Any) -> Any:
+    """A part of a message's content; images as Transformers' processors take them."""
+    if not isinstance(given, Mapping) or given.get("type") != "image_url":
+        return given
+    image = given.get("image_url")
+    return {"type": "image", "url": image.get("url") if isinstance(image, Mapping) else image}
 
 
 def _call(given: Any) -> Any:
@@ -123,40 +147,60 @@ def _short(thing: Any) -> str:
 
 def data_hash(conversations: Iterable[Conversation]) -> str:
     """Sixteen hex digits of the conversations' content."""
-    text = json.dumps([[x.messages, x.tools] for x in conversations], sort_keys=True, default=str)
+
+    def plain(thing: Any) -> str:
+        # An image that is no file: its name in Python would be another each time.
+        return hashlib.sha256(thing.tobytes()).hexdigest() if hasattr(thing, "tobytes") else str(thing)
+
+    text = json.dumps([[x.messages, x.tools] for x in conversations], sort_keys=True, default=plain)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def make_request(conversation: Conversation, tokenizer: Any) -> Request | None:
     """The request that the conversation's last answer was given to; None if there is no such answer.
 
+    For images, ``tokenizer`` is the model's processor: it loads them, and knows how many tokens each takes.
+
     ``first_new`` is where what the previous answer ended with is followed by something new: what a cache kept from turn
     to turn would not hold yet.
 
     Raises:
-        ValueError: the chat template does not take the messages.
+        ValueError: the chat template does not take the messages, or they show images and this is no processor.
     """
+    shown = conversation.shows_images
+    if shown and getattr(tokenizer, "image_processor", None) is None:
+        raise ValueError(
+            f"tokenizer: got a {type(tokenizer).__name__}, which makes no tokens of a conversation's images; "
+            "give the model's processor, AutoProcessor.from_pretrained(...)."
+        )
     answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant" and i]
     if not answers:
         return None
 
-    def ids(end: int, prompt: bool) -> list[int]:
+    def encode(end: int, prompt: bool) -> tuple[list[int], dict[str, Tensor]]:
+        # Processors write into the messages that they are given.
+        messages = copy.deepcopy(list(conversation.messages[:end]))
+        options = {
+            "tools": list(conversation.tools) if conversation.tools else None,
+            "add_generation_prompt": prompt,
+            "tokenize": shown,
+        }
         try:
-            text = tokenizer.apply_chat_template(
-                list(conversation.messages[:end]),
-                tools=list(conversation.tools) if conversation.tools else None,
-                add_generation_prompt=prompt,
-                tokenize=False,
-            )
+            if shown:
+                options |= {"return_dict": True, "return_tensors": "pt"}
+                inputs = dict(tokenizer.apply_chat_template(messages, **options))
+                inputs.pop("attention_mask", None)
+                return inputs.pop("input_ids")[0].tolist(), inputs
+            text = tokenizer.apply_chat_template(messages, **options)
         except Exception as error:
-            # Templates raise whatever Jinja does.
+            # Templates raise whatever Jinja does, and images whatever their file or address does.
             raise ValueError(f"data: the chat template does not take these messages: {error}") from error
-        return tokenizer(text, add_special_tokens=False).input_ids
+        return getattr(tokenizer, "tokenizer", tokenizer)(text, add_special_tokens=False).input_ids, {}
 
-    whole = ids(answers[-1], True)
-    before = ids(answers[-2] + 1, False) if len(answers) > 1 else []
+    whole, inputs = encode(answers[-1], True)
+    before = encode(answers[-2] + 1, False)[0] if len(answers) > 1 else []
     same = next(
         (i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), min(len(whole), len(before))
     )
     # Something must be new, if only the last token.
-    return Request(tuple(whole), min(same, len(whole) - 1))
+    return Request(tuple(whole), min(same, len(whole) - 1), inputs)

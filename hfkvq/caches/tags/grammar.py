@@ -121,11 +121,16 @@ _BYTES = ("<0x0A>", "<0x0D>", "<0x09>", "<0x20>")
 class Grammar:
     """A `ChatFormat` in token ids: what the scan looks up.
 
+    Args:
+        tokenizer: A Transformers tokenizer.
+        chat_format: What its template writes.
+        images: Ids of placeholders of images, beside those that the format names.
+
     Raises:
         ValueError: The tokenizer cannot encode a marker.
     """
 
-    def __init__(self, tokenizer: Any, chat_format: ChatFormat) -> None:
+    def __init__(self, tokenizer: Any, chat_format: ChatFormat, images: Iterable[int] = ()) -> None:
         encoder, form = Encoder(tokenizer), chat_format
         self.format = form
         events = _events(form)
@@ -157,7 +162,7 @@ class Grammar:
                 if opening.role == role
                 for sequence in encoder.forms(opening.text, whole=opening.text in events)
             )
-        self.images = _table({encoder.vocab[text] for text in form.images if text in encoder.vocab})
+        self.images = _table({encoder.vocab[text] for text in form.images if text in encoder.vocab} | set(images))
         self.candidates = _table(set(self.events.by_first))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,8 +93,9 @@ class Tagger:
 
     Roles give ``inst``, ``user``, ``assistant`` and ``obs``; brackets give ``reasoning`` and ``tool_call``. Markers,
     headers, the newlines right after them and the white space between messages are ``delim``. Text outside any message,
-    such as a prompt that begins in the middle of one, is ``inst``. Image placeholders are ``image``, with the semantic
-    of the message they stand in.
+    such as a prompt that begins in the middle of one, is ``inst``. Placeholders of images and of video frames are
+    ``image``, with the semantic of the message they stand in: those that the format names, and those of the model's
+    config.
 
     What the ids cannot tell: markers that a user types are markers if the tokenizer makes them so. Inside a user's or
     the system's message this is harmless for brackets, which count in an assistant's message only, but ends of messages
@@ -103,24 +104,34 @@ class Tagger:
     ``user``. Bare JSON calls (Llama 3) are known by their first key alone.
 
     Args:
-        grammar: What to look for, in token ids; None for no chat format: all is ``current|text|user``.
+        grammar: What to look for, in token ids; None for no chat format: all is ``current|text|user``, and
+            ``current|image|user`` at placeholders.
         pad_id: Token that counts as padding at the left where no attention mask is given.
         bos_id: Token that begins a text. Where it is the padding token too, the last at the left is no padding.
+        images: Placeholders of images, for want of a grammar.
     """
 
     names: tuple[str, ...] = TAGS
 
-    def __init__(self, grammar: Grammar | None, pad_id: int | None = None, bos_id: int | None = None) -> None:
+    def __init__(
+        self,
+        grammar: Grammar | None,
+        pad_id: int | None = None,
+        bos_id: int | None = None,
+        images: Iterable[int] = (),
+    ) -> None:
         self.grammar = grammar
         self.pad_id, self.bos_id = pad_id, bos_id
+        self.images = tuple(images)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any, chat_format: ChatFormat | str | None = None) -> Tagger:
+    def from_tokenizer(cls, tokenizer: Any, chat_format: ChatFormat | str | None = None, config: Any = None) -> Tagger:
         """A tagger for what a tokenizer's chat template writes; without a template, all is ``current|text|user``.
 
         Args:
             tokenizer: A Transformers tokenizer, or a processor that holds one.
             chat_format: The format, or its name in `FORMATS`, instead of finding it out.
+            config: The model's, which names the placeholders of images and videos (``image_token_id``).
 
         Raises:
             ValueError: No known format fits the chat template, or none has that name.
@@ -134,8 +145,9 @@ class Tagger:
             # Some tokenizers have several templates by name, e.g. one for tools.
             text = template if isinstance(template, str) else "\n".join(template.values())
             chat_format = find_format(text, tokenizer.get_added_vocab())
-        grammar = None if chat_format is None else Grammar(tokenizer, chat_format)
-        return cls(grammar, tokenizer.pad_token_id, tokenizer.bos_token_id)
+        images = placeholders(config)
+        grammar = None if chat_format is None else Grammar(tokenizer, chat_format, images)
+        return cls(grammar, tokenizer.pad_token_id, tokenizer.bos_token_id, images)
 
     def tag(self, input_ids: Ids, attention_mask: Tensor | Sequence[Any] | None = None) -> Tensor:
         """Tags of a batch of prompts.
@@ -217,12 +229,20 @@ class Tagger:
     def _tag_row(self, place: Place, ids: np.ndarray) -> tuple[Place, np.ndarray, int]:
         """The place up to which all is settled, (T,) tags, and how many tokens lie before it."""
         if self.grammar is None:
-            return place, np.full(len(ids), parse_tag("current|text|user"), dtype=np.uint8), len(ids)
+            image, text = (parse_tag(f"current|{modal}|user") for modal in ("image", "text"))
+            return place, np.where(np.isin(ids, self.images), image, text).astype(np.uint8), len(ids)
         scan = Scan(self.grammar, place, ids)
         turns = place.turns + np.searchsorted(np.array(scan.beginnings, dtype=np.int64), np.arange(len(ids)), "right")
         last = place.turns + len(scan.beginnings)
         temporal = np.where(turns == 0, 0, np.maximum(_CURRENT - (last - turns), 0))
         return scan.settled_place, (temporal * KINDS + scan.kinds).astype(np.uint8), scan.settled
+
+
+def placeholders(config: Any) -> list[int]:
+    """Ids that stand for images and for frames of videos in a model's prompts, as its config says; none for None."""
+    names = [f"{kind}_token_{what}" for kind in ("image", "video") for what in ("id", "index")]
+    found = {getattr(config, name, None) for name in names}
+    return sorted(x for x in found if isinstance(x, int))
 
 
 def _array(name: str, given: Any) -> np.ndarray:

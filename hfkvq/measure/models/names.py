@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from hfkvq.measure.reference import reference_path
 
@@ -100,8 +108,20 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_processor(source: Source) -> Any:
+    """What makes tokens of text and images together.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    try:
+        return AutoProcessor.from_pretrained(source.path, trust_remote_code=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"model: the processor of {source.name!r} cannot be loaded: {error}") from error
+
+
 def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Any:
-    """The model in eval mode.
+    """The model in eval mode; one of images and text where there is none of text alone.
 
     Args:
         source: see `find_model`.
@@ -113,7 +133,10 @@ def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.
     """
     kind = dtype or (torch.bfloat16 if source.reference else "auto")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.path, dtype=kind, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
+        text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
+        model = auto.from_pretrained(source.path, dtype=kind, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"model: {source.name!r} cannot be loaded: {error}") from error
     # The wrapper around PreTrainedModel.to confuses type checkers.
