@@ -3,7 +3,8 @@
 Two parts of BFCL need no simulated world, and are here: `simple_python` (one call, compared with the possible answers),
 and the reading half of `memory`: instead of what the model itself would have stored over many conversations, the memory
 holds what the user said in them, and the model answers from one retrieval. Scores of the second are not BFCL's own; it
-has the same contexts, roles and questions, and one generation each.
+has the same contexts, roles and questions, and one generation each. ``evals/bfcl_memory.py`` is the whole of it, with
+the model's own notes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .calls import matches, parse_calls, plain_name
 from .chat import render, tokenizer_of
 from .rows import ENVIRONMENT, Row, as_dataset, data_folder, find_file, read_jsonl
 
-_SCENARIOS = ("customer", "finance", "healthcare", "notetaker", "student")
+SCENARIOS = ("customer", "finance", "healthcare", "notetaker", "student")
 
 _TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 """BFCL's names of types, where JSON schema has others."""
@@ -46,10 +47,10 @@ def simple(data_dir: str | None = None, **metadata: Any) -> datasets.DatasetDict
 
 def memory(data_dir: str | None = None, **metadata: Any) -> datasets.DatasetDict:
     """155 questions about what the user said before; prompts of 2,000 to 25,000 tokens."""
-    tokenizer, folder = tokenizer_of(metadata, "bfcl_memory"), _folder(data_dir)
+    tokenizer, folder = tokenizer_of(metadata, "bfcl_memory"), folder_of(data_dir)
     functions = read_jsonl(find_file(folder, "bfcl/multi_turn_func_doc/memory_kv.json"))
     tools = [as_tool(function) for function in functions]
-    stored = {scenario: _said(scenario, data_dir) for scenario in _SCENARIOS}
+    stored = {scenario: _said(scenario, data_dir) for scenario in SCENARIOS}
     rows: list[Row] = []
     for question, possible in _with_answers("BFCL_v4_memory.json", data_dir):
         call = {"type": "function", "function": {"name": "core_memory_retrieve_all", "arguments": {}}}
@@ -68,7 +69,12 @@ def memory(data_dir: str | None = None, **metadata: Any) -> datasets.DatasetDict
     return as_dataset({"test": rows})
 
 
-def _folder(data_dir: str | None) -> Any:
+def folder_of(data_dir: str | None) -> Any:
+    """The folder that has ``bfcl/``.
+
+    Raises:
+        FileNotFoundError: none is named, or it is not there.
+    """
     folder = data_folder(data_dir)
     if folder is None:
         raise FileNotFoundError(
@@ -79,7 +85,7 @@ def _folder(data_dir: str | None) -> Any:
 
 
 def _with_answers(name: str, data_dir: str | None) -> list[tuple[Row, Row]]:
-    folder = _folder(data_dir)
+    folder = folder_of(data_dir)
     questions = read_jsonl(find_file(folder, f"bfcl/{name}"))
     path = find_file(folder, f"bfcl/possible_answer/{name}")
     answers = {row.get("id"): row for row in read_jsonl(path)}
@@ -89,13 +95,27 @@ def _with_answers(name: str, data_dir: str | None) -> list[tuple[Row, Row]]:
     return [(row, answers[row["id"]]) for row in questions]
 
 
+def conversations(scenario: str, data_dir: str | None) -> list[list[list[Row]]]:
+    """What the user said before the questions of a scenario: messages by conversation and turn."""
+    path = find_file(folder_of(data_dir), f"bfcl/memory_prereq_conversation/memory_{scenario}.json")
+    return [conversation["question"] for conversation in read_jsonl(path)]
+
+
+def questions(scenario: str, data_dir: str | None) -> list[Row]:
+    """Questions of a scenario: ``id``, ``messages`` and ``answers``."""
+    return [
+        {"id": row["id"], "messages": row["question"][0], "answers": list(map(str, possible["ground_truth"]))}
+        for row, possible in _with_answers("BFCL_v4_memory.json", data_dir)
+        if row["scenario"] == scenario
+    ]
+
+
 def _said(scenario: str, data_dir: str | None) -> dict[str, str]:
     """All that the user said in the conversations before, by conversation and turn."""
-    path = find_file(_folder(data_dir), f"bfcl/memory_prereq_conversation/memory_{scenario}.json")
     return {
         f"conversation_{number}_turn_{place}": " ".join(message["content"] for message in turn)
-        for number, conversation in enumerate(read_jsonl(path), start=1)
-        for place, turn in enumerate(conversation["question"], start=1)
+        for number, conversation in enumerate(conversations(scenario, data_dir), start=1)
+        for place, turn in enumerate(conversation, start=1)
     }
 
 
