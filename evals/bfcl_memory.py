@@ -37,9 +37,9 @@ STEPS = 20
 """Most generations of a turn."""
 
 PROMPT = (
-    "You are a helpful assistant who meets the same user again and again. You remember nothing of earlier conversations "
-    "but what is in your memory, which you read and write with functions. Store what may be asked for later while the "
-    "user tells it; look up what you are asked, and then answer in one short sentence. What the memory shows now:\n"
+    "You are a helpful assistant who meets the same user again and again. Of earlier conversations you remember only "
+    "what is in your memory, which you read and write with functions. Store what may be asked for later while the user "
+    "tells it; look up what you are asked, and then answer in one short sentence. What the memory shows now:\n"
 )
 
 Messages = list[dict[str, Any]]
