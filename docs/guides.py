@@ -4,6 +4,8 @@
 
 .. include:: schemes.md
 
+.. include:: saved_prompts.md
+
 .. include:: speed.md
 
 .. include:: evaluation.md

@@ -28,14 +28,14 @@ from .model_config import text_config
 from .once import say_once
 from .preset import Preset, get_preset
 from .recorded import is_captured, is_recorded
+from .saved import SavedCache
 from .scheme import Scheme
 from .switched import join, restore, switch
-from .whole import WholeCache
 
 DEFAULT_SCHEME = "best-3.4"
 
 
-class MixedKVCache(WholeCache, Cache):
+class MixedKVCache(SavedCache, Cache):
     """A KV cache that stays compressed and is attended in place.
 
     ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
@@ -309,7 +309,8 @@ class MixedKVCache(WholeCache, Cache):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the config, which belongs to the model."""
         graphs = None if self.graphs is None else self.graphs.headroom
-        return {key: value for key, value in self.__dict__.items() if key != "config"} | {"graphs": graphs}
+        state = {key: value for key, value in self.__dict__.items() if key != "config"}
+        return state | {"graphs": graphs, "_known_architecture": self._architecture()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""

@@ -42,8 +42,7 @@ def make_cache(
         return DynamicCache(config=model.config.get_text_config(decoder=True))
     preset = get_preset(what)
     if "tags" in preset.needs:
-        knobs = {name: value for name, value in preset.scheme.to_dict().items() if name != "scheme"}
-        return TriAxialCache(model, tokenizer, tagger=tagger, layers=dict(preset.layers), **knobs)
+        return TriAxialCache.of_preset(model, preset, tokenizer=tokenizer, tagger=tagger)
     return MixedKVCache(model, preset)
 
 

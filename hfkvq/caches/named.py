@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .cache import MixedKVCache
+from .preset import Preset
 from .scheme import get_scheme
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class NamedCache(MixedKVCache):
@@ -51,6 +55,14 @@ class NamedCache(MixedKVCache):
             attach=attach,
             debug=debug,
         )
+
+    @classmethod
+    def of_preset(cls, model_or_config: Any, preset: Preset, **options: Any) -> Self:
+        """See `SavedCache.of_preset`."""
+        own, knobs = get_scheme(cls.preset_name), preset.scheme.to_dict()
+        if knobs.pop("scheme") != own.name:
+            raise ValueError(f"it is of the scheme {preset.scheme.name}, and {cls.__name__} of {own.name}")
+        return cls(model_or_config, layers=dict(preset.layers), **knobs, **options)
 
 
 class KittyCache(NamedCache):

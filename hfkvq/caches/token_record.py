@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,6 +195,19 @@ class TokenRecord:
         """Inverse of `__getstate__`; its tensors are written to in place."""
         self.__dict__.update(state)
         self.ids, self.tags = (None if x is None else x.clone() for x in (self.ids, self.tags))
+
+    def pack(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Ids and tags, for a file; without those that are only expected."""
+        if self.ids is None or self.tags is None:
+            return {"tagged": 0}, {}
+        held = {"ids": self.ids[:, : self.length], "tags": self.tags[:, : self.length]}
+        return {"tagged": min(self.tagged, self.length)}, held
+
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes what `pack` gave; nothing has been noted so far."""
+        if "ids" in tensors:
+            self.write(tensors["ids"], tensors["tags"], 0)
+        self.tagged = int(found["tagged"])
 
     @lasting
     def write(self, ids: Tensor, tags: Tensor | None, start: int) -> None:

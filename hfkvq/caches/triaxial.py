@@ -16,6 +16,7 @@ from .bit_table import BitTable
 from .layers.changes import Beside
 from .named import NamedCache
 from .recorded import is_recorded
+from .store.packing import Packed
 from .tags import Tagger
 from .token_record import TokenRecord
 
@@ -240,6 +241,13 @@ class TriAxialCache(NamedCache):
             "reset": record.clear,
         }
         return [(record, acts[verb])]
+
+    def _packed_beside(self) -> dict[str, Packed]:
+        return {"tokens": self.tokens.pack()}
+
+    def _unpack_beside(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        held = {key: tensors[f"tokens.{key}"] for key in ("ids", "tags") if f"tokens.{key}" in tensors}
+        self.tokens.unpack(found["tokens"], held)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TriAxialCache:
         """Independent layers and tokens, which the same model shows its ids; config and scheme are shared."""

@@ -563,9 +563,13 @@ def test_deepcopy_between_update_and_attention(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "road"), [*((each, "pickle") for each in distinct()), *((each, "torch.save") for each in by_layout())]
+    ("name", "road"),
+    [
+        *((each, "save") for each in distinct()),
+        *((each, road) for each in by_layout() for road in ("pickle", "torch.save")),
+    ],
 )
-def test_saved_cache_goes_on(name, road):
+def test_saved_cache_goes_on(name, road, tmp_path):
     model = build("llama")
     cache = MixedKVCache(model, small(name))
     ids = prompt(2, 56)
@@ -573,7 +577,11 @@ def test_saved_cache_goes_on(name, road):
     mask[0, :9] = 0
     with torch.no_grad():
         model(ids[:, :50], attention_mask=mask[:, :50], past_key_values=cache)
-        if road == "pickle":
+        if road == "save":
+            cache.save(tmp_path / "cache", ids[:, :50])
+            loaded = MixedKVCache.load(tmp_path / "cache", model)
+            assert torch.equal(loaded.saved_ids, ids[:, :50])
+        elif road == "pickle":
             loaded = pickle.loads(pickle.dumps(cache))
         else:
             file = io.BytesIO()

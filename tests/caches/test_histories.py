@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import os
 import pickle
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hfkvq import Scheme, get_scheme, list_schemes
+from hfkvq import MixedKVCache, Scheme, get_scheme, list_schemes
 from hfkvq.caches.eviction import TieredEviction
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.kernels import PageFormat
@@ -67,20 +68,21 @@ SCHEMES = schemes()
 MODES = {"grad": contextlib.nullcontext, "no grad": torch.no_grad, "inference": torch.inference_mode}
 
 COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "file": lambda cache: _through_file(cache),
+    "deepcopy": lambda subject: copy.deepcopy(subject.cache),
+    "pickle": lambda subject: pickle.loads(pickle.dumps(subject.cache)),
+    "file": lambda subject: _through_file(subject),
 }
 
 modes = st.sampled_from(sorted(MODES))
 seeds = st.integers(0, 2**16)
 
 
-def _through_file(cache):
-    file = io.BytesIO()
-    torch.save(cache, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def _through_file(subject):
+    options = {name: value for name, value in KINDS[subject.kind].items() if name != "max_cache_len"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.safetensors"
+        subject.cache.save(path)
+        return MixedKVCache.load(path, subject.config, **options)
 
 
 class Histories(RuleBasedStateMachine):
@@ -274,7 +276,7 @@ class Histories(RuleBasedStateMachine):
         subject = self.subjects[which]
         old, before = subject.cache, subject.bits()
         with MODES[mode]():
-            subject.cache = COPIES[how](old)
+            subject.cache = COPIES[how](subject)
         self.unchanged(subject, before)
         if len(self.frozen) < 2:
             self.frozen.append((old, subject, before))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from ..eviction import EvictionScheme
 from ..headwise import HeadwiseStore
 from ..observe import Observation
 from ..store import MAX_STEP
+from ..store.packing import Packed
 from .base import LayerBase, Part, unchanged_on_error
 from .group import EvictingGroup
 from .queries import QueryStatistics
@@ -185,6 +187,23 @@ class Eviction(Part, Generic[S]):
         """Keeps scores, NaN behind a row's last token: what comes there has no history."""
         rank = torch.arange(scores.shape[1], device=scores.device)
         self.scores = scores.masked_fill(rank >= self.store().counters[LENGTH, :, None], torch.nan)
+
+    # Files.
+
+    def pack(self) -> Packed:
+        """What it holds between forwards, for a file."""
+        given = self.arguments
+        numbers = {"trim_at": self.trim_at, "arguments": [given.scaling, given.softcap, given.causal]}
+        held = {"scores": self.scores, "sinks": given.sinks}
+        return numbers, {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes what `pack` gave."""
+        scaling, softcap, causal = found["arguments"]
+        self.arguments = AttentionArguments(
+            float(scaling), None, float(softcap), tensors.get("sinks"), causal=causal is True
+        )
+        self.trim_at, self.scores = int(found["trim_at"]), tensors.get("scores")
 
     # Rows and lengths change.
 

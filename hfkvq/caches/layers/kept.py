@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from ..once import say_once
 from ..prompt_choice import Choice, choose, shared
 from ..store import MAX_STEP
 from ..store.columns import positions
+from ..store.packing import Packed
 from ..store.requantize import keep_tokens
 from .base import LayerBase
 from .eviction import Eviction
@@ -226,6 +230,17 @@ class TokenEvictor(Eviction[EvictionScheme]):
         query = self.store().folded(seen.query).float().abs().mean(1)
         real = seen.real.repeat_interleave(self.store().fold, 0)[..., None].float()
         return (query * real).sum(1, keepdim=True) / real.sum(1, keepdim=True).clamp(min=1)
+
+    def pack(self) -> Packed:
+        """See `Eviction.pack`."""
+        numbers, tensors = super().pack()
+        return numbers | {"stuck": self._stuck, "rows": sorted(map(list, self._rows)), "at": self._rows_at}, tensors
+
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """See `Eviction.unpack`."""
+        super().unpack(found, tensors)
+        self._stuck, self._rows_at = found["stuck"] is True, int(found["at"])
+        self._rows = frozenset((int(given), int(held)) for given, held in found["rows"])
 
     def after_crop(self) -> None:
         """See `Eviction.after_crop`."""

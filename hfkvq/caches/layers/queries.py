@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hfkvq.kernels.step_tensors import Observing
 
 from ..lasting import lasting
 from ..store import KVStore, Padding
+from ..store.packing import Packed
 
 
 class QueryStatistics:
@@ -96,6 +98,18 @@ class QueryStatistics:
         count = self.counts[0, :, None, None]
         # A row that has shown no query since its last seal weighs its channels alike.
         return torch.where(count > 0, self.sums / count.clamp(min=1), 1.0).float()
+
+    def pack(self) -> Packed:
+        """What it holds, for a file."""
+        names = ("sums", "counts", "newest", "real")
+        held = zip(names, (self.sums, self.counts, *(self.newest or (None, None))), strict=True)
+        return {}, {name: tensor for name, tensor in held if tensor is not None}
+
+    @lasting
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes what `pack` gave."""
+        self.sums, self.counts = tensors.get("sums"), tensors.get("counts")
+        self.newest = (tensors["newest"], tensors["real"]) if "newest" in tensors else None
 
     @lasting
     def forget_sealed(self, store: KVStore, before: Tensor) -> None:

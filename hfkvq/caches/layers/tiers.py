@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from ..headwise import HeadwiseStore
 from ..observe import Observation, stored_evidence, token_order
 from ..store import SIDES
 from ..store.columns import positions
+from ..store.packing import Packed
 from ..store.prompt_eviction import Cut, Tiers, store_best, store_tiers
 from .base import LayerBase
 from .budget import Budget
@@ -223,6 +227,18 @@ class TierEvictor(Eviction[TieredEviction]):
         self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
 
     # Rows and lengths change.
+
+    def pack(self) -> Packed:
+        """See `Eviction.pack`."""
+        numbers, tensors = super().pack()
+        held = {"strength": self.strength, "provisional": self.provisional}
+        return numbers | {"prompts": self.prompts}, tensors | {k: x for k, x in held.items() if x is not None}
+
+    def unpack(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """See `Eviction.unpack`."""
+        super().unpack(found, tensors)
+        self.prompts = int(found["prompts"])
+        self.strength, self.provisional = tensors.get("strength"), tensors.get("provisional")
 
     def take_rows(self, rows: Tensor) -> None:
         """Row b becomes what row ``rows[b]`` was."""

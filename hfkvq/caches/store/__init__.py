@@ -20,7 +20,8 @@ Outside of the kernels of steps, pages are quantized by one function, `sealing.w
 - `sealing`: tokens leave the tail, or a prompt, for pages; `rules`: by which kernels.
 - `requantize`: the operation; `moves`: which tokens stay, come and go; `columns`: tokens of pages, bit for bit.
 - `cropping`: the newest tokens are taken back. `rows`: rows are reordered, shared and dropped.
-- `reading`: dense tensors. `accounting`: bytes and bits. `integrity`: whether all that contradicts itself.
+- `reading`: dense tensors. `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: whether all that
+  contradicts itself.
 """
 
 from .accounting import StoreBytes

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -40,6 +40,7 @@ from ..routing import ColumnTags, HostCounters, SealSource, SealStart, read_coun
 from ..row_states import forecast, row_states
 from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
+from .packing import Packed, packed, unpacked
 from .rows import reordered, selected
 from .sealing import seal
 from .state import EMPTY, SIDES
@@ -72,6 +73,19 @@ class KVStore(StoreView):
         self.state = self.state.replace(states=states, host_counters=None)
         self.counters[START].add_(padding.lead)
         self.counters[LENGTH].add_(tokens - padding.lead)
+
+    def pack(self) -> Packed:
+        """What the store holds, for a file: see `packing.packed`."""
+        return packed(self.state)
+
+    def unpack(self, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes what another store of the same layout, rows and dtype has packed; the store is empty so far.
+
+        Raises:
+            ValueError: it does not fit.
+        """
+        self.state = unpacked(self.state, numbers, tensors)
+        self._reserve()
 
     # Tokens arrive.
 

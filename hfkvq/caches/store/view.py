@@ -47,12 +47,17 @@ class StoreView:
         self.heads, self.dims, self.dtype = self.state.heads, self.state.dims, self.state.dtype
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
         self.tail_limit: dict[Side, int] = tail_limits(layout, 0)
-        if capacity is not None:
-            for side in SIDES:
-                self.state = grow_tail(self.state, side, self.tail_limit[side], self.tail_limit[side])
-            for run in range(len(self.format.runs)):
-                blocks = pages_for(self.format, run, max(capacity - layout.sink, 0))
-                self.state = grow(self.state, run, blocks)
+        self._reserve()
+
+    def _reserve(self) -> None:
+        """Makes room for the capacity, if there is one."""
+        if self.capacity is None:
+            return
+        for side in SIDES:
+            self.state = grow_tail(self.state, side, self.tail_limit[side], self.tail_limit[side])
+        for run in range(len(self.format.runs)):
+            blocks = pages_for(self.format, run, max(self.capacity - self.layout.sink, 0))
+            self.state = grow(self.state, run, blocks, 1)
 
     @property
     def batch(self) -> int:

@@ -1,0 +1,67 @@
+"""A layer for a file: plain data, and tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..store.packing import Packed
+from .layer import KVLayer
+
+Parts = Mapping[str, Tensor]
+
+
+def packed_layer(layer: KVLayer) -> Packed:
+    """What a settled layer holds; of an empty one nothing."""
+    if layer.store is None:
+        return {}, {}
+    layer.settle()
+    store = layer.store
+    numbers, tensors = store.pack()
+    found = {
+        "seen": layer.seen,
+        "shape": [layer.batch_size, layer.heads, *(store.dims[side] for side in ("keys", "values"))],
+        "dtype": str(layer.dtype).removeprefix("torch."),
+        "evicted": layer.evicted,
+        "record_past": layer.record_past,
+        "store": numbers,
+    }
+    own = {f"store.{name}": tensor for name, tensor in tensors.items()}
+    for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
+        if part is not None:
+            found[name], held = part.pack()
+            own |= {f"{name}.{key}": tensor for key, tensor in held.items()}
+    return found, own
+
+
+def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, device: torch.device) -> None:
+    """Gives an empty layer what another one of the same scheme and capacity has packed.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if not found:
+        return
+    rows, heads, *dims = map(int, found["shape"])
+    dtype = getattr(torch, found["dtype"])
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16) or min(rows, heads, *dims) < 1:
+        raise ValueError(f"a layer of {found['dtype']} and shape {found['shape']}")
+    # Of no memory: nothing but their shapes is looked at.
+    keys, values = (torch.empty(1, 1, 1, 1, dtype=dtype, device=device).expand(rows, heads, 1, dim) for dim in dims)
+    layer.lazy_initialization(keys, values)
+    layer.held().unpack(found["store"], _below("store", tensors))
+    layer.seen, layer.evicted, layer.record_past = (int(found["seen"]), *(found[x] is True for x in _FLAGS))
+    for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
+        if part is not None:
+            part.unpack(found[name], {key: x.to(device, copy=True) for key, x in _below(name, tensors).items()})
+    layer.edition += 1
+
+
+_FLAGS = ("evicted", "record_past")
+
+
+def _below(name: str, tensors: Parts) -> dict[str, Tensor]:
+    return {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}

@@ -1,0 +1,184 @@
+"""Caches in files: a prompt that was computed once comes back as it was, compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.bounded import DAMAGE
+
+from .bit_table import config_hash
+from .layers.packing import packed_layer, unpack_layer
+from .preset import Preset, get_preset
+from .saved_file import read_file, write_file
+from .store.packing import Packed
+from .whole import WholeCache
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer")
+"""Layers of Transformers that can be saved: their state is keys, values, and how many tokens came."""
+
+
+class SavedCache(WholeCache):
+    """A cache that can be saved and loaded.
+
+    Attributes:
+        saved_ids: i64 (B, n), token ids that a loaded cache was saved with; None without.
+    """
+
+    preset: Preset
+    config: Any
+    _capacity: int | None
+    _known_architecture: dict[str, str] | None = None
+    saved_ids: Tensor | None = None
+
+    @classmethod
+    def of_preset(cls, model_or_config: Any, preset: Preset, **options: Any) -> Self:
+        """An empty cache of a preset; classes of one scheme take its knobs."""
+        return cls(model_or_config, preset, **options)  # type: ignore[call-arg]
+
+    def save(self, path: str | Path, token_ids: Tensor | None = None) -> None:
+        """Writes the cache to a file: compressed bytes, windows, counters and statistics.
+
+        The file is written whole, or what was there stays. `load` gives a cache that goes on as this one does.
+
+        Args:
+            path: of the file, ``prompt.safetensors`` for example.
+            token_ids: (B, n), what the cache was given; they come back as ``saved_ids``.
+
+        Raises:
+            ValueError: token ids of another shape than the cache has, or layers that cannot be saved: recurrent ones,
+                and sliding windows of a fixed capacity.
+            OSError: the file cannot be written.
+        """
+        self._catch_up()
+        self._check_even()
+        seen = int(self.get_seq_length())  # type: ignore[attr-defined]
+        if token_ids is not None and (token_ids.dim() != 2 or token_ids.shape[1] != seen):
+            raise ValueError(
+                f"token_ids: got shape {tuple(token_ids.shape)}, allowed (batch, {seen}), an id for each cached token."
+            )
+        layers, tensors = [], {}
+        for i, layer in enumerate(self.layers):
+            numbers, held = packed_layer(layer) if i in self._compressed else _packed_stock(i, layer)
+            layers.append(numbers)
+            tensors |= {f"layer{i}.{name}": x for name, x in held.items()}
+        beside = self._packed_beside()
+        for name, (_, held) in beside.items():
+            tensors |= {f"{name}.{key}": x for key, x in held.items()}
+        if token_ids is not None:
+            tensors["token_ids"] = token_ids
+        description = {
+            "scheme": self.preset.to_dict(),
+            "model": self._architecture(),
+            "max_cache_len": self._capacity,
+            "tokens": seen,
+            "holes": any(layer.steps is not None and layer.steps.sync.holes for layer in self.compressed_layers),
+            "layers": layers,
+            "beside": {name: numbers for name, (numbers, _) in beside.items()},
+        }
+        write_file(path, description, tensors)
+
+    @classmethod
+    def load(
+        cls, path: str | Path, model_or_config: Any, *, device: torch.device | str | None = None, **options: Any
+    ) -> Self:
+        """A cache from a file that `save` wrote.
+
+        Scheme and capacity are the file's. Files of `TriAxialCache` are loaded by that class, with ``tokenizer=``.
+
+        Args:
+            path: of the file.
+            model_or_config: the model, or its config; its architecture must be that of the cache's model. Weights are
+                not compared.
+            device: where to; None for the model's, or the CPU if it is given a config.
+            **options: of the constructor: ``graphs``, ``headroom``, ``attach``, ``debug``.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no saved cache, of another model, of a later version, cut off or changed.
+        """
+        description, tensors = read_file(path)
+        if device is None:
+            parameters = model_or_config.parameters() if isinstance(model_or_config, torch.nn.Module) else ()
+            device = next((x.device for x in parameters), torch.device("cpu"))
+        try:
+            preset, capacity = get_preset(description["scheme"]), description["max_cache_len"]
+            made = cls.of_preset(model_or_config, preset, max_cache_len=capacity, **options)
+            theirs, own = description["model"], made._architecture()
+            if theirs["config"] != own["config"]:
+                raise ValueError(
+                    f"it is of another model (a {theirs['type']}) than this one (a {own['type']}), by their configs; "
+                    "compute the prompt again"
+                )
+            made._unpack(description, tensors, torch.device(device))
+            made.integrity_check()  # type: ignore[attr-defined]
+        except torch.OutOfMemoryError:
+            raise
+        except (*DAMAGE, RuntimeError) as error:
+            raise ValueError(f"path: {path} cannot be loaded: {str(error).rstrip('.')}.") from error
+        return made
+
+    def _unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        for i, (layer, numbers) in enumerate(zip(self.layers, description["layers"], strict=True)):
+            own = _below(f"layer{i}", tensors)
+            if i in self._compressed:
+                unpack_layer(layer, numbers, own, device)
+            else:
+                _unpack_stock(i, layer, numbers, own, device)
+        self._unpack_beside(description["beside"], tensors)
+        for layer in self.compressed_layers:
+            if layer.steps is not None:
+                layer.steps.sync.holes = description["holes"] is True
+            if layer.store is not None:
+                layer.bind()
+        self.saved_ids = tensors.get("token_ids")
+
+    def _packed_beside(self) -> dict[str, Packed]:
+        """What the cache holds beside its layers, by name."""
+        return {}
+
+    def _unpack_beside(self, found: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        if found:
+            raise ValueError("it has tags of tokens; load it with TriAxialCache.load(path, model, tokenizer=tokenizer)")
+
+    def _architecture(self) -> dict[str, str]:
+        """Of the model. A cache from a pickle has no config before it meets its model, but remembers this."""
+        own = getattr(self.config, "model_type", "")
+        known = None if own else self._known_architecture
+        return known or {"type": own, "config": config_hash(self.config)}
+
+
+def _packed_stock(i: int, layer: Any) -> Packed:
+    if type(layer).__name__ not in _STOCK:
+        raise ValueError(
+            f"path: layer {i} is a {type(layer).__name__}, which cannot be saved; allowed are pages and layers that "
+            "grow. Make the cache without max_cache_len, or compute the prompt again."
+        )
+    if not layer.is_initialized:
+        return {}, {}
+    count = getattr(layer, "cumulative_length", None)
+    return {"came": None if count is None else int(count)}, {"keys": layer.keys, "values": layer.values}
+
+
+def _unpack_stock(
+    i: int, layer: Any, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+) -> None:
+    if type(layer).__name__ not in _STOCK:
+        raise ValueError(f"layer {i} is a {type(layer).__name__} here, which cannot be loaded")
+    if numbers:
+        keys, values = (tensors[side].to(device, copy=True) for side in ("keys", "values"))
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+        if numbers["came"] is not None:
+            layer.cumulative_length = int(numbers["came"])
+
+
+def _below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}

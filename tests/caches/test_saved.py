@@ -1,0 +1,230 @@
+"""Caches in files: what comes back goes on as the cache did, and whatever is no such file is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hfkvq import KittyCache, MixedKVCache, TriAxialCache
+from hfkvq.caches import saved_file
+from hfkvq.caches.tags import parse_tag
+from tests.caches.driver import small
+from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.models import build, prompt
+
+
+def filled(model, scheme="kitty-pro", tokens=70, rows=1, **options):
+    cache, ids = MixedKVCache(model, small(scheme), **options), prompt(rows, tokens)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return cache, ids
+
+
+@pytest.fixture
+def file(tmp_path):
+    cache, ids = filled(build("llama"))
+    cache.save(tmp_path / "prompt.safetensors", ids)
+    return tmp_path / "prompt.safetensors"
+
+
+@pytest.mark.parametrize("length", [None, 120])
+def test_generate_goes_on_with_a_saved_prompt(length, tmp_path, captured):  # noqa: F811
+    """From graphs, growing and at a fixed capacity; with tokens of steps in it."""
+    model = build("llama")
+    cache, ids = MixedKVCache(model, small("best-3.4"), max_cache_len=length), prompt(2, 50)
+    options = {"do_sample": False, "pad_token_id": 0, "min_new_tokens": 20, "max_new_tokens": 20}
+    begun = model.generate(ids, past_key_values=cache, **options)
+    assert cache.graphs.placement.buffers is not None
+    cache.save(tmp_path / "cache", begun[:, :-1])
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    assert torch.equal(loaded.saved_ids, begun[:, :-1])
+    expected = model.generate(begun, past_key_values=cache, **options)
+    assert torch.equal(model.generate(begun, past_key_values=loaded, **options), expected)
+    if length is not None:
+        with pytest.raises(ValueError, match="max_cache_len"):
+            model.generate(expected, past_key_values=loaded, **options | {"max_new_tokens": 60})
+
+
+def test_rows_that_were_reordered(tmp_path):
+    model = build("llama")
+    cache, ids = filled(model, rows=3)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    cache.save(tmp_path / "cache")
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    with torch.no_grad():
+        logits = [model(ids[:, :1], past_key_values=x).logits for x in (cache, loaded)]
+    assert torch.equal(*logits)
+
+
+class ByAge:
+    """Tags the newest 20 tokens as the user's, and all before them as an old observation."""
+
+    def tag(self, ids, mask=None):
+        tags = torch.full(ids.shape, parse_tag("current|text|user"), dtype=torch.uint8)
+        tags[:, :-20] = parse_tag("older|text|obs")
+        return tags
+
+
+def test_tags_come_back(tmp_path):
+    """The next prompt gives older tokens fewer bits, which needs all their ids."""
+    model, tagger = build("llama"), ByAge()
+    options = {"group_size": 8, "page_size": 16, "seal_unit": 8, "requantize_on_turn_end": True}
+    cache, ids = TriAxialCache(model, tagger=tagger, **options), prompt(1, 60)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    loaded = TriAxialCache.load(tmp_path / "cache", model, tagger=tagger)
+    for name in ("ids", "tags"):
+        theirs, own = (getattr(x.tokens, name)[:, : x.tokens.length] for x in (cache, loaded))
+        assert torch.equal(theirs, own)
+    with torch.no_grad():
+        assert torch.equal(*[model(ids, past_key_values=x).logits for x in (cache, loaded)])
+    assert loaded.memory().code_bits == cache.memory().code_bits < 4
+    with pytest.raises(ValueError, match=r"TriAxialCache\.load"):
+        MixedKVCache.load(tmp_path / "cache", model)
+
+
+def test_classes_of_one_scheme(tmp_path):
+    model = build("llama")
+    cache = KittyCache(model, page_size=16, local_length=16, layers={0: "full"})
+    with torch.no_grad():
+        model(prompt(1, 60), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    loaded = KittyCache.load(tmp_path / "cache", model)
+    assert loaded.preset == cache.preset
+    filled(model, "mixkvq")[0].save(tmp_path / "other")
+    with pytest.raises(ValueError, match="of the scheme mixkvq, and KittyCache of kitty"):
+        KittyCache.load(tmp_path / "other", model)
+
+
+def test_sliding_windows_come_back_and_recurrent_layers_are_refused(tmp_path):
+    model = build("gemma2")
+    cache, ids = filled(model, tokens=50)
+    cache.save(tmp_path / "cache")
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    with torch.no_grad():
+        for i in range(3):
+            assert torch.equal(*[model(ids[:, i : i + 1], past_key_values=x).logits for x in (cache, loaded)])
+    fixed, _ = filled(model, tokens=50, max_cache_len=80)
+    with pytest.raises(ValueError, match=r"layer \d is a StaticSlidingWindowLayer, which cannot be saved"):
+        fixed.save(tmp_path / "fixed")
+    assert not (tmp_path / "fixed").exists()
+
+
+def test_a_file_has_no_room_that_nobody_uses(tmp_path):
+    model = build("llama")
+    cache, _ = filled(model, tokens=300, max_cache_len=2000)
+    cache.save(tmp_path / "cache")
+    grown, _ = filled(model, tokens=300)
+    assert (tmp_path / "cache").stat().st_size < 1.2 * grown.memory().total + 20_000
+    assert (tmp_path / "cache").stat().st_size < cache.memory().total / 2
+
+
+def test_an_empty_cache(tmp_path):
+    model = build("llama")
+    MixedKVCache(model, "kitty-pro").save(tmp_path / "cache")
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    assert loaded.get_seq_length() == 0
+    with torch.no_grad():
+        model(prompt(1, 40), past_key_values=loaded)
+
+
+# What is refused.
+
+
+def test_ids_of_other_tokens(tmp_path):
+    cache, ids = filled(build("llama"))
+    with pytest.raises(ValueError, match=r"token_ids: got shape \(1, 69\), allowed \(batch, 70\)"):
+        cache.save(tmp_path / "cache", ids[:, 1:])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_models(file):
+    with pytest.raises(ValueError, match="of another model"):
+        MixedKVCache.load(file, build("qwen3"))
+
+
+def test_files_that_are_cut_off_or_changed(file):
+    model, whole = build("llama"), file.read_bytes()
+    for length in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="is no saved cache, or was cut off"):
+            MixedKVCache.load(file, model)
+    torch.manual_seed(0)
+    for at in torch.randint(len(whole), (40,)).tolist():
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="path: "):
+            MixedKVCache.load(file, model)
+
+
+def _rewritten(file, change):
+    """The file with another description, its checksum put right."""
+    tensors = load_file(file)
+    with saved_file.safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    head, description = json.loads(metadata["hfkvq"]), json.loads(metadata["description"])
+    change(head, description, tensors)
+    text = json.dumps(description)
+    head["sha256"] = saved_file._checksum(text, tensors)
+    save_file(tensors, file, metadata={"hfkvq": json.dumps(head), "description": text})
+
+
+def _cut_table(head, description, tensors):
+    tensors["layer0.store.counters"] = tensors["layer0.store.counters"][:1].clone()
+
+
+CHANGES = {
+    "a later version": lambda head, _, __: head.update(version=2, hfkvq="9.9"),
+    "another kind": lambda head, _, __: head.update(kind="recipe"),
+    "no version": lambda head, _, __: head.pop("version"),
+    "no scheme": lambda _, description, __: description.pop("scheme"),
+    "an unknown scheme": lambda _, description, __: description["scheme"].update(scheme="zip"),
+    "fewer layers": lambda _, description, __: description["layers"].pop(),
+    "rows of text": lambda _, description, __: description["layers"][0]["store"].update(rows="many"),
+    "more tokens": lambda _, description, __: description["layers"][0].update(seen=71),
+    "a dtype that is none": lambda _, description, __: description["layers"][0].update(dtype="Tensor"),
+    "no counters": lambda _, __, tensors: tensors.pop("layer0.store.counters"),
+    "other counters": lambda _, __, tensors: tensors["layer0.store.counters"].add_(1),
+    "short counters": _cut_table,
+    "codes of floats": lambda _, __, tensors: tensors.update(
+        {name: x.float() for name, x in tensors.items() if name.endswith("keys.codes")}
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_files_that_say_something_else(change, file):
+    _rewritten(file, CHANGES[change])
+    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 2|is no saved cache)"):
+        MixedKVCache.load(file, build("llama"))
+
+
+def test_other_files(tmp_path):
+    model = build("llama")
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        MixedKVCache.load(tmp_path / "none", model)
+    save_file({"x": torch.zeros(2)}, tmp_path / "weights")
+    with pytest.raises(ValueError, match=r"is no saved cache; cache\.save"):
+        MixedKVCache.load(tmp_path / "weights", model)
+    (tmp_path / "text").write_text("prompt")
+    with pytest.raises(ValueError, match="is no saved cache, or was cut off"):
+        MixedKVCache.load(tmp_path / "text", model)
+
+
+def test_what_fails_leaves_the_file_that_was_there(file, monkeypatch):
+    whole = file.read_bytes()
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise saved_file.SafetensorError("No space left on device")
+
+    monkeypatch.setattr(saved_file, "save_file", full)
+    cache, _ = filled(build("llama"))
+    with pytest.raises(OSError, match="No space left"):
+        cache.save(file)
+    assert file.read_bytes() == whole
+    assert list(file.parent.iterdir()) == [file]
