@@ -225,8 +225,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize("weigh", [False, True], ids=["plain", "weighed"])
-@pytest.mark.parametrize("choose", ["k_abs", "variance", "error"])
+@pytest.mark.parametrize(("choose", "weigh"), [("k_abs", False), ("k_abs", True), ("variance", False), ("error", True)])
 @pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
 def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
     """The pages are those that the rule's widths give."""
@@ -271,6 +270,8 @@ def test_rules_that_do_not_go():
         seal(parts, *call, widths, fmt, "keys", "k_abs")
 
 
+# What is interpreted is the reference in every page: `test_kernel_is_reference`.
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize(("spec", "side", "head_dim"), FORMATS)
 def test_only_what_is_due_is_written(backend, spec, side, head_dim):
     parts, table, count, new, *call = arguments(spec, side, head_dim)
