@@ -62,7 +62,12 @@ on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys
 # What holds whatever has been evicted.
 on_everything = pytest.mark.parametrize("scheme", EVERYTHING.values(), ids=EVERYTHING.keys())
 on_every_preset = pytest.mark.parametrize("name", distinct())
+# Without presets that are other knobs of the same code.
+KINDS = [name for name in list_schemes() if name in CASES]
+on_every_kind = pytest.mark.parametrize("name", KINDS)
 on_every_layout = pytest.mark.parametrize("name", by_layout())
+# The interpreter is slow, and `tests/kernels` has every format: one of those that differ in numbers alone is enough.
+ALIKE = {"kitty", "best-2.5", "best-2.8", "kvarn-k4v4", "kvarn-k2v2", "kivi-4"}
 
 
 def assert_dense_agrees(layer, queries, mask=None):
@@ -96,6 +101,8 @@ def test_reserved_memory_is_poisoned():
 @on_every_layout
 def test_fused_attention_is_attention_over_dense(name, backend, device):
     """Prompt, then decode over two page borders, one row padded; one border where each step takes a second."""
+    if backend == "interpret" and name in ALIKE:
+        pytest.skip("interpreted with its siblings")
     scheme = small(name)
     page = unit(scheme)
     layer = make(scheme)
@@ -210,10 +217,12 @@ def test_padded_row_is_the_same_row_alone(scheme):
     page = unit(scheme)
     rows, pads = [row(i, 60) for i in (1, 2, 3)], [0, 7, page + 2]
     layer = make(scheme)
-    outs = feed(layer, rows, [44] + [1] * 16, pads)
+    # Every row crosses a border of its pages.
+    steps = [1, 5, 1, 8, 1]
+    outs = feed(layer, rows, [44, *steps], pads)
     for i, pad in enumerate(pads):
         alone = make(scheme)
-        (out,) = feed(alone, [rows[i][: 60 - pad]], [44 - pad] + [1] * 16)
+        (out,) = feed(alone, [rows[i][: 60 - pad]], [44 - pad, *steps])
         assert_same_bits(stored(layer, i), stored(alone, 0))
         assert start_of(layer, i) == pad
         assert_close(outs[i], out)
@@ -253,7 +262,7 @@ def _life(scheme):
     return outs, begun + [stored(which, i) for which in (copied, layer) for i in range(2)]
 
 
-@on_every_layout
+@pytest.mark.parametrize("name", [name for name in by_layout() if name not in ALIKE])
 def test_life_in_kernels(name):
     """Reorder, crop, a second prompt, repeat, select, copy, reset: the kernels follow the reference to the bit."""
     if torch.cuda.is_available():
@@ -284,15 +293,15 @@ def test_row_does_not_depend_on_its_batch_mates(scheme):
 @on_every_case
 def test_chunks_do_not_matter(scheme):
     """Odd chunks, shorter and longer than a step, and one that is padding only for two of the rows."""
-    rows, pads = [row(i, 80) for i in (1, 2, 3, 4)], [0, 3, 20, 38]
-    for chunks in ([17, 20, 5, 1, 1, 9, 27], [3, 2, 1, 6, 8, 16, 16, 1, 27], [39, 41], [1] * 30 + [50]):
+    rows, pads, alone = [row(i, 80) for i in (1, 2, 3, 4)], [0, 3, 20, 38], [make(scheme) for _ in range(4)]
+    for own, pad, layer in zip(rows, pads, alone, strict=True):
+        feed(layer, [own[: 80 - pad]], [80 - pad])
+    for chunks in ([17, 20, 5, 1, 1, 9, 27], [3, 2, 1, 6, 8, 16, 16, 1, 27], [39, 41], [1] * 22 + [58]):
         layer = make(scheme)
         feed(layer, rows, chunks, pads)
         assert [start_of(layer, i) for i in range(4)] == pads
-        for i, pad in enumerate(pads):
-            alone = make(scheme)
-            feed(alone, [rows[i][: 80 - pad]], [80 - pad])
-            assert_same_bits(stored(layer, i), stored(alone, 0))
+        for i in range(4):
+            assert_same_bits(stored(layer, i), stored(alone[i], 0))
         valid = torch.arange(80) >= torch.tensor(pads)[:, None]
         assert_dense_agrees(layer, torch.stack([x.queries[:, :1] for x in rows]), valid[:, None, None])
 
@@ -315,7 +324,7 @@ def test_hole_in_a_row_widens_no_scale(scheme):
     assert_same_bits(stored(layer, 0), stored(expected, 0))
 
 
-@on_every_preset
+@on_every_kind
 def test_left_padding_in_a_model(name):
     """A padded prompt continues with the tokens that it continues with alone."""
     model = build("llama")
@@ -330,7 +339,7 @@ def test_left_padding_in_a_model(name):
 
 def _generate(model, scheme, **inputs):
     cache = MixedKVCache(model, scheme)
-    return model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    return model.generate(**inputs, past_key_values=cache, max_new_tokens=9, do_sample=False)
 
 
 # Rows move.
@@ -389,7 +398,7 @@ def _assert_moved(layer, scheme, order):
 
 
 @on_everything
-@pytest.mark.parametrize("order", [[1, 1, 0], [2, 0, 2], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("order", [[2, 0, 2], [0, 0, 0]], ids=str)
 def test_reordered_rows_are_the_rows_fed_alone(scheme, order):
     """Beams: rows of different lengths trade places, share their past, and part again without touching each other."""
     layer, _, _ = _started(scheme)
@@ -440,7 +449,7 @@ def test_selected_rows_go_on(scheme, select):
     _assert_moved(layer, scheme, [2, 0] if select.dtype == torch.int64 else [0, 2])
 
 
-@on_every_preset
+@on_every_kind
 def test_shared_pages_are_given_back_after_select(name):
     """Repeat, part ways, select: no row reads a page that another writes."""
     scheme = small(name)
@@ -557,7 +566,7 @@ def test_deepcopy_between_update_and_attention(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "road"), [*((each, "pickle") for each in distinct()), *((each, "torch.save") for each in by_layout())]
+    ("name", "road"), [*((each, "pickle") for each in KINDS), ("kitty-pro", "torch.save"), ("arkv", "torch.save")]
 )
 def test_saved_cache_goes_on(name, road):
     model = build("llama")
@@ -576,7 +585,8 @@ def test_saved_cache_goes_on(name, road):
             loaded = torch.load(file, weights_only=False)
         assert loaded.get_seq_length() == 50
         assert loaded.scheme == cache.scheme
-        for i in range(50, 56):
+        # Over a border.
+        for i in range(50, 54):
             logits = [
                 model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=x).logits
                 for x in (cache, loaded)
@@ -585,7 +595,7 @@ def test_saved_cache_goes_on(name, road):
     assert str(loaded.memory()) == str(cache.memory())
 
 
-@on_every_preset
+@on_every_kind
 def test_seen_grows_by_one_per_step(name):
     model = build("llama")
     cache, ids = MixedKVCache(model, small(name)), prompt(1, 40)
@@ -718,7 +728,7 @@ def test_crop_nothing_and_tensor_valued(name):
     assert_same_bits(stored(layer, 0), stored(other, 0))
 
 
-@on_every_preset
+@on_every_kind
 def test_crop_of_everything_starts_again(name):
     scheme, own = small(name), row(1, 90)
     layer, fresh = make(scheme), make(scheme)
@@ -879,7 +889,7 @@ def test_total_bits_approach_the_layout(name):
         assert sizes.reserved == 0 or sizes.reserved < 48 * 128 * 128 * (keys + values) / 8 / 48 + 1
 
 
-@on_every_preset
+@on_every_kind
 def test_growth_leaves_at_most_a_fifth_unused(name):
     """Eager growth: reserved room stays small beside what is held, once a few pages are full."""
     layer = make(small(name))

@@ -27,15 +27,29 @@ def load_start():
     return module
 
 
-def test_lm_eval_as_typed(tmp_path):
-    """In a process of its own, which knows of hfkvq by the installed files alone."""
+@pytest.fixture
+def installed():
+    """The command that pip made."""
     command = Path(sys.executable).with_name("lm_eval")
     if importlib.util.find_spec("_hfkvq_lm_eval") is None or not command.is_file():
         pytest.skip("hfkvq is not installed here: pip install -e '.[eval]'")
+    return command
+
+
+def test_lm_eval_knows_the_name(installed):
+    """In a process of its own, which knows of hfkvq by the installed files alone."""
+    code = "import lm_eval.models; from lm_eval.api.registry import get_model; print(get_model('hf-kvq').__name__)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.stdout.split()[-1:] == ["HFKVQ"], ran.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_lm_eval_as_typed(installed, tmp_path):
+    """The same, and the bill in what it prints and saves."""
     options = f"pretrained={reference_path()},scheme=kitty,boost_ratio=0.2,dtype=float32"
     ran = subprocess.run(
         [
-            *(command, "--model", "hf-kvq", "--model_args", options, "--device", "cpu", "--batch_size", "2"),
+            *(installed, "--model", "hf-kvq", "--model_args", options, "--device", "cpu", "--batch_size", "2"),
             *("--include_path", task_folder(), "--tasks", "ref_recall", "--limit", "2"),
             *("--output_path", tmp_path, "--log_samples"),
         ],
