@@ -19,6 +19,7 @@ from hfkvq.caches.scheme import Layout, Scheme, SideLayout, knob
 from hfkvq.kernels import PageFormat
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (
+    ALIKE,
     DIM,
     HEADS,
     Row,
@@ -32,6 +33,7 @@ from tests.caches.driver import (
     feed,
     forward,
     join,
+    kinds,
     make,
     row,
     small,
@@ -62,12 +64,8 @@ on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys
 # What holds whatever has been evicted.
 on_everything = pytest.mark.parametrize("scheme", EVERYTHING.values(), ids=EVERYTHING.keys())
 on_every_preset = pytest.mark.parametrize("name", distinct())
-# Without presets that are other knobs of the same code.
-KINDS = [name for name in list_schemes() if name in CASES]
-on_every_kind = pytest.mark.parametrize("name", KINDS)
+on_every_kind = pytest.mark.parametrize("name", kinds())
 on_every_layout = pytest.mark.parametrize("name", by_layout())
-# The interpreter is slow, and `tests/kernels` has every format: one of those that differ in numbers alone is enough.
-ALIKE = {"kitty", "best-2.5", "best-2.8", "kvarn-k4v4", "kvarn-k2v2", "kivi-4"}
 
 
 def assert_dense_agrees(layer, queries, mask=None):
@@ -566,7 +564,7 @@ def test_deepcopy_between_update_and_attention(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "road"), [*((each, "pickle") for each in KINDS), ("kitty-pro", "torch.save"), ("arkv", "torch.save")]
+    ("name", "road"), [*((each, "pickle") for each in kinds()), ("kitty-pro", "torch.save"), ("arkv", "torch.save")]
 )
 def test_saved_cache_goes_on(name, road):
     model = build("llama")

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, Stati
 
 from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
 from hfkvq.caches.layers import KVLayer
-from tests.caches.driver import by_layout, distinct, small, within
+from tests.caches.driver import ALIKE, by_layout, distinct, kinds, small, within
 from tests.caches.models import FAMILIES, build, prompt
 
-LENGTH, NEW = 40, 16
+# What is generated crosses borders of pages of 8 and 16 tokens.
+LENGTH, NEW = 44, 10
 FULL = get_scheme("full", page_size=8)
 
 
@@ -180,7 +181,7 @@ def test_raw_forwards(family, mask):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4, msg=lambda m, a=attention: f"{a}: {m}")
 
 
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", kinds())
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_lossy_schemes_agree_on_every_road(name, attention):
     """The same pages give the same logits, fused, intercepted or dequantized; all are finite."""
@@ -199,7 +200,7 @@ def test_lossy_schemes_agree_on_every_road(name, attention):
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", by_layout())
+@pytest.mark.parametrize("name", [name for name in by_layout() if name not in ALIKE])
 def test_lossy_schemes_run_in_every_mode(name):
     # That layers agree is tested with lossless ones.
     model = build("llama", num_hidden_layers=1)
