@@ -23,7 +23,7 @@ from hfkvq.kernels import dispatch, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kivi-2", "kvarn", "full")
+PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full")
 
 
 @pytest.fixture(scope="module")
