@@ -83,7 +83,7 @@ def prefix(model, make):
         model(ids[:, :30], past_key_values=cache)
     out = []
     for seed in (1, 2):
-        question = torch.cat([ids[:, :30], prompt(1, 10, seed)], 1)
+        question = torch.cat([ids[:, :30], prompt(1, LENGTH - 30, seed)], 1)
         out.append(_generate(model, copy.deepcopy(cache), question))
     assert cache.get_seq_length() == 30
     return torch.cat(out)
