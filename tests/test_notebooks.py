@@ -22,7 +22,9 @@ SHORTER = {
         "trials=10": "trials=6",
         "recall(24, seed=seed": "recall(8, seed=seed",
     },
-    "03_add_a_scheme": {"for seed in range(4)": "for seed in range(2)"},
+    "01_quickstart": {'"saw-int4", "kitty-pro", "kitty", "kivi-2"]': '"kivi-2"]'},
+    "03_add_a_scheme": {"for seed in range(4)": "for seed in range(2)", '"kitty", "span", "kitty-pro",': '"span",'},
+    "05_agent_conversations": {"for seed in range(3)": "for seed in range(1)"},
 }
 
 # No name of an earlier notebook is left, and no scheme.

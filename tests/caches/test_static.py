@@ -66,7 +66,10 @@ def run(model, forward, cache, steps, ids, mask):
 
 
 # Their steps are those of others and of `test_graphs`, which runs all of them without a compiler.
-TRACED_WITH_OTHERS = ("kvarn, deviations", "pyramidkv+mixkvq", "h2o-prompt+kvarn", "tova", "streaming-llm+kivi-2")
+TRACED_WITH_OTHERS = (
+    *("kvarn, deviations", "mixkvq-r1-llama-8b", "arkv bytes"),
+    *("pyramidkv+mixkvq", "h2o-prompt+kvarn", "tova", "streaming-llm+kivi-2"),
+)
 
 
 @pytest.mark.parametrize(
@@ -456,16 +459,11 @@ def test_distinct_tokens_are_compared():
     assert all(len(set(row.tolist())) > 8 for row in found)
 
 
-# Attention of phi3 and glm4 is Llama's.
+# Attention of qwen3-moe, phi3 and glm4 is Llama's.
 @pytest.mark.parametrize(
     "family",
-    [
-        "qwen3-moe",
-        "gemma2",
-        "gpt-oss",
-        "qwen3-next",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("phi3", "glm4")),
-    ],
+    ["gemma2", "gpt-oss", "qwen3-next"]
+    + [pytest.param(x, marks=pytest.mark.slow) for x in ("qwen3-moe", "phi3", "glm4")],
 )
 def test_every_family_compiles(family):
     """Whatever is not refused must be traced whole, or `generate` would fail on a GPU."""

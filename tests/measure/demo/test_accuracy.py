@@ -31,7 +31,7 @@ LEFT_OUT = {
 
 
 # One of each kind, at every run; the others are slow together.
-OF_EACH_KIND = ("kitty", "mixkvq-r1-qwen-7b", "saw-int4", "int4", "arkv")
+OF_EACH_KIND = ("kitty", "saw-int4", "int4", "arkv")
 
 
 @pytest.mark.parametrize("which", ["of each kind", pytest.param("all", marks=pytest.mark.slow)])
