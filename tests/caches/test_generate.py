@@ -92,7 +92,7 @@ def prefix(model, make):
 MODES = {f.__name__: f for f in (greedy, padding, beams, sampling, assisted, lookup, chunked, turns, prefix)}
 
 
-FEW_MODES = ("padding", "beams", "assisted", "turns")
+FEW_MODES = ("padding", "turns")
 
 
 def forwards(model, make, mask=True):
