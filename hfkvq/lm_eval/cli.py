@@ -28,7 +28,8 @@ def _presets(names: str | None) -> dict[str, Preset | None]:
     chosen = split(names) if names else ()
     if chosen == ("all",):
         chosen = tuple(choose_schemes(("all",)))
-    others = [name for name in chosen if name != BASELINE] or dict.fromkeys((*listed("kld"), *listed("demo")))
+    shown = list(dict.fromkeys((*listed("kld"), *listed("demo"))))
+    others = [name for name in chosen if name != BASELINE] or shown
     return {BASELINE: None, **parse_schemes(others)}
 
 
