@@ -142,7 +142,7 @@ def test_generate_eager(mode):
     assert torch.equal(MODES[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=200)), expected)
 
 
-@pytest.mark.parametrize("name", ["kitty", "mixkvq", "arkv"])
+@pytest.mark.parametrize("name", ["kitty", "arkv"])
 def test_generate_compiles_by_itself(name):
     """Padding, then the same buffers again: a second request and one that goes on, all through one graph."""
     model, (_, mask) = build("llama", num_hidden_layers=2 if name == "kitty" else 1), padded(2, 30)

@@ -354,7 +354,18 @@ def test_a_row_is_the_same_alone(backend, name):
     assert torch.equal(decode(layer, backend, 0.2).cpu()[0], expected[0])
 
 
-@pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "two-runs", "rotated"])
+CHECKED = ("2c-2t-raised-4-16", "two-runs", "rotated")
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *(("reference", name) for name in CHECKED),
+        ("interpret", "two-runs"),
+        *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in CHECKED),
+    ],
+    indirect=["backend"],
+)
 def test_opcheck(backend, name):
     layer = build(CASES[name])
     # The checker compares arguments with themselves, which NaN fails.

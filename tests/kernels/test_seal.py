@@ -345,7 +345,18 @@ def test_no_factors_are_factors_of_one(backend, spec):
     assert (parts["norm"][due] == 1).all()
 
 
-@pytest.mark.parametrize("spec", ["2c32p64+4x20+16x5", "2c32p64", "4t16p40", "2c32p64n+4x20"])
+CHECKED = ("2c32p64+4x20+16x5", "2c32p64", "4t16p40", "2c32p64n+4x20")
+
+
+@pytest.mark.parametrize(
+    ("backend", "spec"),
+    [
+        *(("reference", spec) for spec in CHECKED),
+        ("interpret", "2c32p64n+4x20"),
+        *(pytest.param("cuda", spec, marks=pytest.mark.gpu) for spec in CHECKED),
+    ],
+    indirect=["backend"],
+)
 def test_opcheck(backend, spec):
     parts, *call = arguments(spec, "keys", 80, torch.float32)
     parts = [part.zero_().to(backend) for part in parts]
