@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import define, triton_slot
+from .dispatch import call, define, triton_slot
 from .pages import PageFormat, Side
 from .quantize import dequantize_pages
 
@@ -50,7 +50,7 @@ def qk_pages(q: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tensor], f
     Returns:
         f32 (B, H, r, n*G).
     """
-    return _qk_pages(q, table, count, list(parts), fmt.spec)
+    return call(_qk_pages, q, q, table, count, list(parts), fmt.spec)
 
 
 @define("sv_pages")
@@ -88,4 +88,4 @@ def sv_pages(
     Returns:
         f32 (B, H, r, D), in the basis of the pages.
     """
-    return _sv_pages(probs, table, count, list(parts), fmt.spec, head_dim)
+    return call(_sv_pages, probs, probs, table, count, list(parts), fmt.spec, head_dim)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import define
+from .dispatch import call, define
 from .groups import F16_MAX, Groups
 from .pages import PageFormat, Side
 
@@ -203,4 +203,4 @@ def dequantize_pages(parts: Sequence[Tensor], fmt: PageFormat, side: Side, head_
     Returns:
         f32 (N, H, G, D), in the basis of the store.
     """
-    return _dequantize_pages(list(parts), fmt.spec, side, head_dim)
+    return call(_dequantize_pages, parts[0], list(parts), fmt.spec, side, head_dim)

@@ -21,13 +21,15 @@ BASELINE = "none"
 
 def _presets(names: str | None) -> dict[str, Preset | None]:
     """What is measured, by name; Transformers' own cache first."""
+    from hfkvq.caches.registry import listed
     from hfkvq.measure.demo.run import choose_schemes
     from hfkvq.measure.divergence.naming import parse_schemes
 
     chosen = split(names) if names else ()
     if chosen == ("all",):
         chosen = tuple(choose_schemes(("all",)))
-    others = [name for name in chosen if name != BASELINE] or list(choose_schemes())
+    shown = list(dict.fromkeys((*listed("kld"), *listed("demo"))))
+    others = [name for name in chosen if name != BASELINE] or shown
     return {BASELINE: None, **parse_schemes(others)}
 
 

@@ -123,6 +123,15 @@ def by_layout() -> list[str]:
     return list(found.values())
 
 
+def kinds() -> list[str]:
+    """Names of presets, without those that are other knobs of the same code."""
+    return [name for name in list_schemes() if name in cases()]
+
+
+ALIKE = frozenset({"kitty", "best-2.5", "best-2.8", "kvarn-k4v4", "kvarn-k2v2", "kivi-4"})
+"""Of `by_layout`, what differs from a sibling in numbers alone: `tests/kernels` has every format."""
+
+
 def unit(scheme: Scheme) -> int:
     """Tokens of a page."""
     return scheme.layout(DIM, DIM).keys.formats[0].page_size

@@ -19,6 +19,7 @@ from hfkvq.caches.scheme import Layout, Scheme, SideLayout, knob
 from hfkvq.kernels import PageFormat
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import (
+    ALIKE,
     DIM,
     HEADS,
     Row,
@@ -32,6 +33,7 @@ from tests.caches.driver import (
     feed,
     forward,
     join,
+    kinds,
     make,
     row,
     small,
@@ -62,6 +64,7 @@ on_every_case = pytest.mark.parametrize("scheme", CASES.values(), ids=CASES.keys
 # What holds whatever has been evicted.
 on_everything = pytest.mark.parametrize("scheme", EVERYTHING.values(), ids=EVERYTHING.keys())
 on_every_preset = pytest.mark.parametrize("name", distinct())
+on_every_kind = pytest.mark.parametrize("name", kinds())
 on_every_layout = pytest.mark.parametrize("name", by_layout())
 
 
@@ -76,18 +79,6 @@ def assert_dense_agrees(layer, queries, mask=None):
 def sealed(layer):
     """(2, B): keys and values that each row has sealed, in all runs."""
     return layer.store.counters[2:].unflatten(0, (-1, 2)).sum(0)
-
-
-def assert_rows_alone(layer, rows, scheme, chunks):
-    """Every row holds the bits that it holds when it is fed alone, in these chunks of tokens."""
-    for i, own in enumerate(rows):
-        alone = make(scheme)
-        feed(alone, [own], chunks(len(own)))
-        assert_same_bits(stored(layer, i), stored(alone, 0))
-
-
-def prompt_then_steps(prompt_length):
-    return lambda tokens: [min(prompt_length, tokens), *[1] * max(tokens - prompt_length, 0)]
 
 
 # Reading.
@@ -108,6 +99,8 @@ def test_reserved_memory_is_poisoned():
 @on_every_layout
 def test_fused_attention_is_attention_over_dense(name, backend, device):
     """Prompt, then decode over two page borders, one row padded; one border where each step takes a second."""
+    if backend == "interpret" and name in ALIKE:
+        pytest.skip("interpreted with its siblings")
     scheme = small(name)
     page = unit(scheme)
     layer = make(scheme)
@@ -157,7 +150,7 @@ def test_prompts_of_every_length(scheme, extra):
     """Lengths 1, S, S+G-1, S+G and several pages; each continues over a border, as if it had been decoded."""
     length, steps = _lengths(scheme)[extra], unit(scheme) + 2
     layer, own = make(scheme), row(4, _lengths(scheme)["long"] + steps)[: length + steps]
-    feed(layer, [own], [length] + [1] * steps)
+    feed(layer, [own], [length, 1, steps - 3, 1, 1])
     assert_same_bits(stored(layer, 0), _stepped(scheme)[extra])
     assert_dense_agrees(layer, own.queries[None, :, -1:])
     assert layer.get_seq_length() == len(own)
@@ -165,7 +158,7 @@ def test_prompts_of_every_length(scheme, extra):
 
 def _lengths(scheme):
     sink, page = max(scheme.layout(DIM, DIM).sink, 1), unit(scheme)
-    return {"one": 1, "sink": sink, "before border": sink + page - 1, "border": sink + page, "long": 5 * page + 3}
+    return {"one": 1, "sink": sink, "before border": sink + page - 1, "border": sink + page, "long": 3 * page + 3}
 
 
 @functools.cache
@@ -222,10 +215,12 @@ def test_padded_row_is_the_same_row_alone(scheme):
     page = unit(scheme)
     rows, pads = [row(i, 60) for i in (1, 2, 3)], [0, 7, page + 2]
     layer = make(scheme)
-    outs = feed(layer, rows, [44] + [1] * 16, pads)
+    # Every row crosses a border of its pages.
+    steps = [1, 5, 1, 8, 1]
+    outs = feed(layer, rows, [44, *steps], pads)
     for i, pad in enumerate(pads):
         alone = make(scheme)
-        (out,) = feed(alone, [rows[i][: 60 - pad]], [44 - pad] + [1] * 16)
+        (out,) = feed(alone, [rows[i][: 60 - pad]], [44 - pad, *steps])
         assert_same_bits(stored(layer, i), stored(alone, 0))
         assert start_of(layer, i) == pad
         assert_close(outs[i], out)
@@ -265,7 +260,7 @@ def _life(scheme):
     return outs, begun + [stored(which, i) for which in (copied, layer) for i in range(2)]
 
 
-@on_every_layout
+@pytest.mark.parametrize("name", [name for name in by_layout() if name not in ALIKE])
 def test_life_in_kernels(name):
     """Reorder, crop, a second prompt, repeat, select, copy, reset: the kernels follow the reference to the bit."""
     if torch.cuda.is_available():
@@ -296,15 +291,15 @@ def test_row_does_not_depend_on_its_batch_mates(scheme):
 @on_every_case
 def test_chunks_do_not_matter(scheme):
     """Odd chunks, shorter and longer than a step, and one that is padding only for two of the rows."""
-    rows, pads = [row(i, 80) for i in (1, 2, 3, 4)], [0, 3, 20, 38]
-    for chunks in ([17, 20, 5, 1, 1, 9, 27], [3, 2, 1, 6, 8, 16, 16, 1, 27], [39, 41], [1] * 30 + [50]):
+    rows, pads, alone = [row(i, 80) for i in (1, 2, 3, 4)], [0, 3, 20, 38], [make(scheme) for _ in range(4)]
+    for own, pad, layer in zip(rows, pads, alone, strict=True):
+        feed(layer, [own[: 80 - pad]], [80 - pad])
+    for chunks in ([17, 20, 5, 1, 1, 9, 27], [3, 2, 1, 6, 8, 16, 16, 1, 27], [39, 41], [1] * 22 + [58]):
         layer = make(scheme)
         feed(layer, rows, chunks, pads)
         assert [start_of(layer, i) for i in range(4)] == pads
-        for i, pad in enumerate(pads):
-            alone = make(scheme)
-            feed(alone, [rows[i][: 80 - pad]], [80 - pad])
-            assert_same_bits(stored(layer, i), stored(alone, 0))
+        for i in range(4):
+            assert_same_bits(stored(layer, i), stored(alone[i], 0))
         valid = torch.arange(80) >= torch.tensor(pads)[:, None]
         assert_dense_agrees(layer, torch.stack([x.queries[:, :1] for x in rows]), valid[:, None, None])
 
@@ -327,7 +322,7 @@ def test_hole_in_a_row_widens_no_scale(scheme):
     assert_same_bits(stored(layer, 0), stored(expected, 0))
 
 
-@on_every_preset
+@on_every_kind
 def test_left_padding_in_a_model(name):
     """A padded prompt continues with the tokens that it continues with alone."""
     model = build("llama")
@@ -342,7 +337,7 @@ def test_left_padding_in_a_model(name):
 
 def _generate(model, scheme, **inputs):
     cache = MixedKVCache(model, scheme)
-    return model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    return model.generate(**inputs, past_key_values=cache, max_new_tokens=9, do_sample=False)
 
 
 # Rows move.
@@ -350,38 +345,43 @@ def _generate(model, scheme, **inputs):
 
 PADS = (0, 9, 20)
 
-# Steps after rows have moved: every row crosses a border of its pages.
-MOVED = 17
+# Twenty tokens.
+CROSSING = (1, 1, 15, 1, 1, 1)
+
+# Calls after rows have moved, by their tokens: every row crosses a border of its pages.
+MOVED = (1, 5, 1, 8, 1, 1)
 
 
 def _started(scheme):
     """A layer whose rows have different lengths, and the rows."""
     rows, layer = [row(i + 1, 90) for i in range(3)], make(scheme)
-    feed(layer, rows, [46, 1, 1, 1, 1], PADS)
+    feed(layer, rows, [49, 1], PADS)
     return layer, rows, list(PADS)
 
 
-def _continue(layer, batch, pads, steps, at):
-    """Decodes ``steps`` tokens of rows (each a `Row` of what comes next) with ``at`` columns before."""
-    outs = []
-    for i in range(steps):
-        queries, keys, values = join([x[i : i + 1] for x in batch])
-        valid = torch.arange(at + i + 1) >= torch.tensor(pads)[:, None]
+def _continue(layer, batch, pads, calls, at):
+    """Decodes tokens of rows (each a `Row` of what comes next), so many a call, with ``at`` columns before."""
+    outs, done = [], 0
+    for count in calls:
+        new = slice(done, done + count)
+        done += count
+        queries, keys, values = join([x[new] for x in batch])
+        valid = torch.arange(at + done) >= torch.tensor(pads)[:, None]
         outs.append(forward(layer, queries, keys, values, valid))
     return torch.cat(outs, 2)
 
 
-def _tail(source, nth, steps=MOVED):
+def _tail(source, nth):
     """What the ``nth`` descendant of a row is given: other tokens than any other's."""
-    return row(100 + 10 * source + nth, steps)
+    return row(100 + 10 * source + nth, sum(MOVED))
 
 
 @functools.cache
 def _replayed(scheme, source, nth):
-    """A row of `_started` fed alone: its history, then a descendant's tokens one at a time."""
+    """A row of `_started` fed alone: its history, then a descendant's tokens."""
     alone, history, tail = make(scheme), row(source + 1, 90)[: 50 - PADS[source]], _tail(source, nth)
     whole = Row(*(torch.cat([getattr(history, s), getattr(tail, s)], 1) for s in ("queries", "keys", "values")))
-    (out,) = feed(alone, [whole], [len(history) - 4, 1, 1, 1, 1] + [1] * len(tail))
+    (out,) = feed(alone, [whole], [len(history) - 1, 1, *MOVED])
     return stored(alone, 0), out[:, len(history) :]
 
 
@@ -396,7 +396,7 @@ def _assert_moved(layer, scheme, order):
 
 
 @on_everything
-@pytest.mark.parametrize("order", [[1, 1, 0], [2, 0, 2], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize("order", [[2, 0, 2], [0, 0, 0]], ids=str)
 def test_reordered_rows_are_the_rows_fed_alone(scheme, order):
     """Beams: rows of different lengths trade places, share their past, and part again without touching each other."""
     layer, _, _ = _started(scheme)
@@ -411,7 +411,7 @@ def test_reorder_at_every_step(scheme):
     generator = torch.Generator().manual_seed(5)
     histories, leads = [rows[i][: 50 - pads[i]] for i in range(3)], list(pads)
     prefix = [len(x) for x in histories]
-    for step in range(20):
+    for step in range(16):
         order = torch.randint(0, 3, (3,), generator=generator)
         layer.reorder_cache(order)
         new = [row(1000 + 3 * step + i, 1) for i in range(3)]
@@ -420,10 +420,11 @@ def test_reorder_at_every_step(scheme):
             for o, n in zip(order.tolist(), new, strict=True)
         ]
         leads, prefix = [leads[o] for o in order.tolist()], [prefix[o] for o in order.tolist()]
-        _continue(layer, new, leads, 1, 50 + step)
+        _continue(layer, new, leads, [1], 50 + step)
     for b in range(3):
         alone = make(scheme)
-        feed(alone, [histories[b]], [prefix[b] - 4, *[1] * 24])
+        # Where nothing is evicted it does not matter how tokens come: `test_chunks_do_not_matter`.
+        feed(alone, [histories[b]], [prefix[b] - 1, *[1] * 17] if scheme.evicts else [prefix[b] + 16])
         assert_same_bits(stored(layer, b), stored(alone, 0))
 
 
@@ -446,7 +447,7 @@ def test_selected_rows_go_on(scheme, select):
     _assert_moved(layer, scheme, [2, 0] if select.dtype == torch.int64 else [0, 2])
 
 
-@on_every_preset
+@on_every_kind
 def test_shared_pages_are_given_back_after_select(name):
     """Repeat, part ways, select: no row reads a page that another writes."""
     scheme = small(name)
@@ -481,10 +482,10 @@ def test_crop_into_shared_pages_parts_the_rows(scheme):
         feed(x, [own], [60])
     layer.batch_repeat_interleave(2)
     layer.crop(-17)
-    _continue(layer, tails, [0, 0], 20, 43)
+    _continue(layer, tails, [0, 0], CROSSING, 43)
     for b in range(2):
         alone[b].crop(-17)
-        _continue(alone[b], [tails[b]], [0], 20, 43)
+        _continue(alone[b], [tails[b]], [0], CROSSING, 43)
         assert_same_bits(stored(layer, b), stored(alone[b], 0))
 
 
@@ -497,7 +498,7 @@ def test_reset_parts_rows_that_shared_pages(scheme):
     layer.reset()
     rows = [row(3, 60), row(4, 60)]
     for x in (layer, fresh):
-        feed(x, rows, [50] + [1] * 10)
+        feed(x, rows, [50, 1, 8, 1])
     for i in range(2):
         assert_same_bits(stored(layer, i), stored(fresh, i))
 
@@ -523,11 +524,11 @@ def test_second_prompt_on_a_used_cache(scheme):
 @pytest.mark.parametrize("capacity", [None, 100])
 def test_reset_reuses(scheme, capacity):
     layer, fresh = make(scheme, capacity=capacity), make(scheme, capacity=capacity)
-    feed(layer, [row(1, 60), row(2, 60)], [50] + [1] * 5, [0, 5])
+    feed(layer, [row(1, 60), row(2, 60)], [50, 4, 1], [0, 5])
     layer.reset()
     assert layer.get_seq_length() == 0
     rows = [row(3, 40), row(4, 40)]
-    outs = [feed(x, rows, [34] + [1] * 6, [9, 0]) for x in (layer, fresh)]
+    outs = [feed(x, rows, [34, 1, 4, 1], [9, 0]) for x in (layer, fresh)]
     for i in range(2):
         assert_same_bits(stored(layer, i), stored(fresh, i))
         assert_close(outs[0][i], outs[1][i])
@@ -543,9 +544,9 @@ def test_deepcopy_is_independent(scheme):
     twin = copy.deepcopy(layer)
     mine = {x.data_ptr() for x in layer.store.tensors() if x.numel()}
     assert not mine & {x.data_ptr() for x in twin.store.tensors() if x.numel()}
-    out = _continue(twin, [own[55:75]], [0], 20, 55)
+    out = _continue(twin, [own[55:75]], [0], CROSSING, 55)
     assert_same_bits(stored(layer, 0), held)
-    assert_close(_continue(layer, [own[55:75]], [0], 20, 55), out)
+    assert_close(_continue(layer, [own[55:75]], [0], CROSSING, 55), out)
     assert_same_bits(stored(layer, 0), stored(twin, 0))
 
 
@@ -565,8 +566,8 @@ def test_deepcopy_between_update_and_attention(name):
 @pytest.mark.parametrize(
     ("name", "road"),
     [
-        *((each, "save") for each in distinct()),
-        *((each, road) for each in by_layout() for road in ("pickle", "torch.save")),
+        *((each, "save") for each in kinds()),
+        *((each, road) for each in ("kitty-pro", "arkv") for road in ("pickle", "torch.save")),
     ],
 )
 def test_saved_cache_goes_on(name, road, tmp_path):
@@ -590,7 +591,8 @@ def test_saved_cache_goes_on(name, road, tmp_path):
             loaded = torch.load(file, weights_only=False)
         assert loaded.get_seq_length() == 50
         assert loaded.scheme == cache.scheme
-        for i in range(50, 56):
+        # Over a border.
+        for i in range(50, 54):
             logits = [
                 model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=x).logits
                 for x in (cache, loaded)
@@ -599,13 +601,13 @@ def test_saved_cache_goes_on(name, road, tmp_path):
     assert str(loaded.memory()) == str(cache.memory())
 
 
-@on_every_preset
+@on_every_kind
 def test_seen_grows_by_one_per_step(name):
     model = build("llama")
     cache, ids = MixedKVCache(model, small(name)), prompt(1, 40)
     with torch.no_grad():
-        model(ids[:, :20], past_key_values=cache)
-        for i in range(20, 40):
+        model(ids[:, :33], past_key_values=cache)
+        for i in range(33, 40):
             assert cache.get_seq_length() == i
             assert all(layer.get_seq_length() == i for layer in cache.layers)
             model(ids[:, i : i + 1], past_key_values=cache)
@@ -634,7 +636,7 @@ def test_crop_within_the_tail_is_exact(scheme):
         if stored(layer, 0)["counts"].tolist() == stored(never, 0)["counts"].tolist():
             assert torch.equal(dense, given)
     assert layer.get_seq_length() == 61 - spare
-    out = _continue(layer, [own[61 - spare : 61]], [0], spare, 61 - spare)
+    out = _continue(layer, [own[61 - spare : 61]], [0], [1] * min(spare, 3) + [spare - 3] * (spare > 3), 61 - spare)
     assert torch.isfinite(out).all()
     if stored(never, 0)["counts"].tolist() == stored(layer, 0)["counts"].tolist():
         assert_same_bits(stored(layer, 0), held)
@@ -646,7 +648,7 @@ def test_crop_keeps_what_dense_showed(scheme, tokens):
     """Into sealed pages, and into the sink: what is left is what was there, dequantized."""
     rows, pads = [row(1, 90), row(2, 90)], [0, 9]
     layer = make(scheme)
-    feed(layer, rows, [53] + [1] * 8, pads)
+    feed(layer, rows, [53, 1, 6, 1], pads)
     before = [layer.dense(side) for side in ("keys", "values")]
     layer.crop(-tokens)
     left = 61 - tokens
@@ -660,7 +662,8 @@ def test_crop_keeps_what_dense_showed(scheme, tokens):
         else:
             assert_close(got, dense[:, :, :left])
     # What follows is attended with what is left.
-    steps = min(9, tokens)
+    calls = [1, 1, 7] if tokens >= 9 else [1] * min(tokens, 3)
+    steps = sum(calls)
     batch = [x[left - pad : 61 - pad] for x, pad in zip(rows, pads, strict=True)] if left > 9 else None
     if batch:
         kept = [layer.dense(side) for side in ("keys", "values")]
@@ -673,7 +676,7 @@ def test_crop_keeps_what_dense_showed(scheme, tokens):
             valid[:, None, None, : left + 1],
             DIM**-0.5,
         )
-        out = _continue(layer, batch, pads, steps, left)
+        out = _continue(layer, batch, pads, calls, left)
         assert_close(out[:, :, :1], expected)
         assert_dense_agrees(layer, first[0], valid[:, None, None, : left + steps])
 
@@ -691,7 +694,7 @@ def test_crop_of_lossless_pages_is_as_if_never_fed():
         if tokens < 45:
             feed_on = [x[61 - tokens - pad :] for x, pad in zip(rows, pads, strict=True)]
             for x in (layer, never):
-                _continue(x, feed_on, pads, 20, 61 - tokens)
+                _continue(x, feed_on, pads, CROSSING, 61 - tokens)
             for i in range(2):
                 assert_same_bits(stored(layer, i), stored(never, i))
 
@@ -731,7 +734,7 @@ def test_crop_nothing_and_tensor_valued(name):
     assert_same_bits(stored(layer, 0), stored(other, 0))
 
 
-@on_every_preset
+@on_every_kind
 def test_crop_of_everything_starts_again(name):
     scheme, own = small(name), row(1, 90)
     layer, fresh = make(scheme), make(scheme)
@@ -740,7 +743,7 @@ def test_crop_of_everything_starts_again(name):
     layer.crop(-tokens)
     assert layer.get_seq_length() == 0
     for x in (layer, fresh):
-        feed(x, [own], [60] + [1] * 20)
+        feed(x, [own], [60, *CROSSING])
     assert_same_bits(stored(layer, 0), stored(fresh, 0))
 
 
@@ -765,7 +768,7 @@ def test_recording_the_past_keeps_the_newest_unsealed(scheme):
     for side in ("keys", "values"):
         newest = slice(140 - ROLLBACK + 7, 140)
         assert_close(layer.dense(side)[0, :, newest], getattr(own, side)[:, newest])
-    _continue(layer, [own[140:200]], [0], 60, 140)
+    _continue(layer, [own[140:200]], [0], [1, 15, *CROSSING, 16, 7, 1], 140)
     feed(plain, [own], [200])
     ours, theirs = stored(layer, 0), stored(plain, 0)
     count = int(ours["counts"][1])
@@ -892,16 +895,16 @@ def test_total_bits_approach_the_layout(name):
         assert sizes.reserved == 0 or sizes.reserved < 48 * 128 * 128 * (keys + values) / 8 / 48 + 1
 
 
-@on_every_preset
+@on_every_kind
 def test_growth_leaves_at_most_a_fifth_unused(name):
     """Eager growth: reserved room stays small beside what is held, once a few pages are full."""
     layer = make(small(name))
     own = row(1, 400)
-    for at in range(0, 400, 10):
-        forward(layer, *join([own[at : at + 10]]))
+    forward(layer, *join([own[:160]]))
+    for at in range(160, 400, 15):
+        forward(layer, *join([own[at : at + 15]]))
         sizes = layer.store.nbytes()
-        if at > 150:
-            assert sizes.reserved <= 0.35 * (sizes.codes + sizes.metadata)
+        assert sizes.reserved <= 0.35 * (sizes.codes + sizes.metadata)
 
 
 # Static capacity.
@@ -917,7 +920,7 @@ def test_fixed_capacity_never_moves(scheme):
     addresses = [x.data_ptr() for x in layer.store.tensors()]
     shapes = [x.shape for x in layer.store.tensors()]
     valid = torch.arange(100) >= torch.tensor([0, 7])[:, None]
-    for at, t in [(30, 1), (31, 20), *((51 + i, 1) for i in range(40)), (91, 9)]:
+    for at, t in [(30, 1), (31, 20), *((51 + i, 1) for i in range(17)), (68, 16), (84, 7), (91, 9)]:
         queries, keys, values = join([rows[0][at : at + t], rows[1][at - 7 : at - 7 + t]])
         forward(layer, queries, keys, values, valid[:, : at + t])
         if not scheme.evicts:
@@ -1053,10 +1056,10 @@ class TestTokenWidths:
     def test_padded_row_is_the_row_alone(self, alternating):
         rows, pads = [row(i, 70) for i in (1, 2)], [0, 13]
         layer = make(alternating())
-        feed(layer, rows, [50] + [1] * 20, pads)
+        feed(layer, rows, [50, *CROSSING], pads)
         for i, pad in enumerate(pads):
             alone = make(alternating())
-            feed(alone, [rows[i]], [50 - pad] + [1] * 20)
+            feed(alone, [rows[i]], [50 - pad, *CROSSING])
             assert_same_bits(stored(layer, i), stored(alone, 0))
 
     def test_rows_move(self, alternating):
@@ -1076,7 +1079,7 @@ class TestTokenWidths:
         before = layer.dense("keys")
         layer.crop(-14)
         assert torch.equal(layer.dense("keys"), before[:, :, :36])
-        _continue(layer, [own[36:50]], [0], 14, 36)
+        _continue(layer, [own[36:50]], [0], [1, 12, 1], 36)
         assert_same_bits(stored(layer, 0), held)
 
     def test_crop_into_sealed_pages_is_refused_and_loses_nothing(self, alternating):

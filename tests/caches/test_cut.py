@@ -88,8 +88,7 @@ def general(monkeypatch):
     monkeypatch.setattr(TierEvictor, "_older_that_stay", lambda self: 0)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", list(KNOBS))
+@pytest.mark.parametrize(("name", "rows"), [*((name, 3) for name in KNOBS), ("mixed", 1), ("bytes", 1)])
 def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
     """The same tokens in the same tiers, and the same from then on, trims and another prompt included."""
     chunks = [90, 1, 1, *[1] * 20, 30, 1]

@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, Stati
 
 from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
 from hfkvq.caches.layers import KVLayer
-from tests.caches.driver import by_layout, distinct, small, within
+from tests.caches.driver import ALIKE, by_layout, kinds, small, within
 from tests.caches.models import FAMILIES, build, prompt
 
-LENGTH, NEW = 40, 16
+# What is generated crosses borders of pages of 8 and 16 tokens.
+LENGTH, NEW = 44, 10
 FULL = get_scheme("full", page_size=8)
 
 
@@ -82,7 +83,7 @@ def prefix(model, make):
         model(ids[:, :30], past_key_values=cache)
     out = []
     for seed in (1, 2):
-        question = torch.cat([ids[:, :30], prompt(1, 10, seed)], 1)
+        question = torch.cat([ids[:, :30], prompt(1, LENGTH - 30, seed)], 1)
         out.append(_generate(model, copy.deepcopy(cache), question))
     assert cache.get_seq_length() == 30
     return torch.cat(out)
@@ -91,7 +92,7 @@ def prefix(model, make):
 MODES = {f.__name__: f for f in (greedy, padding, beams, sampling, assisted, lookup, chunked, turns, prefix)}
 
 
-FEW_MODES = ("padding", "beams", "assisted", "turns")
+FEW_MODES = ("padding", "turns")
 
 
 def forwards(model, make, mask=True):
@@ -180,7 +181,7 @@ def test_raw_forwards(family, mask):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-4, msg=lambda m, a=attention: f"{a}: {m}")
 
 
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", kinds())
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_lossy_schemes_agree_on_every_road(name, attention):
     """The same pages give the same logits, fused, intercepted or dequantized; all are finite."""
@@ -199,7 +200,7 @@ def test_lossy_schemes_agree_on_every_road(name, attention):
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", by_layout())
+@pytest.mark.parametrize("name", [name for name in by_layout() if name not in ALIKE])
 def test_lossy_schemes_run_in_every_mode(name):
     # That layers agree is tested with lossless ones.
     model = build("llama", num_hidden_layers=1)
@@ -210,7 +211,7 @@ def test_lossy_schemes_run_in_every_mode(name):
     assert torch.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("name", distinct())
+@pytest.mark.parametrize("name", kinds())
 def test_lossy_schemes_differ_from_lossless(name):
     """Guards the tests above: a store that forgot to quantize would pass them all."""
     expected = reference("llama", "sdpa", forwards)

@@ -138,8 +138,10 @@ class Life:
                 assert_close(got[row], weights @ values[row], 1e-4)
 
 
-@pytest.mark.parametrize(("name", "kind"), KINDS)
-@pytest.mark.parametrize("prompt", [3, 40, 133])
+# A prompt of pages for all of them, and by turns one within the sink and one that just leaves the windows.
+@pytest.mark.parametrize(
+    ("name", "kind", "prompt"), [(*each, n) for at, each in enumerate(KINDS) for n in (133, (3, 40)[at // 2 % 2])]
+)
 def test_rows_keep_what_they_are_told(name, kind, prompt):
     """Twice, among steps and prompts that seal pages before and after; rows begin with padding, and differ in all."""
     life = Life(name, kind)

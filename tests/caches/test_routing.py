@@ -283,8 +283,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "seed"), [*((kind, 0) for kind in KINDS), ("plain", 1), ("windows", 1), ("fixed", 1)])
 def test_whatever_happens_the_bytes_are_the_same(kind, seed, model):
     """And what the host takes counters to be, they are."""
     life = Life(random.Random(f"{kind} {seed}"), torch.Generator().manual_seed(seed), torch.empty(2, 0))

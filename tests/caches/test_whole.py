@@ -44,9 +44,14 @@ def test_chunks_at_fixed_capacity_are_judged(model, name):
 MODES = (torch.inference_mode, torch.no_grad)
 
 
-@pytest.mark.parametrize("capacity", [None, 160])
-@pytest.mark.parametrize("first", MODES)
-@pytest.mark.parametrize("name", ["kitty-pro", "mixkvq", "triaxial", "arkv", "h2o"])
+@pytest.mark.parametrize(
+    ("name", "first", "capacity"),
+    [
+        (name, MODES[(at + i) % 2], capacity)
+        for at, name in enumerate(("kitty-pro", "mixkvq", "triaxial", "arkv", "h2o"))
+        for i, capacity in enumerate((None, 160))
+    ],
+)
 def test_each_call_in_another_mode(model, name, first, capacity):
     modes = itertools.cycle(MODES if first is MODES[0] else MODES[::-1])
     ids, mask = prompt(2, 60), torch.ones(2, 60, dtype=torch.long)

@@ -1,8 +1,8 @@
 """Takes every kernel through Triton's front end, from syntax tree to verified IR, for GPUs that need not be there.
 
-``python -m tests.kernels.compile_kernels FOLDER``, without TRITON_INTERPRET, writes a log for each GPU to FOLDER: see
-`FrontEnd.log`. Tensors on the CPU say here that they are on a GPU, so launchers choose the types, tiles and constants
-that they choose there, and hand them to a Triton that stops before its first pass and launches nothing.
+``python -m tests.kernels.compile_kernels FOLDER 9.0 ...``, without TRITON_INTERPRET, writes a log for each GPU named to
+FOLDER: see `FrontEnd.log`. Tensors on the CPU say here that they are on a GPU, so launchers choose the types, tiles and
+constants that they choose there, and hand them to a Triton that stops before its first pass and launches nothing.
 """
 
 from __future__ import annotations
@@ -507,7 +507,7 @@ if __name__ == "__main__":
     # Every GPU has a process, and so its own caches, and one that ends before its time ends alone; forked, since to
     # import takes half as long as to build. One after the other: most of what the first builds serves all.
     context = multiprocessing.get_context("fork")
-    for name in GPUS:
+    for name in sys.argv[2:]:
         process = context.Process(target=work, args=(name, Path(sys.argv[1])))
         process.start()
         process.join()

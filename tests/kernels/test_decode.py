@@ -299,8 +299,7 @@ def test_rows_take_turns_with_sinks(backend, name):
         assert not torch.equal(got[row], alone[row - 1][row])
 
 
-@pytest.mark.parametrize("softcap", [0.5, 20.0])
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(("name", "softcap"), [*((name, 0.5) for name in FEATURES), ("plain", 20.0), ("tiles", 20.0)])
 def test_softcap(backend, name, softcap):
     layer = build(FEATURES[name])
     mask = torch.rand(1, 1, layer.case.queries, columns_of(layer)) > 0.2
@@ -355,7 +354,18 @@ def test_a_row_is_the_same_alone(backend, name):
     assert torch.equal(decode(layer, backend, 0.2).cpu()[0], expected[0])
 
 
-@pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "two-runs", "rotated"])
+CHECKED = ("2c-2t-raised-4-16", "two-runs", "rotated")
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        *(("reference", name) for name in CHECKED),
+        ("interpret", "two-runs"),
+        *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in CHECKED),
+    ],
+    indirect=["backend"],
+)
 def test_opcheck(backend, name):
     layer = build(CASES[name])
     # The checker compares arguments with themselves, which NaN fails.
@@ -422,7 +432,16 @@ def test_tiles_take_the_main_kernel(name):
     assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)
 
 
-BY_THE_PAGE = [(name, "none") for name in CASES if name.startswith("tiles")] + [
+# Formats that the loop over pages takes in ways of their own; the interpreter, which is slow, sees these alone.
+INTERPRETED = (
+    *("2c", "2c-raised-4-16", "2c-exact", "4c-exact-rotated", "4t-groups", "8t", "16-dim-80", "4cn-dim-96"),
+    *("page-64", "page-256", "q2-r4", "192-128", "three-runs"),
+)
+BY_THE_PAGE = [
+    pytest.param(name, "none", marks=() if name.removeprefix("tiles-") in INTERPRETED else pytest.mark.gpu)
+    for name in CASES
+    if name.startswith("tiles")
+] + [
     (name, kind)
     for name in ("tiles-2c-raised-4", "tiles-4t", "tiles-2c-groups", "tiles-two-runs-q2", "tiles-q3-r7")
     for kind in ("bool", "queries")

@@ -123,6 +123,8 @@ def forget_unused_pages(layer):
             view.table[row, -(-max(count[i] for count in counts) // page) :] = -1
 
 
+# What is interpreted equals the reference to the bit: see the next test.
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("name", CASES)
 def test_gather(backend, name, side):

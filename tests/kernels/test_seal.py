@@ -225,8 +225,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize("weigh", [False, True], ids=["plain", "weighed"])
-@pytest.mark.parametrize("choose", ["k_abs", "variance", "error"])
+@pytest.mark.parametrize(("choose", "weigh"), [("k_abs", False), ("k_abs", True), ("variance", False), ("error", True)])
 @pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
 def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
     """The pages are those that the rule's widths give."""
@@ -271,6 +270,8 @@ def test_rules_that_do_not_go():
         seal(parts, *call, widths, fmt, "keys", "k_abs")
 
 
+# What is interpreted is the reference in every page: `test_kernel_is_reference`.
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize(("spec", "side", "head_dim"), FORMATS)
 def test_only_what_is_due_is_written(backend, spec, side, head_dim):
     parts, table, count, new, *call = arguments(spec, side, head_dim)
@@ -344,7 +345,18 @@ def test_no_factors_are_factors_of_one(backend, spec):
     assert (parts["norm"][due] == 1).all()
 
 
-@pytest.mark.parametrize("spec", ["2c32p64+4x20+16x5", "2c32p64", "4t16p40", "2c32p64n+4x20"])
+CHECKED = ("2c32p64+4x20+16x5", "2c32p64", "4t16p40", "2c32p64n+4x20")
+
+
+@pytest.mark.parametrize(
+    ("backend", "spec"),
+    [
+        *(("reference", spec) for spec in CHECKED),
+        ("interpret", "2c32p64n+4x20"),
+        *(pytest.param("cuda", spec, marks=pytest.mark.gpu) for spec in CHECKED),
+    ],
+    indirect=["backend"],
+)
 def test_opcheck(backend, spec):
     parts, *call = arguments(spec, "keys", 80, torch.float32)
     parts = [part.zero_().to(backend) for part in parts]

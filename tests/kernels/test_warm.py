@@ -23,7 +23,7 @@ from hfkvq.kernels import dispatch, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kivi-2", "kvarn", "full")
+PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,8 @@ def test_what_goes_wrong_is_nobodys_concern():
     assert dispatch.compiling == []
 
 
+# That what is compiled ahead is what runs need, and that another process is started and heard, the others say.
+@pytest.mark.slow
 def test_another_process_compiles_what_is_not_there(tmp_path):
     """Meanwhile it is lacking; afterwards all is found on disk."""
     done = _run(

@@ -1,5 +1,6 @@
 """`lm_eval --model hf-kvq` as typed, the plain road beside it, and the bill in lm-eval's results."""
 
+import importlib
 import importlib.util
 import json
 import shutil
@@ -27,15 +28,31 @@ def load_start():
     return module
 
 
-def test_lm_eval_as_typed(tmp_path):
-    """In a process of its own, which knows of hfkvq by the installed files alone."""
+@pytest.fixture
+def installed():
+    """The command that pip made."""
     command = Path(sys.executable).with_name("lm_eval")
     if importlib.util.find_spec("_hfkvq_lm_eval") is None or not command.is_file():
         pytest.skip("hfkvq is not installed here: pip install -e '.[eval]'")
+    return command
+
+
+def test_lm_eval_knows_the_name(installed):
+    """By the installed files, which ran when this process began: nothing else imports the module by this name."""
+    from lm_eval.api.registry import get_model
+
+    assert "_hfkvq_lm_eval" in sys.modules
+    importlib.import_module("lm_eval.models")
+    assert get_model("hf-kvq") is hfkvq.lm_eval.model.HFKVQ
+
+
+@pytest.mark.slow
+def test_lm_eval_as_typed(installed, tmp_path):
+    """In a process of its own; and the bill is in what it prints and saves."""
     options = f"pretrained={reference_path()},scheme=kitty,boost_ratio=0.2,dtype=float32"
     ran = subprocess.run(
         [
-            *(command, "--model", "hf-kvq", "--model_args", options, "--device", "cpu", "--batch_size", "2"),
+            *(installed, "--model", "hf-kvq", "--model_args", options, "--device", "cpu", "--batch_size", "2"),
             *("--include_path", task_folder(), "--tasks", "ref_recall", "--limit", "2"),
             *("--output_path", tmp_path, "--log_samples"),
         ],

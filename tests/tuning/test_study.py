@@ -273,7 +273,23 @@ search(Slow(), trials=30, storage={storage!r}, beat=0.2, grace=2.0)
 """
 
 
-@pytest.mark.parametrize("where", ["sqlite:///{}/tuning.db", pytest.param("{}/tuning.log", marks=pytest.mark.slow)])
+def test_what_a_dead_worker_was_at_is_run_again(tmp_path):
+    """A trial that somebody asked for, and nobody beats for."""
+    storage = f"sqlite:///{tmp_path}/tuning.db"
+    study = search(trials=4, storage=storage)
+    ranges = finished(study.optuna)[0].distributions
+    lost = study.optuna.ask(ranges)
+    known = Known()
+    study = search(known, trials=7, storage=storage, beat=0.1, grace=0.2)
+    states = [trial.state for trial in study.optuna.get_trials()]
+    assert states.count(TrialState.FAIL) == 1
+    assert states[lost.number] is TrialState.FAIL
+    assert states.count(TrialState.COMPLETE) == len(states) - 1 == 7
+    assert tuple(lost.params.values()) in known.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["sqlite:///{}/tuning.db", "{}/tuning.log"])
 def test_killed_worker_loses_nothing(tmp_path, where):
     """Two workers on one storage, one killed in the middle: 30 finished trials, none lost or doubled."""
     log, storage = tmp_path / "calls.txt", where.format(tmp_path)

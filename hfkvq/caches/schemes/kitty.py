@@ -62,7 +62,7 @@ class Kitty(Scheme):
     presets = {
         "kitty": Entry(
             "The fewest bits, more of them to the strongest key channels; loses a little more than Kitty-Pro.",
-            lists=("demo", "kld", "bench kernels", "fit"),
+            lists=("kld", "bench kernels", "fit"),
         ),
         "kitty-pro": Entry(
             "Few bits for a long context, on any model: the same with twice as many strong channels.",
@@ -72,12 +72,12 @@ class Kitty(Scheme):
         "best-2.5": Entry(
             "The fewest bits with answers close to bf16: Kitty-Pro's bytes, better filled. Not of a paper.",
             _BEST,
-            ("demo", "kld", "fit"),
+            ("kld", "fit"),
         ),
         "best-2.8": Entry(
             "The same with more raised channels and finer key scales. Not of a paper.",
             {**_BEST, "boost_ratio": 0.375, "group_size": 64},
-            ("demo", "kld", "fit"),
+            ("kld", "fit"),
         ),
         "best-3.4": Entry(
             "Half of the key channels raised, 4-bit values in the half of the layers that need them. Not of a paper.",

@@ -49,7 +49,7 @@ class SawInt4(Scheme):
         "best-4.3": Entry(
             "The closest to bf16 at about 4 bits: both sides rotated, first and newest tokens whole. Not of a paper.",
             {"rotate": "both", "sink_length": 32, "local_length": 128},
-            ("demo", "kld", "bench generate", "fit"),
+            ("kld", "bench generate", "fit"),
         ),
         "int4": Entry(
             "Plain INT4: what rotation is worth. Outlier channels in keys break it.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
@@ -115,7 +117,7 @@ def test_generate_that_stops_early_is_found_out(model, monkeypatch):
 # With a draft.
 
 
-@pytest.mark.parametrize("name", ["dynamic", "kitty", "kitty:eager", "kitty:fixed"])
+@pytest.mark.parametrize("name", ["dynamic", "kitty", "kitty:fixed"])
 def test_an_assisted_row_says_what_the_model_says(model, small, name):
     case, engine = Case(1, 40), engine_of(name)
     row = Bench(model, SETTINGS, draft=small).assisted(engine, case, "assisted", 20, 5)
@@ -173,7 +175,7 @@ def order_for(folder: Path, **changes) -> ColdCalls:
 
 
 def test_a_process_of_its_own_finds_no_compiled_code(tmp_path, monkeypatch):
-    """And says the same as this one; one that fails keeps no other from it."""
+    """And says the same as this one."""
     for name in cold.CACHES:
         monkeypatch.setenv(name, str(tmp_path / "used"))
     seen, start = [], ColdProcess.__init__
@@ -184,16 +186,24 @@ def test_a_process_of_its_own_finds_no_compiled_code(tmp_path, monkeypatch):
         seen.append(environment.read_bytes().decode() if environment.exists() else None)
 
     monkeypatch.setattr(ColdProcess, "__init__", noted)
-    good, bad = order_for(tmp_path), order_for(tmp_path, model=str(tmp_path / "absent"))
-    answers = list(measure_processes([good, bad]))
+    (answers,) = measure_processes([order_for(tmp_path)])
     model = build(Qwen3Config(**{**SIZES, "num_hidden_layers": 1}), CPU, torch.float32, seed=0)
     own = list(measure_cold(model, engine_of("dynamic"), [Case(1, 6), Case(2, 50)], 4, SETTINGS))
-    assert [row["digest"] for row in answers[0]] == [row["digest"] for row in own]
-    assert all(row["build_s"] > 0 for row in answers[0])
-    assert [row["error"].partition(":")[0] for row in answers[1]] == ["ValueError", "ValueError"]
-    assert [(row["batch"], row["context"], row["new_tokens"]) for row in answers[1]] == [(1, 6, 4), (2, 50, 4)]
+    assert [row["digest"] for row in answers] == [row["digest"] for row in own]
+    assert all(row["build_s"] > 0 for row in answers)
     for environment in filter(None, seen):
         assert str(tmp_path / "used") not in environment
+
+
+def test_an_order_that_fails_is_rows_that_say_so(tmp_path, monkeypatch):
+    """What the process does, in this one."""
+    order = order_for(tmp_path, model=str(tmp_path / "absent"))
+    (tmp_path / "order.json").write_text(json.dumps(dataclasses.asdict(order)), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("go\n"))
+    cold.main(str(tmp_path))
+    rows = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    assert [row["error"].partition(":")[0] for row in rows] == ["ValueError", "ValueError"]
+    assert [(row["batch"], row["context"], row["new_tokens"]) for row in rows] == [(1, 6, 4), (2, 50, 4)]
 
 
 def test_a_process_that_dies_is_rows_that_say_so(tmp_path, monkeypatch):
