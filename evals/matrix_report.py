@@ -16,11 +16,12 @@ What becomes of each family of models, as Transformers {version} has them. Gener
 Each family is built tiny with random weights, in float32, on a CPU. In ten modes of `generate` (greedy, sampling,
 several sequences, left padding, beams, a second prompt, chunks, an assistant, prompt lookup, tokens taken back),
 growing and with a fixed capacity, the scheme `full` has to give the tokens of `DynamicCache`; encoder-decoders take
-five of them. Presets ({presets}) have to give the logits that
+six of them. Presets ({presets}) have to give the logits that
 they give where each step dequantizes them, to 3 % of the largest logit, and those that evict, or choose by what
-attention shows them, have only to run. Captured and compiled steps are not part of it. BERT and its like are built as
-decoders: as encoders, which attend both ways, tokens taken back from a fixed capacity are not right yet. Some rows are
-older than the last changes of the code.
+attention shows them, have only to run. What Transformers cannot do with a `DynamicCache` either is not counted.
+Captured and compiled steps are not part of it. BERT and its like are built as decoders; some stand once more as the
+encoders that they are by default, which attend both ways and keep what they have seen. Rows are of the release that
+they were run on, not of each change of the code since: the tests run a slice at each change, and all of it on demand.
 
 {summary}
 
@@ -28,6 +29,29 @@ older than the last changes of the code.
 each step, which is right but saves no time; schemes that evict keep no budget there. *Captured*: whether steps are
 replayed as CUDA graphs on a GPU, or why not.
 """
+
+
+def _counted(rows: Iterable[Row]) -> tuple[str, list[tuple[str, str, str]]]:
+    """How many families and cells are what, in a sentence, and the cells that are wrong."""
+    full = [row for row in rows if "modes" in row]
+    cells = [cell for row in full for cell in _cells(row).values() if not cell.startswith("not by Transformers")]
+    equal, refused = sum(x in ("equal", "runs") for x in cells), sum(x.startswith("refused") for x in cells)
+    wrong = [(row["family"], name, x) for row in full for name, x in _cells(row).items() if _is_bad(x)]
+    encoders = sum(row["kind"] == "encoder" for row in full)
+    again = f", {encoders} of them once more as encoders" if encoders else ""
+    return (
+        f"{len(full) - encoders} families{again}, {len(cells)} cells: {equal} right, {refused} refused with a reason, "
+        f"{len(wrong)} wrong or failing"
+    ), wrong
+
+
+def _other(version: str, rows: Iterable[Row]) -> str:
+    """A version's rows in a paragraph."""
+    found = sorted(rows, key=lambda row: row["family"])
+    said, wrong = _counted(found)
+    names = ", ".join(f"`{row['family']}`" for row in found if "modes" in row)
+    lines = [f"- `{family}`, {name}: {_short(x)}" for family, name, x in wrong]
+    return "\n".join([f"On {version}: {said}. {names}.", *(["", *lines] if lines else [])])
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -92,24 +116,24 @@ def _listed(rows: Iterable[Row], key: str) -> str:
     return "\n".join(f"- `{row['family']}`: {_short(row[key])}" for row in rows) or "None."
 
 
-def markdown(rows: Mapping[str, Row], version: str, missing: Iterable[str] = ()) -> str:
+def markdown(
+    rows: Mapping[str, Row],
+    version: str,
+    others: Mapping[str, Iterable[Row]] | None = None,
+    missing: Iterable[str] = (),
+) -> str:
     """The document.
 
     Args:
         rows: by family.
         version: of Transformers.
+        others: rows of other versions.
         missing: families that were not examined.
     """
     found = sorted(rows.values(), key=lambda row: row["family"])
     full = [row for row in found if "modes" in row]
-    cells = [cell for row in full for cell in _cells(row).values() if not cell.startswith("not by Transformers")]
-    equal, refused = sum(x in ("equal", "runs") for x in cells), sum(x.startswith("refused") for x in cells)
-    wrong = [(row["family"], name, x) for row in full for name, x in _cells(row).items() if _is_bad(x)]
     names = sorted({name for row in full for name in row.get("presets", {})})
-    summary = (
-        f"{len(full)} families, {len(cells)} cells: {equal} right, {refused} refused with a reason, {len(wrong)} wrong "
-        "or failing (listed below)."
-    )
+    summary, wrong = _counted(found)
     table = [
         "| family | kind | compressed layers | other layers | a step | captured | equal to `DynamicCache` | presets |",
         "|---|---|---|---|---|---|---|---|",
@@ -117,7 +141,7 @@ def markdown(rows: Mapping[str, Row], version: str, missing: Iterable[str] = ())
     ]
     late = sorted(missing)
     parts = [
-        _HEAD.format(version=version, presets=", ".join(f"`{name}`" for name in names), summary=summary),
+        _HEAD.format(version=version, presets=", ".join(f"`{name}`" for name in names), summary=f"{summary}."),
         "## Family by family\n\n" + "\n".join(table),
         "## Wrong or failing\n\n" + ("\n".join(f"- `{f}`, {name}: {_short(x)}" for f, name, x in wrong) or "None."),
         "## Refused\n\n" + _listed((row for row in found if "refused" in row), "refused"),
@@ -125,6 +149,9 @@ def markdown(rows: Mapping[str, Row], version: str, missing: Iterable[str] = ())
         + _listed((row for row in found if "no_cache" in row), "no_cache"),
         "## Not built\n\n" + _listed((row for row in found if "not_built" in row), "not_built"),
     ]
+    if others:
+        told = "\n\n".join(_other(other, rows) for other, rows in others.items())
+        parts.append(f"## Other versions of Transformers\n\n{told}")
     if late:
         parts.append("## Not examined\n\n" + ", ".join(f"`{name}`" for name in late) + ".")
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -9,6 +9,8 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
     BigBirdPegasusConfig,
     BigBirdPegasusForConditionalGeneration,
     DynamicCache,
@@ -49,6 +51,8 @@ MLLAMA = {
 }
 MODELS = {
     "git": lambda: GitForCausalLM(GitConfig(**GIT)),
+    # Without `is_decoder`: an encoder.
+    "bert": lambda: BertLMHeadModel(BertConfig(**{k: x for k, x in GIT.items() if k != "vision_config"})),
     "bart": lambda: BartForConditionalGeneration(BartConfig(**ENCODER_DECODER)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5, **SIZES)),
     "bigbird-pegasus": lambda: BigBirdPegasusForConditionalGeneration(
@@ -82,6 +86,24 @@ def test_attention_of_their_own_beside_a_table(capacity):
     cache = MixedKVCache(model, "full", max_cache_len=capacity)
     assert not cache.attached
     assert torch.equal(model.generate(ids(), past_key_values=cache, **NEW), expected)
+
+
+@pytest.mark.parametrize("scheme", ["full", "kitty-pro"])
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_new_tokens_of_encoders_see_each_other(scheme, capacity):
+    """Several tokens of a step too, before and after others were taken back, while everything is in the windows."""
+    model, found = make("bert"), []
+    for cache in (DynamicCache(config=model.config), MixedKVCache(model, scheme, max_cache_len=capacity)):
+        cache.activate_past_recording()
+        logits = []
+        with torch.no_grad():
+            for first, last, back in ((0, 24, 0), (24, 25, 0), (25, 30, 4), (26, 31, 0)):
+                logits.append(model(ids(2, 40)[:, first:last], past_key_values=cache).logits)
+                if back:
+                    cache.crop(-back)
+        assert cache.get_seq_length() == 31
+        found.append(torch.cat(logits, 1))
+    assert torch.allclose(*found, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "bigbird-pegasus"])
