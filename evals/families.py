@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -109,8 +110,8 @@ _OWN: dict[str, dict[str, Any]] = {
         ("gemma4 gemma4_unified", {"text_config": {"global_head_dim": 64, "num_kv_shared_layers": 0}}),
         ("gemma4_text gemma4_unified_text", {"global_head_dim": 64, "num_kv_shared_layers": 0}),
         ("longcat_flash", {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "head_dim": 8}),
-        ("glm46v glm4v qwen2_vl qwen2_5_vl hunyuan_vl", _AXES[0]),
-        ("glm4v_moe glm_ocr glmga", _AXES[1]),
+        ("glm46v glm4v glm_ocr glmga qwen2_vl qwen2_5_vl hunyuan_vl", _AXES[0]),
+        ("glm4v_moe", _AXES[1]),
         ("paddleocr_vl", _AXES[2]),
         ("nemotron", {"num_key_value_heads": 2}),
         ("falcon_h1", {"mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_n_heads": 8}),
@@ -163,7 +164,7 @@ def small_config(name: str, **changes: Any) -> PreTrainedConfig:
     text = default.get_text_config(decoder=True)
     if not isinstance(default, expected) and isinstance(text, expected):
         default = text
-    return _shrunk(default, _SMALL | decodes | changes, _OWN.get(name, {}))
+    return _shrunk(default, _SMALL | decodes | changes, copy.deepcopy(_OWN.get(name, {})))
 
 
 def _shrunk(default: PreTrainedConfig, small: dict[str, Any], own: dict[str, Any]) -> PreTrainedConfig:

@@ -33,7 +33,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from evals.families import KINDS, VOCABULARY, build, families
-from evals.matrix_report import markdown
+from evals.matrix_report import NOT_OURS, markdown
 from hfkvq import MixedKVCache, Scheme, get_scheme
 from hfkvq.caches.layers import KVLayer
 
@@ -224,7 +224,7 @@ def _mode_cells(model: Any, modes: tuple[str, ...]) -> dict[str, str]:
         try:
             expected = run(model, lambda: _wrapped(model, DynamicCache(config=text)))
         except Exception as error:
-            found[mode] = f"not by Transformers: {_why(error)}"
+            found[mode] = f"{NOT_OURS}: {_why(error)}"
             continue
         for label, capacity in (("growing", None), ("fixed", CAPACITY)):
 
@@ -254,7 +254,7 @@ def _preset_cells(model: Any) -> dict[str, str]:
     finally:
         model.set_attn_implementation(before)
     if fails is not None:
-        return dict.fromkeys(PRESETS, f"not by Transformers: {fails}")
+        return dict.fromkeys(PRESETS, f"{NOT_OURS}: {fails}")
     for name in PRESETS:
         try:
             scheme = small(name)

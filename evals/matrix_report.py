@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
+NOT_OURS = "not by Transformers"
 
 _HEAD = """# Models
 
@@ -17,11 +18,11 @@ Each family is built tiny with random weights, in float32, on a CPU. In ten mode
 several sequences, left padding, beams, a second prompt, chunks, an assistant, prompt lookup, tokens taken back),
 growing and with a fixed capacity, the scheme `full` has to give the tokens of `DynamicCache`; encoder-decoders take
 six of them. Presets ({presets}) have to give the logits that
-they give where each step dequantizes them, to 3 % of the largest logit, and those that evict, or choose by what
-attention shows them, have only to run. What Transformers cannot do with a `DynamicCache` either is not counted.
-Captured and compiled steps are not part of it. BERT and its like are built as decoders; some stand once more as the
-encoders that they are by default, which attend both ways and keep what they have seen. Rows are of the release that
-they were run on, not of each change of the code since: the tests run a slice at each change, and all of it on demand.
+they give where each step dequantizes them, to 3 % of the largest logit; those that evict, or choose by what attention
+shows them, have only to run. What Transformers cannot do with a `DynamicCache` either is listed below and not counted.
+Captured and compiled steps are not part of it. BERT and its like are built as decoders; some stand once more as what
+they are by default, encoders, which attend both ways. Rows are as old as the release they were run on, not as the last
+change of the code: the tests run a slice at each change, and all of it on demand.
 
 {summary}
 
@@ -34,7 +35,7 @@ replayed as CUDA graphs on a GPU, or why not.
 def _counted(rows: Iterable[Row]) -> tuple[str, list[tuple[str, str, str]]]:
     """How many families and cells are what, in a sentence, and the cells that are wrong."""
     full = [row for row in rows if "modes" in row]
-    cells = [cell for row in full for cell in _cells(row).values() if not cell.startswith("not by Transformers")]
+    cells = [cell for row in full for cell in _cells(row).values() if not cell.startswith(NOT_OURS)]
     equal, refused = sum(x in ("equal", "runs") for x in cells), sum(x.startswith("refused") for x in cells)
     wrong = [(row["family"], name, x) for row in full for name, x in _cells(row).items() if _is_bad(x)]
     encoders = sum(row["kind"] == "encoder" for row in full)
@@ -52,6 +53,15 @@ def _other(version: str, rows: Iterable[Row]) -> str:
     names = ", ".join(f"`{row['family']}`" for row in found if "modes" in row)
     lines = [f"- `{family}`, {name}: {_short(x)}" for family, name, x in wrong]
     return "\n".join([f"On {version}: {said}. {names}.", *(["", *lines] if lines else [])])
+
+
+def _impossible(row: Row) -> list[str]:
+    """Cells that Transformers' own cache does not manage, a line for each reason."""
+    found: dict[str, list[str]] = {}
+    for name, said in _cells(row).items():
+        if said.startswith(NOT_OURS):
+            found.setdefault(_short(said.removeprefix(NOT_OURS).lstrip(": ")), []).append(name)
+    return [f"- `{row['family']}`, {', '.join(names)}: {reason}" for reason, names in found.items()]
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -83,13 +93,13 @@ def _captured(what: Mapping[str, Any]) -> str:
 
 def _tokens(row: Row) -> str:
     cells = row["modes"]
-    run = {name: found for name, found in cells.items() if not found.startswith("not by Transformers")}
+    run = {name: found for name, found in cells.items() if not found.startswith(NOT_OURS)}
     return f"{sum(found == 'equal' for found in run.values())} of {len(run)}"
 
 
 def _presets(row: Row) -> str:
     cells = row.get("presets", {})
-    run = {name: found for name, found in cells.items() if not found.startswith("not by Transformers")}
+    run = {name: found for name, found in cells.items() if not found.startswith(NOT_OURS)}
     refused = [name for name, found in run.items() if found.startswith("refused")]
     good = sum(found in ("equal", "runs") for found in run.values())
     return f"{good} of {len(run)}" + (f"; refused: {', '.join(refused)}" if refused else "")
@@ -144,6 +154,8 @@ def markdown(
         _HEAD.format(version=version, presets=", ".join(f"`{name}`" for name in names), summary=f"{summary}."),
         "## Family by family\n\n" + "\n".join(table),
         "## Wrong or failing\n\n" + ("\n".join(f"- `{f}`, {name}: {_short(x)}" for f, name, x in wrong) or "None."),
+        "## What Transformers cannot do with a `DynamicCache` either\n\n"
+        + ("\n".join(line for row in full for line in _impossible(row)) or "None."),
         "## Refused\n\n" + _listed((row for row in found if "refused" in row), "refused"),
         "## Without a cache of keys and values\n\nIncluding those that cannot generate from text alone.\n\n"
         + _listed((row for row in found if "no_cache" in row), "no_cache"),
