@@ -160,7 +160,8 @@ def small_config(name: str, **changes: Any) -> PreTrainedConfig:
         **changes: fields, wherever they stand.
     """
     decodes = {"is_decoder": True} if families()[name] == "decoder" else {}
-    default, expected = CONFIG_MAPPING[name.removesuffix(BOTH_WAYS)](), model_class(name).config_class
+    default: PreTrainedConfig = CONFIG_MAPPING[name.removesuffix(BOTH_WAYS)]()
+    expected: Any = model_class(name).config_class
     text = default.get_text_config(decoder=True)
     if not isinstance(default, expected) and isinstance(text, expected):
         default = text

@@ -19,7 +19,7 @@ several sequences, left padding, beams, a second prompt, chunks, an assistant, p
 growing and with a fixed capacity, the scheme `full` has to give the tokens of `DynamicCache`; encoder-decoders take
 six of them. Presets ({presets}) have to give the logits that
 they give where each step dequantizes them, to 3 % of the largest logit; those that evict, or choose by what attention
-shows them, have only to run. What Transformers cannot do with a `DynamicCache` either is listed below and not counted.
+shows them, have only to run. What the caches of Transformers cannot do either is listed below and not counted.
 Captured and compiled steps are not part of it. BERT and its like are built as decoders; some stand once more as what
 they are by default, encoders, which attend both ways. Rows are as old as the release they were run on, not as the last
 change of the code: the tests run a slice at each change, and all of it on demand.
@@ -56,7 +56,7 @@ def _other(version: str, rows: Iterable[Row]) -> str:
 
 
 def _impossible(row: Row) -> list[str]:
-    """Cells that Transformers' own cache does not manage, a line for each reason."""
+    """Cells that the caches of Transformers do not manage, a line for each reason."""
     found: dict[str, list[str]] = {}
     for name, said in _cells(row).items():
         if said.startswith(NOT_OURS):
@@ -154,7 +154,7 @@ def markdown(
         _HEAD.format(version=version, presets=", ".join(f"`{name}`" for name in names), summary=f"{summary}."),
         "## Family by family\n\n" + "\n".join(table),
         "## Wrong or failing\n\n" + ("\n".join(f"- `{f}`, {name}: {_short(x)}" for f, name, x in wrong) or "None."),
-        "## What Transformers cannot do with a `DynamicCache` either\n\n"
+        "## What the caches of Transformers cannot do either\n\n"
         + ("\n".join(line for row in full for line in _impossible(row)) or "None."),
         "## Refused\n\n" + _listed((row for row in found if "refused" in row), "refused"),
         "## Without a cache of keys and values\n\nIncluding those that cannot generate from text alone.\n\n"
