@@ -47,14 +47,14 @@ _VALUES: dict[int, str] = {
         "qk_nope_head_dim v_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim "
         "mamba_d_state ssm_state_size state_size sliding_window attention_chunk_size "
         "local_attention_window_size mamba_dt_rank index_head_dim chunk_size mamba_chunk_size num_mel_bins "
-        "attention_window_size window_size conv_L_cache"
+        "attention_window_size window_size conv_L_cache linear_head_dim"
     ),
     8: ("qk_rope_head_dim mamba_n_heads mamba_num_heads n_mamba_heads"),
     4: (
         "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
         "num_experts n_routed_experts num_local_experts moe_num_experts index_n_heads linear_num_value_heads "
         "num_attention_groups num_global_attention_heads num_query_tokens num_latents num_routed_experts "
-        "n_codebooks"
+        "n_codebooks linear_num_heads"
     ),
     2: (
         "num_key_value_heads n_head_kv num_kv_heads num_layers n_layer n_layers encoder_layers decoder_layers "
@@ -122,10 +122,11 @@ _OWN: dict[str, dict[str, Any]] = {
         ("fun_asr_nano", {"adaptor_config": {"intermediate_size": 16}}),
         ("qwen4_exp_text", _INDEXER),
         ("qwen4_exp", {"text_config": _INDEXER}),
-        ("moonshine_streaming", {"num_key_value_heads": 2}),
+        ("moonshine_streaming", {"num_key_value_heads": 4}),
         ("nemotron_h_omni", {"vision_config": {"video_temporal_patch_size": 2}}),
         ("qwen2_5_omni_thinker", {"vision_start_token_id": 4} | _AXES[0]),
         ("qwen3_omni_moe_thinker", {"vision_start_token_id": 4}),
+        ("kimi_linear", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         ("zaya", {"num_experts_per_tok": 1}),
         ("zamba", {"attention_hidden_size": 128}),
         ("molmo2", {"vision_config": {"image_size": [28, 28]}, "adapter_config": {"vision_feature_layer": [1, 0]}}),
