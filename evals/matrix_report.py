@@ -21,8 +21,8 @@ six of them. Presets ({presets}) have to give the logits that
 they give where each step dequantizes them, to 3 % of the largest logit; those that evict, or choose by what attention
 shows them, have only to run. What the caches of Transformers cannot do either is listed below and not counted.
 Captured and compiled steps are not part of it. BERT and its like are built as decoders; some stand once more as what
-they are by default, encoders, which attend both ways. Rows are as old as the release they were run on, not as the last
-change of the code: the tests run a slice at each change, and all of it on demand.
+they are by default, encoders, which attend both ways. Rows may be older than the last changes of the code: the tests
+run a slice at each change, and all of it on demand.
 
 {summary}
 

@@ -17,6 +17,7 @@ from transformers import (
     EncoderDecoderCache,
     GitConfig,
     GitForCausalLM,
+    LlamaConfig,
     MllamaConfig,
     MllamaForCausalLM,
     T5Config,
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.model_config import attention_shape
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.caches.models import BASE, build, config, prompt
 
@@ -211,6 +213,16 @@ def test_cache_of_another_models_layers():
         ):
             model(prompt(1, 5), past_key_values=cache)
     assert [layer.seen for layer in cache.layers] == [9, 9]
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_fields_that_differ_by_layer(capacity):
+    """Transformers refuses to read them from the whole config."""
+    differs = LlamaConfig(**BASE, kv_lora_rank=4, per_layer_config={1: {"kv_lora_rank": 8, "num_key_value_heads": 1}})
+    cache = MixedKVCache(differs, "full", max_cache_len=capacity)
+    assert len(cache.compressed_layers) == BASE["num_hidden_layers"]
+    assert cache.graphs is None
+    assert attention_shape(differs) is None
 
 
 def test_memory_counts_whole_storages():
