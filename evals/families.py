@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -11,15 +12,19 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY = 128
-MOST_PARAMETERS = 20_000_000
+MOST_PARAMETERS = 40_000_000
 
 # Where Auto classes look, the first that knows a family wins.
 KINDS = {
     "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    "decoder": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "vision-language": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "decoder": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
+
+# BERT and its like attend both ways unless told to decode. Some do so here, too, under a name of their own.
+BOTH_WAYS = ", both ways"
+ENCODERS = ("bert", "bert-generation", "electra", "rembert", "roberta", "roformer")
 
 # By the name of a field, wherever it stands; only fields that the config class has are set.
 _VALUES: dict[int, str] = {
@@ -42,14 +47,14 @@ _VALUES: dict[int, str] = {
         "qk_nope_head_dim v_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim "
         "mamba_d_state ssm_state_size state_size sliding_window attention_chunk_size "
         "local_attention_window_size mamba_dt_rank index_head_dim chunk_size mamba_chunk_size num_mel_bins "
-        "attention_window_size window_size conv_L_cache"
+        "attention_window_size window_size conv_L_cache linear_head_dim"
     ),
     8: ("qk_rope_head_dim mamba_n_heads mamba_num_heads n_mamba_heads"),
     4: (
         "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
         "num_experts n_routed_experts num_local_experts moe_num_experts index_n_heads linear_num_value_heads "
         "num_attention_groups num_global_attention_heads num_query_tokens num_latents num_routed_experts "
-        "n_codebooks"
+        "n_codebooks linear_num_heads"
     ),
     2: (
         "num_key_value_heads n_head_kv num_kv_heads num_layers n_layer n_layers encoder_layers decoder_layers "
@@ -75,10 +80,64 @@ _SMALL = {name: value for value, names in _VALUES.items() for name in names.spli
 _SMALL |= {"bos_token_id": 1, "decoder_start_token_id": 1, "initializer_range": 0.15, "init_std": 0.15}
 _SMALL |= {"initializer_factor": 3.0, "tie_word_embeddings": False}
 
+_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}
+_AXES = [
+    {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": section}}}
+    for section in ([2, 3, 3], [2, 1, 1], [4, 6, 6])
+]
+
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 32, "indexer_budget": 32}
+_INDEXER |= {"indexer_compress_ratio": 4}
+
+# What only some families need, by place in their config.
+_OWN: dict[str, dict[str, Any]] = {
+    name: fields
+    for names, fields in (
+        ("bamba", {"attn_layer_indices": [1]}),
+        ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+        ("codegen gptj", {"rotary_dim": 8}),
+        ("helium", {"head_dim": 16}),
+        ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}),
+        ("gpt_neo", {"attention_types": [[["global", "local"], 1]]}),
+        ("dots1", {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}),
+        ("deepseek_v2", {"num_experts_per_tok": 2}),
+        ("deepseek_ocr2", {"text_config": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2}}),
+        ("lfm2_moe", {"layer_types": ["conv", "full_attention"]}),
+        ("glm5_next", {"text_config": {"num_key_value_heads": 4, "qk_rope_head_dim": 0}}),
+        ("cohere_compass_text", {"rope_parameters": _ROPES}),
+        ("cohere_compass", {"text_config": {"rope_parameters": _ROPES}}),
+        ("gemma3n_text", {"num_kv_shared_layers": 0}),
+        ("gemma4 gemma4_unified", {"text_config": {"global_head_dim": 64, "num_kv_shared_layers": 0}}),
+        ("gemma4_text gemma4_unified_text", {"global_head_dim": 64, "num_kv_shared_layers": 0}),
+        ("longcat_flash", {"ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "head_dim": 8}),
+        ("glm46v glm4v glm_ocr glmga qwen2_vl qwen2_5_vl hunyuan_vl", _AXES[0]),
+        ("glm4v_moe", _AXES[1]),
+        ("paddleocr_vl", _AXES[2]),
+        ("nemotron", {"num_key_value_heads": 2}),
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_d_head": 8, "mamba_n_heads": 8}),
+        ("recurrent_gemma", {"block_types": ["attention", "recurrent"]}),
+        ("step3p7", {"text_config": {"sliding_window": 16}}),
+        ("chameleon", {"vocabulary_map": {"<image>": 3}}),
+        ("qwen3_asr", {"eos_token_id": 2}),
+        ("fun_asr_nano", {"adaptor_config": {"intermediate_size": 16}}),
+        ("qwen4_exp_text", _INDEXER),
+        ("qwen4_exp", {"text_config": _INDEXER}),
+        ("moonshine_streaming", {"num_key_value_heads": 4}),
+        ("nemotron_h_omni", {"vision_config": {"video_temporal_patch_size": 2}}),
+        ("qwen2_5_omni_thinker", {"vision_start_token_id": 4} | _AXES[0]),
+        ("qwen3_omni_moe_thinker", {"vision_start_token_id": 4}),
+        ("kimi_linear", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("zaya", {"num_experts_per_tok": 1}),
+        ("zamba", {"attention_hidden_size": 128}),
+        ("molmo2", {"vision_config": {"image_size": [28, 28]}, "adapter_config": {"vision_feature_layer": [1, 0]}}),
+    )
+    for name in names.split()
+}
+
 
 def families() -> dict[str, str]:
-    """Kind of each family, by its ``model_type``."""
-    found: dict[str, str] = {}
+    """Kind of each family, by its ``model_type``; ``encoder`` are decoders once more, see `ENCODERS`."""
+    found = {name + BOTH_WAYS: "encoder" for name in ENCODERS}
     for kind, names in KINDS.items():
         for name in names:
             found.setdefault(name, kind)
@@ -89,6 +148,7 @@ def model_class(name: str) -> type[PreTrainedModel]:
     """The class that generates text, of a family."""
     import transformers
 
+    name = name.removesuffix(BOTH_WAYS)
     names = KINDS[families()[name]][name]
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
@@ -97,29 +157,50 @@ def small_config(name: str, **changes: Any) -> PreTrainedConfig:
     """A config of a family with small sizes throughout.
 
     Args:
-        name: ``model_type``.
+        name: ``model_type``, or key of `families`.
         **changes: fields, wherever they stand.
     """
-    # BERT and its like are encoders unless told otherwise.
     decodes = {"is_decoder": True} if families()[name] == "decoder" else {}
-    return _shrunk(CONFIG_MAPPING[name](), _SMALL | decodes | changes)
+    default: PreTrainedConfig = CONFIG_MAPPING[name.removesuffix(BOTH_WAYS)]()
+    expected: Any = model_class(name).config_class
+    text = default.get_text_config(decoder=True)
+    if not isinstance(default, expected) and isinstance(text, expected):
+        default = text
+    return _shrunk(default, _SMALL | decodes | changes, copy.deepcopy(_OWN.get(name, {})))
 
 
-def _shrunk(default: PreTrainedConfig, small: dict[str, Any]) -> PreTrainedConfig:
+def _shrunk(default: PreTrainedConfig, small: dict[str, Any], own: dict[str, Any]) -> PreTrainedConfig:
+    # Fields that differ by layer cannot be had as an attribute.
+    default.allow_global_per_layer_attribute_access = True
     known = {key: getattr(default, key, None) for key in default.to_dict()}
     given: dict[str, Any] = {}
     for key, value in known.items():
         if isinstance(value, PreTrainedConfig):
-            given[key] = _shrunk(value, small).to_dict()
+            given[key] = _shrunk(value, small, own.get(key, {})).to_dict()
         elif key in small and (value is not None or key.endswith(("_id", "_factor"))):
             given[key] = small[key]
     given |= {key: value for key, value in _layers(default, known, small).items() if key not in given or key in known}
     if "eos_token_id" in known:
         given["eos_token_id"] = None
+    if "kv_lora_rank" in known and "num_key_value_heads" in given:
+        # Latent attention has as many heads of keys as of queries.
+        given["num_key_value_heads"] = small["num_attention_heads"]
+    if "head_dim" in known and known["head_dim"] is None and "hidden_size" in given:
+        given["head_dim"] = small["hidden_size"] // small["num_attention_heads"]
+    rope = known.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        head = given.get("head_dim", small["hidden_size"] // small["num_attention_heads"])
+        half = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        section = [half - 2 * (3 * half // 8), 3 * half // 8, 3 * half // 8]
+        given["rope_parameters"] = {**rope, "mrope_section": section}
+    given |= {key: value for key, value in own.items() if not isinstance(known.get(key), PreTrainedConfig)}
     cls = type(default)
     if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.__init__).parameters.values()):
         given = {key: value for key, value in given.items() if key in inspect.signature(cls.__init__).parameters}
-    return cls(**given)
+    config = cls(**given)
+    for key in own.keys() - known.keys():
+        setattr(config, key, own[key])
+    return config
 
 
 def _layers(default: PreTrainedConfig, known: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:

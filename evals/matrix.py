@@ -7,7 +7,8 @@ give where every step dequantizes them. Nothing is downloaded, and no GPU is use
     python evals/matrix.py --json evals/results/models.json --markdown docs/models.md
 
 A run that was stopped goes on where it was. Half of the families in a process of its own: ``--part 1/2``, then
-``--part 2/2`` with another file, then both files and no part.
+``--part 2/2`` with another file, then both files and no part. Another version of Transformers, on ``PYTHONPATH``, takes
+a file of its own; ``--others evals/results/models-5.17.json`` says in the table what has come of it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from evals.families import KINDS, VOCABULARY, build, families
-from evals.matrix_report import markdown
+from evals.matrix_report import NOT_OURS, markdown
 from hfkvq import MixedKVCache, Scheme, get_scheme
 from hfkvq.caches.layers import KVLayer
 
@@ -77,12 +78,22 @@ def _encoded(model: Any, ids: Tensor) -> dict[str, Tensor]:
     if name == "input_ids":
         return {"input_ids": ids[:, :PROMPT]}
     config = model.config
-    shape: tuple[int, ...] = (2048,)
+    shape: tuple[int, ...] = (2080,)
     if config.model_type == "whisper":
         shape = config.num_mel_bins, 2 * config.max_source_positions
+    elif name == "pixel_values":
+        shape = 3, 28, 28
     elif name == "input_features":
         shape = 64, getattr(config, "input_feat_per_channel", 16)
     return {name: torch.randn(ids.shape[0], *shape, generator=generator)}
+
+
+@torch.no_grad()
+def _forward(model: Any, cache: Any, ids: Tensor, encoder_ids: Tensor) -> Tensor:
+    """Logits of tokens, which are the decoder's if there is an encoder: f32 (B, t, vocabulary)."""
+    if _crosses(model):
+        return model(past_key_values=cache, decoder_input_ids=ids, **_encoded(model, encoder_ids)).logits
+    return model(past_key_values=cache, input_ids=ids).logits
 
 
 def _padded(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -154,16 +165,16 @@ def crop(model: Any, make: Make) -> Tensor:
     """Tokens are taken back by hand, and others come: logits."""
     cache, ids = make(), _ids(1, PROMPT + NEW)
     cache.activate_past_recording()
-    with torch.no_grad():
-        model(input_ids=ids[:, :PROMPT], past_key_values=cache)
-        for i in range(4):
-            model(input_ids=ids[:, PROMPT + i : PROMPT + i + 1], past_key_values=cache)
-        cache.crop(-3)
-        return model(input_ids=ids[:, PROMPT + 1 : PROMPT + 6], past_key_values=cache).logits
+    _forward(model, cache, ids[:, :PROMPT], ids)
+    for i in range(4):
+        _forward(model, cache, ids[:, PROMPT + i : PROMPT + i + 1], ids)
+    # Transformers' wrapper refuses to crop what is no `DynamicCache`.
+    (cache.self_attention_cache if _crosses(model) else cache).crop(-3)
+    return _forward(model, cache, ids[:, PROMPT + 1 : PROMPT + 6], ids)
 
 
 MODES = {f.__name__: f for f in (greedy, sampling, several, padding, beams, turns, chunks, assisted, lookup, crop)}
-ENCODER_MODES = ("greedy", "sampling", "several", "padding", "beams")
+ENCODER_MODES = ("greedy", "sampling", "several", "padding", "beams", "crop")
 
 
 # A family.
@@ -213,27 +224,34 @@ def _mode_cells(model: Any, modes: tuple[str, ...]) -> dict[str, str]:
         try:
             expected = run(model, lambda: _wrapped(model, DynamicCache(config=text)))
         except Exception as error:
-            found[mode] = f"not by Transformers: {_why(error)}"
+            found[mode] = f"{NOT_OURS}: {_why(error)}"
             continue
         for label, capacity in (("growing", None), ("fixed", CAPACITY)):
 
             def make(capacity: int | None = capacity) -> Any:
                 return _wrapped(model, MixedKVCache(model, "full", max_cache_len=capacity))
 
-            found[f"{mode}, {label}"] = _outcome(lambda run=run, make=make: run(model, make), expected)
+            said = _outcome(lambda run=run, make=make: run(model, make), expected)
+            if capacity is not None and said.startswith("error") and said == f"error: {_static_error(model, run)}":
+                said = f"{NOT_OURS}: {said.removeprefix('error: ')}"
+            found[f"{mode}, {label}"] = said
     return found
+
+
+def _static_error(model: Any, run: Callable[..., Tensor]) -> str | None:
+    """Why a mode fails with Transformers' own cache of fixed capacity, if it does."""
+    text = model.config.get_text_config(decoder=True)
+    try:
+        run(model, lambda: _wrapped(model, StaticCache(config=text, max_cache_len=CAPACITY)))
+    except Exception as error:
+        return _why(error)
+    return None
 
 
 def _steps(model: Any, cache: Any) -> Tensor:
     """Logits of a prompt and some steps: f32 (2, t, vocabulary)."""
-    ids, logits = _ids(2, 80), []
-    encoded = _encoded(model, ids) if _crosses(model) else {}
-    with torch.no_grad():
-        for at, count in ((0, 60), (60, 1), (61, 1), (62, 1)):
-            own = ids[:, at : at + count]
-            own_ids = {"decoder_input_ids": own} if _crosses(model) else {"input_ids": own}
-            logits.append(model(past_key_values=cache, **encoded, **own_ids).logits)
-    return torch.cat(logits, 1)
+    ids = _ids(2, 80)
+    return torch.cat([_forward(model, cache, ids[:, a:b], ids) for a, b in ((0, 60), (60, 61), (61, 62), (62, 63))], 1)
 
 
 def _preset_cells(model: Any) -> dict[str, str]:
@@ -249,7 +267,7 @@ def _preset_cells(model: Any) -> dict[str, str]:
     finally:
         model.set_attn_implementation(before)
     if fails is not None:
-        return dict.fromkeys(PRESETS, f"not by Transformers: {fails}")
+        return dict.fromkeys(PRESETS, f"{NOT_OURS}: {fails}")
     for name in PRESETS:
         try:
             scheme = small(name)
@@ -308,13 +326,10 @@ def _described(model: Any) -> dict[str, Any]:
         "captured": cache.graphs is not None,
         "why_not_captured": why,
     }
-    with torch.no_grad():
-        wrapped, ids = _wrapped(model, cache), _ids(2, 60)
-        encoded = _encoded(model, ids) if _crosses(model) else {}
-        name = "decoder_input_ids" if encoded else "input_ids"
-        model(past_key_values=wrapped, **encoded, **{name: ids})
-        with _dense_calls() as calls:
-            model(past_key_values=wrapped, **encoded, **{name: ids[:, :1]})
+    wrapped, ids = _wrapped(model, cache), _ids(2, 60)
+    _forward(model, wrapped, ids, ids)
+    with _dense_calls() as calls:
+        _forward(model, wrapped, ids[:, :1], ids)
     used = [layer for layer in cache.compressed_layers if layer.store is not None]
     return found | {"used": len(used), "dequantized": len(calls) > 0}
 
@@ -361,15 +376,19 @@ def examine(name: str, modes: tuple[str, ...] | None = None, presets: bool = Tru
 @contextlib.contextmanager
 def _limit(seconds: int) -> Iterator[None]:
     def stop(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
+        raise TimeoutError(f"more than {seconds} s of a processor")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_rows(paths: list[Path]) -> dict[str, dict[str, Any]]:
@@ -377,7 +396,7 @@ def read_rows(paths: list[Path]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         if path.exists():
-            held = json.loads(path.read_text(encoding="utf-8"))
+            held = _read(path)
             if held["transformers"] == transformers.__version__:
                 found |= {row["family"]: row for row in held["rows"]}
     return found
@@ -391,6 +410,7 @@ def main() -> None:
     parser.add_argument("--part", help="i/n: the i-th of n parts")
     parser.add_argument("--json", type=Path, nargs="+", help="results; the first is written, the others only read")
     parser.add_argument("--markdown", type=Path, help="table to write")
+    parser.add_argument("--others", type=Path, nargs="*", default=[], help="results of other versions, for the table")
     given = parser.parse_args()
     logging.getLogger("hfkvq").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
@@ -416,9 +436,9 @@ def main() -> None:
             lines = ",\n".join(json.dumps(rows[name]) for name in sorted(rows))
             given.json[0].write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
     if given.markdown:
-        given.markdown.write_text(
-            markdown(rows, transformers.__version__, set(families()) - set(rows)), encoding="utf-8"
-        )
+        others = {held["transformers"]: held["rows"] for held in map(_read, given.others)}
+        text = markdown(rows, transformers.__version__, others, set(families()) - set(rows))
+        given.markdown.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 Row = Mapping[str, Any]
+NOT_OURS = "not by Transformers"
 
 _HEAD = """# Models
 
@@ -16,11 +17,12 @@ What becomes of each family of models, as Transformers {version} has them. Gener
 Each family is built tiny with random weights, in float32, on a CPU. In ten modes of `generate` (greedy, sampling,
 several sequences, left padding, beams, a second prompt, chunks, an assistant, prompt lookup, tokens taken back),
 growing and with a fixed capacity, the scheme `full` has to give the tokens of `DynamicCache`; encoder-decoders take
-five of them. Presets ({presets}) have to give the logits that
-they give where each step dequantizes them, to 3 % of the largest logit, and those that evict, or choose by what
-attention shows them, have only to run. Captured and compiled steps are not part of it. BERT and its like are built as
-decoders: as encoders, which attend both ways, tokens taken back from a fixed capacity are not right yet. Some rows are
-older than the last changes of the code.
+six of them. Presets ({presets}) have to give the logits that
+they give where each step dequantizes them, to 3 % of the largest logit; those that evict, or choose by what attention
+shows them, have only to run. What the caches of Transformers cannot do either is listed below and not counted.
+Captured and compiled steps are not part of it. BERT and its like are built as decoders; some stand once more as what
+they are by default, encoders, which attend both ways. Rows may be older than the last changes of the code: the tests
+run a slice at each change, and all of it on demand.
 
 {summary}
 
@@ -28,6 +30,38 @@ older than the last changes of the code.
 each step, which is right but saves no time; schemes that evict keep no budget there. *Captured*: whether steps are
 replayed as CUDA graphs on a GPU, or why not.
 """
+
+
+def _counted(rows: Iterable[Row]) -> tuple[str, list[tuple[str, str, str]]]:
+    """How many families and cells are what, in a sentence, and the cells that are wrong."""
+    full = [row for row in rows if "modes" in row]
+    cells = [cell for row in full for cell in _cells(row).values() if not cell.startswith(NOT_OURS)]
+    equal, refused = sum(x in ("equal", "runs") for x in cells), sum(x.startswith("refused") for x in cells)
+    wrong = [(row["family"], name, x) for row in full for name, x in _cells(row).items() if _is_bad(x)]
+    encoders = sum(row["kind"] == "encoder" for row in full)
+    again = f", {encoders} of them once more as encoders" if encoders else ""
+    return (
+        f"{len(full) - encoders} families{again}, {len(cells)} cells: {equal} right, {refused} refused with a reason, "
+        f"{len(wrong)} wrong or failing"
+    ), wrong
+
+
+def _other(version: str, rows: Iterable[Row]) -> str:
+    """A version's rows in a paragraph."""
+    found = sorted(rows, key=lambda row: row["family"])
+    said, wrong = _counted(found)
+    names = ", ".join(f"`{row['family']}`" for row in found if "modes" in row)
+    lines = [f"- `{family}`, {name}: {_short(x)}" for family, name, x in wrong]
+    return "\n".join([f"On {version}: {said}. {names}.", *(["", *lines] if lines else [])])
+
+
+def _impossible(row: Row) -> list[str]:
+    """Cells that the caches of Transformers do not manage, a line for each reason."""
+    found: dict[str, list[str]] = {}
+    for name, said in _cells(row).items():
+        if said.startswith(NOT_OURS):
+            found.setdefault(_short(said.removeprefix(NOT_OURS).lstrip(": ")), []).append(name)
+    return [f"- `{row['family']}`, {', '.join(names)}: {reason}" for reason, names in found.items()]
 
 
 def _cells(row: Row) -> dict[str, str]:
@@ -59,13 +93,13 @@ def _captured(what: Mapping[str, Any]) -> str:
 
 def _tokens(row: Row) -> str:
     cells = row["modes"]
-    run = {name: found for name, found in cells.items() if not found.startswith("not by Transformers")}
+    run = {name: found for name, found in cells.items() if not found.startswith(NOT_OURS)}
     return f"{sum(found == 'equal' for found in run.values())} of {len(run)}"
 
 
 def _presets(row: Row) -> str:
     cells = row.get("presets", {})
-    run = {name: found for name, found in cells.items() if not found.startswith("not by Transformers")}
+    run = {name: found for name, found in cells.items() if not found.startswith(NOT_OURS)}
     refused = [name for name, found in run.items() if found.startswith("refused")]
     good = sum(found in ("equal", "runs") for found in run.values())
     return f"{good} of {len(run)}" + (f"; refused: {', '.join(refused)}" if refused else "")
@@ -92,24 +126,24 @@ def _listed(rows: Iterable[Row], key: str) -> str:
     return "\n".join(f"- `{row['family']}`: {_short(row[key])}" for row in rows) or "None."
 
 
-def markdown(rows: Mapping[str, Row], version: str, missing: Iterable[str] = ()) -> str:
+def markdown(
+    rows: Mapping[str, Row],
+    version: str,
+    others: Mapping[str, Iterable[Row]] | None = None,
+    missing: Iterable[str] = (),
+) -> str:
     """The document.
 
     Args:
         rows: by family.
         version: of Transformers.
+        others: rows of other versions.
         missing: families that were not examined.
     """
     found = sorted(rows.values(), key=lambda row: row["family"])
     full = [row for row in found if "modes" in row]
-    cells = [cell for row in full for cell in _cells(row).values() if not cell.startswith("not by Transformers")]
-    equal, refused = sum(x in ("equal", "runs") for x in cells), sum(x.startswith("refused") for x in cells)
-    wrong = [(row["family"], name, x) for row in full for name, x in _cells(row).items() if _is_bad(x)]
     names = sorted({name for row in full for name in row.get("presets", {})})
-    summary = (
-        f"{len(full)} families, {len(cells)} cells: {equal} right, {refused} refused with a reason, {len(wrong)} wrong "
-        "or failing (listed below)."
-    )
+    summary, wrong = _counted(found)
     table = [
         "| family | kind | compressed layers | other layers | a step | captured | equal to `DynamicCache` | presets |",
         "|---|---|---|---|---|---|---|---|",
@@ -117,14 +151,19 @@ def markdown(rows: Mapping[str, Row], version: str, missing: Iterable[str] = ())
     ]
     late = sorted(missing)
     parts = [
-        _HEAD.format(version=version, presets=", ".join(f"`{name}`" for name in names), summary=summary),
+        _HEAD.format(version=version, presets=", ".join(f"`{name}`" for name in names), summary=f"{summary}."),
         "## Family by family\n\n" + "\n".join(table),
         "## Wrong or failing\n\n" + ("\n".join(f"- `{f}`, {name}: {_short(x)}" for f, name, x in wrong) or "None."),
+        "## What the caches of Transformers cannot do either\n\n"
+        + ("\n".join(line for row in full for line in _impossible(row)) or "None."),
         "## Refused\n\n" + _listed((row for row in found if "refused" in row), "refused"),
         "## Without a cache of keys and values\n\nIncluding those that cannot generate from text alone.\n\n"
         + _listed((row for row in found if "no_cache" in row), "no_cache"),
         "## Not built\n\n" + _listed((row for row in found if "not_built" in row), "not_built"),
     ]
+    if others:
+        told = "\n\n".join(_other(other, rows) for other, rows in others.items())
+        parts.append(f"## Other versions of Transformers\n\n{told}")
     if late:
         parts.append("## Not examined\n\n" + ", ".join(f"`{name}`" for name in late) + ".")
     return "\n\n".join(part.strip() for part in parts) + "\n"

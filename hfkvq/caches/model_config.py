@@ -16,7 +16,8 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def head_dim_of(config: PreTrainedConfig) -> int | None:
     """The head dim if the config says it plainly; latent attention (MLA) and layers of several kinds (Gemma4) don't."""
-    if getattr(config, "kv_lora_rank", None) or getattr(config, "is_heterogeneous", False):
+    # Fields that differ by layer cannot be read, so this comes first.
+    if getattr(config, "is_heterogeneous", False) or getattr(config, "kv_lora_rank", None):
         return None
     dim = getattr(config, "head_dim", None)
     if dim is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
@@ -25,7 +26,9 @@ def head_dim_of(config: PreTrainedConfig) -> int | None:
 
 
 def queries_per_head(config: PreTrainedConfig) -> int:
-    """Query heads of a KV head."""
+    """Query heads of a KV head; 1 where layers may differ."""
+    if getattr(config, "is_heterogeneous", False):
+        return 1
     heads = getattr(config, "num_attention_heads", 1)
     return max(1, heads // (getattr(config, "num_key_value_heads", None) or heads))
 
@@ -33,7 +36,8 @@ def queries_per_head(config: PreTrainedConfig) -> int:
 def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
     """Query heads, KV heads and head dim of full attention; None if the config does not say it plainly."""
     text = text_config(config)
-    dim, heads = head_dim_of(text), getattr(text, "num_attention_heads", None)
+    dim = head_dim_of(text)
+    heads = None if dim is None else getattr(text, "num_attention_heads", None)
     return None if dim is None or not heads else (heads, heads // queries_per_head(text), dim)
 
 

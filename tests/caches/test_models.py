@@ -9,12 +9,15 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BertConfig,
+    BertLMHeadModel,
     BigBirdPegasusConfig,
     BigBirdPegasusForConditionalGeneration,
     DynamicCache,
     EncoderDecoderCache,
     GitConfig,
     GitForCausalLM,
+    LlamaConfig,
     MllamaConfig,
     MllamaForCausalLM,
     T5Config,
@@ -22,6 +25,8 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.model_config import attention_shape
+from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.caches.models import BASE, build, config, prompt
 
 SIZES = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 1}
@@ -49,6 +54,8 @@ MLLAMA = {
 }
 MODELS = {
     "git": lambda: GitForCausalLM(GitConfig(**GIT)),
+    # Without `is_decoder`: an encoder.
+    "bert": lambda: BertLMHeadModel(BertConfig(**{k: x for k, x in GIT.items() if k != "vision_config"})),
     "bart": lambda: BartForConditionalGeneration(BartConfig(**ENCODER_DECODER)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5, **SIZES)),
     "bigbird-pegasus": lambda: BigBirdPegasusForConditionalGeneration(
@@ -82,6 +89,26 @@ def test_attention_of_their_own_beside_a_table(capacity):
     cache = MixedKVCache(model, "full", max_cache_len=capacity)
     assert not cache.attached
     assert torch.equal(model.generate(ids(), past_key_values=cache, **NEW), expected)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_new_tokens_of_encoders_see_each_other(capacity, graphs, request):
+    """Several tokens of a step too, before and after others were taken back."""
+    if graphs:
+        request.getfixturevalue("captured")
+    model, found = make("bert"), []
+    for cache in (DynamicCache(config=model.config), MixedKVCache(model, "full", max_cache_len=capacity)):
+        cache.activate_past_recording()
+        logits = []
+        with torch.no_grad():
+            for first, last, back in ((0, 22, 0), (22, 23, 0), (23, 24, 0), (24, 25, 0), (25, 30, 4), (26, 31, 0)):
+                logits.append(model(ids(2, 40)[:, first:last], past_key_values=cache).logits)
+                if back:
+                    cache.crop(-back)
+        assert cache.get_seq_length() == 31
+        found.append(torch.cat(logits, 1))
+    assert torch.allclose(*found, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["bart", "t5", "bigbird-pegasus"])
@@ -186,6 +213,16 @@ def test_cache_of_another_models_layers():
         ):
             model(prompt(1, 5), past_key_values=cache)
     assert [layer.seen for layer in cache.layers] == [9, 9]
+
+
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_fields_that_differ_by_layer(capacity):
+    """Transformers refuses to read them from the whole config."""
+    differs = LlamaConfig(**BASE, kv_lora_rank=4, per_layer_config={1: {"kv_lora_rank": 8, "num_key_value_heads": 1}})
+    cache = MixedKVCache(differs, "full", max_cache_len=capacity)
+    assert len(cache.compressed_layers) == BASE["num_hidden_layers"]
+    assert cache.graphs is None
+    assert attention_shape(differs) is None
 
 
 def test_memory_counts_whole_storages():

@@ -17,7 +17,7 @@ def take_step(layer: KVLayer, query: Tensor, arguments: AttentionArguments) -> T
     """
     steps = layer.steps
     if steps is not None and not steps.run_eagerly:
-        if not steps.take_step(query.shape[2], arguments.mask):
+        if not steps.take_step(query.shape[2], arguments):
             return None
         return steps.run(query, arguments).transpose(1, 2).contiguous()
     # Other masks differ from step to step.

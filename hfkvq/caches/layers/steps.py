@@ -183,7 +183,7 @@ class DeviceSteps(Part):
 
     # A step in Python over the buffer.
 
-    def take_step(self, queries: int, mask: Tensor | None) -> bool:
+    def take_step(self, queries: int, arguments: AttentionArguments) -> bool:
         """Whether the staged tokens can go through `run`."""
         layer = self.layer
         # A trim may be due, and the host is here.
@@ -193,7 +193,9 @@ class DeviceSteps(Part):
         if tokens > self.most_tokens():
             return False
         started = all(state.length for state in layer.held().states)
-        return tokens == queries <= MAX_STEP and started and (mask is None or tokens == 1)
+        # Several tokens of a step see none that come after them.
+        plain = tokens == 1 or (arguments.mask is None and arguments.causal)
+        return tokens == queries <= MAX_STEP and started and plain
 
     def run(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
         """The staged tokens' whole step, as a compiled one would take it: (B, Hq, Q, Dv)."""
