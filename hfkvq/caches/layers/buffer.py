@@ -217,8 +217,8 @@ class StepBuffer(Part):
 
     def close(self) -> None:
         """Lets the device's counters count what the last step has sealed; asks it nothing."""
-        if self.state is not None and self.open:
-            settle(self.state)
+        if self.state is not None and self.plan is not None and self.open:
+            settle(self.state, self.plan)
             self.open = False
             if self.queries is not None and self.state.sums.numel():
                 self._read_queries(self.state, self.queries)

@@ -51,7 +51,7 @@ def make_plan(
     fold = store.fold if isinstance(store, HeadwiseStore) else 1
     keeps = eviction is not None and eviction.keeps_query
     needs = layer.scheme.needs
-    query = "keep" if keeps else "" if "query" not in needs else "signed" if "signs" in needs else "sum"
+    summed = "signed" if "signs" in needs else "total" if "history" in needs else "sum"
     return StepPlan(
         store=store.format.spec,
         rows=store.batch,
@@ -65,7 +65,7 @@ def make_plan(
         unit=(keys.unit, values.unit),
         capacity=room,
         rule=rule or "",
-        query=query,
+        query="keep" if keeps else summed if "query" in needs else "",
         fold=fold,
         query_heads=fold * store.heads * queries_per_head if keeps else 0,
         balance=(keys.balance, values.balance),

@@ -67,6 +67,8 @@ class MixKVQ(Scheme):
         salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, for which one pair of
             thresholds can do for several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
             in standard deviations. "error_only": S, the paper's ablation (Table 6).
+        accumulate: whether I averages all queries so far, as appendix D.2's running accumulator does, which is never
+            reset; by default those since the last seal, the "current window" of section 4.2.
         tau_bf16: channels of A above this get 16 bits; asked first. The paper searches 0.1 to 2.
         tau_int4: other channels of A above this get 4 bits. From ``tau_bf16`` on that tier is empty, as in the
             paper's pairs for R1-Qwen-14B and 32B, but for what has no room at 16 bits.
@@ -105,6 +107,7 @@ class MixKVQ(Scheme):
     salience: str = knob(
         "raw_logit", choices=("raw_logit", "raw", "zscore", "error_only"), search=["raw_logit", "error_only"]
     )
+    accumulate: bool = knob(False, choices=(False, True))
     tau_bf16: float = knob(1.44, low=0.0, high=100.0, search=(0.1, 2.0))
     tau_int4: float = knob(0.79, low=0.0, high=100.0, search=(0.1, 2.0))
     most_bf16: float = knob(0.0625, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125])
@@ -135,7 +138,9 @@ class MixKVQ(Scheme):
     @property
     def needs(self) -> frozenset[str]:
         """Queries, unless only the error counts."""
-        return frozenset() if self.salience == "error_only" else frozenset({"query"})
+        if self.salience == "error_only":
+            return frozenset()
+        return frozenset({"query", "history"}) if self.accumulate else frozenset({"query"})
 
     def room(self, head_dim: int) -> tuple[int, int]:
         """Channels that a page has room for at 16 and at 4 bits: multiples of eight, as far as there are channels."""
