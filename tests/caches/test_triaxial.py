@@ -145,10 +145,31 @@ def test_turns_of_ordinary_length_reach_two_bits(others, least):
     cache = TriAxialCache(model, tagger=EvenIsObs(), table=TABLE)
     for _ in range(10):
         forward(model, cache, torch.tensor([[3] * others + [2] * 63]))
-    narrow, wide = positions(cache)
-    assert len(narrow) >= least
-    assert len(wide) < 10 * (others + 16)
+    assert len(positions(cache)[0]) >= least
     assert cache.memory().total_bits < (4 if others == 0 else 4.5)
+
+
+def test_a_fixed_capacity_is_split_as_the_prompt_is():
+    """Room for 2 bits is what prompts need, for 4 bits what is left: steps go on to the capacity, prompts to both."""
+    model = build("llama", head_dim=128, max_position_embeddings=2048).bfloat16()
+    fixed, grown = (
+        TriAxialCache(model, tagger=EvenIsObs(), table=TABLE, **more) for more in ({"max_cache_len": 1000}, {})
+    )
+    first, second = torch.tensor([[2] * 320 + [3] * 160]), torch.tensor([[2] * 320 + [3] * 110])
+    for cache in (fixed, grown):
+        forward(model, cache, first)
+    blocks = [view.table.shape[1] for view in fixed.layers[0].store.runs]
+    assert sum(blocks) <= 1000 // 32 + 3
+    outs = []
+    for ids in (second, *second[:, -90:].split(1, 1)):
+        outs.append([forward(model, cache, ids[:, :]) for cache in (fixed, grown)])
+    assert all(torch.equal(*pair) for pair in outs)
+    assert fixed.get_seq_length() == 1000
+    assert positions(fixed) == positions(grown)
+    # Both whole would be 8 and more.
+    assert fixed.memory().total_bits < 4.5
+    with pytest.raises(ValueError, match="1000"):
+        forward(model, fixed, first[:, :1])
 
 
 def test_tokens_of_both_widths_are_close_to_what_was_given(model):

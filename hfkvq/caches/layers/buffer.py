@@ -66,6 +66,11 @@ class StepBuffer(Part):
         """Whether tokens of prompts are evicted, and all stay that are generated."""
         return self.eviction is not None and not self.eviction.trims_steps
 
+    @property
+    def follows_prompts(self) -> bool:
+        """Whether the room of a fixed capacity follows from what prompts leave: how many tokens, or in which runs."""
+        return self.evicts_prompts_alone or (self.eviction is None and len(self.layer.held().runs) > 1)
+
     def forget(self) -> None:
         """Forgets what steps have left in the buffer, which stays."""
         self.open = False
@@ -89,7 +94,7 @@ class StepBuffer(Part):
             and (self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan)
         ):
             self.leave()
-        if layer.capacity is None or not self.evicts_prompts_alone:
+        if layer.capacity is None or not self.follows_prompts:
             self.bind()
         # Else its room follows from what the prompt leaves.
         self.warm(tokens)
