@@ -46,15 +46,17 @@ class MixKVQ(Scheme):
     ``group_size`` channels. Every page of a KV head has room for so many raised key channels: of D channels
     ``most_bf16`` and ``most_int4``, rounded up to multiples of eight. The room is paid for whether it is used or not:
     eight channels of 128 cost one bit an element of keys at 16 bits, an eighth at 4 bits. With the default room keys
-    take 4.52 bits, values 3, at D = 128, scales and indices included; ``code_bits`` of a cache takes the room as used.
+    take 4.52 bits, values 3, at D = 128, scales and indices included; ``code_bits`` of a cache takes the room as used,
+    ``used_bits`` does not, and ``key_bits`` is equation 17.
     Room at 4 bits buys more: on the reference model none at 16 and half the channels at 4 bits (3.52 bits in all) lost
     a third of what the default (3.76) did.
 
     Paper: Zhang et al., arXiv:2512.19206. I of eq. (6) is ``q_abs``, which the layer averages over the queries since
     the last seal and the query heads of a KV head; eq. (7) is `sensitivity`; eq. (8) is `salience_of`; section 4.2's
     three tiers are `channel_bits`; appendix D.1's buffer of R tokens is `layout`.
-    Differs from the paper: room is bounded. Channels above a bound go down a tier, the most salient stay; of equal
-    ones the lower channel stays. ``select="fractions"`` has no thresholds. Which units the paper's thresholds have it
+    Differs from the paper: room is bounded, and does not follow thresholds by itself; `hfkvq.tuning.room.fit_room`
+    measures what they need. Channels above a bound go down a tier, the most salient stay; of equal ones the lower
+    channel stays. ``select="fractions"`` has no thresholds. Which units the paper's thresholds have it
     does not say: see ``salience``. A first prompt's queries all count, for each of its pages. B of eq. (7) is 2.
     Attention that does not show its queries gets ``error_only`` with ``fractions``, and a warning.
     Differs from the released code: none is released.
