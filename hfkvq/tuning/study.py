@@ -70,7 +70,7 @@ def tune(
         single: the value alone, under ``limits``; unpromising trials are stopped early where the objective reports.
         tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
         fit: makes of a trial's preset the one that is measured and kept, where something in it follows from the model:
-            MixKVQ's room from its thresholds (`hfkvq.tuning.room.fit_room`).
+            MixKVQ's room from its thresholds (`hfkvq.tuning.fit_room`).
         measured_on: model, samples and whatever else scores depend on, as JSON has it. A study keeps it, and refuses to
             go on with other: its trials could not be compared.
         storage: an SQLAlchemy URL (``sqlite:///tuning.db``), or the path of a journal file (``tuning.log``) on a file

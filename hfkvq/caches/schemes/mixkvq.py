@@ -54,7 +54,7 @@ class MixKVQ(Scheme):
     Paper: Zhang et al., arXiv:2512.19206. I of eq. (6) is ``q_abs``, which the layer averages over the queries since
     the last seal and the query heads of a KV head; eq. (7) is `sensitivity`; eq. (8) is `salience_of`; section 4.2's
     three tiers are `channel_bits`; appendix D.1's buffer of R tokens is `layout`.
-    Differs from the paper: room is bounded, and does not follow thresholds by itself; `hfkvq.tuning.room.fit_room`
+    Differs from the paper: room is bounded, and does not follow thresholds by itself; `hfkvq.tuning.fit_room`
     measures what they need. Channels above a bound go down a tier, the most salient stay; of equal ones the lower
     channel stays. ``select="fractions"`` has no thresholds. Which units the paper's thresholds have it
     does not say: see ``salience``. A first prompt's queries all count, for each of its pages. B of eq. (7) is 2.
