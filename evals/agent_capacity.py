@@ -28,9 +28,11 @@ from hfkvq.caches.tags import TAGS, Tagger, parse_tag, tag_axes
 
 RESULTS = Path(__file__).parent / "results"
 TRACES = "agent_traces/tau_bench_gpt-4o-airline.json.gz"
-LAYERS, BUDGET = 64, 40 * 2**30
-SHAPE = LlamaConfig(num_hidden_layers=1, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
-"""One layer of Qwen3-32B."""
+BUDGET = 40 * 2**30
+LAYERS, HEADS, DIM = 64, 8, 128
+"""Of Qwen3-32B."""
+
+SHAPE = LlamaConfig(num_hidden_layers=1, num_attention_heads=64, num_key_value_heads=HEADS, head_dim=DIM)
 
 LETTER = ("inst", "user", "tool_call", "delim")
 """Roles that keep 4 bits in the table "the rest": what has to be reproduced to the letter."""
@@ -94,7 +96,7 @@ def replay(cache: MixedKVCache, pieces: list[tuple[torch.Tensor, bool]]) -> Mixe
                 cache.tokens.note_step(ids, cache.get_seq_length())
             else:
                 cache.arrive(ids)
-        keys = torch.zeros(1, SHAPE.num_key_value_heads, ids.shape[1], SHAPE.head_dim, dtype=torch.bfloat16)
+        keys = torch.zeros(1, HEADS, ids.shape[1], DIM, dtype=torch.bfloat16)
         cache.update(keys, keys, 0)
         cache.compressed_layers[0].settle()
     return cache
@@ -123,7 +125,7 @@ def measure(folder: Path, tokenizer: Any, samples: int) -> dict[str, Any]:
     conversations = [list(turns(tokenizer, messages_of(trace))) for trace in traces]
     lengths = [sum(ids.shape[1] for ids, _ in pieces) for pieces in conversations]
     tagger = Tagger.from_tokenizer(tokenizer)
-    bf16 = fmean(lengths) * 4 * SHAPE.num_key_value_heads * SHAPE.head_dim * LAYERS
+    bf16 = fmean(lengths) * 4 * HEADS * DIM * LAYERS
     rows = [{"name": "bf16", "total_bits": 16.0, "narrow": 0.0, "bytes": round(bf16), "fit": int(BUDGET / bf16)}]
     for name, make in makers(tagger).items():
         held, narrow = [], []
