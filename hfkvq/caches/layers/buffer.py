@@ -24,7 +24,7 @@ from ..store import SIDES
 from .base import LayerBase, Part
 from .eviction import Eviction
 from .group import DeviceSync
-from .plan import make_plan, move_into
+from .plan import make_plan, move_into, splits_room
 from .queries import QueryStatistics
 
 OWNERS: weakref.WeakValueDictionary[int, StepBuffer] = weakref.WeakValueDictionary()
@@ -69,7 +69,7 @@ class StepBuffer(Part):
     @property
     def follows_prompts(self) -> bool:
         """Whether the room of a fixed capacity follows from what prompts leave: how many tokens, or in which runs."""
-        return self.evicts_prompts_alone or (self.eviction is None and len(self.layer.held().runs) > 1)
+        return self.evicts_prompts_alone or (self.eviction is None and splits_room(self.layer))
 
     def forget(self) -> None:
         """Forgets what steps have left in the buffer, which stays."""

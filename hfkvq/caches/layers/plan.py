@@ -30,7 +30,7 @@ def make_plan(
     most = None if eviction is None else eviction.most_held(room)
     if most is not None:
         blocks = _budget_blocks(store, layer, room, before, most)
-    elif eviction is not None or len(store.runs) > 1:
+    elif eviction is not None or (len(store.runs) > 1 and (layer.capacity is None or splits_room(layer))):
         # Of prompts alone: what is stored, and the columns that are left for what is generated, which may all go to
         # the last run.
         blocks = _blocks_ahead(store, room - layer.seen, room, before, layer.capacity is not None)
@@ -71,6 +71,15 @@ def make_plan(
         query_heads=fold * store.heads * queries_per_head if keeps else 0,
         balance=(keys.balance, values.balance),
     )
+
+
+def splits_room(layer: LayerBase) -> bool:
+    """Whether a fixed capacity has room for narrow tokens as prompts need it, and in the last run for what is left.
+
+    Else every run has room for all. Of tokens that are quantized again as turns age, every turn would need other room,
+    and steps would have to be captured again.
+    """
+    return len(layer.held().runs) > 1 and "turns" not in layer.scheme.needs
 
 
 def _budget_blocks(
