@@ -25,7 +25,9 @@ class MemoryReport:
         staged: bytes of tokens that are not in the store yet (between update and attention).
         stock: bytes of layers left to Transformers (sliding windows, linear attention), of whole storages.
         elements: key and value elements of the tokens that compressed layers were given, evicted ones included.
-        code_bits: payload bits an element of sealed pages.
+        code_bits: payload bits an element of sealed pages, all room for raised channels included.
+        used_bits: the same without room that no channel was raised into.
+        key_bits: of these the keys' alone: the mean width of their channels (MixKVQ's B_eff, equation 17).
         seen: logical tokens of the cache.
     """
 
@@ -34,6 +36,8 @@ class MemoryReport:
     stock: int
     elements: int
     code_bits: float
+    used_bits: float
+    key_bits: float
     seen: int
 
     @property
@@ -77,6 +81,8 @@ class MemoryReport:
             ("bf16", format_bytes(self.bf16)),
             ("ratio to bf16", f"{self.ratio:.2f}x"),
             ("code bits", f"{self.code_bits:.2f}"),
+            ("  of these used", f"{self.used_bits:.2f}"),
+            ("  of the keys", f"{self.key_bits:.2f}"),
             ("total bits", f"{self.total_bits:.2f}"),
         ]
 

@@ -116,10 +116,10 @@ class Scheme:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scheme must observe: a subset of {"query", "signs", "tags", "turns"}.
+        """What the scheme must observe: a subset of {"query", "signs", "history", "tags", "turns"}.
 
         Of queries, magnitudes are averaged, by which channels are weighed; with "signs" the queries themselves, by
-        which exact keys are chosen.
+        which exact keys are chosen. The mean is of those since the last seal; with "history" of all since the first.
         A scheme that observes turns has ``tag_bits``, which is asked again for all cached tokens with every prompt: see
         `hfkvq.caches.store.requantize`.
         Schemes that evict say in `EvictionScheme.evidence` what they judge tokens by.

@@ -69,8 +69,8 @@ class TriAxialCache(NamedCache):
     A prompt that the model is given in several chunks is tagged chunk by chunk, as if each ended the conversation;
     ``see`` the whole of it first, and its turns are told right.
 
-    Knobs are the fields of `hfkvq.caches.schemes.TriAxial`: ``group_size`` (32), ``seal_unit`` (32), ``sink_length``
-    (0), ``local_length`` (0), ``page_size`` (128), ``requantize_on_turn_end`` (False). Other arguments and errors:
+    Knobs are the fields of `hfkvq.caches.schemes.TriAxial`: ``group_size`` (32), ``seal_unit`` (16), ``sink_length``
+    (0), ``local_length`` (0), ``page_size`` (32), ``requantize_on_turn_end`` (False). Other arguments and errors:
     `NamedCache`.
 
     Args:

@@ -29,6 +29,7 @@ class Cost:
         bf16: bytes of the same keys and values in bf16.
         sealed: the part of ``bf16`` in caches that have sealed anything.
         payload: code bits times ``sealed``.
+        keys: mean width of the keys' channels times ``sealed``.
         peak: most bytes that one cache held, all layers counted.
     """
 
@@ -41,6 +42,7 @@ class Cost:
     bf16: int = 0
     sealed: int = 0
     payload: float = 0.0
+    keys: float = 0.0
     peak: int = 0
 
     def add_answers(self, context_tokens: int, lengths: Sequence[int], seconds: float) -> None:
@@ -51,13 +53,14 @@ class Cost:
         self.steps += sum(max(length - 1, 0) for length in lengths)
         self.seconds += seconds
 
-    def hold(self, held: int, bf16: int, code_bits: float) -> None:
+    def hold(self, held: int, bf16: int, code_bits: float, key_bits: float) -> None:
         """Counts what a cache holds."""
         self.held += held
         self.bf16 += bf16
         if not math.isnan(code_bits):
             self.sealed += bf16
             self.payload += code_bits * bf16
+            self.keys += key_bits * bf16
 
     def add(self, other: Cost) -> None:
         """Adds another's figures."""
@@ -69,6 +72,7 @@ class Cost:
         """What is reported: means and rates; None where nothing was measured."""
         return {
             "code_bits": self.payload / self.sealed if self.sealed else None,
+            "key_bits": self.keys / self.sealed if self.sealed else None,
             "total_bits": 16 * self.held / self.bf16 if self.bf16 else None,
             "peak_cache_bytes": self.peak,
             "tokens_per_second": self.steps / self.seconds if self.seconds else None,

@@ -263,7 +263,7 @@ class HFKVQ(HFLM):
 
     def _count(self, cache: Cache, mask: Tensor) -> None:
         cost, memory = self.bill.of(self._task), read_memory(cache, mask)
-        cost.hold(memory.held, memory.bf16, memory.code_bits)
+        cost.hold(memory.held, memory.bf16, memory.code_bits, memory.key_bits)
         cost.peak = max(cost.peak, _held(cache))
 
     # Log-likelihood

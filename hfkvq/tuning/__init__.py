@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .allocate import allocate, make_table, sweep
 from .calibrate import calibrate
 from .conversations import Conversation, load_conversations, parse_conversation
+from .room import fit_room, measure_room
 from .sensitivity import Sensitivity
 
 if TYPE_CHECKING:
@@ -41,9 +42,11 @@ __all__ = [
     "TuningStudy",
     "allocate",
     "calibrate",
+    "fit_room",
     "load_conversations",
     "load_study",
     "make_table",
+    "measure_room",
     "parse_conversation",
     "sweep",
     "tune",

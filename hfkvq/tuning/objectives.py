@@ -56,7 +56,7 @@ class TextKLD:
     def __call__(self, preset: Preset, report: Report | None = None) -> Score:
         """Each window counts as one sample: its tokens are not independent."""
         means: list[float] = []
-        held = bf16 = bits = 0.0
+        held = bf16 = bits = keys = 0.0
         for step, tokens in enumerate(self.tokens.tensor_split(self.parts)):
             found = measure(
                 self.model,
@@ -70,12 +70,13 @@ class TextKLD:
             means += found.kld.double().mean(1).tolist()
             bill, rows = found.bill, len(tokens)
             held, bf16 = held + rows * bill.held_bytes, bf16 + rows * bill.bf16_bytes
-            bits += rows * bill.code_bits
+            bits, keys = bits + rows * bill.code_bits, keys + rows * bill.key_bits
             if report is not None:
                 report(step, math.fsum(means) / len(means))
         n = len(means)
         low, high = mean_interval(means) or (None, None)
-        return Score(math.fsum(means) / n, 16 * held / bf16, bits / n, held / n, samples=n, low=low, high=high)
+        spread = {"samples": n, "low": low, "high": high}
+        return Score(math.fsum(means) / n, 16 * held / bf16, bits / n, held / n, key_bits=_known(keys / n), **spread)
 
 
 class LmEvalTasks:
@@ -136,12 +137,16 @@ class LmEvalTasks:
         low, high = mean_interval(whole) or (None, None)
         value = _mean([_mean(values) for values in right.values()])
         weights = [bill["requests"] for bill in bills]
-        total, code = (
+        total, code, keys = (
             _mean([bill[name] if bill[name] is not None else math.nan for bill in bills], weights)
-            for name in ("total_bits", "code_bits")
+            for name in ("total_bits", "code_bits", "key_bits")
         )
         peak = max(bill["peak_cache_bytes"] for bill in bills)
-        return Score(value, total, code, peak, samples=len(whole), low=low, high=high)
+        return Score(value, total, code, peak, samples=len(whole), low=low, high=high, key_bits=_known(keys))
+
+
+def _known(bits: float) -> float | None:
+    return None if math.isnan(bits) else bits
 
 
 def _split(numbers: list[int], parts: int) -> list[list[int]]:
@@ -197,18 +202,19 @@ class ReferenceTasks:
         from hfkvq.measure.demo.prompts import is_right
 
         right: list[float] = []
-        held = bf16 = bits = most = 0.0
+        held = bf16 = bits = keys = most = 0.0
         for step, batch in enumerate(self.batches):
             found = answer(self.subject, batch, make_cache(self.subject.model, preset, self.subject.tokenizer))
             written = texts(self.subject, found)
             right += [is_right(self.subject, x, text) for x, text in zip(batch.examples, written, strict=True)]
             memory = read_memory(found.cache, batch.mask)
             held, bf16, most = held + memory.held, bf16 + memory.bf16, max(most, memory.held)
-            bits += memory.code_bits * memory.bf16
+            bits, keys = bits + memory.code_bits * memory.bf16, keys + memory.key_bits * memory.bf16
             if report is not None:
                 report(step, _mean(right))
         low, high = mean_interval(right) or (None, None)
-        return Score(_mean(right), 16 * held / bf16, bits / bf16, most, samples=len(right), low=low, high=high)
+        spread = {"samples": len(right), "low": low, "high": high}
+        return Score(_mean(right), 16 * held / bf16, bits / bf16, most, key_bits=_known(keys / bf16), **spread)
 
 
 class Timed:

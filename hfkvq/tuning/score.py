@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from hfkvq.caches.preset import Preset
 
-Cost = Literal["total_bits", "cache_bytes", "milliseconds"]
-COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "milliseconds")
+Cost = Literal["total_bits", "cache_bytes", "milliseconds", "key_bits"]
+COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "milliseconds", "key_bits")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Score:
         samples: how many, independent of each other.
         low: end of the value's 95 % interval, or None.
         high: its other end.
+        key_bits: mean width of the keys' channels as raised, without scales (MixKVQ's B_eff, equation 17), or None.
     """
 
     value: float
@@ -36,6 +37,7 @@ class Score:
     samples: int = 1
     low: float | None = None
     high: float | None = None
+    key_bits: float | None = None
 
     def cost(self, name: Cost) -> float:
         """One of the costs.

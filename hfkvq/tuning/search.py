@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.reference import with_outliers
 
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
+from .room import COVERAGE, fit_room, raises_by_threshold
 from .score import COSTS, Objective
 from .sensitivity import Sensitivity
 from .study import tune
@@ -46,6 +48,7 @@ class Plan:
         about: the rest of the record.
         cost: the second objective.
         tables: of TriAxialKV, by budget.
+        fit: gives MixKVQ the room that its thresholds need, or None.
     """
 
     preset: Preset
@@ -55,6 +58,7 @@ class Plan:
     about: Mapping[str, Any]
     cost: Any
     tables: Mapping[float, Mapping[str, int]] | None = None
+    fit: Callable[[Preset], Preset] | None = None
 
     @property
     def measured_on(self) -> dict[str, Any]:
@@ -85,6 +89,7 @@ def make_plan(
     device: Any,
     dtype: str,
     sensitivity: Path | None,
+    coverage: float = COVERAGE,
 ) -> Plan:
     """Checks the arguments of the command, and loads the model.
 
@@ -98,7 +103,8 @@ def make_plan(
             raise ValueError(f"{what}: got {got!r}, allowed {', '.join(allowed)}.")
     if objective == "tasks" and not tasks:
         raise ValueError("tasks: got none; name lm-eval's tasks with --tasks, e.g. --tasks gsm8k.")
-    if (text or dataset) and objective != "kld":
+    thresholds = raises_by_threshold(preset)
+    if (text or dataset) and objective != "kld" and not thresholds:
         raise ValueError(f"text: got text, but the objective {objective!r} takes none; leave it out.")
     tables = None
     if sensitivity is not None:
@@ -121,6 +127,9 @@ def make_plan(
     }
     if outliers is not None:
         about["outliers"] = outliers
+    tokens = None
+    if thresholds and (objective == "kld" or text or dataset):
+        about["coverage"] = coverage
     if objective == "kld":
         prompt = context * 3 // 4 if prefill is None else prefill
         subjects.check_lengths(checkpoint, context, prompt)
@@ -138,6 +147,7 @@ def make_plan(
         one: Objective = TextKLD(loaded, windows.tokens[:samples], parts=parts, **shared)
         other: Objective = TextKLD(loaded, windows.tokens[samples:], **shared)
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
+        tokens = windows.tokens[:samples]
     elif objective == "reference":
         loaded, one, other = _reference(
             model, checkpoint.source, where, kind, outliers, tasks, samples, held_out, batch_size, seed
@@ -152,7 +162,13 @@ def make_plan(
         about["tasks"] = list(tasks)
     if milliseconds:
         one = Timed(one, loaded, context=context, batch=batch_size, tokenizer=checkpoint.tokenizer)
-    return Plan(preset, one, other, checkpoint.source.name, about, cost, tables)
+    if thresholds and tokens is None and (text or dataset):
+        found = cut(find_texts(text, dataset, "test", "text", False, seed), checkpoint.tokenizer, context, samples)
+        tokens, about["tokens_sha256"] = found.tokens, found.sha256
+    fit = None
+    if thresholds and tokens is not None:
+        fit = partial(fit_room, loaded, tokens=tokens, coverage=coverage, batch_size=batch_size)
+    return Plan(preset, one, other, checkpoint.source.name, about, cost, tables, fit)
 
 
 def _dtype(name: str) -> Any:
@@ -252,6 +268,7 @@ def run(
             limits=limits,
             single=single,
             tables=plan.tables,
+            fit=plan.fit,
             measured_on=plan.measured_on,
             storage=storage,
             name=name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
@@ -259,18 +276,22 @@ def run(
         )
         progress.update(bar, description="held-out samples", completed=trials, best="")
         study.confirm(plan.held_out, confirm, limits)
-        study.refer(_published(plan.preset), plan.objective, plan.held_out)
-    return study, study.pick(max_total_bits=limits.get("total_bits"), max_milliseconds=limits.get("milliseconds"))
+        study.refer(_published(plan), plan.objective, plan.held_out)
+    asked: dict[str, Any] = {f"max_{name}": limit for name, limit in limits.items()}
+    return study, study.pick(**asked)
 
 
-def _published(preset: Preset) -> dict[str, Preset]:
-    """Presets of the same scheme, one for each that differs."""
+def _published(plan: Plan) -> dict[str, Preset]:
+    """Presets of the same scheme, one for each that differs, fitted as the trials are."""
     found: dict[Any, str] = {}
     for name, scheme in list_schemes().items():
-        if type(scheme) is type(preset.scheme):
+        if type(scheme) is type(plan.preset.scheme):
             # The last name says most.
             found[scheme] = name
-    return {name: get_preset(scheme) for scheme, name in found.items()}
+    presets = {name: get_preset(scheme) for scheme, name in found.items()}
+    if plan.fit is None:
+        return presets
+    return {name: plan.fit(each) if raises_by_threshold(each) else each for name, each in presets.items()}
 
 
 def save(plan: Plan, study: TuningStudy, picked: Point, path: Path) -> None:

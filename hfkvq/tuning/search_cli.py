@@ -80,8 +80,18 @@ def tune(
     sensitivity: Annotated[
         Path | None, typer.Option(metavar="FILE", help="For triaxial: search budgets of what hfkvq calibrate wrote.")
     ] = None,
-    cost: Annotated[str, typer.Option(help="total_bits, cache_bytes or milliseconds (of a step).")] = "total_bits",
+    coverage: Annotated[
+        float, typer.Option(min=0.01, max=1, help="For MixKVQ's thresholds: share of pages that must find room.")
+    ] = 0.99,
+    cost: Annotated[
+        str,
+        typer.Option(
+            help="total_bits, cache_bytes, milliseconds (of a step) or key_bits (mean width of key channels, MixKVQ's "
+            "effective bits)."
+        ),
+    ] = "total_bits",
     max_total_bits: Annotated[float | None, typer.Option(help="Most bits an element, every byte counted.")] = None,
+    max_key_bits: Annotated[float | None, typer.Option(help="Most of the keys' mean width (MixKVQ, C.2).")] = None,
     max_milliseconds: Annotated[float | None, typer.Option(help="Most of a step; measured if given.")] = None,
     single: Annotated[
         bool, typer.Option("--single", help="The value alone under the limits; poor trials are stopped early.")
@@ -141,12 +151,10 @@ def tune(
             device=pick_device(device),
             dtype=dtype,
             sensitivity=sensitivity,
+            coverage=coverage,
         )
-        limits: dict[Any, float] = {}
-        if max_total_bits is not None:
-            limits["total_bits"] = max_total_bits
-        if max_milliseconds is not None:
-            limits["milliseconds"] = max_milliseconds
+        asked = {"total_bits": max_total_bits, "milliseconds": max_milliseconds, "key_bits": max_key_bits}
+        limits: dict[Any, float] = {name: limit for name, limit in asked.items() if limit is not None}
         study, picked = search.run(
             plan,
             trials=trials,

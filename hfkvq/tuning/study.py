@@ -21,10 +21,10 @@ from hfkvq.bounded import DAMAGE
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
 
-from .score import COSTS, Cost, Objective, Score
+from .score import COSTS, Cost, Objective
 from .space import describe, published, space_of
 from .storage import open_storage
-from .trials import BUDGET, SCORE, SETUP, Point, TuningStudy, check_score
+from .trials import BUDGET, FITTED, SCORE, SETUP, Point, TuningStudy, check_score
 from .workers import work
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def tune(
     limits: Mapping[Cost, float] | None = None,
     single: bool = False,
     tables: Mapping[float, Mapping[str, int]] | None = None,
+    fit: Callable[[Preset], Preset] | None = None,
     measured_on: Mapping[str, Any] | None = None,
     storage: str | None = None,
     name: str | None = None,
@@ -68,6 +69,8 @@ def tune(
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
         single: the value alone, under ``limits``; unpromising trials are stopped early where the objective reports.
         tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
+        fit: makes of a trial's preset the one that is measured and kept, where something in it follows from the model:
+            MixKVQ's room from its thresholds (`hfkvq.tuning.fit_room`).
         measured_on: model, samples and whatever else scores depend on, as JSON has it. A study keeps it, and refuses to
             go on with other: its trials could not be compared.
         storage: an SQLAlchemy URL (``sqlite:///tuning.db``), or the path of a journal file (``tuning.log``) on a file
@@ -121,7 +124,7 @@ def tune(
         on_trial(found, None)
 
     def run(trial: Trial) -> None:
-        _run(found, trial, objective, limits or {}, single)
+        _run(found, trial, objective, limits or {}, single, fit)
         if on_trial is not None:
             done = study.get_trials(deepcopy=False)[trial.number]
             on_trial(found, found.point_of(done) if done.state is TrialState.COMPLETE else None)
@@ -193,7 +196,14 @@ def load_study(storage: str, name: str) -> TuningStudy:
     return TuningStudy(study, preset, space, setup)
 
 
-def _run(study: TuningStudy, trial: Trial, objective: Objective, limits: Mapping[Cost, float], single: bool) -> None:
+def _run(
+    study: TuningStudy,
+    trial: Trial,
+    objective: Objective,
+    limits: Mapping[Cost, float],
+    single: bool,
+    fit: Callable[[Preset], Preset] | None,
+) -> None:
     """Measures a trial, and tells the study what came of it."""
 
     def report(step: int, value: float) -> None:
@@ -209,7 +219,11 @@ def _run(study: TuningStudy, trial: Trial, objective: Objective, limits: Mapping
             # Each value is legal, together they are not.
             trial.set_user_attr("hfkvq:refused", str(error))
             raise optuna.TrialPruned from None
-        score = _recorded(study, trial) or objective(preset, report)
+        known = _recorded(study, trial)
+        if fit is not None:
+            preset = fit(preset) if known is None else known.preset
+            trial.set_user_attr(FITTED, preset.to_dict())
+        score = objective(preset, report) if known is None else known.score
         check_score(score, trial.params)
         trial.set_user_attr(SCORE, score.to_dict())
         for name, limit in limits.items():
@@ -228,9 +242,6 @@ def _run(study: TuningStudy, trial: Trial, objective: Objective, limits: Mapping
         raise
 
 
-def _recorded(study: TuningStudy, trial: Trial) -> Score | None:
-    """The score of an earlier trial with the same knobs: measuring again would find the same."""
-    for other in study.points():
-        if other.knobs == trial.params:
-            return other.score
-    return None
+def _recorded(study: TuningStudy, trial: Trial) -> Point | None:
+    """An earlier trial with the same knobs: measuring again would find the same."""
+    return next((other for other in study.points() if other.knobs == trial.params), None)

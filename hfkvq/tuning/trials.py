@@ -18,6 +18,9 @@ from .space import Space
 SETUP, SCORE, HELD_OUT = "hfkvq:setup", "hfkvq:score", "hfkvq:held_out"
 REFERENCE = "hfkvq:reference"
 
+FITTED = "hfkvq:fitted"
+"""What was measured in place of the preset that a trial's knobs make, where something in it follows from the model."""
+
 BUDGET = "budget"
 """Knob that stands for a table of bits by tag, where TriAxialKV's tables are searched."""
 
@@ -102,10 +105,11 @@ class TuningStudy:
     def point_of(self, trial: FrozenTrial) -> Point:
         """A finished trial of Optuna's as a point."""
         held_out = self.optuna.user_attrs.get(f"{HELD_OUT}:{trial.number}")
+        fitted = trial.user_attrs.get(FITTED)
         return Point(
             trial.number,
             trial.params,
-            self.preset_of(trial.params),
+            self.preset_of(trial.params) if fitted is None else get_preset(fitted),
             Score.from_dict(trial.user_attrs[SCORE]),
             None if held_out is None else Score.from_dict(held_out),
         )
@@ -151,6 +155,7 @@ class TuningStudy:
         *,
         max_total_bits: float | None = None,
         max_milliseconds: float | None = None,
+        max_key_bits: float | None = None,
         max_bytes: str | int | None = None,
         context: int | None = None,
         batch: int = 1,
@@ -164,6 +169,7 @@ class TuningStudy:
         Args:
             max_total_bits: most bits an element, every byte counted.
             max_milliseconds: most of a step, where it was measured.
+            max_key_bits: most of the keys' mean width, MixKVQ's effective bits.
             max_bytes: most bytes of the whole cache, ``"2GiB"`` or a number, at ``context`` tokens of ``batch`` rows.
             context: see ``max_bytes``.
             batch: see ``max_bytes``.
@@ -173,11 +179,9 @@ class TuningStudy:
         Raises:
             ValueError: no point is under the limit; the message has the closest.
         """
-        limits: dict[Cost, float] = {}
-        if max_total_bits is not None:
-            limits["total_bits"] = max_total_bits
-        if max_milliseconds is not None:
-            limits["milliseconds"] = max_milliseconds
+        names: tuple[Cost, ...] = ("total_bits", "milliseconds", "key_bits")
+        asked = (max_total_bits, max_milliseconds, max_key_bits)
+        limits: dict[Cost, float] = {name: limit for name, limit in zip(names, asked, strict=True) if limit is not None}
         conditions = [] if accept is None else [accept]
         if max_bytes is not None:
             conditions.append(self._fits(max_bytes, context, batch, config))

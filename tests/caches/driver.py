@@ -55,7 +55,7 @@ def cases() -> dict[str, Scheme]:
         if {"local_length", "sink_length", "page_size"} <= own and not name.startswith("best"):
             found[f"{name}-bare"] = get_scheme(scheme, sink_length=0, local_length=0)
             found[f"{name}-odd"] = get_scheme(scheme, sink_length=3, local_length=5)
-    found["mixkvq-normed"] = small("mixkvq", token_norm=True)
+    found["mixkvq-normed"] = small("mixkvq", token_norm=True, accumulate=True)
     # Two of the corners have fitted scales, and a window of keys is beside a page that fills.
     more = {"fit": 3, "fit_values": 4, "score": "q_error", "key_local_length": 3, "group_size": 8}
     found["kitty-odd"] = get_scheme(found["kitty-odd"], **more)

@@ -357,6 +357,28 @@ def test_window_begins_anew_with_each_seal():
     assert not layer.queries.sums.any()
 
 
+@pytest.mark.parametrize("capacity", [None, 64])
+def test_an_accumulator_that_is_never_reset(capacity, monkeypatch):
+    """Appendix D.2: every page is chosen by all queries so far; growing, and by steps over a buffer."""
+    rows = [weighted(row(seed, 48), seed) for seed in (1, 2)]
+    scheme = MixKVQ(**SMALL, accumulate=True)
+    layer = make(scheme, capacity=capacity, recordable=capacity is not None)
+    feed_as_is(layer, rows, [20] + [1] * 28)
+    assert layer.queries is not None
+    if layer.buffer is not None:
+        layer.buffer.close()
+    assert layer.queries.counts.tolist() == [[48, 48]] * layer.heads
+    for at, own in enumerate(rows):
+        held = stored(layer, at)
+        for page, queries in ((1, 32), (2, 48)):
+            q_abs = own.queries[:, :queries].unflatten(0, (HEADS, SHARE)).abs().double().mean((1, 2)).float()
+            keys = own.keys[None, :, None, 16 * page : 16 * (page + 1)]
+            bits = scheme.channel_bits(keys, q_abs[None])[0, :, 0]
+            for head in range(HEADS):
+                chosen = sorted(held[f"0 keys full_index {page}"][head].tolist())
+                assert chosen == (bits[head] == 16).nonzero()[:, 0].tolist()
+
+
 def test_window_goes_on_in_rows_that_were_not_sealed():
     """Row 1 began six columns later: when row 0 is sealed, its own queries stay, and count for its page."""
     scheme = MixKVQ(**SMALL)

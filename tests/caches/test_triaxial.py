@@ -67,11 +67,11 @@ def generate(model, cache, ids, steps, **kwargs):
 
 def test_layout_is_section_321():
     """INT2 keys per channel over 32 tokens; INT2 values, INT4 keys and values per token over 32 channels."""
-    layout = get_scheme("triaxial", page_size=32).layout(128, 128)
+    layout = get_scheme("triaxial").layout(128, 128)
     assert [fmt.spec for fmt in layout.keys.formats] == ["2c32p32", "4t32p32"]
     assert [fmt.spec for fmt in layout.values.formats] == ["2t32p32", "4t32p32"]
-    assert (layout.sink, layout.keys.local, layout.keys.unit) == (0, 0, 32)
-    assert [fmt.page_size for fmt in get_scheme("triaxial").layout(128, 128).keys.formats] == [128, 128]
+    assert (layout.sink, layout.keys.local, layout.keys.unit) == (0, 0, 16)
+    assert get_scheme("triaxial").limits(128, 128) == (None, None, None)
     # Bytes of a token and head of 128 channels: a scale and a minimum of 16 bits for 32 elements, twice.
     sizes = []
     for keys, values in layout.store.runs:
@@ -136,6 +136,40 @@ def test_int2_tokens_fill_pages_in_order_and_the_rest_gets_int4(model):
     assert wide == [*range(10, 30), *range(52, 64)]
     assert cache.memory().code_bits == 3
     assert all(layer.store.counters[2].tolist() == [32] for layer in cache.layers)
+
+
+@pytest.mark.parametrize(("others", "least"), [(0, 600), (40, 440)])
+def test_turns_of_ordinary_length_reach_two_bits(others, least):
+    """Ten turns with 63 tokens of 2 bits each: most are held in 2 bits, and the cache is smaller than INT4 alone."""
+    model = build("llama", head_dim=128, max_position_embeddings=2048).bfloat16()
+    cache = TriAxialCache(model, tagger=EvenIsObs(), table=TABLE)
+    for _ in range(10):
+        forward(model, cache, torch.tensor([[3] * others + [2] * 63]))
+    assert len(positions(cache)[0]) >= least
+    assert cache.memory().total_bits < (4 if others == 0 else 4.5)
+
+
+def test_a_fixed_capacity_is_split_as_the_prompt_is():
+    """Room for 2 bits is what prompts need, for 4 bits what is left: steps go on to the capacity, prompts to both."""
+    model = build("llama", head_dim=128, max_position_embeddings=2048).bfloat16()
+    fixed, grown = (
+        TriAxialCache(model, tagger=EvenIsObs(), table=TABLE, **more) for more in ({"max_cache_len": 1000}, {})
+    )
+    first, second = torch.tensor([[2] * 320 + [3] * 160]), torch.tensor([[2] * 320 + [3] * 110])
+    for cache in (fixed, grown):
+        forward(model, cache, first)
+    blocks = [view.table.shape[1] for view in fixed.layers[0].store.runs]
+    assert sum(blocks) <= 1000 // 32 + 3
+    outs = []
+    for ids in (second, *second[:, -90:].split(1, 1)):
+        outs.append([forward(model, cache, ids[:, :]) for cache in (fixed, grown)])
+    assert all(torch.equal(*pair) for pair in outs)
+    assert fixed.get_seq_length() == 1000
+    assert positions(fixed) == positions(grown)
+    # Both whole would be 8 and more.
+    assert fixed.memory().total_bits < 4.5
+    with pytest.raises(ValueError, match="1000"):
+        forward(model, fixed, first[:, :1])
 
 
 def test_tokens_of_both_widths_are_close_to_what_was_given(model):

@@ -24,6 +24,7 @@ PLANS = {
     "mixed": ("s4;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(), "sum"),
     "mixed, thresholds": ("s0;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(2.0, 1.0, 1.7), "sum"),
     "normed": ("s0;k32;v32;4c16p16n/2t32p16n", (0, 0), (16, 16), "", ""),
+    "all queries": ("s0;k0;v0;2c8p16+4x8+16x8/2t8p16", (0, 0), (16, 16), range_rule(), "total"),
     "fitted": ("s0;k32;v0;2c8p16f3+4x8/2t8p16f4", (0, 0), (16, 1), "error", "sum"),
     "exact keys": ("s4;k0;v0;2c16p16e2+4x8/2t32p16", (0, 16), (16, 16), "error", "signed"),
     "two runs": ("s2;k0;v0;2c8p32/2t8p32|4t8p32/4t8p32", (3, 3), (8, 8), "", ""),
@@ -74,7 +75,7 @@ def life(plan, device, steps, dtype=torch.float32):
     outs = []
     for at, count in enumerate(steps):
         outs.append(run_step(*tokens(at, count, plan, device, dtype), AttentionArguments(DIM**-0.5), state, plan).cpu())
-    settle(state)
+    settle(state, plan)
     return buffer, state, outs
 
 

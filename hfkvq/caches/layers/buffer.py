@@ -24,7 +24,7 @@ from ..store import SIDES
 from .base import LayerBase, Part
 from .eviction import Eviction
 from .group import DeviceSync
-from .plan import make_plan, move_into
+from .plan import make_plan, move_into, splits_room
 from .queries import QueryStatistics
 
 OWNERS: weakref.WeakValueDictionary[int, StepBuffer] = weakref.WeakValueDictionary()
@@ -66,6 +66,11 @@ class StepBuffer(Part):
         """Whether tokens of prompts are evicted, and all stay that are generated."""
         return self.eviction is not None and not self.eviction.trims_steps
 
+    @property
+    def follows_prompts(self) -> bool:
+        """Whether the room of a fixed capacity follows from what prompts leave: how many tokens, or in which runs."""
+        return self.evicts_prompts_alone or (self.eviction is None and splits_room(self.layer))
+
     def forget(self) -> None:
         """Forgets what steps have left in the buffer, which stays."""
         self.open = False
@@ -89,7 +94,7 @@ class StepBuffer(Part):
             and (self.tensor.device != layer.device or self._plan_for(self.room, self.plan) != self.plan)
         ):
             self.leave()
-        if layer.capacity is None or not self.evicts_prompts_alone:
+        if layer.capacity is None or not self.follows_prompts:
             self.bind()
         # Else its room follows from what the prompt leaves.
         self.warm(tokens)
@@ -217,8 +222,8 @@ class StepBuffer(Part):
 
     def close(self) -> None:
         """Lets the device's counters count what the last step has sealed; asks it nothing."""
-        if self.state is not None and self.open:
-            settle(self.state)
+        if self.state is not None and self.plan is not None and self.open:
+            settle(self.state, self.plan)
             self.open = False
             if self.queries is not None and self.state.sums.numel():
                 self._read_queries(self.state, self.queries)

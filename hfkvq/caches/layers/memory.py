@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,12 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
     stores = [layer.store for layer in layers if layer.store is not None]
     parts = sum((store.nbytes() for store in stores), StoreBytes())
     elements = [store.elements() for store in stores]
-    bits = sum(store.code_bits() * n for store, n in zip(stores, elements, strict=True))
+    payload = [store.payload_bits() for store in stores]
+
+    def mean(bits: Iterable[float]) -> float:
+        pairs = [(each, n) for each, n in zip(bits, elements, strict=True) if n and not math.isnan(each)]
+        return sum(each * n for each, n in pairs) / sum(n for _, n in pairs) if pairs else math.nan
+
     staged = [layer.staged for layer in layers if layer.staged is not None]
     # Layers share some of them.
     small = {id(tensor): tensor for layer in layers for tensor in layer.tensors()}
@@ -46,7 +52,9 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
         staged=held_bytes(tensor for pair in staged for tensor in pair),
         stock=held_bytes(x for x in others if isinstance(x, torch.Tensor)),
         elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
-        code_bits=bits / sum(elements) if sum(elements) else float("nan"),
+        code_bits=mean(bits.room for bits in payload),
+        used_bits=mean(bits.used for bits in payload),
+        key_bits=mean(bits.keys for bits in payload),
         seen=seen,
     )
 

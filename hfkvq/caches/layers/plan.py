@@ -30,9 +30,10 @@ def make_plan(
     most = None if eviction is None else eviction.most_held(room)
     if most is not None:
         blocks = _budget_blocks(store, layer, room, before, most)
-    elif eviction is not None or (layer.capacity is None and len(store.runs) > 1):
-        # Of prompts alone: what is stored, and the columns that are left for what is generated.
-        blocks = _blocks_ahead(store, room - layer.seen, room, before)
+    elif eviction is not None or (len(store.runs) > 1 and (layer.capacity is None or splits_room(layer))):
+        # Of prompts alone: what is stored, and the columns that are left for what is generated, which may all go to
+        # the last run.
+        blocks = _blocks_ahead(store, room - layer.seen, room, before, layer.capacity is not None)
     else:
         rest = max(room - store.layout.sink, 0)
         blocks = tuple(
@@ -51,7 +52,7 @@ def make_plan(
     fold = store.fold if isinstance(store, HeadwiseStore) else 1
     keeps = eviction is not None and eviction.keeps_query
     needs = layer.scheme.needs
-    query = "keep" if keeps else "" if "query" not in needs else "signed" if "signs" in needs else "sum"
+    summed = "signed" if "signs" in needs else "total" if "history" in needs else "sum"
     return StepPlan(
         store=store.format.spec,
         rows=store.batch,
@@ -65,11 +66,20 @@ def make_plan(
         unit=(keys.unit, values.unit),
         capacity=room,
         rule=rule or "",
-        query=query,
+        query="keep" if keeps else summed if "query" in needs else "",
         fold=fold,
         query_heads=fold * store.heads * queries_per_head if keeps else 0,
         balance=(keys.balance, values.balance),
     )
+
+
+def splits_room(layer: LayerBase) -> bool:
+    """Whether a fixed capacity has room for narrow tokens as prompts need it, and in the last run for what is left.
+
+    Else every run has room for all. Of tokens that are quantized again as turns age, every turn would need other room,
+    and steps would have to be captured again.
+    """
+    return len(layer.held().runs) > 1 and "turns" not in layer.scheme.needs
 
 
 def _budget_blocks(
@@ -86,18 +96,22 @@ def _budget_blocks(
     return None if any(a > b for a, b in zip(have, most, strict=True)) else tuple(most)
 
 
-def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None) -> tuple[int, ...]:
-    """Pages of a row with so many new tokens, ``most`` tokens at the most: steps seal into the last run only."""
+def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None, fixed: bool = False) -> tuple[int, ...]:
+    """Pages of a row with so many new tokens, ``most`` tokens at the most: steps seal into the last run only.
+
+    With a fixed capacity, room that the last run need not have goes to the others when these need more.
+    """
     have, page = [view.table.shape[1] for view in store.runs], store.format.runs[-1][0].page_size
     held = min(store.state.wide_most + max(new, 0), most)
     # Those of the buffer, until it has no room; after a reset, rows of one run may come to hold more than they did.
     if (
         before is not None
         and all(a <= b for a, b in zip(have, before.blocks, strict=True))
-        and (not store.format.ordered or not store.longest or held <= before.blocks[-1] * page)
+        and (not store.longest or held <= before.blocks[-1] * page)
     ):
         return before.blocks
-    return (*have[:-1], max(have[-1], -(-held // page)))
+    last = -(-held // page)
+    return (*have[:-1], last if fixed and not store.format.ordered else max(have[-1], last))
 
 
 def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
@@ -110,7 +124,9 @@ def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
             new.copy_(own)
             store.replace(windows=[*store.windows[:at], new, *store.windows[at + 1 :]])
     for i, (own, new) in enumerate(zip(store.runs, state.runs, strict=True)):
-        blocks, have = plan.blocks[i], own.table.shape[1]
+        # Pages that no token is in may be left behind.
+        blocks = plan.blocks[i]
+        have = min(own.table.shape[1], blocks)
         pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
         if all(a is b for a, b in pairs):
             if own.table is not new.table:
@@ -118,10 +134,11 @@ def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
         else:
             every = torch.arange(plan.rows * blocks, dtype=torch.int32, device=store.device)
             new.table.copy_(every.view(plan.rows, blocks))
-            target, source = new.table[:, :have].flatten().long(), own.table.flatten().long()
+            target, source = (x.table[:, :have].flatten().long() for x in (new, own))
             for old, part in pairs:
                 raw, held = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (part, old))
                 raw[target] = held[source]
         if own.pos is not None and new.pos is not None and own.pos is not new.pos:
-            new.pos[:, : own.pos.shape[1]].copy_(own.pos)
+            slots = min(own.pos.shape[1], new.pos.shape[1])
+            new.pos[:, :slots].copy_(own.pos[:, :slots])
         store.replace(runs=[*store.runs[:i], new, *store.runs[i + 1 :]])

@@ -26,6 +26,7 @@ class QueryStatistics:
 
     Args:
         signed: whether queries are counted as they are; else their magnitudes.
+        always: whether all queries count, since the row's first one; seals then change nothing.
 
     Attributes:
         sums: f64 (B, H, D), sums of queries or magnitudes; None before the first query.
@@ -34,8 +35,8 @@ class QueryStatistics:
             are real, bool (B, n); None when what is due of it has been sealed.
     """
 
-    def __init__(self, signed: bool = False) -> None:
-        self.signed = signed
+    def __init__(self, signed: bool = False, always: bool = False) -> None:
+        self.signed, self.always = signed, always
         self.sums: Tensor | None = None
         self.counts: Tensor | None = None
         self.newest: tuple[Tensor, Tensor] | None = None
@@ -83,8 +84,9 @@ class QueryStatistics:
                 real = real & (padding.source.to(query.device)[:, column] == column)
             magnitude = magnitude * real[:, None, :, None]
         total, count = magnitude.sum(2).unflatten(1, (heads, -1)).mean(2), real.sum(1, dtype=torch.int32)
-        newest = magnitude[:, :, -waiting:].unflatten(1, (heads, -1)).mean(2)
-        self.newest = newest, real[:, -waiting:]
+        if not self.always:
+            newest = magnitude[:, :, -waiting:].unflatten(1, (heads, -1)).mean(2)
+            self.newest = newest, real[:, -waiting:]
         if sums is None or counts is None:
             # Each head counts for itself, as in a step without the host.
             self.sums, self.counts = total, count.expand(heads, -1).contiguous()
@@ -119,7 +121,7 @@ class QueryStatistics:
             store: after sealing.
             before: i32, sealed keys of each of the store's rows before; heads that are rows of their own are alike.
         """
-        if self.sums is None or self.counts is None:
+        if self.sums is None or self.counts is None or self.always:
             return
         fold, now = len(before) // self.sums.shape[0], sealed_count(store.counters, "keys")
         sealed = (now > before)[::fold]

@@ -46,15 +46,17 @@ class MixKVQ(Scheme):
     ``group_size`` channels. Every page of a KV head has room for so many raised key channels: of D channels
     ``most_bf16`` and ``most_int4``, rounded up to multiples of eight. The room is paid for whether it is used or not:
     eight channels of 128 cost one bit an element of keys at 16 bits, an eighth at 4 bits. With the default room keys
-    take 4.52 bits, values 3, at D = 128, scales and indices included; ``code_bits`` of a cache takes the room as used.
+    take 4.52 bits, values 3, at D = 128, scales and indices included; ``code_bits`` of a cache takes the room as used,
+    ``used_bits`` does not, and ``key_bits`` is equation 17.
     Room at 4 bits buys more: on the reference model none at 16 and half the channels at 4 bits (3.52 bits in all) lost
     a third of what the default (3.76) did.
 
     Paper: Zhang et al., arXiv:2512.19206. I of eq. (6) is ``q_abs``, which the layer averages over the queries since
     the last seal and the query heads of a KV head; eq. (7) is `sensitivity`; eq. (8) is `salience_of`; section 4.2's
     three tiers are `channel_bits`; appendix D.1's buffer of R tokens is `layout`.
-    Differs from the paper: room is bounded. Channels above a bound go down a tier, the most salient stay; of equal
-    ones the lower channel stays. ``select="fractions"`` has no thresholds. Which units the paper's thresholds have it
+    Differs from the paper: room is bounded, and does not follow thresholds by itself; `hfkvq.tuning.fit_room`
+    measures what they need. Channels above a bound go down a tier, the most salient stay; of equal ones the lower
+    channel stays. ``select="fractions"`` has no thresholds. Which units the paper's thresholds have it
     does not say: see ``salience``. A first prompt's queries all count, for each of its pages. B of eq. (7) is 2.
     Attention that does not show its queries gets ``error_only`` with ``fractions``, and a warning.
     Differs from the released code: none is released.
@@ -67,6 +69,8 @@ class MixKVQ(Scheme):
         salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, for which one pair of
             thresholds can do for several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
             in standard deviations. "error_only": S, the paper's ablation (Table 6).
+        accumulate: whether I averages all queries so far, as appendix D.2's running accumulator does, which is never
+            reset; by default those since the last seal, the "current window" of section 4.2.
         tau_bf16: channels of A above this get 16 bits; asked first. The paper searches 0.1 to 2.
         tau_int4: other channels of A above this get 4 bits. From ``tau_bf16`` on that tier is empty, as in the
             paper's pairs for R1-Qwen-14B and 32B, but for what has no room at 16 bits.
@@ -105,6 +109,7 @@ class MixKVQ(Scheme):
     salience: str = knob(
         "raw_logit", choices=("raw_logit", "raw", "zscore", "error_only"), search=["raw_logit", "error_only"]
     )
+    accumulate: bool = knob(False, choices=(False, True))
     tau_bf16: float = knob(1.44, low=0.0, high=100.0, search=(0.1, 2.0))
     tau_int4: float = knob(0.79, low=0.0, high=100.0, search=(0.1, 2.0))
     most_bf16: float = knob(0.0625, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125])
@@ -135,7 +140,9 @@ class MixKVQ(Scheme):
     @property
     def needs(self) -> frozenset[str]:
         """Queries, unless only the error counts."""
-        return frozenset() if self.salience == "error_only" else frozenset({"query"})
+        if self.salience == "error_only":
+            return frozenset()
+        return frozenset({"query", "history"}) if self.accumulate else frozenset({"query"})
 
     def room(self, head_dim: int) -> tuple[int, int]:
         """Channels that a page has room for at 16 and at 4 bits: multiples of eight, as far as there are channels."""

@@ -45,8 +45,7 @@ class TriAxial(Scheme):
 
     Paper: Shen et al., arXiv:2605.17170. Section 3.2.1 is `layout`; the map b* of section 3.2.3 is ``table`` and
     `token_bits`; section 3.1.3 makes tables (`hfkvq.tuning`).
-    Differs from the paper: pages of 128 tokens by default, which decoding likes (``page_size=32`` is the paper's); the
-    newest ``seal_unit`` - 1 tokens at most are unquantized; a default table exists.
+    Differs from the paper: the newest ``seal_unit`` - 1 tokens at most are unquantized; a default table exists.
     Differs from the released code: no code was released.
 
     Tags age as a conversation goes on, and a token keeps the bits of its first seal. With ``requantize_on_turn_end`` a
@@ -58,10 +57,13 @@ class TriAxial(Scheme):
         table: bits of each tag, ``{"older|text|obs": 2, ...}`` (any mapping or pairs; kept as sorted pairs). Tags that
             it leaves out, padding within a row, and tokens without a tag (generated ones) get 4 bits.
         group_size: g, elements that share a scale.
-        seal_unit: tokens sealed together.
+        seal_unit: tokens sealed together. Smaller than a page, so that no step of generation can fill one of 2 bits:
+            then steps need not ask where their tokens go, and can be captured.
         sink_length: first tokens kept whole (0 in the paper).
         local_length: newest tokens kept whole (0 in the paper).
-        page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits.
+        page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits. Of a turn's
+            tokens up to 31 are left over by the default, the paper's; 64 or 128 leave more, and have decoding take more
+            tokens at a time.
         requantize_on_turn_end: whether a new prompt gives cached tokens of 4 bits the 2 that the table has for them by
             then, in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
@@ -81,10 +83,10 @@ class TriAxial(Scheme):
 
     table: tuple[tuple[str, int], ...] = knob(DEFAULT_TABLE)
     group_size: int = knob(32, low=8, high=1024, search=[32, 64])
-    seal_unit: int = knob(32, low=1, high=1024)
+    seal_unit: int = knob(16, low=1, high=1024)
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
-    page_size: int = knob(128, low=8, high=1024)
+    page_size: int = knob(32, low=8, high=1024)
     requantize_on_turn_end: bool = knob(False, choices=(False, True))
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])

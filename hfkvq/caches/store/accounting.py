@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, run_count
+from hfkvq.kernels.pages import PageFormat, RunView
 
 from .state import SIDES, StoreState
 
@@ -71,21 +75,54 @@ def elements(state: StoreState) -> int:
     return tokens * state.heads * sum(state.dims.values())
 
 
-def code_bits(state: StoreState) -> float:
-    """Payload bits an element of sealed pages, weighted by tokens and sides (asks the device).
+class PayloadBits(NamedTuple):
+    """Payload bits an element of sealed pages, weighted by tokens and sides.
 
-    While nothing is sealed: of the widest run.
+    Attributes:
+        room: codes, and all room for raised channels.
+        used: without the room that holds nothing but zeros, as where no channel was raised.
+        keys: of keys alone, without such room: the mean of their channels' widths (MixKVQ's equation 17).
     """
+
+    room: float
+    used: float
+    keys: float
+
+
+def payload_bits(state: StoreState) -> PayloadBits:
+    """Payload bits of what a store holds (asks the device); while nothing is sealed, of its widest run."""
     own, dims = 8 * state.dtype.itemsize, state.dims
-    total = bits = 0.0
-    for i, formats in enumerate(state.format.runs):
+    sizes, room, used = dict.fromkeys(SIDES, 0.0), dict.fromkeys(SIDES, 0.0), dict.fromkeys(SIDES, 0.0)
+    for i, (view, formats) in enumerate(zip(state.runs, state.format.runs, strict=True)):
         for side, fmt in zip(SIDES, formats, strict=True):
-            dim = dims[side]
-            weight = float(run_count(state.counters, i, side).sum()) * dim
-            total += weight
-            bits += weight * (own if fmt.bits == 16 else fmt.code_bits(dim))
-    if total:
-        return bits / total
-    keys, values = state.format.runs[-1]
-    width = [own if fmt.bits == 16 else fmt.code_bits(dims[s]) for s, fmt in zip(SIDES, (keys, values), strict=True)]
-    return (width[0] * dims["keys"] + width[1] * dims["values"]) / sum(dims.values())
+            dim, counts = dims[side], run_count(state.counters, i, side)
+            size = float(counts.sum()) * dim
+            sizes[side] += size
+            room[side] += size * _width(fmt, dim, own)
+            used[side] += size * _width(fmt, dim, own)
+            if fmt.raised and size:
+                used[side] -= _unused(fmt, view, counts, dim) * fmt.page_size
+    if not sum(sizes.values()):
+        for side, fmt in zip(SIDES, state.format.runs[-1], strict=True):
+            sizes[side] = float(dims[side])
+            room[side] = used[side] = dims[side] * _width(fmt, dims[side], own)
+    total = sum(sizes.values())
+    keys = used["keys"] / sizes["keys"] if sizes["keys"] else math.nan
+    return PayloadBits(sum(room.values()) / total, sum(used.values()) / total, keys)
+
+
+def _width(fmt: PageFormat, dim: int, own: int) -> float:
+    return own if fmt.bits == 16 else fmt.code_bits(dim)
+
+
+def _unused(fmt: PageFormat, view: RunView, counts: Tensor, dim: int) -> float:
+    """Bits of a token, summed over sealed pages and averaged over heads, of room for raised keys that holds zeros."""
+    parts = dict(zip(fmt.names, view.keys, strict=True))
+    pages = view.table[torch.arange(view.table.shape[1], device=counts.device) < counts[:, None] // fmt.page_size]
+    unused = 0.0
+    for width, name in ((4, "high"), (16, "full")):
+        if name in parts:
+            # (P, H, rows, room): a channel that was raised has a code, or a key, that is not 0.
+            taken = parts[name].any(2).sum(-1).float().mean(1)[pages.long()]
+            unused += (width - fmt.bits) * float((fmt.raised_count(width) - taken).sum())
+    return unused

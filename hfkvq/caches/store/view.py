@@ -14,7 +14,7 @@ from hfkvq.kernels.step_tensors import StepTensors
 from ..row_states import Forecast, RowState, WindowSizes, forecast
 from ..scheme import Layout, Scheme
 from . import accounting
-from .accounting import StoreBytes
+from .accounting import PayloadBits, StoreBytes
 from .growth import GROWTH, MAX_STEP, grow, grow_tail, pages_for, tail_limits
 from .reading import dense_alike
 from .state import SIDES, StoreState
@@ -159,6 +159,6 @@ class StoreView:
         """Key and value elements of all tokens, forgotten ones included (asks the device)."""
         return accounting.elements(self.state)
 
-    def code_bits(self) -> float:
-        """Payload bits an element of sealed pages, see `hfkvq.caches.store.accounting.code_bits` (asks the device)."""
-        return accounting.code_bits(self.state)
+    def payload_bits(self) -> PayloadBits:
+        """Payload bits an element of sealed pages (asks the device)."""
+        return accounting.payload_bits(self.state)

@@ -149,10 +149,10 @@ def views_of_buffer(buffer: Tensor, plan: StepPlan) -> StepState:
     return state
 
 
-def settle(state: StepState) -> None:
+def settle(state: StepState, plan: StepPlan) -> None:
     """Counts what the last step has sealed, as the next one would; without asking the device."""
     state.counters[-2:] += state.new
-    if state.sums.numel():
+    if state.sums.numel() and plan.query != "total":
         sealed = state.new[0] > 0
         state.sums.masked_fill_(sealed[:, None, None], 0.0)
         state.counts.masked_fill_(sealed, 0)

@@ -143,7 +143,7 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int]
         if fmt.normed:
             norm = page_norms(source, index[at], fmt.axis, fmt.page_size, *plan.balance[at], new)
         rule = plan.rule if fmt.raised and plan.rule else None
-        weight = state.weight if rule and plan.query == "sum" else None
+        weight = state.weight if rule and plan.weighs_channels else None
         query = state.weight if fmt.exact and plan.query == "signed" else None
         pages = parts, run.table, state.last_counts[at], new, source, index[at], None
         seal(*pages, fmt, side, rule, weight, norm, query)
@@ -200,7 +200,8 @@ def run_step(
         # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
         with beside[0]:
             if plan.sums_queries:
-                observe(q, state.sums, state.counts, state.sealed, state.weight, plan.query == "signed")
+                sealed = None if plan.query == "total" else state.sealed
+                observe(q, state.sums, state.counts, sealed, state.weight, plan.query == "signed")
             elif plan.query == "keep":
                 state.query.copy_(whole[:, :, -1:])
             if due:

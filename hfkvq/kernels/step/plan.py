@@ -32,8 +32,9 @@ class StepPlan:
         unit: tokens sealed together, likewise.
         capacity: most logical columns.
         rule: rule by which raised channels are chosen, see `kernels.channel_widths`; "" where there are none.
-        query: "sum" keeps the sum of queries' magnitudes, by which ``rule`` weighs channels; "signed" that of queries,
-            by which exact keys are chosen; "keep" the newest queries; "" nothing.
+        query: "sum" keeps the sum of queries' magnitudes since the last seal, by which ``rule`` weighs channels;
+            "total" that of all queries; "signed" the sum of queries since the last seal, by which exact keys are
+            chosen; "keep" the newest queries; "" nothing.
         fold: KV heads of the model that are rows of their own, or 1.
         query_heads: Hq of the model, where ``query`` is "keep".
         balance: how `page_norms` balances pages of keys and of values.
@@ -78,7 +79,12 @@ class StepPlan:
     @property
     def sums_queries(self) -> bool:
         """Whether queries, or their magnitudes, are summed."""
-        return self.query in ("sum", "signed")
+        return self.query in ("sum", "total", "signed")
+
+    @property
+    def weighs_channels(self) -> bool:
+        """Whether ``rule`` weighs channels by queries."""
+        return self.query in ("sum", "total")
 
     def due(self, side: int, tokens: int) -> int:
         """Most tokens of a side that are due after a step of so many, where nothing was due before."""

@@ -116,14 +116,14 @@ def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str |
             stride = (plan.heads * 64 * dims[at], 64 * dims[at], dims[at], 1)
             whole = -(-4 * fmt.page_size // plan.unit[at]) * plan.unit[at]
             ruled = rule if fmt.raised else None
-            weighed = ruled is not None and plan.query == "sum"
+            weighed = ruled is not None and plan.weighs_channels
             if fmt.exact:
                 yield from exact_wanted(fmt, shape, stride, dtype, device, whole)
                 fmt = fmt.coded
             yield from seal_wanted(fmt, side, shape, stride, dtype, device, whole, ruled, weighed)
             if i == len(form.runs) - 1 and plan.query != "keep":
                 ruled = plan.rule if fmt.raised and plan.rule else None
-                weighed = ruled is not None and plan.query == "sum"
+                weighed = ruled is not None and plan.weighs_channels
                 due = plan.due(at, 1)
                 yield from seal_wanted(fmt, side, shape, stride, dtype, device, due, ruled, weighed)
 
@@ -139,8 +139,9 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
     yield advance.wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
     if plan.sums_queries:
         shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
-        observe = observe_launch(shape, stride, dtype, device, plan.heads, True, True, plan.query == "signed")
-        yield observe.wanted([dtype, torch.float64, I32, I32, torch.float32])
+        anew = plan.query != "total"
+        observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, plan.query == "signed")
+        yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32])
     if plan.query == "keep":
         for queries in (1, WINDOW):
             for fmt, _ in form.runs:

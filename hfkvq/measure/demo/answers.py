@@ -205,12 +205,14 @@ class Memory:
         held: every byte of codes, metadata, windows and tables.
         bf16: the same tokens, without padding, in bf16.
         code_bits: payload bits an element of sealed pages; NaN if none is sealed.
+        key_bits: mean width of the keys' channels there; see `MemoryReport.key_bits`.
         tokens: columns of the cache, padding included.
     """
 
     held: int
     bf16: int
     code_bits: float
+    key_bits: float
     tokens: int
 
     @property
@@ -223,7 +225,8 @@ def read_memory(cache: Cache, mask: Tensor) -> Memory:
     """Counts a cache's bytes; the mask (B, T) of the prompt tells tokens from padding."""
     if isinstance(cache, MixedKVCache):
         report = cache.memory()
-        return Memory(report.compressed.total + report.staged, report.bf16, report.code_bits, report.seen)
+        held = report.compressed.total + report.staged
+        return Memory(held, report.bf16, report.code_bits, report.key_bits, report.seen)
     tokens = cache.get_seq_length()
     real = int(mask.sum()) + mask.shape[0] * (tokens - mask.shape[1])
     # The exact type: sliding windows are its subclasses, and every cache here leaves them to Transformers.
@@ -231,4 +234,4 @@ def read_memory(cache: Cache, mask: Tensor) -> Memory:
     held = sum(keys.nbytes + values.nbytes for keys, values in pairs)
     elements = sum(real * x.shape[1] * x.shape[3] for pair in pairs for x in pair)
     bits = 8 * held / sum(x.numel() for pair in pairs for x in pair)
-    return Memory(held, 2 * elements, bits, tokens)
+    return Memory(held, 2 * elements, bits, bits, tokens)

@@ -82,7 +82,7 @@ class _Collected:
 
     def __init__(self) -> None:
         self.batches: list[list[Tensor]] = []
-        self.bits = self.held = self.bf16 = self.computed = 0.0
+        self.bits = self.key_bits = self.held = self.bf16 = self.computed = 0.0
         self.windows = 0
 
     def add(self, parts: Iterable[tuple[Tensor, ...]], rows: int) -> None:
@@ -94,15 +94,16 @@ class _Collected:
         self.windows += rows
         if isinstance(cache, DynamicCache) and not any(type(layer) is DynamicLayer for layer in cache.layers):
             # Sliding windows alone: nothing that a scheme would compress.
-            self.bits = math.nan
+            self.bits = self.key_bits = math.nan
             return
         memory = read_memory(cache, torch.ones(rows, 1))
         self.held, self.bf16 = self.held + memory.held, self.bf16 + memory.bf16
-        self.bits += rows * memory.code_bits
+        self.bits, self.key_bits = self.bits + rows * memory.code_bits, self.key_bits + rows * memory.key_bits
 
     def add_rival(self, rival: Rival, cache: Cache, rows: int, base: Bill) -> None:
         """Adds a rival's memory; what its tokens take in bf16 is the baseline's to say."""
         self.windows += rows
+        self.key_bits = math.nan
         code_bits, total_bits = rival.bits(cache)
         self.bits, self.computed = self.bits + rows * code_bits, self.computed + rows * total_bits
         self.held, self.bf16 = self.held + rival.held_bytes(cache), self.bf16 + rows * base.bf16_bytes
@@ -114,7 +115,8 @@ class _Collected:
         n = self.windows
         total = 16 * self.held / self.bf16 if self.bf16 else math.nan
         # What is only simulated holds nothing that could be counted.
-        return Bill(self.bits / n, self.computed / n if math.isnan(total) else total, self.held / n, self.bf16 / n)
+        total = self.computed / n if math.isnan(total) else total
+        return Bill(self.bits / n, total, self.held / n, self.bf16 / n, self.key_bits / n)
 
 
 def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int) -> None:

@@ -27,6 +27,7 @@ def _bill(bill: Bill) -> Record:
         "total_bits": finite(bill.total_bits),
         "held_bytes": None if math.isnan(bill.held_bytes) else round(bill.held_bytes),
         "bf16_bytes": round(bill.bf16_bytes),
+        "key_bits": finite(bill.key_bits),
     }
 
 

@@ -21,12 +21,14 @@ class Bill:
         total_bits: bits an element, every byte counted.
         held_bytes: of one window's cache; NaN if it is simulated, and total bits computed from its format.
         bf16_bytes: of the same tokens in bf16.
+        key_bits: mean width of the keys' channels, as raised; NaN where that is not known.
     """
 
     code_bits: float
     total_bits: float
     held_bytes: float
     bf16_bytes: float
+    key_bits: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from hfkvq.caches.scheme import nearest
 
 from .base import Rival
+from .fp4 import FP4
 from .omni_scaled import OmniScaled
 from .oscar import Oscar
 from .stock import QUANTIZED
@@ -18,6 +19,7 @@ PREFIX = "simulated-"
 
 RIVALS: dict[str, Rival] = {
     **QUANTIZED,
+    f"{PREFIX}fp4": FP4(),
     f"{PREFIX}oscar": Oscar(),
     f"{PREFIX}oscar-omni": OmniScaled(),
     f"{PREFIX}turboquant-4": TurboQuant(key_bits=4, value_bits=4),

@@ -9,7 +9,7 @@ import torch
 
 from hfkvq.measure.capture import Capture
 from hfkvq.measure.divergence import measure
-from hfkvq.measure.rivals import RIVALS, find_rival, omni_scaled, oscar, turboquant
+from hfkvq.measure.rivals import RIVALS, find_rival, fp4, omni_scaled, oscar, turboquant
 from hfkvq.measure.rivals.simulated import LayerFormat, SimulatedCache
 from hfkvq.measure.texts import KINDS, read_text
 from tests.caches.models import build, prompt
@@ -184,6 +184,7 @@ def test_steps_that_read_what_is_stored() -> None:
     ("name", "bits", "tokens", "rounded"),
     [
         # D = 32, 2 KV heads; 300 tokens, f32.
+        ("simulated-fp4", 4 + 8 / 16, 300, 300),
         ("simulated-oscar", (2 + 32 / 32), 300, 0),
         ("simulated-oscar:recent=100", (2 + 32 / 32), 300, 300 - 164),
         ("simulated-oscar-omni", (2 + 32 / 32) + 32 / 64 / 2, 300, 256),
@@ -241,6 +242,24 @@ def test_more_bits_diverge_less(monkeypatch) -> None:
     assert whole.bill.total_bits == 32
     assert math.isnan(four.bill.held_bytes)
     assert four.bill.bf16_bytes == found.baseline.bill.bf16_bytes
+
+
+def test_fp4_by_hand() -> None:
+    """The block's scale is 2: 9 is within 6 of it, but not of 1. Ties go up; each block has a scale of its own."""
+    x = torch.zeros(1, 1, 2, 32)
+    x[0, 0, 0, :8] = torch.tensor([9.0, -0.5, 0.49, -1.5, 5.1, 10, -7, 2.4])
+    x[0, 0, 0, 16:19] = torch.tensor([0.375, -0.1, 0.0])
+    found = fp4.rounded(x)
+    assert found[0, 0, 0, :8].tolist() == [8, -1, 0, -2, 6, 12, -8, 2]
+    # 0.375 / 6 is a sixteenth.
+    assert found[0, 0, 0, 16:19].tolist() == [0.375, -0.09375, 0.0]
+    assert not found[0, 0, 1].any()
+    assert torch.equal(fp4.rounded(found), found)
+
+
+def test_heads_that_no_blocks_divide() -> None:
+    with pytest.raises(ValueError, match="multiples of 16 channels, got 24"):
+        RIVALS["simulated-fp4"].check(build("qwen3", head_dim=24).config)
 
 
 def test_heads_that_no_hadamard_matrix_rotates() -> None:
