@@ -96,6 +96,20 @@ def test_fitted_scales_change_how_pages_are_sealed_alone(name):
     assert {"fit", "fit_values"} <= set(get_scheme(name).searched())
 
 
+def test_kitty_raises_channels_at_random():
+    """Figure 4's baseline: its share of every page, by seed, page and head alone, each channel about as often."""
+    keys = torch.randn(3, 2, 64, 8, 32) * torch.arange(32)
+    own, other = (widths(Kitty(boost_ratio=0.25, score="random", seed=seed), keys) == 4 for seed in (1, 2))
+    assert (own.sum(-1) == 8).all()
+    assert (own == own[:1]).all()
+    assert 0.15 < (own & other).float().mean() / own.float().mean() < 0.35
+    assert 0.15 < (own[0, 0] & own[0, 1]).float().mean() / 0.25 < 0.35
+    each = own[0].flatten(0, 1).float().mean(0)
+    assert 0.12 < each.amin() < each.amax() < 0.38
+    scheme = Kitty(boost_ratio=0.25, score="random", page_size=8)
+    assert scheme.limits(32, 32) == Kitty(boost_ratio=0.25, page_size=8).limits(32, 32)
+
+
 def test_kitty_ranks_past_a_bad_entry():
     keys = torch.ones(1, 1, 1, 4, 8)
     keys[..., 6] = 2

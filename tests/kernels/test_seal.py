@@ -226,7 +226,7 @@ CHOSEN = [
 
 
 @pytest.mark.parametrize("weigh", [False, True], ids=["plain", "weighed"])
-@pytest.mark.parametrize("choose", ["k_abs", "variance", "error"])
+@pytest.mark.parametrize("choose", ["k_abs", "variance", "error", "random:7"])
 @pytest.mark.parametrize(("spec", "head_dim"), CHOSEN)
 def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, weigh):
     """The pages are those that the rule's widths give."""
@@ -235,7 +235,9 @@ def test_chosen_channels_are_those_of_the_rule(backend, spec, head_dim, choose, 
     source *= torch.rand(head_dim).mul(2).exp()
     q_abs = torch.rand(ROWS, HEADS, head_dim) if weigh else None
     columns = index.clamp(max=source.shape[2] - 1).long()[:, None, :, None].expand(-1, HEADS, -1, head_dim)
-    widths = channel_widths(source.gather(2, columns).unflatten(2, (-1, fmt.page_size)), fmt, choose, q_abs)
+    pages = source.gather(2, columns).unflatten(2, (-1, fmt.page_size))
+    place = count[:, None] // fmt.page_size + torch.arange(pages.shape[2])
+    widths = channel_widths(pages, fmt, choose, q_abs, place)
     for width, room in fmt.raised:
         assert ((widths == width).sum(-1) == room).all()
     expected = by_reference(parts, (table, count, new, source, index, widths), spec, "keys")
