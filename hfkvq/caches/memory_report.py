@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .store import StoreBytes
+from .store.accounting import TokenShares
 
 
 def format_bytes(count: float) -> str:
@@ -27,6 +28,7 @@ class MemoryReport:
         elements: key and value elements of the tokens that compressed layers were given, evicted ones included.
         code_bits: payload bits an element of sealed pages.
         seen: logical tokens of the cache.
+        tokens: of each compressed layer that holds any, in order: shares of tokens whole, quantized and evicted.
     """
 
     compressed: StoreBytes
@@ -35,6 +37,7 @@ class MemoryReport:
     elements: int
     code_bits: float
     seen: int
+    tokens: tuple[TokenShares, ...] = ()
 
     @property
     def total(self) -> int:
@@ -71,6 +74,10 @@ class MemoryReport:
             rows.append(("staged", format_bytes(self.staged)))
         if self.stock:
             rows.append(("stock layers", format_bytes(self.stock)))
+        shares = [sum(share) / len(self.tokens) for share in zip(*self.tokens, strict=True)]
+        if shares and shares[-1] > 0:
+            names = ("tokens whole", "tokens quantized", "tokens evicted")
+            rows += [(name, f"{share:.1%}") for name, share in zip(names, shares, strict=True)]
         return [
             *rows,
             ("total", format_bytes(self.total)),

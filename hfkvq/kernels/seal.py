@@ -60,9 +60,8 @@ def parse_rule(choose: str) -> Rule:
             return Rule(name, seed=int(numbers[0]))
     except ValueError:
         pass
-    raise ValueError(
-        f"choose: got {choose!r}, allowed None, {', '.join(map(repr, RULES))} or what range_rule and random_rule return."
-    )
+    known = ", ".join(map(repr, RULES))
+    raise ValueError(f"choose: got {choose!r}, allowed None, {known} or what range_rule and random_rule return.")
 
 
 def _halving_sum(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ..memory_report import MemoryReport
 from ..store import StoreBytes
+from ..store.accounting import token_shares
 from .layer import KVLayer
 
 
@@ -48,6 +49,7 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
         elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),
         code_bits=bits / sum(elements) if sum(elements) else float("nan"),
         seen=seen,
+        tokens=tuple(token_shares(store.state) for store in stores),
     )
 
 

@@ -137,8 +137,8 @@ def seal_channel_kernel(
     given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     FIT: tl.constexpr, CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
-    SEED: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NG: tl.constexpr,
-    BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
+    SEED: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
+    NG: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """NG groups of GROUP tokens times the FIELDS * BE channels of BE words.
 
