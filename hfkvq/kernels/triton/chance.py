@@ -19,8 +19,12 @@ def product(b_x, FACTOR: tl.constexpr):
 
 @triton.jit
 def chance(o_c, i_page, i_h, SEED: tl.constexpr):
-    """Random u32 of channels, a page and a head."""
-    b_x = product(o_c, OF_CHANNEL) + product(i_page, OF_PAGE) + product(i_h, OF_HEAD) + SEED
+    """Random u32 of channels, a page and a head; None stands for 0."""
+    b_x = product(o_c, OF_CHANNEL) + SEED
+    if i_page is not None:
+        b_x += product(i_page, OF_PAGE)
+    if i_h is not None:
+        b_x += product(i_h, OF_HEAD)
     b_x = product(b_x ^ (b_x >> 16), FIRST_FACTOR)
     b_x = product(b_x ^ (b_x >> 13), SECOND_FACTOR)
     return b_x ^ (b_x >> 16)
