@@ -262,7 +262,7 @@ def test_saw_has_signs_of_a_seed():
         layer = make(SawInt4(signs=signs))
         forward(layer, torch.zeros(1, 1, 64, 32), keys, keys)
         errors.append(float((layer.dense("keys") - keys).square().mean()))
-    assert errors[1] < errors[0] / 2
+    assert errors[1] < 0.8 * errors[0]
 
 
 def test_saw_quantizes_first():

@@ -384,7 +384,8 @@ def query_fields(
         # [16, BE]
         b_q = tl.load(p_x + first_channel(f, E, BITS), mask=of_head(m_q[:, None], f, D, E, BE, BITS, 0), other=0.0)
         if ROTATE >= 65536:
-            b_q = b_q * signs(channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS), ROTATE).to(b_q.dtype)[None, :]
+            b_sign = signs(channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS), ROTATE)
+            b_q = (b_q.to(tl.float32) * b_sign[None, :]).to(b_q.dtype)
         if b_q.dtype == tl.float32:
             if INTERPRETED:
                 b_q = tl.dot(b_q, b_turn, input_precision="ieee")
