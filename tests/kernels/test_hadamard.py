@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hfkvq.kernels import hadamard
-from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.chance import random_signs
+from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.hadamard import check_rotation, largest_block, rotation
 from tests.kernels.stores import rotate, sylvester
 

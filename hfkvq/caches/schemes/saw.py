@@ -24,7 +24,8 @@ class SawInt4(Scheme):
     (4.5), which also keeps constant vectors exact. Signs are random where ``signs`` says so. The newest tokens are
     attended before they are quantized, and prompts attend to their own unquantized keys and values unless
     ``quantize_first`` says otherwise. No k-means codes (A.2) and no Hessian-aware rotation (A.3).
-    Differs from the released code: as above, but for signs; any head dim with a power of two in it; no environment variables.
+    Differs from the released code: as above, but for signs; any head dim with a power of two in it; no environment
+    variables.
 
     Attributes:
         rotate: what is rotated: "keys", "both", or "none" (plain token-wise INT4, a baseline).
