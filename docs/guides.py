@@ -17,4 +17,6 @@
 .. include:: agents.md
 
 .. include:: results.md
+
+.. include:: papers.md
 """
