@@ -81,8 +81,9 @@ class SawInt4Cache(NamedCache):
     """`MixedKVCache` with the SAW-INT4 scheme: token-wise INT4 after a Hadamard rotation.
 
     ``SawInt4Cache(model.config)`` rotates keys in blocks of up to 128; ``rotate="both"`` rotates values too. Knobs are
-    the fields of `hfkvq.caches.schemes.SawInt4`: ``rotate`` ("keys"), ``block`` (the largest up to 128),
-    ``signs`` (0), ``quantize_first`` (False), ``sink_length`` (0), ``local_length`` (0), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+    the fields of `hfkvq.caches.schemes.SawInt4`: ``rotate`` ("keys"), ``block`` (the largest up to 128), ``signs`` (0),
+    ``quantize_first`` (False), ``sink_length`` (0), ``local_length`` (0), ``page_size`` (128). Other arguments and
+    errors: `NamedCache`.
     """
 
     preset_name = "saw-int4"

@@ -11,6 +11,7 @@ from hfkvq.caches.scheme import nearest
 from .base import Rival
 from .omni_scaled import OmniScaled
 from .oscar import Oscar
+from .saw_calibrated import SawHessian, SawKMeans
 from .stock import QUANTIZED
 from .turboquant import TurboQuant
 
@@ -20,6 +21,8 @@ RIVALS: dict[str, Rival] = {
     **QUANTIZED,
     f"{PREFIX}oscar": Oscar(),
     f"{PREFIX}oscar-omni": OmniScaled(),
+    f"{PREFIX}saw-hessian": SawHessian(),
+    f"{PREFIX}saw-kmeans": SawKMeans(),
     f"{PREFIX}turboquant-4": TurboQuant(key_bits=4, value_bits=4),
     f"{PREFIX}turboquant-3": TurboQuant(key_bits=3, value_bits=3),
 }
