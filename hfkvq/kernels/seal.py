@@ -55,7 +55,8 @@ def parse_rule(choose: str) -> Rule:
         if name in RULES and not numbers:
             return Rule(name)
         if name == "range" and len(numbers) == 3:
-            return Rule(name, *map(float, numbers))
+            over16, over4, divisor = map(float, numbers)
+            return Rule(name, over16, over4, divisor)
         if name == "random" and len(numbers) == 1:
             return Rule(name, seed=int(numbers[0]))
     except ValueError:
