@@ -19,4 +19,6 @@
 .. include:: agents.md
 
 .. include:: results.md
+
+.. include:: papers.md
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfkvq.kernels.hadamard import check_rotation, largest_block
+from hfkvq.kernels.hadamard import check_rotation, largest_block, rotation
 from hfkvq.kernels.norms import BALANCE, Balance
 from hfkvq.kernels.pages import PageFormat, StoreFormat
 
@@ -24,6 +24,7 @@ class SideLayout:
         local: newest tokens that stay unquantized.
         unit: tokens that are sealed together; a multiple of the page where pages are sealed whole.
         rotate: Hadamard block, 0 for none.
+        signs: seed of the random signs that channels have before they are rotated, 0 for none.
         balance: how `kernels.page_norms` balances pages of normed formats.
         clip: vectors are clipped, when they are sealed, at the entry of this rank among their magnitudes, as a share of
             the dimension; 1 clips nothing.
@@ -35,6 +36,12 @@ class SideLayout:
     rotate: int = 0
     clip: float = 1.0
     balance: Balance = BALANCE
+    signs: int = 0
+
+    @property
+    def rotation(self) -> int:
+        """The number by which kernels know its rotation; see `hfkvq.kernels.hadamard.rotation`."""
+        return rotation(self.rotate, self.signs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class Layout:
     def store(self) -> StoreFormat:
         """The format that kernels see."""
         runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
-        return StoreFormat(runs, self.sink, self.keys.rotate, self.values.rotate)
+        return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation)
 
     def check(self, key_dim: int, value_dim: int) -> None:
         """Raises ValueError if heads of these dimensions cannot be held."""

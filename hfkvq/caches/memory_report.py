@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .store import StoreBytes
+from .store.accounting import TokenShares
 
 
 def format_bytes(count: float) -> str:
@@ -29,6 +30,7 @@ class MemoryReport:
         used_bits: the same without room that no channel was raised into.
         key_bits: of these the keys' alone: the mean width of their channels (MixKVQ's B_eff, equation 17).
         seen: logical tokens of the cache.
+        tokens: of each compressed layer that holds any, in order: shares of tokens whole, quantized and evicted.
     """
 
     compressed: StoreBytes
@@ -39,6 +41,7 @@ class MemoryReport:
     used_bits: float
     key_bits: float
     seen: int
+    tokens: tuple[TokenShares, ...] = ()
 
     @property
     def total(self) -> int:
@@ -75,6 +78,10 @@ class MemoryReport:
             rows.append(("staged", format_bytes(self.staged)))
         if self.stock:
             rows.append(("stock layers", format_bytes(self.stock)))
+        shares = [sum(share) / len(self.tokens) for share in zip(*self.tokens, strict=True)]
+        if shares and shares[-1] > 0:
+            names = ("tokens whole", "tokens quantized", "tokens evicted")
+            rows += [(name, f"{share:.1%}") for name, share in zip(names, shares, strict=True)]
         return [
             *rows,
             ("total", format_bytes(self.total)),

@@ -69,8 +69,8 @@ class KittyCache(NamedCache):
     """`MixedKVCache` with the Kitty scheme: 2-bit pages whose strongest key channels get 4 bits.
 
     ``KittyCache(model.config)`` is Kitty, ``KittyCache(model.config, boost_ratio=0.25)`` Kitty-Pro. Knobs are the
-    fields of `hfkvq.caches.schemes.Kitty`: ``boost_ratio`` (0.125), ``score`` ("k_abs"), ``sink_length`` (32),
-    ``local_length`` (128), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+    fields of `hfkvq.caches.schemes.Kitty`: ``boost_ratio`` (0.125), ``score`` ("k_abs"), ``seed`` (0),
+    ``sink_length`` (32), ``local_length`` (128), ``page_size`` (128). Other arguments and errors: `NamedCache`.
     """
 
     preset_name = "kitty"
@@ -93,8 +93,9 @@ class SawInt4Cache(NamedCache):
     """`MixedKVCache` with the SAW-INT4 scheme: token-wise INT4 after a Hadamard rotation.
 
     ``SawInt4Cache(model.config)`` rotates keys in blocks of up to 128; ``rotate="both"`` rotates values too. Knobs are
-    the fields of `hfkvq.caches.schemes.SawInt4`: ``rotate`` ("keys"), ``block`` (the largest up to 128),
-    ``sink_length`` (0), ``local_length`` (0), ``page_size`` (128). Other arguments and errors: `NamedCache`.
+    the fields of `hfkvq.caches.schemes.SawInt4`: ``rotate`` ("keys"), ``block`` (the largest up to 128), ``signs`` (0),
+    ``quantize_first`` (False), ``sink_length`` (0), ``local_length`` (0), ``page_size`` (128). Other arguments and
+    errors: `NamedCache`.
     """
 
     preset_name = "saw-int4"

@@ -135,6 +135,11 @@ class Scheme:
         raise NotImplementedError(f"{type(self).__name__} defines no layout.")
 
     @property
+    def quantizes_first(self) -> bool:
+        """Whether prompts are sealed before they attend, and so attend to what pages hold of them."""
+        return False
+
+    @property
     def channel_rule(self) -> str | None:
         """Rule of `kernels.channel_widths` by which sealing raises channels itself; None asks `channel_bits`."""
         return None

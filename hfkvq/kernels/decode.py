@@ -159,7 +159,7 @@ def _decode_attention(
     for i, (run, formats) in enumerate(zip(views, form.runs, strict=True)):
         count = run_count(counters, i, "values")
         out = out + sv_pages(parts[1 + i], run.table, count, run.values, formats[1], value_dim)
-    return hadamard(out, form.rotate_values).view(batch, query_heads, queries, value_dim).to(q.dtype)
+    return hadamard(out, form.rotate_values, back=True).view(batch, query_heads, queries, value_dim).to(q.dtype)
 
 
 @_decode_attention.register_fake

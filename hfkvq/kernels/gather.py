@@ -31,8 +31,8 @@ def _gather_rows(
     dense = dense_columns(form, windows, views, which)
     dense = dense.gather(2, origin.clamp(min=0).expand(-1, dense.shape[1], -1, dense.shape[3]))
     dense = dense.masked_fill(origin < 0, 0.0)
-    block = form.rotate_keys if which == "keys" else form.rotate_values
-    return saturated(hadamard(dense, block), sink.dtype)
+    rotate = form.rotate_keys if which == "keys" else form.rotate_values
+    return saturated(hadamard(dense, rotate, back=True), sink.dtype)
 
 
 @_gather_rows.register_fake

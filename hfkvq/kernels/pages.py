@@ -270,8 +270,9 @@ class StoreFormat:
     Attributes:
         runs: (key format, value format) of each run, narrow to wide; both have the same page size.
         sink: first tokens of a row, never quantized.
-        rotate_keys: Hadamard block of the stored keys (queries are rotated to match), 0 for none.
-        rotate_values: Hadamard block of the stored values (outputs are rotated back), 0 for none.
+        rotate_keys: rotation of the stored keys (queries are rotated to match), 0 for none: the Hadamard block, with
+            signs `hfkvq.kernels.hadamard.rotation` of it.
+        rotate_values: of the stored values (outputs are rotated back).
     """
 
     runs: tuple[tuple[PageFormat, PageFormat], ...]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .chance import chance
 from .dispatch import call, define, triton_slot
 from .exact import keep_exact
 from .groups import F16_MAX, Groups
 from .pages import PageFormat, Side
 from .quantize import quantize_pages
 
-RULES = ("k_abs", "variance", "range", "error")
-"""Rules by which sealing itself can choose the raised channels; see `range_rule` for the parameters of "range"."""
+RULES = ("k_abs", "variance", "range", "error", "random")
+"""Rules by which sealing itself can choose the raised channels; `range_rule` and `random_rule` have parameters."""
 
 SCORE_MAX = 1e18
 """Scores of ranges end here, so that their squares stay finite in f32."""
@@ -31,17 +33,36 @@ def range_rule(over16: float = 0.0, over4: float = 0.0, divisor: float = 1.0) ->
     return f"range:{over16!r}:{over4!r}:{divisor!r}"
 
 
-def parse_rule(choose: str) -> tuple[str, float, float, float]:
-    """Name, thresholds and divisor of a rule; raises ValueError where it is unknown."""
+def random_rule(seed: int = 0) -> str:
+    """The rule "random" with a seed, below 2^31."""
+    return f"random:{seed}"
+
+
+class Rule(NamedTuple):
+    """A rule and its parameters: see `range_rule` and `random_rule`."""
+
+    name: str
+    over16: float = 0.0
+    over4: float = 0.0
+    divisor: float = 1.0
+    seed: int = 0
+
+
+def parse_rule(choose: str) -> Rule:
+    """What a rule's text says; raises ValueError where it is unknown."""
     name, *numbers = choose.split(":")
     try:
-        over16, over4, divisor = (float(x) for x in numbers or ("0", "0", "1"))
+        if name in RULES and not numbers:
+            return Rule(name)
+        if name == "range" and len(numbers) == 3:
+            over16, over4, divisor = map(float, numbers)
+            return Rule(name, over16, over4, divisor)
+        if name == "random" and len(numbers) == 1:
+            return Rule(name, seed=int(numbers[0]))
     except ValueError:
-        name = ""
-    else:
-        if name in RULES and (name == "range" or not numbers):
-            return name, over16, over4, divisor
-    raise ValueError(f"choose: got {choose!r}, allowed None, {', '.join(map(repr, RULES))} or what range_rule returns.")
+        pass
+    known = ", ".join(map(repr, RULES))
+    raise ValueError(f"choose: got {choose!r}, allowed None, {known} or what range_rule and random_rule return.")
 
 
 def _halving_sum(x: Tensor) -> Tensor:
@@ -57,7 +78,9 @@ def _halving_sum(x: Tensor) -> Tensor:
     return x.squeeze(-2)
 
 
-def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | None = None) -> Tensor:
+def channel_widths(
+    keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | None = None, place: Tensor | None = None
+) -> Tensor:
     """Widths by a rule: in every page and head, the channels of greatest score get the widest widths.
 
     A score is the sum of |K| over the page's tokens ("k_abs", Kitty's equation 2) or of ``(K - mean)^2`` ("variance"),
@@ -73,19 +96,27 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
     Args:
         keys: (B, H, n, G, D), any float dtype: n whole pages.
         fmt: the page format, whose ``raised`` says how many channels get which width.
-        choose: "k_abs", "variance", "error", "range" or what `range_rule` returns.
+        choose: one of `RULES`, or what `range_rule` or `random_rule` returns.
         q_abs: f32 (B, H, D), factor of each channel's score, or None.
+        place: (B, n), integers: which page of its row each is; None for the first n.
 
     Returns:
         u8 (B, H, n, D).
     """
-    name, over16, over4, divisor = parse_rule(choose)
+    rule = parse_rule(choose)
+    name = rule.name
     if name == "range":
-        return _widths_of_ranges(keys, fmt, q_abs, over16, over4, divisor)
+        return _widths_of_ranges(keys, fmt, q_abs, rule)
     x, page, head_dim = keys.float(), keys.shape[-2], keys.shape[-1]
     if name == "error":
         groups = Groups(x.unflatten(-2, (-1, fmt.group_size)), float(2**fmt.bits - 1), -2)
         score = _halving_sum(groups.squares(*groups.scales(fmt.fit)).squeeze(-2))
+    elif name == "random":
+        place = torch.arange(keys.shape[2], device=keys.device)[None] if place is None else place.long()
+        head = torch.arange(keys.shape[1], device=keys.device)[None, :, None, None]
+        channels = torch.arange(head_dim, device=keys.device)
+        # 24 bits, which f32 holds.
+        score = (chance(channels, place[:, None, :, None], head, rule.seed) >> 8).float().expand(*x.shape[:3], -1)
     else:
         if name == "variance":
             x = (x - (_halving_sum(x) * (1.0 / page)).unsqueeze(-2)).square()
@@ -106,9 +137,7 @@ def channel_widths(keys: Tensor, fmt: PageFormat, choose: str, q_abs: Tensor | N
     return widths
 
 
-def _widths_of_ranges(
-    keys: Tensor, fmt: PageFormat, q_abs: Tensor | None, over16: float, over4: float, divisor: float
-) -> Tensor:
+def _widths_of_ranges(keys: Tensor, fmt: PageFormat, q_abs: Tensor | None, rule: Rule) -> Tensor:
     finite = keys.abs() <= F16_MAX
     low = torch.where(finite, keys, torch.inf).amin(-2).float()
     high = torch.where(finite, keys, -torch.inf).amax(-2).float()
@@ -118,12 +147,12 @@ def _widths_of_ranges(
     if q_abs is not None:
         score = score * q_abs.float()[:, :, None]
     score = torch.where(score > 0, score, 0.0).clamp(max=SCORE_MAX)
-    score = score / torch.full_like(score, divisor)
+    score = score / torch.full_like(score, rule.divisor)
     # Stable, so that of equal channels the lower one comes first.
     order = score.argsort(dim=-1, descending=True, stable=True)
     ranked, place = score.gather(-1, order), torch.arange(keys.shape[-1], device=keys.device)
-    full = (ranked > over16) & (place < fmt.raised_count(16))
-    some = (ranked > over4) & (place < full.sum(-1, keepdim=True) + fmt.raised_count(4))
+    full = (ranked > rule.over16) & (place < fmt.raised_count(16))
+    some = (ranked > rule.over4) & (place < full.sum(-1, keepdim=True) + fmt.raised_count(4))
     bits = torch.where(full, 16, torch.where(some, 4, fmt.bits)).to(torch.uint8)
     return torch.empty_like(bits).scatter_(-1, order, bits)
 
@@ -156,7 +185,8 @@ def _seal(
     if step > 1:
         chosen = None if widths is None else widths[row, :, block]
         if choose and form.raised:
-            chosen = channel_widths(x[:, :, None], form, choose, None if q_abs is None else q_abs[row])[:, :, 0]
+            weight = None if q_abs is None else q_abs[row]
+            chosen = channel_widths(x[:, :, None], form, choose, weight, (token // page)[:, None])[:, :, 0]
         own = None if norm is None else norm[row, :, block]
         made = quantize_pages(x, form, "keys" if side == "keys" else "values", chosen, own)
         for part, new_part in zip(parts, made, strict=True):

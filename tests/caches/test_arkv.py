@@ -109,6 +109,16 @@ class TestEquations:
         assert_close(seen.joint_variance, probs.flatten(1, 2).var(1))
         assert_close(seen.variance, probs.var(2))
 
+    def test_scores_as_the_equation_has_them(self):
+        """Eq. (9), computed as it stands, of two rows of three query heads."""
+        probs = torch.rand(2, 3, 4, 9).softmax(-1)
+        seen = paid(probs, torch.ones(2, 4, dtype=torch.bool))
+        past = (torch.arange(9) < 9).expand(2, -1)
+        each = [probs[n, :, :, k].flatten() for n in range(2) for k in range(9)]
+        score = torch.stack([x.mean() + 5.0 * x.var() for x in each]).view(2, 9)
+        near = torch.nn.functional.pad(score, (2, 2)).unfold(1, 5, 1).mean(-1)
+        assert_close(token_scores(seen, past, 5.0, joint=True), near)
+
     def test_statistics_of_the_code(self):
         """E = 2 ln 2; V = .125 twice; κ: two points are one deviation from their mean, so 1 wherever they differ."""
         probs = torch.zeros(1, 1, 2, 4)
@@ -776,6 +786,27 @@ def test_evicted_tokens_count_among_what_was_saved():
     assert kept.bf16 == full.bf16
     assert kept.compressed.total < 0.75 * full.compressed.total
     assert kept.total_bits < 0.75 * full.total_bits
+
+
+@pytest.mark.parametrize("name", ["arkv", "arkv-quant", "arkv-origin", "kitty"])
+def test_shares_of_whole_quantized_and_evicted_tokens(name):
+    """Table VII by layer: counted from what every KV head holds, over what it was given."""
+    model = build("llama")
+    scheme = small(name, **({"budget_tokens": 48} if name != "kitty" else {}))
+    cache = MixedKVCache(model.config, scheme)
+    model.generate(prompt(2, 120), past_key_values=cache, max_new_tokens=9, do_sample=False)
+    report = cache.memory()
+    for shares, layer in zip(report.tokens, cache.layers, strict=True):
+        store = layer.store
+        given, held = 128 * store.batch, int(store.counters[LENGTH].sum())
+        # The first run is that of few bits.
+        few = float(store.counters[RUNS : RUNS + 2].sum()) / 2
+        assert_close(torch.tensor(shares), torch.tensor([held - few, few, given - held]) / given)
+        assert (shares.evicted > 0.5) == (name != "kitty")
+    few = [shares.quantized > 0 for shares in report.tokens]
+    # The strongest layer's ρ is 1.
+    assert sum(few) == {"arkv-origin": 0, "arkv": len(few) - 1}.get(name, len(few))
+    assert ("tokens evicted" in str(report)) == (name != "kitty")
 
 
 def test_sinks_of_folded_heads():

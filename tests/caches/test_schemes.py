@@ -11,16 +11,19 @@ import torch
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches import registry
 from hfkvq.caches.eviction import TokenEviction
+from hfkvq.caches.layers.forward import attend
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
 from hfkvq.kernels import PageFormat, channel_widths
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.hadamard import rotation
 from hfkvq.measure.bench.cases import default_formats
 from hfkvq.measure.bench.generate.engines import default_schemes
 from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
 from hfkvq.measure.divergence.naming import parse_schemes
 from hfkvq.tuning.fit.cli import _main as fit_names
-from tests.caches.driver import Row, feed, feed_as_is, forward, make, row
+from tests.caches.driver import DIM, Row, assert_close, attention, feed, feed_as_is, forward, make, row
 
 # Kitty.
 
@@ -94,6 +97,20 @@ def test_fitted_scales_change_how_pages_are_sealed_alone(name):
         formats = tuple(dataclasses.replace(fmt, fit=fit) for fmt in own.formats)
         assert getattr(fitted, side) == dataclasses.replace(own, formats=formats)
     assert {"fit", "fit_values"} <= set(get_scheme(name).searched())
+
+
+def test_kitty_raises_channels_at_random():
+    """Figure 4's baseline: its share of every page, by seed, page and head alone, each channel about as often."""
+    keys = torch.randn(3, 2, 64, 8, 32) * torch.arange(32)
+    own, other = (widths(Kitty(boost_ratio=0.25, score="random", seed=seed), keys) == 4 for seed in (1, 2))
+    assert (own.sum(-1) == 8).all()
+    assert (own == own[:1]).all()
+    assert 0.15 < (own & other).float().mean() / own.float().mean() < 0.35
+    assert 0.15 < (own[0, 0] & own[0, 1]).float().mean() / 0.25 < 0.35
+    each = own[0].flatten(0, 1).float().mean(0)
+    assert 0.12 < each.amin() < each.amax() < 0.38
+    scheme = Kitty(boost_ratio=0.25, score="random", page_size=8)
+    assert scheme.limits(32, 32) == Kitty(boost_ratio=0.25, page_size=8).limits(32, 32)
 
 
 def test_kitty_ranks_past_a_bad_entry():
@@ -230,6 +247,44 @@ def test_saw_rotation_and_codec_by_hand():
     assert layer.dense("values")[0, 0, 1].tolist() == pytest.approx(
         [1 + step * code for code in (0, 4, 8, 15)], abs=1e-5
     )
+
+
+def test_saw_has_signs_of_a_seed():
+    """Section 3's randomised transform: equal channels, which one Hadamard sum takes up, are spread as well."""
+    layout = SawInt4(signs=7, rotate="keys").layout(128, 64)
+    assert (layout.keys.signs, layout.values.signs) == (7, 0)
+    assert layout.store != SawInt4(signs=8).layout(128, 64).store
+    assert (layout.store.rotate_keys, SawInt4().layout(128, 64).store.rotate_keys) == (rotation(128, 7), 128)
+    torch.manual_seed(0)
+    keys = torch.full((1, 1, 64, 32), 3.0) + 0.1 * torch.randn(1, 1, 64, 32)
+    errors = []
+    for signs in (0, 7):
+        layer = make(SawInt4(signs=signs))
+        forward(layer, torch.zeros(1, 1, 64, 32), keys, keys)
+        errors.append(float((layer.dense("keys") - keys).square().mean()))
+    assert errors[1] < 0.8 * errors[0]
+
+
+def test_saw_quantizes_first():
+    """The released code's prompt: attention over what pages hold, which is what the next step reads."""
+    own = row(1, 40)
+    outs = []
+    for first in (False, True):
+        layer, queries = make(SawInt4(quantize_first=first)), own.queries[None]
+        layer.update(own.keys[None], own.values[None])
+
+        def dense_attention(layer=layer, queries=queries):
+            return attention(queries, layer.dense("keys"), layer.dense("values"), None, DIM**-0.5)
+
+        out = attend(layer, queries, AttentionArguments(DIM**-0.5), dense_attention, None)
+        dense = [layer.dense(side).repeat_interleave(2, 1) for side in ("keys", "values")]
+        given = [x[None].repeat_interleave(2, 1) for x in (own.keys, own.values)]
+        outs.append(out)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            queries, *(dense if first else given), is_causal=True, scale=DIM**-0.5
+        )
+        assert_close(out, expected)
+    assert float((outs[0] - outs[1]).abs().max()) > 1e-3
 
 
 def test_saw_spreads_outliers():

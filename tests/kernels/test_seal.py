@@ -261,6 +261,21 @@ def test_ties_and_bad_channels_when_choosing(backend, choose):
     assert found == [*others[: 8 - len(strong)], *strong]
 
 
+@pytest.mark.parametrize(("spec", "head_dim"), [("2c32p32+4x8", 64), ("2c24p24+4x8", 64)])
+def test_channels_at_random(backend, spec, head_dim):
+    """By the place of a page in its row, which is not that in the call."""
+    fmt = PageFormat.parse(spec)
+    parts, table, count, new, source, index, _ = arguments(spec, "keys", head_dim, torch.float32)
+    columns = index.clamp(max=source.shape[2] - 1).long()[:, None, :, None].expand(-1, HEADS, -1, head_dim)
+    pages = source.gather(2, columns).unflatten(2, (-1, fmt.page_size))
+    place = count[:, None] // fmt.page_size + torch.arange(pages.shape[2])
+    widths = channel_widths(pages, fmt, "random:7", None, place)
+    expected = by_reference(parts, (table, count, new, source, index, widths), spec, "keys")
+    got = run(backend, parts, (table, count, new, source, index, None), spec, "keys", "random:7")
+    for name, a, b in zip(fmt.names, got, expected, strict=True):
+        assert same(a, b), name
+
+
 def test_rules_that_do_not_go():
     parts, *call, widths = arguments("2c32p64+4x20+16x5", "keys", 80)
     fmt = PageFormat.parse("2c32p64+4x20+16x5")

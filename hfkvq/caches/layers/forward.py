@@ -38,7 +38,11 @@ def attend(
     Returns:
         (B, Hq, Q, Dv).
     """
-    pages = layer.begin(padding_mask, query.shape[2])
+    tokens, pages = layer.staged_length, layer.begin(padding_mask, query.shape[2])
+    if layer.scheme.quantizes_first and tokens > MAX_STEP and not pages:
+        layer.finish(query, arguments)
+        layer.settle()
+        return refuse_gradient(layer, dense())
     out = layer.attend(query, arguments.biased()) if pages else dense()
     layer.finish(query, arguments)
     return refuse_gradient(layer, out)

@@ -10,6 +10,7 @@ import torch
 
 from ..memory_report import MemoryReport
 from ..store import StoreBytes
+from ..store.accounting import token_shares
 from .layer import KVLayer
 
 
@@ -56,6 +57,7 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
         used_bits=mean(bits.used for bits in payload),
         key_bits=mean(bits.keys for bits in payload),
         seen=seen,
+        tokens=tuple(token_shares(store.state) for store in stores),
     )
 
 

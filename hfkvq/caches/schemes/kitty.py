@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import MOST_EXACT, PageFormat
+from hfkvq.kernels.seal import random_rule
 
 from ..layout import rotation_block
 from ..registry import Entry
@@ -32,7 +33,9 @@ class Kitty(Scheme):
         boost_ratio: share of key channels raised to 4 bits, per page and KV head. Kitty 0.125, Kitty-Pro 0.25.
         score: what ranks channels: mean |K| of the page ("k_abs", the paper's), its variance, mean |K| times mean |Q|
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
-            ("error"), or that times the square of mean |Q| ("q_error").
+            ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
+            of a page and KV head has a random score, of ``seed``.
+        seed: of random scores.
         sink_length: S, first tokens kept whole.
         local_length: R, newest values kept whole.
         key_local_length: newest keys kept whole beside those that wait for a page to be full (0 in the paper: right
@@ -87,7 +90,8 @@ class Kitty(Scheme):
     }
 
     boost_ratio: float = knob(0.125, low=0.0, high=1.0, search=[0.0, 0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5])
-    score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs", "error", "q_error"))
+    score: str = knob("k_abs", choices=("k_abs", "variance", "qk_abs", "error", "q_error", "random"))
+    seed: int = knob(0, low=0, high=2**31 - 1)
     sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(128, low=0, high=4096, search=[32, 64, 128, 256])
     key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
@@ -148,4 +152,6 @@ class Kitty(Scheme):
     @property
     def channel_rule(self) -> str:
         """Eq. (2): the channels of greatest mean |K| over the page get 4 bits; or of another score."""
+        if self.score == "random":
+            return random_rule(self.seed)
         return {"qk_abs": "k_abs", "q_error": "error"}.get(self.score, self.score)

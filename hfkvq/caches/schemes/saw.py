@@ -21,13 +21,21 @@ class SawInt4(Scheme):
 
     Paper: Jia et al., arXiv:2604.19157, section 3; block 128, keys only, is its default.
     Differs from the paper: scale and minimum are stored in f16 (4.25 bits an element), not scale and zero point in f32
-    (4.5), which also keeps constant vectors exact. The newest tokens are attended before they are quantized, and
-    prompts attend to their own unquantized keys and values.
-    Differs from the released code: as above; any head dim with a power of two in it; no environment variables.
+    (4.5), which also keeps constant vectors exact. Signs are random where ``signs`` says so. The newest tokens are
+    attended before they are quantized, and prompts attend to their own unquantized keys and values unless
+    ``quantize_first`` says otherwise. K-means codes (A.2) and
+    Hessian-aware rotation (A.3) are simulated only: `hfkvq.measure.rivals.saw_calibrated`.
+    Differs from the released code: as above, but for signs; any head dim with a power of two in it; no environment
+    variables.
 
     Attributes:
         rotate: what is rotated: "keys", "both", or "none" (plain token-wise INT4, a baseline).
         block: h, order of the Hadamard blocks, a power of two that divides head_dim; None takes the largest up to 128.
+        signs: seed of the random signs that channels have before their block is rotated, the paper's randomised
+            Hadamard transform; 0 for none, as in the released code.
+        quantize_first: whether a prompt attends to its own keys and values as they are stored, as the released code
+            does, which costs accuracy and makes a prefix that is stored the same as one that comes with the prompt;
+            prompts of up to 16 tokens and steps attend to theirs as they came.
         sink_length: first tokens kept whole (0 in the paper).
         local_length: newest tokens kept whole (0 in the paper).
         page_size: G, tokens per page.
@@ -61,6 +69,8 @@ class SawInt4(Scheme):
 
     rotate: str = knob("keys", choices=("keys", "both", "none"), search=["keys", "both"])
     block: int | None = knob(None, low=2, high=1024)
+    signs: int = knob(0, low=0, high=32767)
+    quantize_first: bool = knob(False, choices=(False, True))
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
@@ -72,7 +82,13 @@ class SawInt4(Scheme):
 
         def side(dim: int, rotated: bool, fit: int) -> SideLayout:
             block = (self.block or rotation_block(dim)) if rotated else 0
-            return SideLayout((PageFormat(4, "token", dim, self.page_size, fit=fit),), self.local_length, rotate=block)
+            pages = PageFormat(4, "token", dim, self.page_size, fit=fit)
+            return SideLayout((pages,), self.local_length, rotate=block, signs=self.signs if block else 0)
 
         keys = side(key_dim, self.rotate in ("keys", "both"), self.fit)
         return Layout(keys, side(value_dim, self.rotate == "both", self.fit_values), self.sink_length)
+
+    @property
+    def quantizes_first(self) -> bool:
+        """``quantize_first``."""
+        return self.quantize_first

@@ -1,4 +1,4 @@
-"""Bytes and bits of what a store holds."""
+"""Bytes and bits of what a store holds, and what became of its tokens."""
 
 from __future__ import annotations
 
@@ -67,6 +67,36 @@ def nbytes(state: StoreState) -> StoreBytes:
     windows = sum(window.nbytes for window in state.windows)
     tables += state.counters.nbytes + state.dropped.nbytes
     return StoreBytes(codes, metadata, windows, tables, round(reserved))
+
+
+class TokenShares(NamedTuple):
+    """What became of the tokens that a layer was given, over its rows and KV heads; the three add up to 1.
+
+    Attributes:
+        original: share that is held whole, in pages of 16 bits, the sink or the tail.
+        quantized: share in pages of fewer bits, the mean of keys and values.
+        evicted: share that was forgotten.
+    """
+
+    original: float
+    quantized: float
+    evicted: float
+
+
+def token_shares(state: StoreState) -> TokenShares:
+    """Shares of what the rows were given (asks the device); NaN of nothing."""
+    rows = [state.counters[LENGTH] + state.dropped, state.dropped]
+    rows += [
+        run_count(state.counters, i, side)
+        for i, formats in enumerate(state.format.runs)
+        for side, fmt in zip(SIDES, formats, strict=True)
+        if fmt.bits < 16
+    ]
+    given, evicted, *sealed = torch.stack(rows).sum(1).tolist()
+    if not given:
+        return TokenShares(math.nan, math.nan, math.nan)
+    quantized = sum(sealed) / 2
+    return TokenShares((given - evicted - quantized) / given, quantized / given, evicted / given)
 
 
 def elements(state: StoreState) -> int:

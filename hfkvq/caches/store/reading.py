@@ -18,9 +18,9 @@ def dense_alike(store: StoreState, side: Side) -> Tensor:
     (state,) = store.states
     at, sealed, sink = SIDES.index(side), state.sealed(side), store.sizes.sink
     first, tail = store.windows[at], store.windows[2 + at]
-    block = store.format.rotate_keys if side == "keys" else store.format.rotate_values
+    rotate = store.format.rotate_keys if side == "keys" else store.format.rotate_values
     # In the model's dtype at once, where nothing is computed from it.
-    dtype = torch.float32 if block else store.dtype
+    dtype = torch.float32 if rotate else store.dtype
     parts = [first[:, :, : min(sink, state.length)]]
     if sealed:
         view, fmt = store.runs[0], store.format.runs[0][at]
@@ -34,4 +34,4 @@ def dense_alike(store: StoreState, side: Side) -> Tensor:
         parts.append(tail[:, :, slot : slot + count])
         behind += count
     dense = torch.cat([part.to(dtype) for part in parts], 2)
-    return saturated(reference("hadamard")(dense, block), store.dtype) if block else dense
+    return saturated(reference("hadamard")(dense, rotate, True), store.dtype) if rotate else dense

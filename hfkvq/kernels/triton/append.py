@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..decode import LENGTH
 from ..dispatch import reference
-from ..hadamard import largest_block
+from ..hadamard import block_of, largest_block
 from ._lib import cdiv, power
-from .hadamard import butterflies, saturated
+from .hadamard import saturated, turned
 from .launch import Launch
 
 
@@ -50,7 +50,7 @@ def append_side(
         m_r, o_h, o_j, o_c = blocks_of(i, H, T, D, BLOCK, BR)
         b_y = b_x
         if ROTATE:
-            b_y = saturated(butterflies(b_x.to(tl.float32), BLOCK, BR) * factor, x.dtype.element_ty)
+            b_y = saturated(turned(b_x.to(tl.float32), ROTATE, BR, False) * factor, x.dtype.element_ty)
         o_token = i_length + o_j
         m_sink = o_token < S
         o_head = i_b * H + o_h
@@ -115,10 +115,10 @@ def append_constants(
     found: dict[str, Any] = {"enable_fp_fusion": False}
     for name, shape, rotate in (("V", values, rotate_values), ("K", keys, rotate_keys)):
         _, heads, tokens, dim = shape
-        block = rotate or largest_block(dim)
+        block = block_of(rotate) or largest_block(dim)
         # Elements a step of the loop holds: enough for 16 bytes a thread, and no more than the tokens of the call.
         rows = power(min(tokens * heads * dim, 8192) // block)
-        found |= {f"D{name}": dim, f"BLOCK_{name}": block, f"ROTATE_{name}": rotate > 0, f"B{name}": rows}
+        found |= {f"D{name}": dim, f"BLOCK_{name}": block, f"ROTATE_{name}": rotate, f"B{name}": rows}
         found[f"LOOPS_{name}"] = cdiv(tokens * heads * dim, rows * block)
         # Of the keys, which come last.
         found["num_warps"] = max(1, min(8, power(rows * block // 256)))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..hadamard import hadamard
+from ..hadamard import factor_of, hadamard
 from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power, shared_memory
 from .ahead import Wanted
@@ -84,7 +84,7 @@ def _plan(
         blocks: pages of a row, for each run.
         scoring: of the logits.
         device: of all tensors.
-        rotate: Hadamard block in which the kernel rotates queries, 0 where that is done.
+        rotate: rotation by which the kernel turns queries, 0 where that is done.
         early: see `decode_attention`.
         edition: of the launch parameters.
     """
@@ -132,7 +132,7 @@ def _plan(
         numbers = {
             **dict(zip(("s_qb", "s_qh", "s_qt"), query.stride, strict=False)),
             **dict(zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)),
-            "scaling": scoring.scaling * (rotate**-0.5 if rotate else 1.0),
+            "scaling": scoring.scaling * factor_of(rotate),
             "softcap": softcap,
             "B": batch,
             "L": kind.length,
@@ -227,7 +227,7 @@ def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _rotates(store: str, head_dim: int) -> int:
-    """Hadamard block in which the kernel rotates queries; 0 where fields do not divide blocks of the rotation."""
+    """Rotation by which the kernel turns queries; 0 where fields do not divide blocks of the rotation."""
     form = StoreFormat.parse(store)
     outside = power(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)
     return 0 if outside else form.rotate_keys
@@ -310,8 +310,8 @@ def decode_attention_triton(
     if not is_served(store, head_dim, value_dim, dtype):
         return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
     rotate = _rotates(store, head_dim)
-    if not rotate and (block := StoreFormat.parse(store).rotate_keys):
-        q, early = hadamard(q.float(), block), False
+    if not rotate and (outside := StoreFormat.parse(store).rotate_keys):
+        q, early = hadamard(q.float(), outside), False
     elif q.stride(-1) != 1:
         q, early = q.contiguous(), False
     tables = table_places(store)

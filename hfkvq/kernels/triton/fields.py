@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .hadamard import signs
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 UNIT = tl.constexpr(16777216.0)
@@ -357,17 +359,18 @@ def query_fields(
     p_q, m_q, D: tl.constexpr, FIELDS: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BITS: tl.constexpr,
     BM: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """Queries of 16 rows ``p_q`` as FIELDS tiles f32 [BE, BM], rotated in blocks of ROTATE channels (0: not at all).
+    """Queries of 16 rows ``p_q`` as FIELDS tiles f32 [BE, BM], rotated by ROTATE (0: not at all).
 
     A product with the identity costs little and puts them where the right operand of the next product wants them; a
-    product with a Hadamard matrix of the field rotates on the way, and fields combine by butterflies. The factor
-    ROTATE^-1/2 is left to the caller.
+    product with a Hadamard matrix of the field rotates on the way, and fields combine by butterflies. The rotation's
+    factor is left to the caller.
     """
     o_e = tl.arange(0, BE)
+    H: tl.constexpr = ROTATE % 65536
     if ROTATE == 0:
         b_turn = (o_e[:, None] == o_e[None, :]).to(tl.float32)
     else:
-        WITHIN: tl.constexpr = ROTATE if ROTATE < E else E
+        WITHIN: tl.constexpr = H if H < E else E
         o_bits = o_e[:, None] & o_e[None, :] & (WITHIN - 1)
         # The sign is the parity of the bits in common.
         o_bits = o_bits ^ (o_bits >> 4)
@@ -380,6 +383,9 @@ def query_fields(
     for f in tl.static_range(FIELDS):
         # [16, BE]
         b_q = tl.load(p_x + first_channel(f, E, BITS), mask=of_head(m_q[:, None], f, D, E, BE, BITS, 0), other=0.0)
+        if ROTATE >= 65536:
+            b_sign = signs(channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS), ROTATE)
+            b_q = (b_q.to(tl.float32) * b_sign[None, :]).to(b_q.dtype)
         if b_q.dtype == tl.float32:
             if INTERPRETED:
                 b_q = tl.dot(b_q, b_turn, input_precision="ieee")
@@ -396,10 +402,10 @@ def query_fields(
         else:
             b_q = tl.permute(b_q, (1, 0))
         b_qs = b_qs + (b_q,)
-    if ROTATE > E:
+    if H > E:
         for i in tl.static_range(FIELDS):
             # Stage i combines fields that stand 2^i apart, as long as they are of one block.
-            if (1 << i) * E < ROTATE:
+            if (1 << i) * E < H:
                 b_next = ()
                 for f in tl.static_range(FIELDS):
                     if f & (1 << i):

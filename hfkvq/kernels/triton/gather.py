@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..decode import RUNS
 from ..dispatch import reference
+from ..hadamard import factor_of
 from ..pages import Side, StoreFormat, split_runs
 from ._lib import DOT_DTYPES, cdiv, load_page_in_order, on_device, page_block, page_constants, page_tensors, power
-from .hadamard import butterflies, saturated
+from .hadamard import saturated, turned
 
 TILE = 4096
 """Elements that a program takes at a time."""
@@ -25,13 +26,14 @@ TILE = 4096
 
 @triton.jit
 def store_columns(
-    out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr,
+    out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
     """Rotates tokens [BT, BD] back, and stores them in their logical columns."""
-    if BLOCK > 0:
-        b_x = tl.reshape(b_x.to(tl.float32), (BT * BD // BLOCK, BLOCK))
-        b_x = tl.reshape(butterflies(b_x, BLOCK, BT * BD // BLOCK) * rotation, (BT, BD))
+    if ROTATE > 0:
+        H: tl.constexpr = ROTATE % 65536
+        b_x = tl.reshape(b_x.to(tl.float32), (BT * BD // H, H))
+        b_x = tl.reshape(turned(b_x, ROTATE, BT * BD // H, True) * rotation, (BT, BD))
         b_x = saturated(b_x, out.dtype.element_ty)
     o_d = tl.arange(0, BD)
     p_out = out + (i_bh * COLUMNS + o_column)[:, None] * D + o_d[None, :]
@@ -44,7 +46,7 @@ def gather_pages_kernel(
     rotation, B, N, COLUMNS,
     H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
     GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
-    NX: tl.constexpr, BLOCK: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+    NX: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of one page of a run, whose tokens sealed are row COUNTER of the counters."""
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -68,14 +70,14 @@ def gather_pages_kernel(
     )  # fmt: skip
     o_column = tl.load(counters + i_b) + o_x
     m_t = m_t & (o_column >= 0) & (o_column < COLUMNS)
-    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, BLOCK, BT, BD)
+    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
 
 
 @triton.jit(do_not_specialize=["B", "W", "COLUMNS"])
 def gather_windows_kernel(
     out, counters, sink, tail, rotation, B, W, COLUMNS,
     H: tl.constexpr, SIDE: tl.constexpr, RUNS: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
-    BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """BT logical columns: what they hold of the windows, 0 where they hold nothing; columns of pages are left alone.
 
@@ -108,7 +110,7 @@ def gather_windows_kernel(
     if RUNS > 1:
         # Tokens of pages may stand before the row's start, and zeros are there already.
         m_t = m_t & (o_x >= 0)
-    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, BLOCK, BT, BD)
+    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
 
 
 def gather_rows_triton(
@@ -131,8 +133,8 @@ def gather_rows_triton(
     out = make((batch, heads, columns, head_dim), dtype=dtype, device=sink.device)
     if not out.numel():
         return out.to(sink.dtype)
-    common = {"out": out, "counters": counters.contiguous(), "rotation": rotate**-0.5 if rotate else 1.0}
-    common |= {"B": batch, "COLUMNS": columns, "H": heads, "S": form.sink, "BLOCK": rotate, "num_warps": 4}
+    common = {"out": out, "counters": counters.contiguous(), "rotation": factor_of(rotate)}
+    common |= {"B": batch, "COLUMNS": columns, "H": heads, "S": form.sink, "ROTATE": rotate, "num_warps": 4}
     # The reference multiplies and adds, and rounds both.
     common |= {"BD": max(16, power(head_dim)), "enable_fp_fusion": False}
     with on_device(sink):

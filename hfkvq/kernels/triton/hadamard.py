@@ -7,9 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..hadamard import block_of, factor_of
 from ..hadamard import saturated as rounded
 from ._lib import F16_MAX, cdiv, on_device
 from .ahead import Wanted
+from .chance import chance
 
 
 @triton.jit
@@ -25,6 +27,24 @@ def butterflies(b_x, H: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
+def signs(o_c, ROTATE: tl.constexpr):
+    """Sign of each channel, f32; see `hfkvq.kernels.hadamard`."""
+    return 1.0 - 2.0 * (chance(o_c % (ROTATE % 65536), None, None, ROTATE // 65536) & 1).to(tl.float32)
+
+
+@triton.jit
+def turned(b_x, ROTATE: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr):
+    """[BR, H] rotated, or rotated back, without the factor; H is the order of the rotation's blocks."""
+    H: tl.constexpr = ROTATE % 65536
+    if ROTATE >= 65536 and not BACK:
+        b_x = b_x * signs(tl.arange(0, H), ROTATE)[None, :]
+    b_x = butterflies(b_x, H, BR)
+    if ROTATE >= 65536 and BACK:
+        b_x = b_x * signs(tl.arange(0, H), ROTATE)[None, :]
+    return b_x
+
+
+@triton.jit
 def saturated(b_x, dtype: tl.constexpr):
     """f32 rounded to a dtype; see `hfkvq.kernels.hadamard.saturated`."""
     if dtype == tl.float16:
@@ -33,18 +53,20 @@ def saturated(b_x, dtype: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def hadamard_kernel(x, y, ROWS, scale, H: tl.constexpr, BR: tl.constexpr):
-    """BR blocks of H channels each."""
+def hadamard_kernel(x, y, ROWS, scale, ROTATE: tl.constexpr, BACK: tl.constexpr, BR: tl.constexpr):
+    """BR blocks of channels."""
+    H: tl.constexpr = ROTATE % 65536
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     # [BR, H]
     o_x = o_r[:, None] * H + tl.arange(0, H)[None, :]
     m_x = (o_r < ROWS)[:, None] & (tl.arange(0, H) < H)[None, :]
     b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
-    tl.store(y + o_x, saturated(butterflies(b_x, H, BR) * scale, y.dtype.element_ty), mask=m_x)
+    tl.store(y + o_x, saturated(turned(b_x, ROTATE, BR, BACK) * scale, y.dtype.element_ty), mask=m_x)
 
 
-def hadamard_triton(x: Tensor, block: int) -> Tensor:
+def hadamard_triton(x: Tensor, rotate: int, back: bool = False) -> Tensor:
     """Launcher of `hfkvq.kernels.hadamard`."""
+    block = block_of(rotate)
     blocks = x.reshape(-1, block).contiguous()
     # Triton's interpreter truncates where bf16 should be rounded.
     out = torch.empty_like(blocks, dtype=x.dtype if x.is_cuda else torch.float32)
@@ -52,10 +74,13 @@ def hadamard_triton(x: Tensor, block: int) -> Tensor:
     if blocks.shape[0]:
         with on_device(x):
             grid = (cdiv(blocks.shape[0], rows),)
-            hadamard_kernel[grid](x=blocks, y=out, ROWS=blocks.shape[0], scale=block**-0.5, H=block, BR=rows)
+            hadamard_kernel[grid](
+                x=blocks, y=out, ROWS=blocks.shape[0], scale=block**-0.5, ROTATE=rotate, BACK=back, BR=rows
+            )
     return (out if x.is_cuda else rounded(out, x.dtype)).view(x.shape)
 
 
-def hadamard_wanted(dtype: torch.dtype, block: int) -> Wanted:
+def hadamard_wanted(dtype: torch.dtype, rotate: int) -> Wanted:
     """The variant for tensors of a dtype."""
-    return Wanted(hadamard_kernel, (dtype, dtype, 1, block**-0.5), {"H": block, "BR": max(1, 2048 // block)})
+    constants = {"ROTATE": rotate, "BACK": False, "BR": max(1, 2048 // block_of(rotate))}
+    return Wanted(hadamard_kernel, (dtype, dtype, 1, factor_of(rotate)), constants)

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..hadamard import factor_of
 from ..masks import ROOM
 from ._lib import cdiv, power
 from .fields import LOG2E
-from .hadamard import butterflies
+from .hadamard import turned
 from .launch import Launch
 
 SPLITS = (32, 128, 256)
@@ -29,8 +30,8 @@ def merge_kernel(
 ):  # fmt: skip
     """BD channels of one query: splits weighted by 2^(top - common top), over the sum of weights and the sink logit.
 
-    SHARE query heads share a head, of QUERIES tokens each if those are SEVERAL. The sum is rotated back in blocks of
-    ROTATE channels (0: not at all); then BD holds them all.
+    SHARE query heads share a head, of QUERIES tokens each if those are SEVERAL. The sum is rotated back by
+    ROTATE (0: not at all); then BD holds all channels.
     """
     i_m, i_bh, i_d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_q = QUERIES if SEVERAL else 1
@@ -66,7 +67,8 @@ def merge_kernel(
         b_top = b_new
     b_acc = b_acc / tl.maximum(b_sum, 1e-30)
     if ROTATE > 0:
-        b_acc = tl.reshape(butterflies(tl.reshape(b_acc, (BD // ROTATE, ROTATE)), ROTATE, BD // ROTATE), (BD,)) * norm
+        H: tl.constexpr = ROTATE % 65536
+        b_acc = tl.reshape(turned(tl.reshape(b_acc, (BD // H, H)), ROTATE, BD // H, True), (BD,)) * norm
     p_out = out + (i_bh * n_rows + i_m) * DV + o_d
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
 
@@ -91,7 +93,7 @@ def merge_launch(
         part: shape of the first.
         queries: Q.
         sinks: how many there are, and their dtype; None for none.
-        rotate: Hadamard block of the values, 0 for none.
+        rotate: rotation of the values, 0 for none.
         dependent: whether the launch before is the kernel that writes the splits, and says when this one may start.
         device: of all of them.
         dtype: of the result. Another one is another variant of the kernel.
@@ -115,7 +117,7 @@ def merge_launch(
         **({"launch_pdl": True} if dependent else {}),
     }
     grid = (rows, programs, cdiv(value_dim, width))
-    numbers = {"SPLITS": splits, "norm": rotate**-0.5 if rotate else 1.0, "QUERIES": queries}
+    numbers = {"SPLITS": splits, "norm": factor_of(rotate), "QUERIES": queries}
     return Launch(merge_kernel, grid, numbers, constants, device, None if sinks else _without_sinks)
 
 

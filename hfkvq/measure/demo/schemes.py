@@ -42,7 +42,8 @@ def format_words(fmt: PageFormat, head_dim: int) -> str:
 def side_words(side: SideLayout, head_dim: int) -> str:
     """A side's layout in words."""
     words = "; or ".join(format_words(fmt, head_dim) for fmt in side.formats)
-    return f"{words}, rotated in blocks of {side.rotate}" if side.rotate else words
+    signs = " with random signs" if side.signs else ""
+    return f"{words}, rotated in blocks of {side.rotate}{signs}" if side.rotate else words
 
 
 def _layers_words(scheme: Scheme, side: Side, head_dim: int) -> str:

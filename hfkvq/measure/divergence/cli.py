@@ -36,7 +36,7 @@ def kld(
         typer.Option(
             help="Presets, with commas, also with knobs: kivi-2,kitty:boost_ratio=0.2:sink_length=0. Caches of others: "
             "quanto-2, quanto-4, hqq-2, hqq-4; only simulated: simulated-fp4, simulated-oscar, simulated-oscar-omni, "
-            "simulated-turboquant-4, simulated-turboquant-3. "
+            "simulated-turboquant-4, simulated-turboquant-3, simulated-saw-hessian, simulated-saw-kmeans. "
             r"\[default: full and the main ones]"
         ),
     ] = None,

@@ -12,6 +12,7 @@ from .base import Rival
 from .fp4 import FP4
 from .omni_scaled import OmniScaled
 from .oscar import Oscar
+from .saw_calibrated import SawHessian, SawKMeans
 from .stock import QUANTIZED
 from .turboquant import TurboQuant
 
@@ -22,6 +23,8 @@ RIVALS: dict[str, Rival] = {
     f"{PREFIX}fp4": FP4(),
     f"{PREFIX}oscar": Oscar(),
     f"{PREFIX}oscar-omni": OmniScaled(),
+    f"{PREFIX}saw-hessian": SawHessian(),
+    f"{PREFIX}saw-kmeans": SawKMeans(),
     f"{PREFIX}turboquant-4": TurboQuant(key_bits=4, value_bits=4),
     f"{PREFIX}turboquant-3": TurboQuant(key_bits=3, value_bits=3),
 }

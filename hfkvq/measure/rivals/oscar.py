@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..capture import Capture, capture, compressed_layers
-from ..texts import KINDS, read_text
-from .simulated import LayerFormat, Simulated, head_dim, rotated
+from ..capture import Capture
+from .calibrated import Calibrated
+from .simulated import LayerFormat, rotated
 
 BITS = 2
-ROW = 1024
-"""Tokens of a row of calibration text."""
 
 
 def composed(covariance: Tensor) -> Tensor:
@@ -70,38 +67,8 @@ def quantized(x: Tensor, rotation: Tensor, clip: float) -> Tensor:
     return (codes - zero) * scale @ rotation.T
 
 
-def calibration_rows(tokenizer: Any, tokens: Tensor, count: int, room: int) -> list[list[int]]:
-    """Rows of the package's texts, from their ends on, that occur in none of the windows that are measured.
-
-    Args:
-        tokenizer: the model's.
-        tokens: i64 (W, T), the windows.
-        count: tokens wanted.
-        room: most tokens of a row.
-
-    Raises:
-        ValueError: there is too little text besides the windows.
-    """
-    size = min(ROW, room)
-    windows = [bytes(row.cpu().to(torch.int32).numpy()) for row in tokens]
-    texts = [tokenizer(read_text(kind), add_special_tokens=False, verbose=False).input_ids for kind in KINDS]
-    found: list[list[int]] = []
-    for last in range(0, max(map(len, texts)) - size, size):
-        for ids in texts:
-            row = ids[len(ids) - last - size : len(ids) - last] if len(ids) >= last + size else []
-            # A part of it is enough: windows may end within the row.
-            parts = [
-                bytes(torch.tensor(row[i : i + 16], dtype=torch.int32).numpy()) for i in range(0, len(row), size // 8)
-            ]
-            if row and len(found) * size < count and not any(part in window for window in windows for part in parts):
-                found.append(row)
-    if len(found) * size < min(count, 4 * size):
-        raise ValueError("text: nothing is left to calibrate simulated-oscar with; measure fewer or shorter windows.")
-    return found
-
-
 @dataclass(frozen=True, kw_only=True)
-class Oscar(Simulated):
+class Oscar(Calibrated):
     """Rotations of queries' and weighted values' second moments, from calibration text, then INT2 per token, clipped.
 
     Paper: Zhou et al., "OSCAR: Offline Spectral Covariance-Aware Rotation for 2-bit KV Cache Quantization", arXiv
@@ -111,7 +78,6 @@ class Oscar(Simulated):
     2.28 bits have it, where the authors' runs keep 32.
 
     Attributes:
-        calibration: tokens of calibration text.
         sink: first tokens that stay whole.
         recent: newest tokens that stay whole.
         key_clip: rank at which keys are clipped, as a share of the channels.
@@ -123,35 +89,14 @@ class Oscar(Simulated):
         "on text of the package that no window holds."
     )
 
-    calibration: int = 30_000
     sink: int = 64
     recent: int = 256
     key_clip: float = 0.96
     value_clip: float = 0.92
 
-    def forms(self, model: Any, tokenizer: Any, tokens: Tensor) -> Sequence[LayerFormat | None]:
-        """See `Simulated.forms`.
-
-        Raises:
-            ValueError: no tokenizer, or too little text.
-        """
-        if tokenizer is None:
-            raise ValueError("tokenizer: got None, but simulated-oscar calibrates on text; give the model's tokenizer.")
-        text = model.config.get_text_config(decoder=True)
-        room = getattr(text, "max_position_embeddings", None) or ROW
-        rows, which = calibration_rows(tokenizer, tokens, self.calibration, room), compressed_layers(model)
-        captured: list[list[Capture]] = [[] for _ in which]
-        for row in rows:
-            for kept, one in zip(captured, capture(model, row, which), strict=True):
-                query, keys, values = (x.to("cpu", copy=True) for x in (one.query, one.keys, one.values))
-                kept.append(Capture(query, keys, values, one.scaling))
-        forms = []
-        while captured:
-            turns = zip(rotations(captured.pop(0)), (self.key_clip, self.value_clip), strict=True)
-            forms.append(self.form(head_dim(model.config), *(partial(quantized, rotation=r, clip=c) for r, c in turns)))
-        return forms
-
-    def form(self, dim: int, keys: Any, values: Any) -> LayerFormat:
-        """A layer of heads of ``dim`` channels."""
+    def form(self, captured: Sequence[Capture]) -> LayerFormat:
+        """See `Calibrated.form`."""
+        turns = zip(rotations(captured), (self.key_clip, self.value_clip), strict=True)
+        keys, values = (partial(quantized, rotation=rotation, clip=clip) for rotation, clip in turns)
         # Scale and zero point of 16 bits each a token and head.
-        return LayerFormat(keys, values, BITS + 32 / dim, BITS, self.sink, self.recent)
+        return LayerFormat(keys, values, BITS + 32 / captured[0].keys.shape[-1], BITS, self.sink, self.recent)

@@ -9,7 +9,7 @@ import torch
 
 from hfkvq.measure.capture import Capture
 from hfkvq.measure.divergence import measure
-from hfkvq.measure.rivals import RIVALS, find_rival, fp4, omni_scaled, oscar, turboquant
+from hfkvq.measure.rivals import RIVALS, calibrated, find_rival, fp4, omni_scaled, oscar, saw_calibrated, turboquant
 from hfkvq.measure.rivals.simulated import LayerFormat, SimulatedCache
 from hfkvq.measure.texts import KINDS, read_text
 from tests.caches.models import build, prompt
@@ -143,6 +143,47 @@ def test_oscars_codes_by_hand() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def int4_by_hand(row: torch.Tensor) -> torch.Tensor:
+    low, scale = float(row.min()), half(float(row.max() - row.min()) / 15)
+    codes = [min(15, max(0, math.floor((float(x) - half(low)) / scale + 0.5))) for x in row]
+    return torch.tensor([q * scale + half(low) for q in codes], dtype=torch.float64)
+
+
+def test_saws_hessian_by_hand() -> None:
+    """Eqs. 7 to 11: INT4 in the basis of the queries' eigenvectors, behind blocks of Hadamard matrices."""
+    given = captured()
+    queries = [q for one in given for head in one.query.double() for q in head]
+    moment = sum(torch.outer(q, q) for q in queries) / len(queries)
+    moment = moment + 0.01 * moment.diagonal().mean() * torch.eye(8)
+    turn = saw_calibrated.hessian_rotation(given, 0.01)
+    torch.testing.assert_close(turn.T @ moment @ turn, torch.diag(torch.linalg.eigvalsh(moment).flip(0)))
+    assert (turn.gather(0, turn.abs().argmax(0, keepdim=True)) > 0).all()
+    form = saw_calibrated.SawHessian(block=4).form(given)
+    whole = torch.block_diag(hadamard(4), hadamard(4)) @ turn
+    x = given[0].keys[None]
+    for row, found in zip(x.flatten(0, 2).double(), form.keys(x).flatten(0, 2).double(), strict=True):
+        torch.testing.assert_close(found, int4_by_hand((row @ whole).float()) @ whole.T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(form.keys(x), form.values(x))
+
+
+def test_saws_kmeans_by_hand() -> None:
+    """Eqs. 5 and 6: the nearest centroid, and INT4 of what is left."""
+    torch.manual_seed(1)
+    middle = torch.tensor([[20.0] * 8, [-20.0] * 8, [20.0, -20.0] * 4])
+    x = middle[torch.arange(60) % 3] + torch.randn(60, 8) * 0.1
+    centres = saw_calibrated.kmeans(x, 3)
+    order = torch.cdist(middle, centres).argmin(1)
+    torch.testing.assert_close(centres[order], torch.stack([x[i::3].mean(0) for i in range(3)]))
+    got = saw_calibrated.residual(x[None, None], centres[None], None)[0, 0]
+    for i, row in enumerate(x):
+        near = centres[order[i % 3]]
+        torch.testing.assert_close(got[i].double(), near + int4_by_hand(row - near), rtol=1e-4, atol=1e-5)
+    # A codebook of one is the mean.
+    torch.testing.assert_close(saw_calibrated.kmeans(x, 1)[0], x.mean(0))
+    plain = saw_calibrated.int4(x, None)
+    assert (got - x).abs().mean() < (plain - x).abs().mean() / 3
+
+
 FORM = LayerFormat(lambda x: x.float() * 0 + 1, lambda x: x.float() * 0 + 2, 3.0, 2.0, sink=2, recent=3, unit=2)
 
 
@@ -187,6 +228,8 @@ def test_steps_that_read_what_is_stored() -> None:
         ("simulated-fp4", 4 + 8 / 16, 300, 300),
         ("simulated-oscar", (2 + 32 / 32), 300, 0),
         ("simulated-oscar:recent=100", (2 + 32 / 32), 300, 300 - 164),
+        ("simulated-saw-hessian", (4 + 32 / 32), 300, 300),
+        ("simulated-saw-kmeans:centroids=4", (4 + 40 / 32), 300, 300),
         ("simulated-oscar-omni", (2 + 32 / 32) + 32 / 64 / 2, 300, 256),
         ("simulated-turboquant-4:boundary=0", (4 + 16 / 32 + 4 + 32 / 32) / 2, 300, 300),
         ("simulated-turboquant-3:boundary=0", (3 + 16 / 32 + 3 + 32 / 32) / 2, 300, 300),
@@ -194,7 +237,7 @@ def test_steps_that_read_what_is_stored() -> None:
 )
 def test_bits_by_hand(monkeypatch, name, bits, tokens, rounded) -> None:
     model = build("qwen3")
-    monkeypatch.setattr(oscar, "calibration_rows", lambda *args: [prompt(1, 40)[0].tolist()])
+    monkeypatch.setattr(calibrated, "calibration_rows", lambda *args: [prompt(1, 40)[0].tolist()])
     name, _, knob = name.partition(":")
     rival = find_rival(name, {knob.split("=")[0]: int(knob.split("=")[1])} if knob else {})
     cache = rival.prepare(model, object(), prompt(1, 8))()
@@ -202,7 +245,11 @@ def test_bits_by_hand(monkeypatch, name, bits, tokens, rounded) -> None:
         model(prompt(1, tokens), past_key_values=cache)
     code_bits, total = rival.bits(cache)
     assert total == pytest.approx((rounded * bits + (tokens - rounded) * 32) / tokens)
-    assert math.isnan(code_bits) if not rounded else code_bits == (int(name[-1]) if name[-1].isdigit() else 2)
+    assert (
+        math.isnan(code_bits)
+        if not rounded
+        else code_bits == (int(name[-1]) if name[-1].isdigit() else 4 if "saw" in name else 2)
+    )
     assert math.isnan(rival.held_bytes(cache))
 
 
@@ -213,15 +260,15 @@ def test_the_first_and_last_layers_stay_whole() -> None:
 
 
 def test_calibration_text_is_of_no_window(tokenizer) -> None:
-    rows = oscar.calibration_rows(tokenizer, torch.zeros(1, 64, dtype=torch.long), 8192, 4096)
+    rows = calibrated.calibration_rows(tokenizer, torch.zeros(1, 64, dtype=torch.long), 8192, 4096)
     assert [len(row) for row in rows] == [1024] * 8
     # A window that holds the end of the first row, from somewhere in it on.
     window = torch.tensor([[5] * 8 + rows[0][500:]])
-    others = oscar.calibration_rows(tokenizer, window, 8192, 4096)
+    others = calibrated.calibration_rows(tokenizer, window, 8192, 4096)
     assert rows[0] not in others
     assert len(others) == 8
     with pytest.raises(ValueError, match="nothing is left to calibrate"):
-        oscar.calibration_rows(tokenizer, everything(tokenizer), 8192, 4096)
+        calibrated.calibration_rows(tokenizer, everything(tokenizer), 8192, 4096)
 
 
 def everything(tokenizer) -> torch.Tensor:

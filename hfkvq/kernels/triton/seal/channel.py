@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from ...pages import PageFormat
-from ...seal import RULES, parse_rule
+from ...seal import RULES, Rule, parse_rule
 from ...seal import SCORE_MAX as MOST
 from .._lib import F16_MAX, cdiv, fields_of, power
+from ..chance import chance
 from .arithmetic import affine_codes, affine_scale, divide_levels, inverse_of, is_wide, load_tokens, warps_of
 from .fit import FIT_THREAD, fit_scale, in_steps, squared_errors
 
@@ -52,12 +53,14 @@ def channel_errors(
 
 @triton.jit
 def rank_channels(
-    b_x, p_weight, o_c, m_c, CHOOSE: tl.constexpr, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr,
-    D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
+    b_x, p_weight, o_c, m_c, i_page, i_h, CHOOSE: tl.constexpr, SEED: tl.constexpr, LEVELS: tl.constexpr,
+    FIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Rank of every channel of a whole page, [F, C], 0 for the strongest; see `hfkvq.kernels.seal.channel_widths`."""
     if CHOOSE == 4:
         b_score = channel_errors(b_x, LEVELS, FIT, GROUP, F, T, C)
+    elif CHOOSE == 5:
+        b_score = (chance(o_c, i_page, i_h, SEED) >> 8).to(tl.float32)
     else:
         if CHOOSE == 2:
             b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
@@ -134,8 +137,8 @@ def seal_channel_kernel(
     given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     FIT: tl.constexpr, CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
-    COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr, NG: tl.constexpr,
-    BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
+    SEED: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
+    NG: tl.constexpr, BG: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr, FL: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """NG groups of GROUP tokens times the FIELDS * BE channels of BE words.
 
@@ -199,7 +202,9 @@ def seal_channel_kernel(
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
-        b_rank = rank_channels(b_x, p_weight, o_c, m_c, CHOOSE, LEVELS, FIT, GROUP, D, FH, BT, C)
+        b_rank = rank_channels(
+            b_x, p_weight, o_c, m_c, i_token // G, i_h, CHOOSE, SEED, LEVELS, FIT, GROUP, D, FH, BT, C
+        )  # fmt: skip
         if COUNT16 > 0:
             m_16 = b_rank < COUNT16
             b_place16 = place_chosen(m_16, FH, C)
@@ -337,8 +342,8 @@ def channel_constants(
     group, fields = form.group_size, fields_of(form.bits)
     block = power(group)
     # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
-    name, over16, over4, divisor = parse_rule(rule) if rule else ("", 0.0, 0.0, 1.0)
-    fits = bool(form.fit) or name == "error"
+    found = parse_rule(rule) if rule else Rule("")
+    fits = bool(form.fit) or found.name == "error"
     groups = form.page_size // group if rule or form.raised_count(4) else 1
     words = max(2, power(form.words(head_dim)))
     if not rule:
@@ -350,10 +355,11 @@ def channel_constants(
         "GROUP": group,
         "TOKEN_MAJOR": is_keys,
         "FIT": form.fit,
-        "CHOOSE": RULES.index(name) + 1 if rule else 0,
-        "OVER16": over16,
-        "OVER4": over4,
-        "DIVISOR": divisor,
+        "CHOOSE": RULES.index(found.name) + 1 if rule else 0,
+        "OVER16": found.over16,
+        "OVER4": found.over4,
+        "DIVISOR": found.divisor,
+        "SEED": found.seed,
         "COUNT4": form.raised_count(4),
         "COUNT16": form.raised_count(16),
         "N4": form.raised_room(4),
