@@ -363,6 +363,8 @@ class Histories(RuleBasedStateMachine):
         else:
             subject.plain = plain
             subject.plain.append(new)
+            # It stopped between the last layer's update and its attention, perhaps.
+            subject.waits = any(layer.staged is not None for layer in subject.layers)
         if self.evicts or self.plainly:
             subject.exact = False
 
