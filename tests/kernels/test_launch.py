@@ -1055,7 +1055,7 @@ def test_steps_again(triton_backend, prepared, name):
             assert all(torch.equal(getattr(got, own).cpu(), getattr(expected, own)) for own in names)
             assert count == 16 or not expected.flag
         for state in (got, expected):
-            settle(state)
+            settle(state, plan)
         assert expected.counters[RUNS:].any()
         test_step.compare(expected, got, plan)
 
