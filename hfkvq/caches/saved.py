@@ -53,8 +53,8 @@ class SavedCache(WholeCache):
             token_ids: (B, n), what the cache was given; they come back as ``saved_ids``.
 
         Raises:
-            ValueError: token ids of another shape than the cache has, or layers that cannot be saved: recurrent ones,
-                and sliding windows of a fixed capacity.
+            ValueError: token ids of another shape than the cache has, a scheme of your own without a name, or layers
+                that cannot be saved: recurrent ones, and sliding windows of a fixed capacity.
             OSError: the file cannot be written.
         """
         self._catch_up()
@@ -64,10 +64,11 @@ class SavedCache(WholeCache):
             raise ValueError(
                 f"token_ids: got shape {tuple(token_ids.shape)}, allowed (batch, {seen}), an id for each cached token."
             )
+        _check_named(self.preset)
         layers, tensors = [], {}
         for i, layer in enumerate(self.layers):
             numbers, held = packed_layer(layer) if i in self._compressed else _packed_stock(i, layer)
-            layers.append(numbers)
+            layers.append(numbers | {"record_past": getattr(layer, "record_past", False)})
             tensors |= {f"layer{i}.{name}": x for name, x in held.items()}
         beside = self._packed_beside()
         for name, (_, held) in beside.items():
@@ -128,6 +129,8 @@ class SavedCache(WholeCache):
     def _unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
         for i, (layer, numbers) in enumerate(zip(self.layers, description["layers"], strict=True)):
             own = _below(f"layer{i}", tensors)
+            # First: tails are longer, so that tokens can be taken back.
+            layer.record_past = numbers["record_past"] is True
             if i in self._compressed:
                 unpack_layer(layer, numbers, own, device)
             else:
@@ -155,6 +158,16 @@ class SavedCache(WholeCache):
         return known or {"type": own, "config": config_hash(self.config)}
 
 
+def _check_named(preset: Preset) -> None:
+    """Raises ValueError if a file could not say what the cache is made of."""
+    unnamed = [type(scheme).__name__ for scheme in preset.schemes if not scheme.name]
+    if unnamed:
+        raise ValueError(
+            f"scheme: {unnamed[0]} has no name under which a file could be read again; give the class a name "
+            "(CONTRIBUTING.md says how), or keep the cache with pickle."
+        )
+
+
 def _packed_stock(i: int, layer: Any) -> Packed:
     if type(layer).__name__ not in _STOCK:
         raise ValueError(
@@ -172,7 +185,7 @@ def _unpack_stock(
 ) -> None:
     if type(layer).__name__ not in _STOCK:
         raise ValueError(f"layer {i} is a {type(layer).__name__} here, which cannot be loaded")
-    if numbers:
+    if "came" in numbers:
         keys, values = (tensors[side].to(device, copy=True) for side in ("keys", "values"))
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values

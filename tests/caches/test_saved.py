@@ -124,6 +124,23 @@ def test_a_file_has_no_room_that_nobody_uses(tmp_path):
     assert (tmp_path / "cache").stat().st_size < cache.memory().total / 2
 
 
+@pytest.mark.parametrize("tokens", [0, 120])
+def test_newest_tokens_can_be_taken_back_as_before(tokens, tmp_path):
+    """What assisted decoding has asked for is kept, by an empty cache and by sliding windows, too."""
+    model, ids = build("gemma2"), prompt(1, 130)
+    cache = MixedKVCache(model, small("kitty-pro"))
+    cache.activate_past_recording()
+    with torch.no_grad():
+        if tokens:
+            model(ids[:, :tokens], past_key_values=cache)
+        cache.save(tmp_path / "cache")
+        loaded = MixedKVCache.load(tmp_path / "cache", model)
+        for x in (cache, loaded):
+            model(ids[:, tokens : tokens + 10], past_key_values=x)
+            x.crop(-6)
+        assert torch.equal(*[model(ids[:, :1], past_key_values=x).logits for x in (cache, loaded)])
+
+
 def test_an_empty_cache(tmp_path):
     model = build("llama")
     MixedKVCache(model, "kitty-pro").save(tmp_path / "cache")

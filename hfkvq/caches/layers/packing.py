@@ -26,7 +26,6 @@ def packed_layer(layer: KVLayer) -> Packed:
         "shape": [layer.batch_size, layer.heads, *(store.dims[side] for side in ("keys", "values"))],
         "dtype": str(layer.dtype).removeprefix("torch."),
         "evicted": layer.evicted,
-        "record_past": layer.record_past,
         "store": numbers,
     }
     own = {f"store.{name}": tensor for name, tensor in tensors.items()}
@@ -43,7 +42,7 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
     Raises:
         ValueError: it does not fit.
     """
-    if not found:
+    if "store" not in found:
         return
     rows, heads, *dims = map(int, found["shape"])
     dtype = getattr(torch, found["dtype"])
@@ -53,14 +52,11 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
     keys, values = (torch.empty(1, 1, 1, 1, dtype=dtype, device=device).expand(rows, heads, 1, dim) for dim in dims)
     layer.lazy_initialization(keys, values)
     layer.held().unpack(found["store"], _below("store", tensors))
-    layer.seen, layer.evicted, layer.record_past = (int(found["seen"]), *(found[x] is True for x in _FLAGS))
+    layer.seen, layer.evicted = int(found["seen"]), found["evicted"] is True
     for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
         if part is not None:
             part.unpack(found[name], {key: x.to(device, copy=True) for key, x in _below(name, tensors).items()})
     layer.edition += 1
-
-
-_FLAGS = ("evicted", "record_past")
 
 
 def _below(name: str, tensors: Parts) -> dict[str, Tensor]:
