@@ -12,6 +12,7 @@ from torch import Tensor
 from hfkvq.bounded import DAMAGE
 
 from .bit_table import config_hash
+from .lasting import lasting
 from .layers.packing import packed_layer, unpack_layer
 from .preset import Preset, get_preset
 from .saved_file import read_file, write_file
@@ -126,6 +127,7 @@ class SavedCache(WholeCache):
             raise ValueError(f"path: {path} cannot be loaded: {str(error).rstrip('.')}.") from error
         return made
 
+    @lasting
     def _unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
         for i, (layer, numbers) in enumerate(zip(self.layers, description["layers"], strict=True)):
             own = _below(f"layer{i}", tensors)

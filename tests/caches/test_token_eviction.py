@@ -201,6 +201,20 @@ def test_crop_takes_back_the_newest_or_refuses(name):
     assert layer.get_seq_length() == 80
 
 
+@pytest.mark.parametrize("name", ["snapkv+mixkvq", "h2o+mixkvq"])
+def test_a_step_taken_back_leaves_what_an_eviction_has_sealed(name):
+    """A second prompt's eviction seals values up to no unit's end; the host knew nothing of that after a crop."""
+    model, ids = build("llama"), prompt(1, 150)
+    cache = MixedKVCache(model, small(name), graphs=False)
+    with torch.no_grad():
+        for tokens in (136, 139, 1):
+            model(ids[:, :tokens], past_key_values=cache)
+        cache.crop(-1)
+        cache.integrity_check()
+        model(ids[:, :1], past_key_values=cache)
+    cache.integrity_check()
+
+
 def test_where_padding_stands_among_tokens_nothing_is_evicted(caplog):
     """Columns of masks would be those of other tokens."""
     say_once.cache_clear()

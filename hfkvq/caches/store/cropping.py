@@ -33,19 +33,20 @@ def cropped(store: StoreView, tokens: int, seen: int) -> StoreState:
     sink = store.layout.sink
     length = (store.counters[LENGTH] - tokens).clamp(min=0)
     rest = (length - sink).clamp(min=0)
+    state = store.state
+    reopens = any(max(row.length - tokens - sink, 0) < max(row[1:]) for row in state.states)
     states = set()
     for row in store.states:
         left = max(row.length - tokens, 0)
         behind = max(left - sink, 0)
         # One run reopens the unit that is cut. Several runs take no page apart: what stays sealed is just cut short.
+        # An eviction may have left a unit that is not full, which stays if nothing is cut.
         keys, values = (
-            min(row.sealed(side), behind // layout.unit * layout.unit if store.format.ordered else behind)
+            min(row.sealed(side), behind // layout.unit * layout.unit if reopens and store.format.ordered else behind)
             for side, layout in zip(SIDES, (store.layout.keys, store.layout.values), strict=True)
         )
         states.add(RowState(left, keys, values))
-    state = store.state
     counters = state.counters.clone()
-    reopens = any(max(row.length - tokens - sink, 0) < max(row[1:]) for row in state.states)
     if reopens and not store.format.ordered:
         counters[RUNS:] = _sealed_before(state, length)
     elif reopens:
