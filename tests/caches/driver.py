@@ -60,7 +60,7 @@ def cases() -> dict[str, Scheme]:
     more = {"fit": 3, "fit_values": 4, "score": "q_error", "key_local_length": 3, "group_size": 8}
     found["kitty-odd"] = get_scheme(found["kitty-odd"], **more)
     found["kivi-k4v2"] = small("kivi", key_bits=4, rotate_values=True, key_local_length=5, exact_keys=1)
-    found["kitty-exact"] = small("kitty", exact_keys=2, key_local_length=3, fit=3)
+    found["kitty-exact"] = small("kitty", exact_keys=2, key_local_length=3, fit=3, value_unit=1)
     found["saw-int4-odd"] = get_scheme(found["saw-int4-odd"], rotate="both", signs=5)
     found["kitty-bare"] = get_scheme(found["kitty-bare"], score="random", seed=3)
     found["triaxial-odd"] = get_scheme(found["triaxial-odd"], fit=2, fit_values=4)

@@ -32,8 +32,8 @@ def by_channel(x, group, bits):
     return rounded(x.unflatten(0, (-1, group)), 1, bits).flatten(0, 1)
 
 
-def kitty(keys, values, boosted, values_bits=2, sink=32, page=128, local=128):
-    """Figure 1, token by token: what is read of (T, D) keys and values when all have come."""
+def kitty(keys, values, boosted, values_bits=2, sink=32, page=128, local=128, unit=128):
+    """Figure 1, token by token: what is read of (T, D) keys and values when all have come; values go by ``unit``."""
     out, done = [keys.clone(), values.clone()], [sink, sink]
     for length in range(PROMPT, TOTAL + 1):
         while length - done[0] >= page:
@@ -41,9 +41,9 @@ def kitty(keys, values, boosted, values_bits=2, sink=32, page=128, local=128):
             bits = torch.full((keys.shape[1],), 2.0)
             bits[keys[own].abs().mean(0).argsort(descending=True)[:boosted]] = 4.0
             out[0][own], done[0] = by_channel(keys[own], page, bits), done[0] + page
-        while length - done[1] >= local + page:
-            own = slice(done[1], done[1] + page)
-            out[1][own], done[1] = by_token(values[own], values.shape[1], values_bits), done[1] + page
+        while length - done[1] >= local + unit:
+            own = slice(done[1], done[1] + unit)
+            out[1][own], done[1] = by_token(values[own], values.shape[1], values_bits), done[1] + unit
     return out
 
 
@@ -62,6 +62,7 @@ def kivi(keys, values, key_bits, value_bits, group, sink=0, residual=128):
 CASES = {
     "kitty": ("kitty", {}, lambda k, v: kitty(k, v, 16)),
     "kitty-pro": ("kitty-pro", {}, lambda k, v: kitty(k, v, 32)),
+    "kitty, its simulator": ("kitty", {"value_unit": 1}, lambda k, v: kitty(k, v, 16, unit=1)),
     "kivi-2": ("kivi-2", {}, lambda k, v: kivi(k, v, 2, 2, 32)),
     "kivi-K4V2*": ("kivi-2", {"sink_length": 32, "key_bits": 4}, lambda k, v: kivi(k, v, 4, 2, 32, 32)),
     "kivi-K2V4*, g = 128": (

@@ -43,6 +43,8 @@ class Kitty(Scheme):
         page_size: G, tokens per page.
         group_size: tokens of a channel that share a key scale; None takes the page, as in the paper.
         value_bits: width of values, 2 or 4 (2 in the paper).
+        value_unit: values that are sealed together; None takes the page, as the paper's Figure 1 and its runtime do, 1
+            seals each value as it leaves the local window, as the simulator behind its accuracy tables does.
         wide_from, wide_to: layers from the first share of the depth up to the second hold their values in 4 bits (none
             in the paper): of 30 layers those from 16 to 23 for 0.55 and 0.8.
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
@@ -98,6 +100,7 @@ class Kitty(Scheme):
     page_size: int = knob(128, low=8, high=1024)
     group_size: int | None = knob(None, low=8, high=1024)
     value_bits: int = knob(2, choices=(2, 4))
+    value_unit: int | None = knob(None, low=1, high=1024)
     wide_from: float = knob(0.0, low=0.0, high=1.0)
     wide_to: float = knob(0.0, low=0.0, high=1.0)
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
@@ -146,7 +149,8 @@ class Kitty(Scheme):
         keys = PageFormat(2, "channel", group, self.page_size, raised, self.token_norm, self.fit, self.exact_keys)
         values = PageFormat(self.value_bits, "token", value_dim, self.page_size, fit=self.fit_values)
         block = rotation_block(value_dim) if self.rotate_values else 0
-        own = SideLayout((values,), self.local_length, self.page_size, rotate=block, clip=self.clip_values)
+        unit = self.page_size if self.value_unit is None else self.value_unit
+        own = SideLayout((values,), self.local_length, unit, rotate=block, clip=self.clip_values)
         return Layout(SideLayout((keys,), self.key_local_length, self.page_size), own, self.sink_length)
 
     @property
