@@ -277,8 +277,8 @@ def seal_channel_kernel(
                 m_high[:, :, None, :],
             )
             b_scale, b_zero = fit_scale(
-                b_units, b_scale[:, :, None, :], b_zero[:, :, None, :], b_least, b_step, b_per_step, m_high[:, :, None, :],
-                FIT, GROUP, 2, None,
+                b_units, b_scale[:, :, None, :], b_zero[:, :, None, :], b_least, b_step, b_per_step,
+                m_high[:, :, None, :], FIT, GROUP, 2, None,
             )  # fmt: skip
             b_scale, b_zero = tl.reshape(b_scale, (FH, NG, C)), tl.reshape(b_zero, (FH, NG, C))
     if COUNT16 > 0 and RAISES:
