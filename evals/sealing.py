@@ -35,6 +35,8 @@ CASES = [
     ("saw-int4 values", "4t128p128", "values", None),
     ("fp8", "8t128p128", "keys", None),
     ("16 bits", "16t128p128", "keys", None),
+    ("best-2.5 keys", "2c128p128f4+4x32", "keys", "error"),
+    ("best-3.4 keys", "2c64p128f4+4x64", "keys", "error"),
 ]
 
 
@@ -135,7 +137,7 @@ def steps():
             same = all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
             us = timed(lambda: append(*new, counters, windows, store))  # noqa: B023
             print(f"append batch {batch:2}, rotation {rotate:3}: {us:6.2f} us, {'equal' if same else 'DIFFERENT'}")
-    for name, spec, side, choose in CASES[:1] + CASES[5:6] + CASES[7:8] + CASES[10:11]:
+    for name, spec, side, choose in CASES[:1] + CASES[5:6] + CASES[7:8] + CASES[10:11] + CASES[-2:]:
         for batch in (1, 32):
             whole = PageFormat.parse(spec).axis == "channel" or "kitty" in name
             parts, args, fmt, side, rule = call(spec, side, choose, 128, batch)

@@ -30,13 +30,18 @@ TURN, PROMPT, BLOCKS, FLAT = 1000, 64, 40, 0.01
 
 
 def tiny_model(device: torch.device) -> LlamaForCausalLM:
-    """One layer: what is looked for is in the cache."""
+    """One layer: what is looked for is in the cache.
+
+    On a GPU it is so wide that the host, whose speed changes, never makes it wait: a step is 1 GB of weights.
+    """
     torch.manual_seed(0)
+    wide = device.type == "cuda"
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=1 << 18,
+        vocab_size=256, hidden_size=8192 if wide else 128, intermediate_size=20480 if wide else 128,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
+        max_position_embeddings=1 << 18,
     )  # fmt: skip
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if wide else torch.float32
     model: Any = LlamaForCausalLM(config).eval()
     return model.to(device, dtype)
 
