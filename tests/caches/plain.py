@@ -212,13 +212,16 @@ class Subject:
         mask2d = None if bool(valid.all()) else valid.long()
         embeds = torch.empty(valid.shape[0], new.tokens, 1, dtype=new.keys.dtype)
         mask = create_causal_mask(self.config, embeds, mask2d, self.cache)
-        evicted = [bool(layer.evicted) for layer in held]
+        # Where tokens have been evicted, all but steps are stored, and what is due sealed, before they are attended to.
+        within = (valid.cumsum(1) > 0)[:, plain.length :]
+        quantized = new.tokens > 16 or bool((within & ~new.valid).any())
+        hidden = [bool(layer.evicted) and quantized for layer in held]
         for i in range(LAYERS):
             keys, values = self.cache.update(new.keys[i], new.values[i], i)
             if not seen:
                 continue
             out = self.attend(new.queries[i], keys, values, mask)
-            if watch and not (evicted[i] and new.tokens > 16):
+            if watch and not hidden[i]:
                 self.check_output(i, out, new, None if before is None else before[i], valid)
         plain.append(new)
         self.waits = not seen
