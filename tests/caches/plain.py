@@ -188,7 +188,7 @@ class Subject:
         self.cache = MixedKVCache(self.config, schemes[0], layers=layers, **{**options, "max_cache_len": self.capacity})
         own = tuple(scheme.in_layer(i, len(schemes)) for i, scheme in enumerate(schemes))
         self.plain, self.exact, self.module = Plain(own), True, Module()
-        # Whether tokens have been taken back, or may be, and whether the last ones still wait.
+        # Whether tokens have been taken back, or may be, and whether the last ones still wait, or what is due of them.
         self.cropped = self.waits = False
         self.module.config = self.config  # type: ignore[assignment]
         # Tokens that each row may have lost nothing of, if its scheme evicts.
@@ -204,20 +204,24 @@ class Subject:
             watch: compare what comes out with plain attention over what is held.
             seen: whether attention comes; else the next update does what is left.
         """
-        # What waits is attended to as it came, and is quantized with what comes next.
-        watch = watch and not self.waits
-        plain, before = self.plain, [self.dense(i) for i in range(LAYERS)] if watch and self.plain.length else None
+        plain = self.plain
+        # What waits is stored, and what is due sealed, before the new tokens are attended to.
+        held = self.settled().compressed_layers if watch else self.layers
+        before = [[x.dense(side).clone() for side in SIDES] for x in held] if watch and plain.length else None  # type: ignore[arg-type]
         valid = torch.cat([plain.valid, new.valid], 1) if plain.length else new.valid
         mask2d = None if bool(valid.all()) else valid.long()
         embeds = torch.empty(valid.shape[0], new.tokens, 1, dtype=new.keys.dtype)
         mask = create_causal_mask(self.config, embeds, mask2d, self.cache)
-        evicted = [bool(layer.evicted) for layer in self.layers]
+        # Where tokens have been evicted, all but steps are stored, and what is due sealed, before they are attended to.
+        within = (valid.cumsum(1) > 0)[:, plain.length :]
+        quantized = new.tokens > 16 or bool((within & ~new.valid).any())
+        hidden = [bool(layer.evicted) and quantized for layer in held]
         for i in range(LAYERS):
             keys, values = self.cache.update(new.keys[i], new.values[i], i)
             if not seen:
                 continue
             out = self.attend(new.queries[i], keys, values, mask)
-            if watch and not (evicted[i] and new.tokens > 16):
+            if watch and not hidden[i]:
                 self.check_output(i, out, new, None if before is None else before[i], valid)
         plain.append(new)
         self.waits = not seen
@@ -251,9 +255,6 @@ class Subject:
     @property
     def layers(self) -> list[KVLayer]:
         return self.cache.compressed_layers
-
-    def dense(self, layer: int) -> list[Tensor]:
-        return [self.layers[layer].dense(side).clone() for side in SIDES]  # type: ignore[arg-type]
 
     def settled(self) -> MixedKVCache:
         """A copy with nothing left to do."""
@@ -314,9 +315,11 @@ class Subject:
             held = counters[LENGTH][row]
             assert counters[START][row] == plain.length - held
             assert held <= given
-            room = int(scheme.room(torch.tensor(given), torch.tensor(given), index, LAYERS, hold))
+            # The last trim may have been at any length, and budgets may have grown by more than a token for each since.
+            at = torch.arange(given + 1)
+            least = int((scheme.room(at, at, index, LAYERS, hold) + given - at).min())
             if not isinstance(scheme, TieredEviction) and not self.cropped:
-                assert held >= min(room, given)
+                assert held >= least
             if held == given:
                 assert int(store.dropped[row]) == 0
             if not held or not bool(plain.valid[b, plain.lead[b] :].all()):

@@ -432,6 +432,16 @@ def test_requantizing_alone_moves_tokens_and_frees_pages():
     assert_same_bits(moved, whole)
 
 
+def test_tokens_leave_the_tail_in_order_however_long_it_is():
+    """It is a ring, and longer where room is set aside for steps."""
+    found = []
+    for more in ({}, {"capacity": 265, "recordable": True}):
+        layer = make(small("arkv-window", budget_tokens=40), **more)
+        feed(layer, [row(1, 206)], [40, 166])
+        found.append(stored(layer, 0))
+    assert_same_bits(*found)
+
+
 # Prompts on a cache that has evicted, rows, padding.
 
 

@@ -367,8 +367,8 @@ class Histories(RuleBasedStateMachine):
         else:
             subject.plain = plain
             subject.plain.append(new)
-            # It stopped between the last layer's update and its attention, perhaps.
-            subject.waits = any(layer.staged is not None for layer in subject.layers)
+            # It stopped between the last layer's update and its attention, perhaps, or before what is due was sealed.
+            subject.waits = any(layer.staged is not None or layer.uncommitted for layer in subject.layers)
         if self.evicts or self.plainly:
             subject.exact = False
 

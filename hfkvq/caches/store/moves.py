@@ -17,6 +17,9 @@ from .state import SIDES, StoreState
 EVICT, STAY = -1, -2
 """Targets beside the number of a run."""
 
+LAST = torch.iinfo(torch.int32).max
+"""Behind every position."""
+
 
 class Moves(NamedTuple):
     """Tokens of one side of a run: entries that stay there and that come, bool (B, n), and how many: i32 (B,)."""
@@ -30,12 +33,13 @@ class Moves(NamedTuple):
     def of(cls, stays: Tensor, comes: Tensor) -> Moves:
         return cls(stays, comes, *(mask.sum(1, dtype=torch.int32) for mask in (stays, comes)))
 
-    def order(self, most_kept: int, most_new: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Entries that stay, i64 (B, most_kept), those that come, (B, most_new), and these behind those."""
-        old, fresh = (
-            mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
-            for mask, count in ((self.stays, most_kept), (self.comes, most_new))
-        )
+    def order(self, most_kept: int, most_new: int, coming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Entries that stay, i64 (B, most_kept), those that come, (B, most_new), and these behind those.
+
+        ``coming`` is `Plan.coming`.
+        """
+        old = self.stays.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most_kept]
+        fresh = torch.where(self.comes, coming, LAST).argsort(dim=1, stable=True)[:, :most_new]
         slot = torch.arange(most_kept + most_new, device=old.device)[None]
         pick = torch.where(slot < self.kept[:, None], slot, slot - self.kept[:, None] + most_kept)
         both = torch.cat([old, fresh], 1)
@@ -49,6 +53,8 @@ class Plan(NamedTuple):
         where: i32 (B, n), row position of each entry, `ABSENT` where there is no token.
         to: i32 (B, n), its position then.
         columns: i64 (B, n), by side, where it stands in `sink | runs | tail`.
+        coming: i32 (B, n), in whose order entries come to a run: that of columns, and of the tail that of positions.
+            A tail is a ring, so that its columns would say how long it is.
         free: bool (B, n), tokens that are left and are not in the sink then.
         sink: bool (B, n), tokens in the sink then.
         gone: i32 (B,), tokens that are forgotten.
@@ -58,6 +64,7 @@ class Plan(NamedTuple):
     where: Tensor
     to: Tensor
     columns: dict[Side, Tensor]
+    coming: Tensor
     free: Tensor
     sink: Tensor
     gone: Tensor
@@ -77,8 +84,11 @@ def planned(state: StoreState, target: Tensor, where: Tensor | None) -> Plan:
             paged = behind < run_count(state.counters, 0, side)[:, None]
             place = torch.where(paged, first + behind, first + size + behind % ring)
             columns[side] = torch.where(entry < sink, entry, place).long()
+        coming = entry
     else:
         where = positions(state) if where is None else where
+        tail = run_columns(state)[-1][0]
+        coming = torch.where(entry < tail, entry, tail + where)
         columns = dict.fromkeys(SIDES, entry.expand(state.batch, -1).long())
     evicted = (where > ABSENT) & (target == EVICT)
     left = (where > ABSENT) & ~evicted
@@ -94,7 +104,7 @@ def planned(state: StoreState, target: Tensor, where: Tensor | None) -> Plan:
         before = gone[:, None]
     to = torch.where(left, where - before, ABSENT)
     first_tokens = left & (to < sink) if sink else torch.zeros_like(left)
-    return Plan(where, to, columns, left & ~first_tokens, first_tokens, gone, length - gone)
+    return Plan(where, to, columns, coming, left & ~first_tokens, first_tokens, gone, length - gone)
 
 
 def moves_of_one_run(state: StoreState, plan: Plan, layout: Layout, hold: int) -> dict[Side, list[Moves]]:

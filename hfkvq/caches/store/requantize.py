@@ -32,12 +32,10 @@ from ..row_states import RowState
 from ..scheme import Layout, Scheme
 from .columns import as_pages, gather, positions, run_columns, take
 from .growth import grow
-from .moves import EVICT, STAY, Moves, Plan, moves_by_target, moves_of_one_run, planned
+from .moves import EVICT, LAST, STAY, Moves, Plan, moves_by_target, moves_of_one_run, planned
 from .sealing import write_pages
 from .state import SIDES, StoreState
 from .view import StoreView
-
-_LAST = torch.iinfo(torch.int32).max
 
 
 def keep_tokens(store: StoreView, keep: Tensor, hold: int = 0, q_abs: Tensor | None = None) -> bool:
@@ -60,7 +58,7 @@ def keep_tokens(store: StoreView, keep: Tensor, hold: int = 0, q_abs: Tensor | N
     where = None
     if not state.format.ordered:
         where = positions(store)
-        order = torch.where(where > ABSENT, where, _LAST).argsort(1)[:, : target.shape[1]]
+        order = torch.where(where > ABSENT, where, LAST).argsort(1)[:, : target.shape[1]]
         target = torch.full_like(where, STAY, dtype=torch.int8).scatter_(1, order, target)
     return _apply(store, target, where, hold, q_abs)
 
@@ -271,7 +269,7 @@ def _rebuilt(
         columns = plan.columns[side]
         if moves is not done:
             # Once, where keys and values move alike.
-            done, (old, some, order) = moves, moves.order(most_kept, most_new)
+            done, (old, some, order) = moves, moves.order(most_kept, most_new, plan.coming)
             order = order[:, :total]
         fresh = some
         kept, new = moves.kept, moves.new
@@ -328,7 +326,7 @@ def _pages_in_order(table: Tensor, pos: Tensor, moves: Moves, page: int, sides: 
     """A run of whole pages in order of their newest tokens; free blocks stay behind."""
     paged = pos.unflatten(1, (-1, page))
     full = torch.arange(paged.shape[1], device=pos.device) < ((moves.kept + moves.new) // page)[:, None]
-    order = torch.where(full, paged.amax(2), _LAST).argsort(dim=1, stable=True)
+    order = torch.where(full, paged.amax(2), LAST).argsort(dim=1, stable=True)
     pos = paged.gather(1, order[:, :, None].expand_as(paged)).flatten(1)
     return RunView(table.gather(1, order), pos, *sides)
 
@@ -353,7 +351,7 @@ def _tail(state: StoreState, plan: Plan, side: Side, moves: Sequence[Moves], nee
         # Columns of the tail: no other token comes there.
         own, key, columns = own[:, at:], key[:, at:], columns[:, at:]
     ring = max(need, window.shape[2])
-    oldest = torch.where(own, key, _LAST).argsort(1)[:, :ring]
+    oldest = torch.where(own, key, LAST).argsort(1)[:, :ring]
     sealed = torch.stack([move.kept + move.new for move in moves]).sum(0)
     rank = (torch.arange(ring, device=state.device) - sealed[:, None]) % ring
     columns = columns.gather(1, oldest.gather(1, rank.clamp(max=oldest.shape[1] - 1)))
