@@ -276,40 +276,6 @@ def test_channels_at_random(backend, spec, head_dim):
         assert same(a, b), name
 
 
-@pytest.mark.parametrize(
-    ("spec", "head_dim", "choose", "bad"),
-    [
-        ("2c128p128f3+4x16", 64, "error", False),
-        ("2c32p64f4+4x20+16x5", 80, "error", True),
-        ("2c32p32f2+4x8", 64, "k_abs", False),
-        ("2c16p32f4+4x8", 64, None, True),
-        ("4c16p32nf4", 128, None, True),
-    ],
-)
-def test_prompts_are_fitted_as_steps_are(triton_backend, monkeypatch, spec, head_dim, choose, bad):
-    """By a kernel of its own, from so many pages on as these calls have; what is chosen and sealed is the same."""
-    pytest.importorskip("triton")
-    from hfkvq.kernels.triton.seal import fit, launch
-
-    monkeypatch.setattr(launch, "APART", 1)
-    launched = []
-    monkeypatch.setattr(launch, "fit_constants", lambda *a: launched.append(a) or fit.fit_constants(*a))
-    launch._fit_launch.cache_clear()
-    parts, table, count, new, source, index, widths = arguments(spec, "keys", head_dim, torch.float32, bad)
-    q_abs = torch.rand(ROWS, HEADS, head_dim) if choose else None
-    call = (table, count, new, source, index, None if choose else widths)
-    chosen = widths
-    if choose:
-        columns = index.clamp(max=source.shape[2] - 1).long()[:, None, :, None].expand(-1, HEADS, -1, head_dim)
-        fmt = PageFormat.parse(spec)
-        chosen = channel_widths(source.gather(2, columns).unflatten(2, (-1, fmt.page_size)), fmt, choose, q_abs)
-    expected = by_reference(parts, (*call[:-1], chosen), spec, "keys")
-    got = run(triton_backend, parts, call, spec, "keys", choose, q_abs)
-    assert launched
-    for name, a, b in zip(PageFormat.parse(spec).names, got, expected, strict=True):
-        assert same(a, b), name
-
-
 def test_rules_that_do_not_go():
     parts, *call, widths = arguments("2c32p64+4x20+16x5", "keys", 80)
     fmt = PageFormat.parse("2c32p64+4x20+16x5")

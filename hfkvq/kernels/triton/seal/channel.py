@@ -53,14 +53,11 @@ def channel_errors(
 
 @triton.jit
 def rank_channels(
-    b_x, p_weight, p_errors, o_c, m_c, i_page, i_h, CHOOSE: tl.constexpr, SEED: tl.constexpr, LEVELS: tl.constexpr,
+    b_x, p_weight, o_c, m_c, i_page, i_h, CHOOSE: tl.constexpr, SEED: tl.constexpr, LEVELS: tl.constexpr,
     FIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Rank of every channel of a whole page, [F, C], 0 for the strongest; see `hfkvq.kernels.seal.channel_widths`."""
-    if p_errors is not None:
-        o_group = (tl.arange(0, T // GROUP) * D)[None, :, None] + o_c[:, None, :]
-        b_score = halving_sum(tl.load(p_errors + o_group, mask=m_c[:, None, :], other=0.0), F, T // GROUP, C)
-    elif CHOOSE == 4:
+    if CHOOSE == 4:
         b_score = channel_errors(b_x, LEVELS, FIT, GROUP, F, T, C)
     elif CHOOSE == 5:
         b_score = (chance(o_c, i_page, i_h, SEED) >> 8).to(tl.float32)
@@ -137,7 +134,7 @@ def place_width(
 @triton.jit(do_not_specialize=["count", "new", "index", "N", "M"])
 def seal_channel_kernel(
     codes, scale, zero, norm, high, high_index, full, full_index, table, count, new, source, index, widths, weight,
-    given, fits, errors, s_b, s_h, s_l, s_d, H, N, M,
+    given, s_b, s_h, s_l, s_d, H, N, M,
     D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TOKEN_MAJOR: tl.constexpr,
     FIT: tl.constexpr, CHOOSE: tl.constexpr, OVER16: tl.constexpr, OVER4: tl.constexpr, DIVISOR: tl.constexpr,
     SEED: tl.constexpr, COUNT4: tl.constexpr, COUNT16: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
@@ -205,11 +202,8 @@ def seal_channel_kernel(
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
-        p_errors = errors
-        if errors is not None:
-            p_errors = errors + (i_bh * (M // GROUP) + i_g * NG) * D
         b_rank = rank_channels(
-            b_x, p_weight, p_errors, o_c, m_c, i_token // G, i_h, CHOOSE, SEED, LEVELS, FIT, GROUP, D, FH, BT, C
+            b_x, p_weight, o_c, m_c, i_token // G, i_h, CHOOSE, SEED, LEVELS, FIT, GROUP, D, FH, BT, C
         )  # fmt: skip
         if COUNT16 > 0:
             m_16 = b_rank < COUNT16
@@ -239,56 +233,44 @@ def seal_channel_kernel(
             tl.store(norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
         b_share = tl.math.div_rn(tl.full([BT], 1.0, tl.float32), b_norm.to(tl.float32))
         b_x = b_x * b_share[None, :, None]
+    # NaN does not count in a minimum. [FH, NG, C]
+    b_own = b_x
+    if BG != GROUP:
+        b_own = tl.where(m_t[None, :, None], b_x, float("nan"))
+    b_own = tl.reshape(b_own, (FH, NG, BG, C))
+    b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
+    if is_wide(b_low, b_high):
+        # Loaded once more: hardly ever, and registers for it would cost every page.
+        b_column = tl.load(p_column, mask=m_t, other=0)
+        b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
+        if norm is not None:
+            b_again = b_again * b_share[None, :, None]
+        m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
+        b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
+        b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
+    # [FH, 1, C]
     m_high = (m_4 | (LEVELS == 15))[:, None, :]
-    o_group = (tl.arange(0, NG) * D)[None, :, None] + o_c[:, None, :]
-    m_group = tl.broadcast_to(m_c[:, None, :], (FH, NG, C))
-    if fits is not None:
-        FITS: tl.constexpr = 4 if COUNT4 > 0 else 2
-        p_fit = fits + (i_bh * (M // GROUP) + i_g * NG) * (FITS * D)
-        p_fit = p_fit + (tl.arange(0, NG) * (FITS * D))[None, :, None] + o_c[:, None, :]
-        b_scale, b_zero = tl.load(p_fit, mask=m_group), tl.load(p_fit + D, mask=m_group)
-        if COUNT4 > 0:
-            b_scale = tl.where(m_4[:, None, :], tl.load(p_fit + 2 * D, mask=m_group), b_scale)
-            b_zero = tl.where(m_4[:, None, :], tl.load(p_fit + 3 * D, mask=m_group), b_zero)
-    else:
-        # NaN does not count in a minimum. [FH, NG, C]
-        b_own = b_x
-        if BG != GROUP:
-            b_own = tl.where(m_t[None, :, None], b_x, float("nan"))
-        b_own = tl.reshape(b_own, (FH, NG, BG, C))
-        b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
-        if is_wide(b_low, b_high):
-            # Loaded once more: hardly ever, and registers for it would cost every page.
-            b_column = tl.load(p_column, mask=m_t, other=0)
-            b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
-            if norm is not None:
-                b_again = b_again * b_share[None, :, None]
-            m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
-            b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
-            b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
-        b_scale, b_zero = affine_scale(b_low, b_high, m_high)
-        if FIT:
-            m_own = tl.broadcast_to(tl.reshape(m_t, (NG, BG))[None, :, :, None], (FH, NG, BG, C))
-            b_units, b_least, b_step, b_per_step = in_steps(
-                tl.reshape(b_x, (FH, NG, BG, C)),
-                m_own,
-                b_low[:, :, None, :],
-                b_high[:, :, None, :],
-                m_high[:, :, None, :],
-            )
-            b_scale, b_zero = fit_scale(
-                b_units, b_scale[:, :, None, :], b_zero[:, :, None, :], b_least, b_step, b_per_step,
-                m_high[:, :, None, :], FIT, GROUP, 2, None,
-            )  # fmt: skip
-            b_scale, b_zero = tl.reshape(b_scale, (FH, NG, C)), tl.reshape(b_zero, (FH, NG, C))
+    b_scale, b_zero = affine_scale(b_low, b_high, m_high)
+    if FIT:
+        m_own = tl.broadcast_to(tl.reshape(m_t, (NG, BG))[None, :, :, None], (FH, NG, BG, C))
+        b_units, b_least, b_step, b_per_step = in_steps(
+            tl.reshape(b_x, (FH, NG, BG, C)), m_own, b_low[:, :, None, :], b_high[:, :, None, :], m_high[:, :, None, :]
+        )
+        b_scale, b_zero = fit_scale(
+            b_units, b_scale[:, :, None, :], b_zero[:, :, None, :], b_least, b_step, b_per_step, m_high[:, :, None, :],
+            FIT, GROUP, 2, None,
+        )  # fmt: skip
+        b_scale, b_zero = tl.reshape(b_scale, (FH, NG, C)), tl.reshape(b_zero, (FH, NG, C))
     if COUNT16 > 0 and RAISES:
         b_scale = tl.where(m_16[:, None, :], 0.0, b_scale).to(tl.float16)
         b_zero = tl.where(m_16[:, None, :], 0.0, b_zero).to(tl.float16)
+    o_group = (tl.arange(0, NG) * D)[None, :, None] + o_c[:, None, :]
     p_group = (i_head * (G // GROUP) + i_slot // GROUP) * D + o_group
+    m_group = tl.broadcast_to(m_c[:, None, :], (FH, NG, C))
     tl.store(scale + p_group, b_scale, mask=m_group)
     tl.store(zero + p_group, b_zero, mask=m_group)
 
-    if FIT and fits is None:
+    if FIT:
         # Once more as well: registers have held what is fitted.
         b_column = tl.load(p_column, mask=m_t, other=0)
         b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
@@ -354,14 +336,14 @@ def ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
 
 
 def channel_constants(
-    form: PageFormat, is_keys: bool, tokens: int, head_dim: int, rule: str, fitted: bool
+    form: PageFormat, is_keys: bool, tokens: int, head_dim: int, rule: str
 ) -> tuple[tuple[int, int], dict[str, Any]]:
     """Programs for groups of tokens and for slices of words, and what `seal_channel_kernel` takes by name."""
     group, fields = form.group_size, fields_of(form.bits)
     block = power(group)
     # Ranks and words of raised channels need the whole page; else a group, and no more words than a program holds.
     found = parse_rule(rule) if rule else Rule("")
-    fits = not fitted and (bool(form.fit) or found.name == "error")
+    fits = bool(form.fit) or found.name == "error"
     groups = form.page_size // group if rule or form.raised_count(4) else 1
     words = max(2, power(form.words(head_dim)))
     if not rule:

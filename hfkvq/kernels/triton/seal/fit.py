@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 from ... import groups
-from ...pages import PageFormat
-from .._lib import F16_MAX, cdiv
-from .arithmetic import affine_scale, divide_levels, rounded_product
+from .._lib import F16_MAX
+from .arithmetic import divide_levels, rounded_product
 
 F16_TINY = tl.constexpr(groups.F16_TINY)
 CUT2, CUT4 = tl.constexpr(groups.CUT2), tl.constexpr(groups.CUT4)
@@ -150,77 +147,3 @@ def fit_scale(
         b_scale, b_zero = to_stored(1.0 - b_ratio, b_levels * (0.5 * b_ratio), b_low, b_step)
         b_ratio += b_cut
     return b_best, b_first
-
-
-@triton.jit(do_not_specialize=["new", "index", "M"])
-def fit_channels_kernel(
-    fits, errors, new, source, index, given, s_b, s_h, s_l, s_d, H, M,
-    D: tl.constexpr, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Scale and zero of a group of C channels at one of N widths, and what the first width would lose.
-
-    A lane has a channel of its own, with all tokens of a group of up to 64 in its registers: little is exchanged, and
-    what is one value a group is computed once or twice. `seal_channel_kernel`, which needs whole pages to rank
-    channels, would deal one group out to 16 warps.
-    """
-    i_g, i_bh, i_c = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2) // N
-    i_n = tl.program_id(2) % N
-    i_b, i_h = i_bh // H, i_bh % H
-    i_j = i_g * GROUP
-    if i_j >= tl.minimum(tl.load(new + i_b), M):
-        return
-    o_t = tl.arange(0, GROUP)
-    b_column = tl.load(index + i_b * M + i_j + o_t)
-    # Neighbours are not neighbours in memory, or the compiler would load several at a time and leave lanes to tokens.
-    o_i = tl.arange(0, C)
-    o_c = i_c * C + o_i // 2 + o_i % 2 * (C // 2)
-    m_c = (o_c < D)[None, :]
-    p_x = source + i_b * s_b + i_h * s_h + (b_column.to(tl.int64) * s_l)[:, None] + (o_c * s_d)[None, :]
-    b_x = tl.load(p_x, mask=m_c, other=0.0).to(tl.float32)
-    if given is not None:
-        b_norm = tl.load(given + i_bh * M + i_j + o_t)
-        b_x = b_x * tl.math.div_rn(tl.full([GROUP], 1.0, tl.float32), b_norm.to(tl.float32))[:, None]
-    m_x = tl.abs(b_x) <= F16_MAX
-    b_low = tl.min(tl.where(m_x, b_x, float("inf")), 0, keep_dims=True)
-    b_high = tl.max(tl.where(m_x, b_x, float("-inf")), 0, keep_dims=True)
-    m_high = (b_low != b_low) | (i_n > 0) | (LEVELS == 15)
-    b_scale, b_zero = affine_scale(b_low, b_high, m_high)
-    b_units, b_low, b_step, b_per_step = in_steps(b_x, m_x, b_low, b_high, m_high)
-    b_scale, b_zero = fit_scale(b_units, b_scale, b_zero, b_low, b_step, b_per_step, m_high, FIT, GROUP, 0, None)
-    o_group = (i_bh * (M // GROUP) + i_g) * D + o_c[None, :]
-    p_fit = fits + (i_bh * (M // GROUP) + i_g) * (2 * N * D) + i_n * (2 * D) + o_c[None, :]
-    tl.store(p_fit, b_scale, mask=m_c)
-    tl.store(p_fit + D, b_zero, mask=m_c)
-    if errors is not None:
-        if i_n == 0:
-            b_lost = squared_errors(b_units, b_scale, b_zero, b_low, b_step, b_per_step, LEVELS * 1.0, GROUP, 0, None)
-            tl.store(errors + o_group, b_lost, mask=m_c)
-
-
-APART = 4
-"""Pages of a call from which on scales are fitted by `fit_channels_kernel`: prompts, but no step, which would launch it
-in vain most of the time."""
-
-FIT_CHANNELS, FIT_TOKENS = 32, 64
-"""Channels of a program, a lane each, and tokens of a lane."""
-
-
-def fit_widths(form: PageFormat) -> int:
-    """At how many widths channels are fitted: that of the page, and 4 bits where some are raised to them."""
-    return 2 if form.raised_count(4) else 1
-
-
-def fit_constants(form: PageFormat, head_dim: int) -> tuple[int, dict[str, Any]]:
-    """Slices of channels times widths, and what `fit_channels_kernel` takes by name."""
-    widths = fit_widths(form)
-    constants = {
-        "D": head_dim,
-        "LEVELS": 2**form.bits - 1,
-        "FIT": form.fit,
-        "GROUP": form.group_size,
-        "C": FIT_CHANNELS,
-        "N": widths,
-        "num_warps": max(1, form.group_size // FIT_TOKENS),
-        "enable_fp_fusion": False,
-    }
-    return cdiv(head_dim, FIT_CHANNELS) * widths, constants

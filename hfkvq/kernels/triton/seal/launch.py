@@ -16,7 +16,6 @@ from .._lib import PARTS, power
 from ..ahead import Wanted
 from ..launch import Launch
 from .channel import channel_constants, ranks_in_kernel, seal_channel_kernel
-from .fit import APART, fit_channels_kernel, fit_constants, fit_widths
 from .token import seal_token_kernel, seal_unpacked_kernel, token_constants, unpacked_constants
 
 
@@ -52,51 +51,12 @@ def seal_triton(
         place = count[:, None] // form.page_size + torch.arange(pages.shape[2], device=count.device)
         widths, rule = channel_widths(pages, form, rule, q_abs, place), ""
     weight = q_abs.to(torch.float32) if q_abs is not None and rule else None
-    apart = _apart(form, tokens)
-    has = (widths is not None and bool(form.raised), weight is not None, norm is not None, apart)
+    given = [x.contiguous() for x in (widths if form.raised else None, weight, norm) if x is not None]
+    has = (widths is not None and bool(form.raised), weight is not None, None if norm is None else norm.dtype)
     shape, kinds = (batch, heads, head_dim), (source.dtype, stored.dtype, source.device)
-    new, index = new.contiguous(), index.contiguous()
-    norm = None if norm is None else norm.contiguous()
-    fits = errors = None
-    if apart:
-        groups = batch * heads * tokens // form.group_size * head_dim
-        fits = torch.empty(groups * 2 * fit_widths(form), dtype=torch.float16, device=source.device)
-        errors = torch.empty(groups, dtype=torch.float32, device=source.device) if rule == "error" else None
-        fitted = [x for x in (fits, errors, new, source, index, norm) if x is not None]
-        _fit_launch(fmt, shape, source.stride(), source.device, tokens, rule, norm is not None)(*fitted)
-    given = [widths if form.raised else None, weight, norm, fits, errors]
-    given = [x.contiguous() for x in given if x is not None]
     launch = _launch(fmt, side, shape, source.stride(), *kinds, table.shape[1], tokens, rule, has)
-    launch(*parts, table.contiguous(), count.contiguous(), new, source, index, *given)
+    launch(*parts, table.contiguous(), count.contiguous(), new.contiguous(), source, index.contiguous(), *given)
     return None
-
-
-def _apart(form: PageFormat, tokens: int) -> bool:
-    """Whether scales are fitted by a kernel of their own."""
-    return bool(form.fit) and form.axis == "channel" and form.bits < 8 and tokens >= APART * form.page_size
-
-
-@lru_cache(maxsize=256)
-def _fit_launch(
-    fmt: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    device: torch.device,
-    tokens: int,
-    rule: str,
-    normed: bool,
-) -> Launch:
-    """Takes fits, errors where the rule asks for them, new, source, index, and factors where there are any."""
-    form = PageFormat.parse(fmt)
-    slices, constants = fit_constants(form, shape[2])
-    numbers = dict(zip(("s_b", "s_h", "s_l", "s_d"), stride, strict=True)) | {"H": shape[1], "M": tokens}
-    at = 2 if rule == "error" else 1
-
-    def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
-        return tensors[0], tensors[1] if at == 2 else None, *tensors[at : at + 3], tensors[-1] if normed else None
-
-    grid = (tokens // form.group_size, shape[0] * shape[1], slices)
-    return Launch(fit_channels_kernel, grid, numbers, constants, device, nest)
 
 
 def seal_wanted(
@@ -117,20 +77,14 @@ def seal_wanted(
     if rule and not ranks_in_kernel(form, shape[2]):
         rule = None
     weighed = weighed and bool(rule)
-    apart, errors = _apart(form, tokens), rule == "error"
-    given = (bool(form.raised) and not rule, weighed, form.normed, apart)
+    given = (bool(form.raised) and not rule, weighed, torch.float16 if form.normed else None)
     made = _launch(fmt.spec, side, shape, stride, dtype, dtype, device, 1, tokens, rule or "", given)
     kinds = [kind or dtype for _, kind in form.shapes("keys" if side == "keys" else "values", *shape[1:]).values()]
     if form.bits == 8:
         kinds[form.names.index("codes")] = torch.uint8
-    fitted = [torch.float16] * apart + [torch.float32] * (apart and errors)
-    if apart:
-        norms = [torch.float16] * form.normed
-        fit = _fit_launch(fmt.spec, shape, stride, device, tokens, rule or "", form.normed)
-        yield fit.wanted([*fitted, torch.int32, dtype, torch.int32, *norms])
     kinds += [torch.int32] * 3 + [dtype, torch.int32]
-    kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=False) if has]
-    yield made.wanted(kinds + fitted)
+    kinds += [kind for kind, has in zip((torch.uint8, torch.float32, torch.float16), given, strict=True) if has]
+    yield made.wanted(kinds)
 
 
 @lru_cache(maxsize=512)
@@ -162,7 +116,7 @@ def seal_launch(
     if odd or (rule and not ranks_in_kernel(form, shape[3])):
         return None
     shape = (shape[0], shape[1], shape[3])
-    return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False,) * 4)
+    return _launch(fmt.spec, side, shape, stride, dtype, dtype, device, blocks, tokens, rule, (False, False, None))
 
 
 @lru_cache(maxsize=1024)
@@ -177,11 +131,9 @@ def _launch(
     blocks: int,
     tokens: int,
     rule: str,
-    given: tuple[bool, bool, bool, bool],
+    given: tuple[bool, bool, torch.dtype | None],
 ) -> Launch:
-    """Takes a side's tensors, table, count, new, source, index, and what is given of widths, weights, factors and fits.
-
-    Errors come with fits where the rule asks for them.
+    """Takes a side's tensors, table, count, new, source, index, and what is given of widths, weights and factors.
 
     Args:
         fmt: name of the page format.
@@ -194,7 +146,7 @@ def _launch(
         blocks: pages of a row.
         tokens: columns of the index.
         rule: by which the kernel chooses raised channels, or "".
-        given: whether there are widths, weights, factors, and fits.
+        given: whether there are widths, whether there are weights, and the dtype of factors, None for none.
     """
     form, is_keys, head_dim = PageFormat.parse(fmt), side == "keys", shape[2]
     slices = 1
@@ -205,13 +157,12 @@ def _launch(
         kernel, names, takes = seal_token_kernel, ("codes", "scale", "zero", "norm"), (2,)
         tiles, constants = token_constants(form, is_keys, tokens, head_dim)
     else:
-        kernel, names, takes = seal_channel_kernel, PARTS, (0, 1, 2, 3, 4)
-        (tiles, slices), constants = channel_constants(form, is_keys, tokens, head_dim, rule, given[3])
+        kernel, names, takes = seal_channel_kernel, PARTS, (0, 1, 2)
+        (tiles, slices), constants = channel_constants(form, is_keys, tokens, head_dim, rule)
     at = [form.names.index(name) if name in form.names else None for name in names]
     end = len(form.names) + 5
     # Where those of what may be given stand that the kernel takes.
-    there = (*given, given[3] and rule == "error")
-    optional = [end + sum(there[:i]) if there[i] else None for i in takes]
+    optional = [end + sum(map(bool, given[:i])) if given[i] else None for i in takes]
 
     def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
         parts = [None if i is None else tensors[i] for i in at]
