@@ -12,6 +12,7 @@ LAYERS = (
     "hfkvq.bounded",
     "hfkvq.kernels",
     "hfkvq.caches",
+    "hfkvq.serving",
     "hfkvq.terminal",
     "hfkvq.measure",
     "hfkvq.lm_eval",

@@ -1,0 +1,223 @@
+"""A model whose continuous batching keeps compressed pages: Transformers' own engine, with our blocks and attention."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel
+
+try:
+    from transformers.generation.continuous_batching import cache as paged
+    from transformers.generation.continuous_batching.cache_allocators import (
+        FULL_ATTENTION,
+        FullAttentionCacheAllocator,
+    )
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+except ImportError as error:
+    raise ImportError(
+        "hfkvq.serving needs the continuous batching of Transformers 5.19 or newer; upgrade transformers."
+    ) from error
+
+from hfkvq.caches import Scheme, get_scheme
+from hfkvq.caches.model_config import attention_shape, text_config
+
+from .pages import CompressedPages, pages_of, refusal
+
+ATTENTION = "hfkvq_flash"
+"""The attention's name: with "flash" in it the engine makes no masks and reserves nothing for them."""
+
+MOST_BLOCKS = 128
+"""Blocks of a request in batches of steps alone, where the user says nothing; longer requests take the slower way."""
+
+logger = logging.getLogger("hfkvq")
+
+_LOCK = threading.Lock()
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: see `CompressedPages.attend`."""
+    pages = None if cache is None else cache.layer_to_allocator[module.layer_idx]
+    if not isinstance(pages, CompressedPages):
+        raise TypeError(
+            f"{ATTENTION}: got {type(cache).__name__} for a cache, allowed that of a model with hfkvq.serving.enable; "
+            "call generate_batch, or disable() first."
+        )
+    scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return pages.attend(module, query, key, value, scaling, kwargs), None
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+class CompressedManager(ContinuousBatchingManager):
+    """Transformers' manager, whose cache has pages of a scheme."""
+
+    def __init__(self, scheme: Scheme, **given: Any) -> None:
+        self.scheme = scheme
+        config = copy.deepcopy(given["continuous_batching_config"])
+        config.page_size = scheme.layout(64, 64).store.runs[0][0].page_size
+        blocks, graphs = config.max_blocks_per_request, config.use_cuda_graph
+        # The engine has block tables and graphs for attention that it knows. Ours has both, for steps.
+        config.max_blocks_per_request = 0
+        super().__init__(**given | {"continuous_batching_config": config})
+        own, length = self.continuous_batching_config, getattr(self.model.config, "max_position_embeddings", None)
+        if blocks is None:
+            blocks = MOST_BLOCKS if length is None else min(MOST_BLOCKS, -(-length // config.page_size))
+        own.max_blocks_per_request = blocks
+        steps = graphs[1] if isinstance(graphs, tuple) else graphs
+        own.use_cuda_graph = (False, steps is not False and self.model.device.type == "cuda")
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Sets our attention, and remembers what to set back."""
+        del auto_switch_to_flash
+        if model.config._attn_implementation != ATTENTION:
+            self._original_attn_impl = model.config._attn_implementation
+            for config in {id(c): c for c in (model.config, text_config(model.config))}.values():
+                config._attn_implementation_internal = ATTENTION
+
+    def _create_batch_processor(self) -> Any:
+        with _allocator(pages_of(self.scheme)):
+            processor = super()._create_batch_processor()
+        for pages in processor.cache.cache_allocators.values():
+            assert isinstance(pages, CompressedPages)
+            # Given by the engine where the user gives none.
+            pages.reserve(self.continuous_batching_config.max_requests_per_batch or 1)
+            size = pages.num_blocks * pages.bytes_per_block / 2**20
+            logger.info(
+                "%s: blocks for %d tokens in %.1f MiB, %.2f bits an element with every byte counted.",
+                self.scheme.name, pages.num_blocks * pages.tokens_per_page, size, pages.bits,
+            )  # fmt: skip
+        return processor
+
+
+class _Chosen(FullAttentionCacheAllocator):
+    """Makes blocks of the class that this thread has chosen, the engine's own in every other thread."""
+
+    own = threading.local()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return getattr(cls.own, "kind", FullAttentionCacheAllocator)(*args, **kwargs)
+
+
+@contextmanager
+def _allocator(kind: type[CompressedPages]) -> Iterator[None]:
+    """Within it, full attention's blocks are of this kind: the engine looks them up by the layer's type."""
+    with _LOCK:
+        known = paged.ATTN_TYPE_TO_ALLOCATOR
+        stock = known[FULL_ATTENTION]
+        known[FULL_ATTENTION], _Chosen.own.kind = _Chosen, kind
+        try:
+            yield
+        finally:
+            known[FULL_ATTENTION] = stock
+            del _Chosen.own.kind
+
+
+class Serving:
+    """A model whose `generate_batch` and `init_continuous_batching` hold compressed pages, until `disable`.
+
+    Attributes:
+        model: the model.
+        scheme: whose pages.
+    """
+
+    def __init__(self, model: PreTrainedModel, scheme: Scheme) -> None:
+        self.model, self.scheme = model, scheme
+        # Found before the class's: the engine's entry points are methods of the model.
+        vars(model)["init_continuous_batching"] = functools.partial(_init, model, scheme)
+
+    def disable(self) -> None:
+        """Makes the model as it was. A manager that runs goes on until it is stopped."""
+        vars(self.model).pop("init_continuous_batching", None)
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.disable()
+
+
+def enable(model: PreTrainedModel, scheme: str | Scheme = "saw-int4", **knobs: Any) -> Serving:
+    """Continuous batching over compressed pages: `model.generate_batch` and all that rests on it.
+
+        with hfkvq.serving.enable(model, "saw-int4"):
+            model.generate_batch(inputs, generation_config=...)
+
+    Args:
+        model: a causal language model; all layers have full attention.
+        scheme: a preset whose tokens are quantized one by one, without windows: ``saw-int4``, ``saw-int4-kv``,
+            ``int4``, ``full``.
+        knobs: of the scheme.
+
+    Returns:
+        What disables it again: a context manager, or call ``disable()``.
+
+    Raises:
+        ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason.
+    """
+    found, shape = get_scheme(scheme, **knobs), attention_shape(model.config)
+    kinds = set(paged.group_layers_by_attn_type(text_config(model.config)))
+    if shape is None or kinds != {FULL_ATTENTION}:
+        raise ValueError(
+            f"model: got {type(model).__name__} with layers of {', '.join(sorted(kinds))}, allowed models whose layers "
+            "all have full attention of one shape; use Transformers' own blocks."
+        )
+    reason = refusal(found, shape[2])
+    if reason:
+        raise ValueError(
+            f"scheme: got {found.name!r}, allowed schemes by token without windows (saw-int4, saw-int4-kv, int4, "
+            f"full): {reason}. MixedKVCache with generate takes every scheme."
+        )
+    return Serving(model, found)
+
+
+@torch.no_grad()
+def _init(
+    model: PreTrainedModel,
+    scheme: Scheme,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> ContinuousBatchingManager:
+    """`model.init_continuous_batching`, whose manager is ours; its settings are checked and filled in first."""
+    cached = getattr(model, "_cached_continuous_batching_manager", None)
+    if isinstance(cached, CompressedManager) and cached.scheme == scheme:
+        cached.switch_to_cb_friendly_attn(model)
+        return cached
+    generation = model.generation_config if generation_config is None else generation_config
+    if generation.eos_token_id is None:
+        generation.eos_token_id = -1
+    given = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
+    if given.cpu_offload_space:
+        raise ValueError(
+            f"cpu_offload_space: got {given.cpu_offload_space}, allowed 0: compressed blocks lie in several places. "
+            "Give more num_blocks instead; they are small."
+        )
+    return CompressedManager(
+        scheme,
+        model=model,
+        generation_config=generation,
+        continuous_batching_config=given,
+        workload_hints=workload_hints,
+    )

@@ -1,0 +1,287 @@
+"""Blocks of Transformers' paged cache that hold a scheme's pages, and attention over them.
+
+The engine keeps one tensor of bytes for all layers, gives blocks of it to requests, and tells each layer which blocks a
+batch reads and writes. Here a block's bytes are our page formats'. Tokens are quantized one by one, as schemes by
+token do, so a page depends on nothing but its own tokens: requests can share it, and a block that is not full needs
+nothing beside it. As in a cache of our own, a token is attended to before it is quantized, in its step or its chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
+
+from hfkvq import kernels
+from hfkvq.caches import Scheme
+from hfkvq.caches.dense import dense_attention
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.hadamard import hadamard, saturated
+from hfkvq.kernels.pages import SIDES, PageFormat, StoreFormat
+
+ALIGNED = 128
+"""Bytes of a page are a multiple of this, so that a sector of the engine is one block."""
+
+TAIL = 16
+"""Slots of a row's tail, as kernels want them: one holds the token of a step."""
+
+
+def refusal(scheme: Scheme, head_dim: int) -> str | None:
+    """Why pages of a scheme cannot be the engine's, if they cannot."""
+    if scheme.evicts:
+        return "it forgets tokens, and the engine's blocks belong to tokens"
+    layout = scheme.layout(head_dim, head_dim)
+    sides = (layout.keys, layout.values)
+    if layout.sink or any(side.local for side in sides):
+        return "it keeps first or newest tokens whole, for which the engine's blocks have no room"
+    if any(len(side.formats) > 1 for side in sides):
+        return "its tokens have several widths"
+    if any(side.formats[0].whole or side.clip < 1 for side in sides):
+        return "its pages are sealed whole, and open pages have no room in the engine's blocks"
+    return None
+
+
+def tensors_of(fmt: PageFormat, side: Any, heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[Any, Any, int]]:
+    """Shape, dtype and bytes of each tensor of a page."""
+    found = []
+    for shape, own in fmt.shapes(side, heads, head_dim).values():
+        kind = own or dtype
+        found.append((shape, kind, torch.Size(shape).numel() * kind.itemsize))
+    return found
+
+
+class Rows(NamedTuple):
+    """What the rows of a batch are, the same in all layers.
+
+    Attributes:
+        table: i32 (R, N), blocks of each request.
+        past: i32 (R,), tokens that its blocks hold.
+        new: i32 (R,), tokens that come.
+        columns: i32 (R, n), where they stand among the tokens of the batch.
+        counters: i32 (4, R), as `kernels.decode_attention` wants them, if all requests have one token.
+        lengths: tokens held and tokens to come of each request, known to the host; None in a step.
+        steps: rows with one token and something held, of such a list.
+    """
+
+    table: Tensor
+    past: Tensor
+    new: Tensor
+    columns: Tensor
+    counters: Tensor
+    lengths: list[tuple[int, int]] | None = None
+    steps: Tensor | None = None
+
+
+class CompressedPages(FullAttentionCacheAllocator):
+    """Blocks of one scheme's pages, for layers with full attention; `pages_of` gives it the scheme.
+
+    Attributes:
+        form: the format of a page, keys and values.
+    """
+
+    scheme: ClassVar[Scheme]
+    supports_block_sharing = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Tokens of the indices that the engine makes: a block is as many as a page has, in every layer.
+        self.block_physical_stride = self.tokens_per_page
+        self.form: StoreFormat = self.scheme.layout(self.head_dim, self.head_dim).store
+        self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._rows: Rows | None = None
+
+    @classmethod
+    def get_bytes_per_page(
+        cls, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int
+    ) -> int:
+        """Bytes of a page of keys and values, every scale counted, and what alignment adds."""
+        formats = cls.scheme.layout(head_dim, head_dim).store.runs[0]
+        sizes = [
+            size
+            for fmt, side in zip(formats, SIDES, strict=True)
+            for *_, size in tensors_of(fmt, side, num_key_value_heads, head_dim, cache_dtype)
+        ]
+        return -(-sum(sizes) // ALIGNED) * ALIGNED
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
+    ) -> None:
+        """Takes the engine's bytes: a layer after the other, and of a layer each tensor of all its pages in a row.
+
+        So kernels read them like those of a cache of our own. The engine itself never looks into a block.
+        """
+        self.bytes_per_sector = bytes_per_sector
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+        blocks = cache_tensor.numel() // self.bytes_per_block
+        start, formats = 0, self.form.runs[0]
+        for layer in self.layer_indices:
+            at, made = start, []
+            for fmt, side in zip(formats, SIDES, strict=True):
+                parts = []
+                for shape, kind, size in tensors_of(
+                    fmt, side, self.num_key_value_heads, self.head_dim, self.cache_dtype
+                ):
+                    parts.append(cache_tensor[at : at + blocks * size].view(kind).view(blocks, *shape))
+                    at += blocks * size
+                made.append(parts)
+            self._parts[layer] = (made[0], made[1])
+            start += blocks * self.bytes_per_page
+        self.reserve(1)
+
+    def reserve(self, requests: int) -> None:
+        """Makes room for so many requests' newest token, 16 bits each; before anything is recorded."""
+        shape = (requests, self.num_key_value_heads, TAIL, self.head_dim)
+        self._tails = [torch.zeros(shape, dtype=self.cache_dtype, device=self.cache_tensor.device) for _ in SIDES]
+
+    @property
+    def bits(self) -> float:
+        """Bits an element of keys and values, every byte of a page counted."""
+        return 8 * self.bytes_per_page / (2 * self.num_key_value_heads * self.head_dim * self.tokens_per_page)
+
+    def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+        """Copies blocks in all layers, for requests that fork."""
+        device = self.cache_tensor.device
+        source, dest = (torch.tensor(ids, device=device) for ids in (source_block_ids, dest_block_ids))
+        for part in [part for sides in self._parts.values() for parts in sides for part in parts]:
+            # Not every device copies fp8 by index, but all copy bytes.
+            bytes_ = part.view(torch.uint8)
+            bytes_[dest] = bytes_[source]
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, given: dict[str, Any]
+    ) -> Tensor:
+        """Attention of a batch's new tokens, which are stored then.
+
+        Args:
+            module: the attention module.
+            query: (1, Hq, n, D), of all requests one after another, after RoPE.
+            key: (1, H, n, D).
+            value: likewise.
+            scaling: of the logits.
+            given: the engine's keyword arguments.
+
+        Returns:
+            (1, n, Hq, D).
+        """
+        layer = module.layer_idx
+        if layer == self.layer_indices[0] or self._rows is None:
+            self._rows = self._step_rows(given, query) if given["block_table"] is not None else self._batch_rows(given)
+        rows = self._rows
+        arguments = AttentionArguments(scaling, softcap=given.get("softcap") or 0.0, sinks=given.get("s_aux"))
+        stored = [
+            saturated(hadamard(x.float(), rotation), x.dtype) if rotation else x
+            for x, rotation in ((key, self.form.rotate_keys), (value, self.form.rotate_values))
+        ]
+        if rows.lengths is None:
+            # Every token is a request: rows of one token.
+            out = self._step(layer, query.transpose(0, 2), [x.transpose(0, 2) for x in stored], rows, arguments)
+            out = out.transpose(0, 2).transpose(1, 2)
+        else:
+            out = self._batch(layer, module, query, (key, value), stored, rows, arguments)
+        # Keys and values go where their tokens' blocks are, and requests that pad the batch have none.
+        count = rows.past.shape[0]
+        for parts, fmt, side, x in zip(self._parts[layer], self.form.runs[0], SIDES, stored, strict=True):
+            source = x.expand(count, -1, -1, -1)
+            kernels.seal(parts, rows.table, rows.past, rows.new, source, rows.columns, None, fmt, side)
+        return out
+
+    def _step_rows(self, given: dict[str, Any], query: Tensor) -> Rows:
+        """Of a batch in which every request has one token; asks nobody, so that a graph can hold it."""
+        count = query.shape[2]
+        ends = given["cu_seq_lens_k"][self.layer_type][: count + 1]
+        lengths = (ends[1:] - ends[:-1]).to(torch.int32)
+        past, new = (lengths - 1).clamp(min=0), lengths.clamp(max=1)
+        index = torch.arange(count, dtype=torch.int32, device=past.device)[:, None]
+        table = given["block_table"][self.index].clamp(min=0)
+        return Rows(table, past, new, index, torch.stack([torch.zeros_like(past), lengths, past, past]))
+
+    def _batch_rows(self, given: dict[str, Any]) -> Rows:
+        """Of a batch with prompts, or parts of them: asks the device once for the lengths."""
+        page, device = self.tokens_per_page, given["cu_seq_lens_q"].device
+        starts_q, starts_k = (
+            ends.tolist() for ends in (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type])
+        )
+        news = [end - start for start, end in pairwise(starts_q)]
+        held = [end - start - new for start, end, new in zip(starts_k, starts_k[1:], news, strict=False)]
+        count = sum(new > 0 for new in news)
+        # The engine lists each token's place, of all tokens if any request has some, else of the new ones.
+        read = given["read_index"][self.index]
+        places, starts = (read, starts_k) if read.numel() else (given["write_index"][self.index], starts_q)
+        pages = [-(-(past + new) // page) for past, new in zip(held, news, strict=True)][:count]
+        most, longest = max(pages), max(news)
+        first = torch.tensor(
+            [[start + min(j, n - 1) * page for j in range(most)] for start, n in zip(starts, pages, strict=False)]
+        )
+        table = (places[first.to(device)] // page).to(torch.int32)
+        past, new, start = torch.tensor([held[:count], news[:count], starts_q[:count]], dtype=torch.int32).to(device)
+        index = start[:, None] + torch.arange(longest, dtype=torch.int32, device=device)
+        index = torch.minimum(index, start[:, None] + new[:, None] - 1)
+        counters = torch.stack([torch.zeros_like(past), past + new, past, past])
+        lengths = list(zip(held, news, strict=True))[:count]
+        steps = [i for i, (past_, new_) in enumerate(lengths) if past_ and new_ == 1]
+        return Rows(table, past, new, index, counters, lengths, torch.tensor(steps).to(device) if steps else None)
+
+    def _step(
+        self, layer: int, query: Tensor, stored: Sequence[Tensor], rows: Rows, arguments: AttentionArguments
+    ) -> Tensor:
+        """Attention of one token of each request, (R, Hq, 1, D), over its blocks and itself."""
+        count = query.shape[0]
+        slot = (rows.past % TAIL).long()[:, None, None, None].expand(-1, self.num_key_value_heads, 1, self.head_dim)
+        tails = [tail[:count].scatter_(2, slot, x) for tail, x in zip(self._tails, stored, strict=True)]
+        sink = tails[0][:, :, :0]
+        keys, values = self._parts[layer]
+        return kernels.decode_attention(
+            query, rows.counters, [sink, sink, *tails], [rows.table, *keys, *values], None, arguments.sinks,
+            arguments.scaling, arguments.softcap, self.form,
+        )  # fmt: skip
+
+    def _batch(
+        self,
+        layer: int,
+        module: Any,
+        query: Tensor,
+        new: Sequence[Tensor],
+        stored: Sequence[Tensor],
+        rows: Rows,
+        arguments: AttentionArguments,
+    ) -> Tensor:
+        """Attention of requests of which some have many new tokens, (1, n, Hq, D): each over its own, dequantized."""
+        out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        if rows.steps is not None:
+            at = rows.columns[rows.steps, 0].long()
+            own = rows._replace(
+                table=rows.table[rows.steps], past=rows.past[rows.steps], counters=rows.counters[:, rows.steps]
+            )
+            tokens = [x[:, :, at].transpose(0, 2) for x in (query, *stored)]
+            out[0, at] = self._step(layer, tokens[0], tokens[1:], own, arguments)[:, :, 0]
+        assert rows.lengths is not None
+        start = 0
+        for row, (past, count) in enumerate(rows.lengths):
+            own = slice(start, start + count)
+            start += count
+            if past and count == 1:
+                continue
+            sides = [x[:, :, own] for x in new]
+            if past:
+                sides = [torch.cat([self._dense(layer, at, rows.table[row], past), x], 2) for at, x in enumerate(sides)]
+            out[:, own] = dense_attention(module, query[:, :, own], sides[0], sides[1], arguments)[0]
+        return out
+
+    def _dense(self, layer: int, at: int, table: Tensor, tokens: int) -> Tensor:
+        """What a request's blocks hold, (1, H, tokens, D)."""
+        side, fmt = SIDES[at], self.form.runs[0][at]
+        ids = table[: -(-tokens // self.tokens_per_page)].long()
+        parts = [part.view(torch.uint8)[ids].view(part.dtype) for part in self._parts[layer][at]]
+        dense = kernels.dequantize_pages(parts, fmt, side, self.head_dim).float()
+        dense = dense.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
+        rotation = self.form.rotate_values if at else self.form.rotate_keys
+        return saturated(hadamard(dense, rotation, back=True), self.cache_dtype)
+
+
+def pages_of(scheme: Scheme) -> type[CompressedPages]:
+    """The class of blocks that hold pages of a scheme."""
+    return type("CompressedPages", (CompressedPages,), {"scheme": scheme})

@@ -1,0 +1,237 @@
+"""Transformers' continuous batching over compressed pages: the tokens of plain `generate`, blocks shared and freed."""
+
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from hfkvq import MixedKVCache
+
+serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
+
+SCHEMES = ["saw-int4", "saw-int4-kv", "int4", "full"]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def prompts(*lengths, seed=1):
+    torch.manual_seed(seed)
+    return [torch.randint(3, 256, (length,)).tolist() for length in lengths]
+
+
+def settings(**given):
+    return ContinuousBatchingConfig(**{"num_blocks": 24, "max_batch_tokens": 256, "max_requests_per_batch": 8} | given)
+
+
+def generation(**given):
+    return GenerationConfig(
+        **{"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0} | given
+    )
+
+
+def together(model, inputs, config=None, **given):
+    out = model.generate_batch(
+        inputs=inputs, generation_config=generation(**given), continuous_batching_config=config or settings(),
+        progress_bar=False,
+    )  # fmt: skip
+    assert all(each.error is None for each in out.values())
+    return [each.generated_tokens for each in out.values()]
+
+
+def alone(model, ids, scheme):
+    """Plain `generate`, whose prompts come in the same pieces."""
+    out = model.generate(
+        torch.tensor([ids]), generation_config=generation(), past_key_values=MixedKVCache(model, scheme),
+        prefill_chunk_size=256,
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_are_those_of_generate(model, scheme):
+    """Prompts of a token, of pages, and longer than a batch, which decode while others are read."""
+    inputs = prompts(300, 20, 130, 500, 1)
+    with serving.enable(model, scheme):
+        got = together(model, inputs, settings(max_batch_tokens=256))
+    assert model.config._attn_implementation == "sdpa"
+    # A batch has room for 256 tokens, so only the first prompt's pieces are as long as those of `generate`.
+    assert got[0] == alone(model, inputs[0], scheme)
+    assert got[4] == alone(model, inputs[4], scheme)
+    assert all(len(tokens) == NEW for tokens in got)
+    with serving.enable(model, scheme):
+        got = together(model, inputs, settings(max_batch_tokens=1024))
+    for ids, tokens in zip(inputs, got, strict=True):
+        expected = model.generate(
+            torch.tensor([ids]), generation_config=generation(), past_key_values=MixedKVCache(model, scheme)
+        )
+        assert tokens == expected[0, len(ids) :].tolist()
+
+
+def test_pages_are_read_whatever_way_a_batch_takes(model):
+    """Steps by block tables and steps among prompts give the same tokens."""
+    inputs = prompts(200, 40, 90)
+    with serving.enable(model, "saw-int4"):
+        tables = together(model, inputs)
+        without = together(model, inputs, settings(max_blocks_per_request=0))
+    assert tables == without
+
+
+def test_pages_are_compressed(model, caplog):
+    """In the same bytes four times the tokens, less the scales."""
+    with caplog.at_level(logging.INFO, "hfkvq"), serving.enable(model, "saw-int4"):
+        manager = model.init_continuous_batching(generation(), settings(num_blocks=32))
+        cache = manager._create_batch_processor().cache
+    pages = cache.cache_allocators["full_attention"]
+    # Heads of 64: 4 bits, and a scale and a zero of 16 each.
+    assert pages.bits == 4.5
+    stock = super(serving.pages.CompressedPages, type(pages)).get_bytes_per_page(2, 64, torch.float32, 128)
+    # `num_blocks` is of the engine's own blocks.
+    assert pages.num_blocks == pytest.approx(32 * stock / pages.bytes_per_page, abs=1)
+    assert "4.50 bits an element" in caplog.text
+    manager.switch_to_cb_friendly_attn(model)
+    model.set_attn_implementation("sdpa")
+
+
+def test_requests_share_prefixes_and_give_back_what_they_had(model):
+    """A prompt that came before is not computed again; at the end every block is free or kept for its content."""
+    first, second = prompts(300, 40)
+    with serving.enable(model, "saw-int4"):
+        with model.continuous_batching_context_manager(
+            generation_config=generation(), continuous_batching_config=settings(max_batch_tokens=1024)
+        ) as manager:
+            found = []
+            for ids in (first, first + second):
+                manager.add_request(ids, request_id=str(len(found)), max_new_tokens=NEW)
+                found.append(manager.get_result(timeout=60))
+            cache = manager.batch_processor.cache
+            pages = cache.cache_allocators["full_attention"]
+            kept = len(pages.ledger.cached_blocks)
+            assert kept >= 2
+            assert pages.block_table == {}
+            free = pages.pool.count_free_blocks(0) + pages.pool.num_free_sectors
+            assert free + kept == pages.num_blocks
+        shared = together(model, [first + second])
+    assert [len(each.generated_tokens) for each in found] == [NEW, NEW]
+    assert found[0].generated_tokens == alone(model, first, "saw-int4")
+    # Prefixes come as they are stored, a prompt of its own attends to itself unquantized: close, seldom the same.
+    assert len(shared[0]) == NEW
+
+
+def test_several_sequences_of_a_request(model):
+    """Forks copy the block that is not full."""
+    inputs = prompts(150)
+    with serving.enable(model, "int4"):
+        out = model.generate_batch(
+            inputs=inputs, generation_config=generation(do_sample=True, num_return_sequences=3, temperature=2.0),
+            continuous_batching_config=settings(), progress_bar=False,
+        )  # fmt: skip
+    tokens = [tuple(each.generated_tokens) for each in out.values()]
+    assert len(tokens) == 3
+    assert len(set(tokens)) > 1
+
+
+def test_a_request_that_is_cancelled_leaves_the_others(model):
+    inputs = prompts(100, 60)
+    with (
+        serving.enable(model, "saw-int4"),
+        model.continuous_batching_context_manager(
+            generation_config=generation(max_new_tokens=40), continuous_batching_config=settings()
+        ) as manager,
+    ):
+        manager.add_request(inputs[0], request_id="stays", max_new_tokens=40)
+        manager.add_request(inputs[1], request_id="goes", max_new_tokens=400)
+        manager.cancel_request("goes")
+        result = manager.get_result("stays", timeout=60)
+        assert result.error is None
+        assert len(result.generated_tokens) == 40
+
+
+def test_a_model_is_as_before(model):
+    inputs = prompts(50)
+    before = together(model, inputs)
+    handle = serving.enable(model, "int4")
+    compressed = together(model, inputs)
+    handle.disable()
+    assert together(model, inputs) == before
+    assert "init_continuous_batching" not in vars(model)
+    assert len(compressed[0]) == NEW
+    handle.disable()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("kitty-pro", "keeps first or newest tokens whole"),
+        ("kvarn", "keeps first or newest tokens whole"),
+        ("kivi-2", "keeps first or newest tokens whole"),
+        ("best-4.3", "keeps first or newest tokens whole"),
+        ("snapkv", "forgets tokens"),
+        ("arkv", "forgets tokens"),
+        ("triaxial", "whole|widths"),
+        ("mixkvq", "whole"),
+    ],
+)
+def test_schemes_that_do_not_go(model, scheme, reason):
+    with pytest.raises(ValueError, match=f"scheme: got .*saw-int4.*({reason})"):
+        serving.enable(model, scheme)
+
+
+def test_models_and_settings_that_do_not_go(model):
+    config = MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, sliding_window=16,
+    )  # fmt: skip
+    sliding = MistralForCausalLM(config)
+    with pytest.raises(ValueError, match="sliding_attention, allowed models whose layers all have full attention"):
+        serving.enable(sliding, "int4")
+    with serving.enable(model, "int4"), pytest.raises(ValueError, match=r"cpu_offload_space: got 1\.0, allowed 0"):
+        model.init_continuous_batching(generation(), settings(cpu_offload_space=1.0))
+    with pytest.raises(ValueError, match="unknown"):
+        serving.enable(model, "saw-int5")
+
+
+def test_attention_without_the_engine(model):
+    model.config._attn_implementation_internal = serving.engine.ATTENTION
+    try:
+        with pytest.raises(TypeError, match="call generate_batch, or disable"), torch.no_grad():
+            model(torch.tensor([[3, 4]]))
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def test_two_models_at_a_time(model):
+    """One with compressed pages, one without, in two threads: neither gets the other's."""
+    torch.manual_seed(1)
+    other = LlamaForCausalLM(copy.deepcopy(model.config)).eval()
+    inputs = prompts(60, 90)
+    expected, found = together(other, inputs), {}
+    with serving.enable(model, "int4"):
+        mine = together(model, inputs)
+        threads = [
+            threading.Thread(target=lambda name=name, own=own: found.setdefault(name, together(own, inputs)))
+            for name, own in (("ours", model), ("stock", other))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == {"ours": mine, "stock": expected}
