@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, warm, bench, tune, fit, calibrate, allocate, kld, reports."""
+"""The command line: ``hfkvq`` with demo, schemes, tag, warm, serve, bench, tune, fit, calibrate, kld, reports."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.measure.bench.cli import app as bench_app
 from hfkvq.measure.divergence.cli import app as divergence_app
 from hfkvq.measure.report.cli import app as report_app
+from hfkvq.serve_cli import app as serve_app
 from hfkvq.terminal import (
     ChatModel,
     Device,
@@ -56,6 +57,7 @@ app.add_typer(report_app)
 app.add_typer(lm_eval_app)
 app.add_typer(search_app)
 app.add_typer(warm_app)
+app.add_typer(serve_app)
 
 
 def _version(value: bool) -> None:

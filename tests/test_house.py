@@ -12,9 +12,9 @@ LAYERS = (
     "hfkvq.bounded",
     "hfkvq.kernels",
     "hfkvq.caches",
-    "hfkvq.serving",
     "hfkvq.terminal",
     "hfkvq.measure",
+    "hfkvq.serving",
     "hfkvq.lm_eval",
     "hfkvq.tuning",
 )

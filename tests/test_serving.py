@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.kernels import use_interpreter
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 
@@ -78,7 +79,7 @@ def test_tokens_are_those_of_generate(model, scheme):
     assert got[4] == alone(model, inputs[4], scheme)
     assert all(len(tokens) == NEW for tokens in got)
     with serving.enable(model, scheme):
-        got = together(model, inputs, settings(max_batch_tokens=1024))
+        got = together(model, inputs, settings(max_batch_tokens=1024, max_blocks_per_request=5))
     for ids, tokens in zip(inputs, got, strict=True):
         expected = model.generate(
             torch.tensor([ids]), generation_config=generation(), past_key_values=MixedKVCache(model, scheme)
@@ -90,9 +91,51 @@ def test_pages_are_read_whatever_way_a_batch_takes(model):
     """Steps by block tables and steps among prompts give the same tokens."""
     inputs = prompts(200, 40, 90)
     with serving.enable(model, "saw-int4"):
-        tables = together(model, inputs)
-        without = together(model, inputs, settings(max_blocks_per_request=0))
+        tables = together(model, inputs, settings(max_blocks_per_request=2))
+        without = together(model, inputs)
     assert tables == without
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+def test_kernels_take_the_blocks(model):
+    """Triton's, interpreted: views of the engine's bytes, tables of its blocks, sources that rows share."""
+    pytest.importorskip("triton")
+    inputs = prompts(140, 30)
+    expected = [alone(model, ids, "saw-int4-kv")[:4] for ids in inputs]
+    with serving.enable(model, "saw-int4-kv"), use_interpreter():
+        assert together(model, inputs, settings(max_blocks_per_request=2), max_new_tokens=4) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_graphs_of_the_engine(scheme):
+    """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    own = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    inputs = prompts(300, 20, 130, 1000, 1)
+    found = []
+    with serving.enable(own, scheme):
+        for given in ({}, {"use_cuda_graph": False}, {"max_blocks_per_request": 0}):
+            found.append(
+                together(own, inputs, settings(num_blocks=64, max_batch_tokens=4096, **given), max_new_tokens=40)
+            )
+    graphs, eager, mixed = (torch.tensor(tokens) for tokens in found)
+    assert torch.equal(graphs, eager)
+    plain = []
+    for ids in inputs:
+        out = own.generate(
+            torch.tensor([ids], device="cuda"), generation_config=generation(max_new_tokens=40),
+            past_key_values=MixedKVCache(own, scheme, graphs=False),
+        )  # fmt: skip
+        plain.append(out[0, len(ids) :].tolist())
+    # A token that another kernel rounds to another one leads elsewhere.
+    for other in (mixed, torch.tensor(plain)):
+        assert torch.equal(graphs[:, 0], other[:, 0])
+        assert (graphs == other).float().mean() > 0.7
 
 
 def test_pages_are_compressed(model, caplog):

@@ -1,5 +1,5 @@
-"""Many users at once: compressed pages in Transformers' continuous batching."""
+"""Many users at once: compressed pages in Transformers' continuous batching, and its server."""
 
-from .engine import Serving, enable
+from .engine import Serving, Usage, enable
 
-__all__ = ["Serving", "enable"]
+__all__ = ["Serving", "Usage", "enable"]

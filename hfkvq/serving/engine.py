@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel
+from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
 try:
     from transformers.generation.continuous_batching import cache as paged
@@ -80,11 +79,13 @@ class CompressedManager(ContinuousBatchingManager):
         config.max_blocks_per_request = 0
         super().__init__(**given | {"continuous_batching_config": config})
         own, length = self.continuous_batching_config, getattr(self.model.config, "max_position_embeddings", None)
+        cuda = self.model.device.type == "cuda"
         if blocks is None:
-            blocks = MOST_BLOCKS if length is None else min(MOST_BLOCKS, -(-length // config.page_size))
+            # Without kernels all of a table would be read, however little is in it.
+            blocks = min(MOST_BLOCKS, -(-(length or MOST_BLOCKS * config.page_size) // config.page_size)) if cuda else 0
         own.max_blocks_per_request = blocks
         steps = graphs[1] if isinstance(graphs, tuple) else graphs
-        own.use_cuda_graph = (False, steps is not False and self.model.device.type == "cuda")
+        own.use_cuda_graph = (False, steps is not False and cuda)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Sets our attention, and remembers what to set back."""
@@ -132,18 +133,38 @@ def _allocator(kind: type[CompressedPages]) -> Iterator[None]:
             del _Chosen.own.kind
 
 
+class Usage(NamedTuple):
+    """What an engine holds at a moment.
+
+    Attributes:
+        requests: that it works on.
+        tokens: of these, prompts and answers.
+        bytes: of the blocks that they have, each counted once, and of those kept for prompts that come again.
+        room: bytes of all blocks.
+        bits: an element of keys and values, every byte of a page counted.
+    """
+
+    requests: int
+    tokens: int
+    bytes: int
+    room: int
+    bits: float
+
+
 class Serving:
     """A model whose `generate_batch` and `init_continuous_batching` hold compressed pages, until `disable`.
 
     Attributes:
         model: the model.
         scheme: whose pages.
+        manager: the last that was made, or None.
     """
 
     def __init__(self, model: PreTrainedModel, scheme: Scheme) -> None:
         self.model, self.scheme = model, scheme
+        self.manager: CompressedManager | None = None
         # Found before the class's: the engine's entry points are methods of the model.
-        vars(model)["init_continuous_batching"] = functools.partial(_init, model, scheme)
+        vars(model)["init_continuous_batching"] = self._init
 
     def disable(self) -> None:
         """Makes the model as it was. A manager that runs goes on until it is stopped."""
@@ -156,6 +177,64 @@ class Serving:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.disable()
+
+    def usage(self) -> Usage:
+        """What the engine holds now; 0 of everything before it runs."""
+        processor = None if self.manager is None else self.manager.batch_processor
+        if processor is None:
+            return Usage(0, 0, 0, 0, 0.0)
+        pages = processor.cache.cache_allocators[FULL_ATTENTION]
+        assert isinstance(pages, CompressedPages)
+        # The engine's thread goes on meanwhile.
+        active = list(processor.scheduler.active_requests.values())
+        blocks = {block for table in list(pages.block_table.values()) for block in list(table)}
+        held = len(blocks | set(pages.ledger.cached_blocks)) * pages.bytes_per_block
+        tokens = sum(state.current_len() for state in active)
+        return Usage(len(active), tokens, held, pages.num_blocks * pages.bytes_per_block, pages.bits)
+
+    @torch.no_grad()
+    def _init(
+        self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
+    ) -> ContinuousBatchingManager:
+        """`model.init_continuous_batching`, whose manager is ours."""
+        model = self.model
+        cached = getattr(model, "_cached_continuous_batching_manager", None)
+        if isinstance(cached, CompressedManager) and cached.scheme == self.scheme:
+            cached.switch_to_cb_friendly_attn(model)
+            return cached
+        generation: Any = model.generation_config if generation_config is None else generation_config
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1
+        given = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
+        if given.cpu_offload_space:
+            raise ValueError(
+                f"cpu_offload_space: got {given.cpu_offload_space}, allowed 0: compressed blocks lie in several "
+                "places. Give more num_blocks instead; they are small."
+            )
+        self.manager = CompressedManager(
+            self.scheme,
+            model=model,
+            generation_config=generation,
+            continuous_batching_config=given,
+            workload_hints=workload_hints,
+        )
+        return self.manager
+
+
+def check(config: PreTrainedConfig, scheme: Scheme) -> None:
+    """Raises ValueError if the engine's blocks cannot hold pages of a scheme for a model, with the reason."""
+    shape, kinds = attention_shape(config), set(paged.group_layers_by_attn_type(text_config(config)))
+    if shape is None or kinds != {FULL_ATTENTION}:
+        raise ValueError(
+            f"model: got {config.model_type!r} with layers of {', '.join(sorted(kinds))}, allowed models whose layers "
+            "all have full attention of one shape; use Transformers' own blocks."
+        )
+    reason = refusal(scheme, shape[2])
+    if reason:
+        raise ValueError(
+            f"scheme: got {scheme.name!r}, allowed schemes by token without windows (saw-int4, saw-int4-kv, int4, "
+            f"full): {reason}. MixedKVCache with generate takes every scheme."
+        )
 
 
 def enable(model: PreTrainedModel, scheme: str | Scheme = "saw-int4", **knobs: Any) -> Serving:
@@ -176,48 +255,6 @@ def enable(model: PreTrainedModel, scheme: str | Scheme = "saw-int4", **knobs: A
     Raises:
         ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason.
     """
-    found, shape = get_scheme(scheme, **knobs), attention_shape(model.config)
-    kinds = set(paged.group_layers_by_attn_type(text_config(model.config)))
-    if shape is None or kinds != {FULL_ATTENTION}:
-        raise ValueError(
-            f"model: got {type(model).__name__} with layers of {', '.join(sorted(kinds))}, allowed models whose layers "
-            "all have full attention of one shape; use Transformers' own blocks."
-        )
-    reason = refusal(found, shape[2])
-    if reason:
-        raise ValueError(
-            f"scheme: got {found.name!r}, allowed schemes by token without windows (saw-int4, saw-int4-kv, int4, "
-            f"full): {reason}. MixedKVCache with generate takes every scheme."
-        )
+    found = get_scheme(scheme, **knobs)
+    check(model.config, found)
     return Serving(model, found)
-
-
-@torch.no_grad()
-def _init(
-    model: PreTrainedModel,
-    scheme: Scheme,
-    generation_config: Any = None,
-    continuous_batching_config: Any = None,
-    workload_hints: Any = None,
-) -> ContinuousBatchingManager:
-    """`model.init_continuous_batching`, whose manager is ours; its settings are checked and filled in first."""
-    cached = getattr(model, "_cached_continuous_batching_manager", None)
-    if isinstance(cached, CompressedManager) and cached.scheme == scheme:
-        cached.switch_to_cb_friendly_attn(model)
-        return cached
-    generation = model.generation_config if generation_config is None else generation_config
-    if generation.eos_token_id is None:
-        generation.eos_token_id = -1
-    given = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
-    if given.cpu_offload_space:
-        raise ValueError(
-            f"cpu_offload_space: got {given.cpu_offload_space}, allowed 0: compressed blocks lie in several places. "
-            "Give more num_blocks instead; they are small."
-        )
-    return CompressedManager(
-        scheme,
-        model=model,
-        generation_config=generation,
-        continuous_batching_config=given,
-        workload_hints=workload_hints,
-    )

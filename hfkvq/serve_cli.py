@@ -1,0 +1,62 @@
+"""``hfkvq serve``: an OpenAI-compatible server over compressed pages."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from hfkvq.terminal import ChatModel, fail, make_console
+
+app = typer.Typer()
+
+
+@app.command()
+def serve(
+    model: ChatModel = None,
+    scheme: Annotated[
+        str, typer.Option(help="saw-int4, saw-int4-kv, int4 or full, also with knobs: saw-int4:signs=7.")
+    ] = "saw-int4",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    num_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Memory for the cache, in the engine's blocks of 16 bits. \[default: what is free]"),
+    ] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.")] = None,
+    max_memory_percent: Annotated[
+        float | None, typer.Option(min=0.01, max=1.0, help="Share of the GPU's free memory for the cache.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+) -> None:
+    """Serve a model to many users at once: OpenAI's API, streaming, continuous batching, compressed pages.
+
+    Clients name the model as it is named here. GET /metrics tells users, tokens, bytes and bits.
+    """
+    from hfkvq.measure.divergence.naming import parse_scheme
+    from hfkvq.measure.models import find_model
+
+    try:
+        found, preset = find_model(model), parse_scheme(scheme)
+        if preset.layers:
+            raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
+    except ValueError as error:
+        fail(error)
+    options = {"cb_num_blocks": num_blocks, "cb_max_batch_tokens": max_batch_tokens, "device": device, "dtype": dtype}
+    try:
+        from hfkvq.serving.server import Server
+
+        name = model or "reference"
+        server = Server(
+            found, name, preset.scheme, host=host, port=port, cb_max_memory_percent=max_memory_percent, **options
+        )
+    except ImportError as error:
+        fail(f"serve: {error}. It needs Transformers 5.19 or newer and `pip install hfkvq[serve]`.")
+    except (OSError, ValueError) as error:
+        fail(error)
+    make_console().print(f"{name} at {server.url} with {scheme}. Ctrl-C ends it.", highlight=False)
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        server.close()

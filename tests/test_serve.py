@@ -1,0 +1,98 @@
+"""`hfkvq serve` through OpenAI's own client, with the reference model."""
+
+import socket
+import threading
+import urllib.request
+
+import pytest
+from typer.testing import CliRunner
+
+from hfkvq.caches import get_scheme
+from hfkvq.cli import app
+from hfkvq.measure.models import find_model
+
+pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
+for name in ("fastapi", "uvicorn"):
+    pytest.importorskip(name)
+openai = pytest.importorskip("openai")
+
+QUESTION = [{"role": "user", "content": "Compute 12 + 7. Then add 5."}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    from hfkvq.serving.server import Server
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = Server(
+        find_model(None), "reference", get_scheme("saw-int4"), port=port, device="cpu", cb_num_blocks=64,
+        cb_max_batch_tokens=512, dtype="float32",
+    )  # fmt: skip
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server):
+    return openai.OpenAI(base_url=server.url, api_key="none", timeout=60, max_retries=5)
+
+
+def ask(client, stream=False, messages=QUESTION):
+    return client.chat.completions.create(
+        model="reference", messages=messages, max_tokens=24, temperature=0.0, stream=stream
+    )
+
+
+def metrics(server):
+    with urllib.request.urlopen(server.url.replace("/v1", "/metrics"), timeout=30) as answer:
+        return {name: float(value) for name, value in (line.split() for line in answer.read().decode().splitlines())}
+
+
+def test_answers_whole_and_streamed(server, client):
+    whole = ask(client).choices[0].message.content
+    assert whole
+    pieces = [chunk.choices[0].delta.content or "" for chunk in ask(client, stream=True) if chunk.choices]
+    assert "".join(pieces) == whole
+    found = metrics(server)
+    assert found["hfkvq_requests"] == 0
+    # Heads of 128: 4 bits, and a scale and a zero of 16 each.
+    assert found["hfkvq_bits"] == 4.25
+    assert 0 <= found["hfkvq_bytes"] <= found["hfkvq_room"]
+
+
+def test_many_at_once(client):
+    """The same question among others gets the answer that it gets alone."""
+    alone = ask(client).choices[0].message.content
+    found = {}
+
+    def one(number):
+        other = [{"role": "user", "content": f"Compute {number} + 3."}]
+        found[number] = ask(client, messages=QUESTION if number % 2 else other).choices[0].message.content
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {found[number] for number in (1, 3, 5)} == {alone}
+
+
+def test_another_model_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="400"):
+        client.chat.completions.create(model="other", messages=QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--scheme", "kitty-pro"], "keeps first or newest tokens whole"),
+        (["--scheme", "saw-int5"], "saw-int5"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_command_refuses(options, words):
+    result = CliRunner().invoke(app, ["serve", "--device", "cpu", *options])
+    assert result.exit_code == 2
+    assert words in result.output.replace("\n", "")
