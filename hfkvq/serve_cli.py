@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hfkvq.terminal import ChatModel, fail, make_console
+from hfkvq.terminal import ChatModel, Device, DType, ModelDType, fail, make_console, pick_device
 
 app = typer.Typer()
 
@@ -27,30 +27,36 @@ def serve(
     max_memory_percent: Annotated[
         float | None, typer.Option(min=0.01, max=1.0, help="Share of the GPU's free memory for the cache.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Device = "auto",
+    dtype: ModelDType = DType.auto,
 ) -> None:
     """Serve a model to many users at once: OpenAI's API, streaming, continuous batching, compressed pages.
 
     Clients name the model as it is named here. GET /metrics tells users, tokens, bytes and bits.
     """
+    import torch
+
     from hfkvq.measure.divergence.naming import parse_scheme
     from hfkvq.measure.models import find_model
 
     try:
+        where = pick_device(device)
+        kind = None if dtype is DType.auto else getattr(torch, dtype.value)
         found, preset = find_model(model), parse_scheme(scheme)
         if preset.layers:
             raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
     except ValueError as error:
         fail(error)
-    options = {"cb_num_blocks": num_blocks, "cb_max_batch_tokens": max_batch_tokens, "device": device, "dtype": dtype}
+    options = {
+        "cb_num_blocks": num_blocks,
+        "cb_max_batch_tokens": max_batch_tokens,
+        "cb_max_memory_percent": max_memory_percent,
+    }
+    name = model or "reference"
     try:
         from hfkvq.serving.server import Server
 
-        name = model or "reference"
-        server = Server(
-            found, name, preset.scheme, host=host, port=port, cb_max_memory_percent=max_memory_percent, **options
-        )
+        server = Server(found, name, preset.scheme, where, kind, host=host, port=port, **options)
     except ImportError as error:
         fail(f"serve: {error}. It needs Transformers 5.19 or newer and `pip install hfkvq[serve]`.")
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ import threading
 import urllib.request
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hfkvq.caches import get_scheme
@@ -27,8 +28,8 @@ def server():
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     server = Server(
-        find_model(None), "reference", get_scheme("saw-int4"), port=port, device="cpu", cb_num_blocks=64,
-        cb_max_batch_tokens=512, dtype="float32",
+        find_model(None), "reference", get_scheme("saw-int4"), torch.device("cpu"), torch.float32, port=port,
+        cb_num_blocks=16, cb_max_batch_tokens=512,
     )  # fmt: skip
     yield server
     server.close()
@@ -77,6 +78,15 @@ def test_many_at_once(client):
     for thread in threads:
         thread.join()
     assert {found[number] for number in (1, 3, 5)} == {alone}
+
+
+def test_a_request_longer_than_the_pool_is_refused(server, client):
+    """And the next one is answered."""
+    ask(client)
+    with pytest.raises(openai.BadRequestError, match="all blocks hold no more"):
+        ask(client, messages=[{"role": "user", "content": "12 " * 9000}])
+    assert ask(client).choices[0].message.content
+    assert metrics(server)["hfkvq_requests"] == 0
 
 
 def test_another_model_is_refused(client):

@@ -252,6 +252,22 @@ def test_models_and_settings_that_do_not_go(model):
         serving.enable(model, "saw-int5")
 
 
+def test_a_request_longer_than_the_pool_is_refused(model):
+    """At once; what was asked before goes on."""
+    short, long = prompts(60, 1100)
+    with (
+        serving.enable(model, "saw-int4"),
+        model.continuous_batching_context_manager(
+            generation_config=generation(), continuous_batching_config=settings(num_blocks=1, max_batch_tokens=64)
+        ) as manager,
+    ):
+        manager.add_request(short, request_id="short", max_new_tokens=NEW)
+        with pytest.raises(ValueError, match="got 1100 tokens and 12 new ones, allowed"):
+            manager.add_request(long, request_id="long", max_new_tokens=NEW)
+        result = manager.get_result("short", timeout=60)
+    assert result.generated_tokens == alone(model, short, "saw-int4")
+
+
 def test_attention_without_the_engine(model):
     model.config._attn_implementation_internal = serving.engine.ATTENTION
     try:

@@ -95,6 +95,31 @@ class CompressedManager(ContinuousBatchingManager):
             for config in {id(c): c for c in (model.config, text_config(model.config))}.values():
                 config._attn_implementation_internal = ATTENTION
 
+    def start(self) -> None:
+        """Starts the engine. Its blocks are made before, so that requests can be told what there is room for."""
+        if self.batch_processor is None and not self.is_running():
+            self.batch_processor = self._create_batch_processor()
+        super().start()
+
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, max_new_tokens: int | None = None, **given: Any
+    ) -> str | None:
+        """Adds a request, as the engine's does; one that no pool could ever hold is refused, and the others go on.
+
+        Raises:
+            ValueError: prompt and answer are longer than all blocks.
+        """
+        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if self.batch_processor is not None:
+            pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
+            room = pages.num_blocks * pages.tokens_per_page
+            if len(input_ids) + (new or 1) > room:
+                raise ValueError(
+                    f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all "
+                    "blocks hold no more; shorten it, or give the engine more num_blocks."
+                )
+        return super().add_request(input_ids, request_id, max_new_tokens, **given)
+
     def _create_batch_processor(self) -> Any:
         with _allocator(pages_of(self.scheme)):
             processor = super()._create_batch_processor()

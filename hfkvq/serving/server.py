@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from hfkvq.caches import Scheme
-from hfkvq.measure.models import Source, read_config
+from hfkvq.measure.models import Source, load_model, load_tokenizer, read_config
 
 from .engine import Serving, check, enable
 
 
 class Server:
-    """A server in a thread of its own, of one model.
+    """A server of one model, in a thread of its own.
 
     Attributes:
         serving: the model, enabled.
@@ -19,17 +21,28 @@ class Server:
     """
 
     def __init__(
-        self, source: Source, name: str, scheme: Scheme, *, host: str = "localhost", port: int = 8000, **options: Any
+        self,
+        source: Source,
+        name: str,
+        scheme: Scheme,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        *,
+        host: str = "localhost",
+        port: int = 8000,
+        **options: Any,
     ) -> None:
-        """Starts the server, and loads the model.
+        """Loads the model and starts the server.
 
         Args:
             source: of the model.
             name: by which requests name it.
             scheme: whose pages.
+            device: of the model.
+            dtype: None takes what `load_model` takes.
             host: to listen at.
             port: likewise.
-            options: of Transformers' ``Serve``: device, dtype, cb_num_blocks...
+            options: of Transformers' ``Serve``: cb_num_blocks, cb_max_batch_tokens, cb_max_memory_percent.
 
         Raises:
             ImportError: packages are missing.
@@ -38,20 +51,16 @@ class Server:
         from transformers.cli.serve import Serve
 
         check(read_config(source), scheme)
-        self._serve = Serve(continuous_batching=True, non_blocking=True, host=host, port=port, **options)
-        manager = self._serve._model_manager
-        try:
-            loaded = manager.load_model_and_processor(manager.process_model_name(source.path))
-            self.serving: Serving = enable(loaded[0], scheme)
-        except BaseException:
-            self.close()
-            raise
+        model, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
+        self.serving: Serving = enable(model, scheme)
         self.url = f"http://{host}:{port}/v1"
+        self._serve = Serve(continuous_batching=True, non_blocking=True, host=host, port=port, **options)
         # One model, under the name that the user knows, for as long as the server runs.
-        manager.model_timeout, manager.force_model = -1, name
-        manager.load_model_and_processor = lambda *_, **__: loaded
+        models: Any = self._serve._model_manager
+        models.force_model, models.load_model_and_processor = name, lambda *_, **__: (model, tokenizer)
         routes: Any = self._serve.server.config.app
         routes.add_api_route("/metrics", self._metrics, methods=["GET"])
+        routes.add_exception_handler(ValueError, _refused)
 
     def _metrics(self) -> Any:
         """Users, tokens, bytes and bits, as Prometheus reads them."""
@@ -67,3 +76,9 @@ class Server:
     def close(self) -> None:
         """Ends it."""
         self._serve.kill_server()
+
+
+async def _refused(_: Any, error: Exception) -> Any:
+    from fastapi.responses import JSONResponse
+
+    return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
