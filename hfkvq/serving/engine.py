@@ -102,7 +102,12 @@ class CompressedManager(ContinuousBatchingManager):
         super().start()
 
     def add_request(
-        self, input_ids: list[int], request_id: str | None = None, max_new_tokens: int | None = None, **given: Any
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> str | None:
         """Adds a request, as the engine's does; one that no pool could ever hold is refused, and the others go on.
 
@@ -118,7 +123,7 @@ class CompressedManager(ContinuousBatchingManager):
                     f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all "
                     "blocks hold no more; shorten it, or give the engine more num_blocks."
                 )
-        return super().add_request(input_ids, request_id, max_new_tokens, **given)
+        return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 
     def _create_batch_processor(self) -> Any:
         with _allocator(pages_of(self.scheme)):
