@@ -29,7 +29,7 @@ def server():
         port = free.getsockname()[1]
     server = Server(
         find_model(None), "reference", get_scheme("saw-int4"), torch.device("cpu"), torch.float32, port=port,
-        cb_num_blocks=16, cb_max_batch_tokens=512,
+        cb_num_blocks=8, cb_max_batch_tokens=512,
     )  # fmt: skip
     yield server
     server.close()

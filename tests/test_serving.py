@@ -1,8 +1,11 @@
 """Transformers' continuous batching over compressed pages: the tokens of plain `generate`, blocks shared and freed."""
 
 import copy
+import importlib.util
+import json
 import logging
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +43,7 @@ def prompts(*lengths, seed=1):
 
 
 def settings(**given):
-    return ContinuousBatchingConfig(**{"num_blocks": 24, "max_batch_tokens": 256, "max_requests_per_batch": 8} | given)
+    return ContinuousBatchingConfig(**{"num_blocks": 12, "max_batch_tokens": 256, "max_requests_per_batch": 8} | given)
 
 
 def generation(**given):
@@ -146,8 +149,8 @@ def test_pages_are_compressed(model, caplog):
     pages = cache.cache_allocators["full_attention"]
     # Heads of 64: 4 bits, and a scale and a zero of 16 each.
     assert pages.bits == 4.5
-    stock = super(serving.pages.CompressedPages, type(pages)).get_bytes_per_page(2, 64, torch.float32, 128)
-    # `num_blocks` is of the engine's own blocks.
+    stock = super(serving.pages.CompressedPages, type(pages)).get_bytes_per_page(2, 64, torch.float32, 256)
+    # `num_blocks` is of the engine's own blocks, of 256 tokens.
     assert pages.num_blocks == pytest.approx(32 * stock / pages.bytes_per_page, abs=1)
     assert "4.50 bits an element" in caplog.text
     manager.switch_to_cb_friendly_attn(model)
@@ -258,7 +261,8 @@ def test_a_request_longer_than_the_pool_is_refused(model):
     with (
         serving.enable(model, "saw-int4"),
         model.continuous_batching_context_manager(
-            generation_config=generation(), continuous_batching_config=settings(num_blocks=1, max_batch_tokens=64)
+            generation_config=generation(),
+            continuous_batching_config=settings(num_blocks=1, page_size=128, max_batch_tokens=64),
         ) as manager,
     ):
         manager.add_request(short, request_id="short", max_new_tokens=NEW)
@@ -294,3 +298,33 @@ def test_two_models_at_a_time(model):
         for thread in threads:
             thread.join()
     assert found == {"ours": mine, "stock": expected}
+
+
+def test_load_test(model, tmp_path, monkeypatch):
+    """In the same bytes compressed blocks hold all requests at a time, the engine's own a few."""
+    path = Path(__file__).parents[1] / "evals/serving.py"
+    spec = importlib.util.spec_from_file_location("load_test", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model.config.save_pretrained(tmp_path)
+    given = [
+        "--shape",
+        str(tmp_path),
+        "--blocks",
+        "3",
+        "--requests",
+        "6",
+        "--loads",
+        "all",
+        "--prompt",
+        "200",
+        "--new",
+        "4",
+    ]
+    monkeypatch.setattr("sys.argv", ["serving.py", *given, "--json", str(tmp_path / "found.json")])
+    script.main()
+    stock, ours = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert stock["new_tokens"] == ours["new_tokens"] == 24
+    assert stock["most_at_a_time"] <= 3
+    assert len(script.lengths(50, 0, 0)) == 50
+    assert max(prompt for prompt, _ in script.lengths(500, 0, 0)) <= script.MOST_PROMPT

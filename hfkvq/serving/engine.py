@@ -73,7 +73,11 @@ class CompressedManager(ContinuousBatchingManager):
     def __init__(self, scheme: Scheme, **given: Any) -> None:
         self.scheme = scheme
         config = copy.deepcopy(given["continuous_batching_config"])
-        config.page_size = scheme.layout(64, 64).store.runs[0][0].page_size
+        page = scheme.layout(64, 64).store.runs[0][0].page_size
+        if config.num_blocks is not None:
+            # Blocks in 16 bits as the user counts them: the same bytes.
+            config.num_blocks = max(1, config.num_blocks * config.page_size // page)
+        config.page_size = page
         blocks, graphs = config.max_blocks_per_request, config.use_cuda_graph
         # The engine has block tables and graphs for attention that it knows. Ours has both, for steps.
         config.max_blocks_per_request = 0
