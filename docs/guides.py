@@ -6,6 +6,8 @@
 
 .. include:: saved_prompts.md
 
+.. include:: serving.md
+
 .. include:: speed.md
 
 .. include:: evaluation.md

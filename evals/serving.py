@@ -1,4 +1,4 @@
-"""Many requests at once: Transformers' continuous batching with its own blocks and with compressed ones of as many bytes.
+"""Many requests at once: Transformers' continuous batching, its own blocks beside compressed ones of as many bytes.
 
     PYTHONPATH=. python evals/serving.py [--shape qwen3-8b] [--layers N] [--blocks 512] [--requests 200]
         [--loads all,16,1] [--schemes none,saw-int4] [--prompt 0] [--new 0] [--json FILE]
