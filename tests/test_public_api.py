@@ -14,6 +14,7 @@ PUBLIC = {
     "MixedKVCache",
     "KittyCache",
     "MixKVQCache",
+    "PrefixStore",
     "SawInt4Cache",
     "Scheme",
     "TriAxialCache",

@@ -7,6 +7,7 @@ from .cache import MixedKVCache
 from .make import make_cache
 from .memory_report import MemoryReport
 from .named import KittyCache, MixKVQCache, SawInt4Cache
+from .prefix_store import PrefixMatch, PrefixStore
 from .preset import Preset, get_preset
 from .scheme import Scheme, get_scheme, list_schemes
 from .triaxial import TriAxialCache
@@ -18,6 +19,8 @@ __all__ = [
     "MemoryReport",
     "MixKVQCache",
     "MixedKVCache",
+    "PrefixMatch",
+    "PrefixStore",
     "Preset",
     "SawInt4Cache",
     "Scheme",

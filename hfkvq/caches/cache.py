@@ -310,7 +310,7 @@ class MixedKVCache(SavedCache, Cache):
         """Everything but the config, which belongs to the model."""
         graphs = None if self.graphs is None else self.graphs.headroom
         state = {key: value for key, value in self.__dict__.items() if key != "config"}
-        return state | {"graphs": graphs, "_known_architecture": self._architecture()}
+        return state | {"graphs": graphs, "_known_architecture": self.architecture()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""

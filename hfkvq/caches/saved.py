@@ -58,6 +58,10 @@ class SavedCache(WholeCache):
                 that cannot be saved: recurrent ones, and sliding windows of a fixed capacity.
             OSError: the file cannot be written.
         """
+        write_file(path, *self.packed(token_ids))
+
+    def packed(self, token_ids: Tensor | None = None) -> Packed:
+        """What `save` writes: a description, plain data, and tensors by name, where they are."""
         self._catch_up()
         self._check_even()
         seen = int(self.get_seq_length())  # type: ignore[attr-defined]
@@ -65,7 +69,7 @@ class SavedCache(WholeCache):
             raise ValueError(
                 f"token_ids: got shape {tuple(token_ids.shape)}, allowed (batch, {seen}), an id for each cached token."
             )
-        _check_named(self.preset)
+        check_named(self.preset)
         layers, tensors = [], {}
         for i, layer in enumerate(self.layers):
             numbers, held = packed_layer(layer) if i in self._compressed else _packed_stock(i, layer)
@@ -78,14 +82,14 @@ class SavedCache(WholeCache):
             tensors["token_ids"] = token_ids
         description = {
             "scheme": self.preset.to_dict(),
-            "model": self._architecture(),
+            "model": self.architecture(),
             "max_cache_len": self._capacity,
             "tokens": seen,
             "holes": any(layer.steps is not None and layer.steps.sync.holes for layer in self.compressed_layers),
             "layers": layers,
             "beside": {name: numbers for name, (numbers, _) in beside.items()},
         }
-        write_file(path, description, tensors)
+        return description, tensors
 
     @classmethod
     def load(
@@ -107,20 +111,16 @@ class SavedCache(WholeCache):
             ValueError: it is no saved cache, of another model, of a later version, cut off or changed.
         """
         description, tensors = read_file(path)
-        if device is None:
-            parameters = model_or_config.parameters() if isinstance(model_or_config, torch.nn.Module) else ()
-            device = next((x.device for x in parameters), torch.device("cpu"))
         try:
             preset, capacity = get_preset(description["scheme"]), description["max_cache_len"]
             made = cls.of_preset(model_or_config, preset, max_cache_len=capacity, **options)
-            theirs, own = description["model"], made._architecture()
+            theirs, own = description["model"], made.architecture()
             if theirs["config"] != own["config"]:
                 raise ValueError(
                     f"it is of another model (a {theirs['type']}) than this one (a {own['type']}), by their configs; "
                     "compute the prompt again"
                 )
-            made._unpack(description, tensors, torch.device(device))
-            made.integrity_check()  # type: ignore[attr-defined]
+            made.unpack(description, tensors, device_of(model_or_config) if device is None else torch.device(device))
         except torch.OutOfMemoryError:
             raise
         except (*DAMAGE, RuntimeError) as error:
@@ -128,7 +128,12 @@ class SavedCache(WholeCache):
         return made
 
     @lasting
-    def _unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        """Gives an empty cache of the same preset and model what another one has `packed`.
+
+        Raises:
+            ValueError: it does not fit; damaged data may also raise something else of `hfkvq.bounded.DAMAGE`.
+        """
         for i, (layer, numbers) in enumerate(zip(self.layers, description["layers"], strict=True)):
             own = _below(f"layer{i}", tensors)
             # First: tails are longer, so that tokens can be taken back.
@@ -144,6 +149,12 @@ class SavedCache(WholeCache):
             if layer.store is not None:
                 layer.bind()
         self.saved_ids = tensors.get("token_ids")
+        try:
+            self.integrity_check()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
 
     def _packed_beside(self) -> dict[str, Packed]:
         """What the cache holds beside its layers, by name."""
@@ -153,14 +164,20 @@ class SavedCache(WholeCache):
         if found:
             raise ValueError("it has tags of tokens; load it with TriAxialCache.load(path, model, tokenizer=tokenizer)")
 
-    def _architecture(self) -> dict[str, str]:
+    def architecture(self) -> dict[str, str]:
         """Of the model. A cache from a pickle has no config before it meets its model, but remembers this."""
         own = getattr(self.config, "model_type", "")
         known = None if own else self._known_architecture
         return known or {"type": own, "config": config_hash(self.config)}
 
 
-def _check_named(preset: Preset) -> None:
+def device_of(model_or_config: Any) -> torch.device:
+    """The model's device, or the CPU for a config."""
+    parameters = model_or_config.parameters() if isinstance(model_or_config, torch.nn.Module) else ()
+    return next((x.device for x in parameters), torch.device("cpu"))
+
+
+def check_named(preset: Preset) -> None:
     """Raises ValueError if a file could not say what the cache is made of."""
     unnamed = [type(scheme).__name__ for scheme in preset.schemes if not scheme.name]
     if unnamed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -24,16 +25,24 @@ KIND, VERSION = "hfkvq cache", 1
 FIELD = "hfkvq"
 """Of safetensors' metadata: where the description is."""
 
+PART = ".part"
+"""How names of files end that are being written."""
+
 _THREADS = 8
 
 
-def write_file(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_file(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
     """Writes a file whole, or leaves what was there.
+
+    Several processes and threads may write the same file: each has a part of its own, and the last one stays.
 
     Args:
         path: of the file; another file of this name is replaced.
         description: plain data.
         tensors: on any device.
+
+    Returns:
+        Its bytes.
 
     Raises:
         OSError: there is no room for it, or no such folder.
@@ -41,16 +50,18 @@ def write_file(path: str | Path, description: Mapping[str, Any], tensors: Mappin
     path = Path(path)
     held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
     text = json.dumps(description)
-    head = {"kind": KIND, "version": VERSION, "hfkvq": version("hfkvq"), "sha256": _checksum(text, held)}
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    head = {"kind": KIND, "version": VERSION, "hfkvq": version("hfkvq"), "sha256": checksum(text, held)}
+    part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
     try:
         save_file(held, part, metadata={FIELD: json.dumps(head), "description": text})
+        size = part.stat().st_size
         os.replace(part, path)
     except SafetensorError as error:
         # So it tells of a full disk.
         raise OSError(f"path: {path} could not be written ({error}).") from error
     finally:
         part.unlink(missing_ok=True)
+    return size
 
 
 def read_file(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
@@ -72,7 +83,7 @@ def read_file(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
             _check_head(path, head)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         text = metadata["description"]
-        damaged = _checksum(text, tensors) != head["sha256"]
+        damaged = checksum(text, tensors) != head["sha256"]
         description = None if damaged else parse_json(text)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"path: {path} is no saved cache, or was cut off ({error}); save it again.") from None
@@ -97,7 +108,7 @@ def _check_head(path: Path, head: Any) -> None:
         )
 
 
-def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Of description, names, shapes, dtypes and bytes. Side by side: one thread hashes slower than a disk reads."""
 
     def digest(name: str) -> bytes:

@@ -186,7 +186,7 @@ def _rewritten(file, change):
     head, description = json.loads(metadata["hfkvq"]), json.loads(metadata["description"])
     change(head, description, tensors)
     text = json.dumps(description)
-    head["sha256"] = saved_file._checksum(text, tensors)
+    head["sha256"] = saved_file.checksum(text, tensors)
     save_file(tensors, file, metadata={"hfkvq": json.dumps(head), "description": text})
 
 

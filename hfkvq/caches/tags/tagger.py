@@ -238,9 +238,9 @@ class Tagger:
         return scan.settled_place, (temporal * KINDS + scan.kinds).astype(np.uint8), scan.settled
 
 
-def placeholders(config: Any) -> list[int]:
+def placeholders(config: Any, kinds: Iterable[str] = ("image", "video")) -> list[int]:
     """Ids that stand for images and for frames of videos in a model's prompts, as its config says; none for None."""
-    names = [f"{kind}_token_{what}" for kind in ("image", "video") for what in ("id", "index")]
+    names = [f"{kind}_token_{what}" for kind in kinds for what in ("id", "index")]
     found = {getattr(config, name, None) for name in names}
     return sorted(x for x in found if isinstance(x, int))
 

@@ -1,0 +1,361 @@
+"""`PrefixStore`: prompts on disk, found by how a new one begins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfkvq.bounded import DAMAGE
+from hfkvq.kernels.decode import START
+
+from . import prefix_files as files
+from .cache import MixedKVCache
+from .fingerprint import weights_hash
+from .prefix_files import Missing, path_of
+from .prefix_pages import cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
+from .preset import Preset, get_preset
+from .saved import device_of
+from .saved_file import VERSION, checksum
+from .scheme import Scheme
+from .tags.tagger import placeholders
+from .triaxial import TriAxialCache
+
+FORMAT = [1, VERSION]
+"""Of the store's files, and of files of caches: those of another format are in another folder."""
+
+DEFAULT_BYTES = 2**35
+_READERS = 4
+
+_END = re.compile(r"(?P<tokens>\d+)-(?P<digest>[0-9a-f]{64})")
+_BORDER = re.compile(r"(?P<after>\d+)-(?P<tokens>\d+)-(?P<digest>[0-9a-f]{64})")
+"""Names of ends, and of pages that are told by their tokens; other pages have a checksum alone."""
+
+
+class PrefixMatch(NamedTuple):
+    """What a store has found.
+
+    Attributes:
+        cache: holds the first tokens of the prompt; the caller's own.
+        tokens: how many.
+    """
+
+    cache: MixedKVCache
+    tokens: int
+
+
+class _Found(NamedTuple):
+    """A prefix that the names of files promise: ``tokens``, and the file of its end or those of its pages."""
+
+    tokens: int
+    end: Path | None
+    pages: tuple[Path, ...]
+
+
+class PrefixStore:
+    """A folder of computed prompts, which caches of one model and scheme begin with.
+
+    ::
+
+        store = PrefixStore("prompts", model, "kitty-pro")
+        cache, known = store.match(ids)
+        answer = model.generate(ids, past_key_values=cache)
+        store.put(cache, answer)
+
+    A prompt is stored as files of full pages, which prompts that share pages share, and an end: windows, open pages,
+    counters and statistics. What is matched is the end of a stored prompt, and holds bit for bit what was put; with
+    schemes whose pages stand alone (no window of new tokens, and a choice of bits by nothing but a page's own tokens:
+    int4, saw-int4, kvarn, full), also any number of full pages of one. Such pages are told by their tokens, so those
+    that were stored first serve all prompts; elsewhere they are told by their bytes.
+
+    Any number of processes may read and write a folder. Files that are damaged are removed, and what they held is not
+    found. Files of other models, weights, adapters, schemes or formats never match.
+
+    Args:
+        path: of the folder; made when something is first put.
+        model: that caches are for. Its weights and adapters are looked at now: make another store when they change.
+        scheme: preset name, ``.json`` file, `Scheme` or `Preset`, as `MixedKVCache` takes it.
+        max_bytes: the least recently used files of the folder are removed so that no more is left after each `put`,
+            of all models and schemes together.
+        layers: schemes of single layers, see `MixedKVCache`.
+        **options: of the caches that `match` makes: ``max_cache_len``, ``graphs``, ``headroom``, ``attach``,
+            ``debug``; of ``triaxial`` also ``tokenizer`` or ``tagger``.
+
+    Raises:
+        ValueError: a config in place of a model, an encoder-decoder, an unknown scheme, layers or schemes that cannot
+            be saved (see `MixedKVCache.save`), a bound that is no positive number, or a path that is a file.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: torch.nn.Module,
+        scheme: Preset | Scheme | str | Path,
+        *,
+        max_bytes: int = DEFAULT_BYTES,
+        layers: Mapping[str | int, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        config: Any = getattr(model, "config", None)
+        if not isinstance(model, torch.nn.Module) or config is None:
+            raise ValueError(
+                f"model: got {type(model).__name__}, allowed a Transformers model; its weights tell its prompts from "
+                "those of others."
+            )
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"model: got a {config.model_type}, an encoder-decoder, allowed a decoder: what the encoder is given "
+                "decides what the cache holds, and token_ids do not say it. Keep such caches with cache.save(path)."
+            )
+        # type(), because True is an int.
+        if type(max_bytes) is not int or max_bytes < 1:
+            raise ValueError(f"max_bytes: got {max_bytes!r}, allowed a positive number, e.g. 20 * 2**30.")
+        self.path, self.model, self.max_bytes = Path(path), model, max_bytes
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"path: {self.path} is a file, allowed a folder or a new name.")
+        self.preset = get_preset(scheme, layers)
+        self._options = options
+        fresh = self._fresh()
+        # Says now what cannot be saved, not when a prompt has been computed.
+        fresh.packed()
+        if not fresh.compressed_layers:
+            raise ValueError(
+                f"model: no layer of a {config.model_type} is held in pages, so there is nothing to share; keep its "
+                "caches with cache.save(path)."
+            )
+        self._architecture = fresh.architecture()
+        self._other_than_text = placeholders(config, ("image", "video", "audio"))
+        known = [FORMAT, self._architecture, weights_hash(model), self.preset.to_dict()]
+        folder = self.path / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
+        self._ends, self._pages = folder / "ends", folder / "pages"
+
+    def put(self, cache: MixedKVCache, token_ids: Tensor | Sequence[int]) -> int:
+        """Stores what a cache holds.
+
+        Args:
+            cache: of one row, of this store's model and scheme. It is not changed.
+            token_ids: (1, n) or (n,), what the cache was given. More may follow, such as the last token of an answer,
+                which no model was shown.
+
+        Returns:
+            Bytes that were written: pages that are there already take none.
+
+        Raises:
+            ValueError: another model or scheme, an empty cache, several rows, padding, too few ids, placeholders of
+                images or sound, or more than ``max_bytes``.
+            OSError: the files cannot be written; what was stored before stays.
+        """
+        ids = _ids(token_ids)
+        self._check(cache)
+        description, tensors = cache.packed()
+        ids = self._check_tokens(cache, ids, description["tokens"])
+        tensors = {name: x.detach().cpu() for name, x in tensors.items()}
+        _check_padding(description, tensors)
+        pieces, rest = cut_pages(cache, tensors)
+        border = first_border(cache)
+        if border is None:
+            names = [checksum("", piece) for piece in pieces]
+        else:
+            borders = [border[0] + border[1] * (i + 1) for i in range(len(pieces))]
+            found = _digests(ids, borders)
+            names = [f"{a}-{b}-{found[b]}" for a, b in zip([0, *borders], borders, strict=False)]
+            for piece in pieces[:1]:
+                piece |= sinks_of(rest)
+        size = sum(map(_bytes_in_file, [*pieces, rest]))
+        if size > self.max_bytes:
+            raise ValueError(
+                f"max_bytes: the prompt takes {size} bytes, allowed {self.max_bytes}; make the store with more, or use "
+                "a scheme of fewer bits."
+            )
+        pages = [path_of(self._pages, name) for name in names]
+        end = path_of(self._ends, f"{len(ids)}-{_digests(ids, [len(ids)])[len(ids)]}")
+        new = [(path, piece) for path, piece in zip(pages, pieces, strict=True) if not path.exists()]
+        written = sum(files.write(path, {}, piece) for path, piece in new)
+        about = {"cache": description, "pages": names, "gives_back": gives_back(cache)}
+        written += files.write(end, about, rest)
+        files.touch([*pages, end])
+        files.shrink(self.path, self.max_bytes)
+        return written
+
+    def match(self, token_ids: Tensor | Sequence[int]) -> PrefixMatch:
+        """A cache that holds as many of a prompt's first tokens as the store knows, fewer than all.
+
+        ``model.generate(token_ids, past_key_values=cache)`` feeds the others. The same prompt as a stored one is
+        matched without its last token, unless that was quantized together with others, or the scheme evicts or tags.
+
+        Args:
+            token_ids: (1, n) or (n,), the prompt.
+
+        Returns:
+            The cache, empty if nothing is known, and how many tokens it holds.
+
+        Raises:
+            ValueError: several rows, or no whole numbers.
+        """
+        ids = _ids(token_ids)
+        bad: set[Path] = set()
+        while True:
+            found = self._longest(ids, bad)
+            if found is None:
+                return PrefixMatch(self._fresh(), 0)
+            try:
+                return self._restored(found, bad)
+            except Missing:
+                continue
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the folder's files, of all models and schemes."""
+        return files.total_bytes(self.path)
+
+    def __repr__(self) -> str:
+        """Folder, scheme and size."""
+        return f"PrefixStore({str(self.path)!r}, {self.preset.scheme.name}, {self.nbytes} of {self.max_bytes} bytes)"
+
+    def _fresh(self) -> MixedKVCache:
+        cls = TriAxialCache if "tags" in self.preset.needs else MixedKVCache
+        return cls.of_preset(self.model, self.preset, **self._options)
+
+    def _longest(self, ids: Tensor, bad: set[Path]) -> _Found | None:
+        """The most tokens that files promise, by their names."""
+        most, room = len(ids) - 1, self._options.get("max_cache_len") or len(ids)
+        ends = list(filter(None, map(_END.fullmatch, files.names_in(self._ends))))
+        borders = list(filter(None, map(_BORDER.fullmatch, files.names_in(self._pages))))
+        digests = _digests(ids, [int(name["tokens"]) for name in (*ends, *borders)])
+
+        def known(folder: Path, names: list[re.Match[str]]) -> Iterator[tuple[re.Match[str], int, Path]]:
+            for name in names:
+                tokens, path = int(name["tokens"]), path_of(folder, name[0])
+                if digests.get(tokens) == name["digest"] and tokens <= room and path not in bad:
+                    yield name, tokens, path
+
+        found = [_Found(min(tokens, most), path, ()) for _, tokens, path in known(self._ends, ends)]
+        behind = {int(name["after"]): (tokens, path) for name, tokens, path in known(self._pages, borders)}
+        at, chain = 0, []
+        while at in behind and behind[at][0] <= most:
+            at, path = behind[at]
+            chain.append(path)
+        if chain:
+            found.append(_Found(at, None, tuple(chain)))
+        # Ends first: those hold what was put, also of pages that are not full.
+        return max((x for x in found if x.tokens), key=lambda x: (x.tokens, x.end is not None), default=None)
+
+    def _restored(self, found: _Found, bad: set[Path]) -> PrefixMatch:
+        """The cache of what was found; files that prove to be no good are added to ``bad``."""
+        cache = self._fresh()
+        try:
+            description, tensors, used = self._read(found, bad)
+            cache.unpack(description, tensors, device_of(self.model))
+            if description["tokens"] > found.tokens:
+                cache.crop(found.tokens - description["tokens"])
+        except DAMAGE as error:
+            for path in (found.end,) if found.end else found.pages:
+                bad.add(path)
+                files.discard(path, error)
+            raise Missing from error
+        files.touch(used)
+        return PrefixMatch(cache, found.tokens)
+
+    def _read(self, found: _Found, bad: set[Path]) -> tuple[Any, dict[str, Tensor], list[Path]]:
+        """What a cache has packed, and its files."""
+
+        def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
+            try:
+                return files.read(path)
+            except Missing:
+                bad.add(path)
+                raise
+
+        def joined(paths: Iterable[Path], rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            with ThreadPoolExecutor(_READERS) as pool:
+                return join_pages([tensors for _, tensors in pool.map(read, paths)], rest)
+
+        if found.end is None:
+            return *packed_at(found.tokens, joined(found.pages, {})), [*found.pages]
+        about, rest = read(found.end)
+        description, pages = about["cache"], [path_of(self._pages, str(name)) for name in about["pages"]]
+        # Whatever is missing, this is not tried again.
+        bad.add(found.end)
+        if description["tokens"] > found.tokens and not about["gives_back"]:
+            raise Missing
+        try:
+            return description, joined(pages, rest), [*pages, found.end]
+        except Missing:
+            files.discard(found.end, f"{found.end} has lost pages.")
+            raise
+
+    def _check(self, cache: MixedKVCache) -> None:
+        if not isinstance(cache, MixedKVCache):
+            raise ValueError(f"cache: got {type(cache).__name__}, allowed a cache of {self.preset.scheme.name}.")
+        if cache.preset != self.preset:
+            raise ValueError(
+                f"cache: got one of {cache.preset.to_dict()}, allowed {self.preset.to_dict()}; make it by "
+                "store.match(token_ids), or a store of its scheme."
+            )
+        if cache.architecture()["config"] != self._architecture["config"]:
+            raise ValueError("cache: it is of another model than the store, by their configs; make a store of its own.")
+        if not cache.get_seq_length():
+            raise ValueError("cache: got an empty one, allowed one that was given a prompt.")
+
+    def _check_tokens(self, cache: MixedKVCache, ids: Tensor, held: int) -> Tensor:
+        """The ids of what the cache holds."""
+        rows = {layer.batch_size for layer in cache.compressed_layers}
+        if rows != {1}:
+            raise ValueError(
+                f"cache: got {max(rows)} rows, allowed one; take each out of a copy, "
+                "copy.deepcopy(cache).batch_select_indices(torch.tensor([row]))."
+            )
+        if len(ids) < held:
+            raise ValueError(f"token_ids: got {len(ids)}, allowed {held} or more, an id for each cached token.")
+        ids = ids[:held]
+        if self._other_than_text and torch.isin(ids, torch.tensor(self._other_than_text)).any():
+            raise ValueError(
+                "token_ids: got placeholders of images, video or sound, which do not say what was shown; keep such "
+                "caches with cache.save(path)."
+            )
+        return ids
+
+
+def _check_padding(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    padded = [
+        name
+        for name, x in tensors.items()
+        if name.endswith(".store.counters") and (x[START] > tensors[f"{name.removesuffix('counters')}dropped"]).any()
+    ]
+    if padded or description["holes"]:
+        raise ValueError(
+            "cache: it was given padding, which later prompts would have as tokens; compute the prompt without an "
+            "attention mask."
+        )
+
+
+def _ids(token_ids: Tensor | Sequence[int]) -> Tensor:
+    """Token ids on the CPU: i64 (n,)."""
+    ids = torch.as_tensor(token_ids)
+    one_row = ids.dim() == 1 or (ids.dim() == 2 and len(ids) == 1)
+    if ids.is_floating_point() or ids.dtype == torch.bool or not one_row:
+        raise ValueError(f"token_ids: got {ids.dtype} of {tuple(ids.shape)}, allowed whole numbers, (1, n) or (n,).")
+    return ids.detach().reshape(-1).to("cpu", torch.int64)
+
+
+def _digests(ids: Tensor, lengths: Iterable[int]) -> dict[int, str]:
+    """A hash of the first tokens, of each of these lengths: one goes on from another."""
+    whole, at, found = hashlib.sha256(), 0, {}
+    for length in sorted(set(lengths)):
+        if length > len(ids):
+            break
+        whole.update(ids[at:length].numpy().tobytes())
+        found[length], at = whole.hexdigest(), length
+    return found
+
+
+def _bytes_in_file(tensors: Mapping[str, Tensor]) -> int:
+    # The header has a line for each tensor.
+    return sum(x.nbytes + 160 for x in tensors.values())
