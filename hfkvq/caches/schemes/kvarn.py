@@ -37,7 +37,6 @@ class KVarN(Scheme):
         rounds: how often rows and columns take turns in balancing a page; 0 balances nothing, the authors take 16.
         balance: how a page is balanced: "error" for the least error to be expected, "deviation" as KVarN's authors do.
         sink_length: first tokens kept whole.
-        local_length: newest tokens kept whole beside those that fill no page (0 in the paper).
         page_size: tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
             those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
@@ -61,7 +60,6 @@ class KVarN(Scheme):
     rounds: int = knob(1, low=0, high=64)
     balance: str = knob("error", choices=RULES)
     sink_length: int = knob(128, low=0, high=1024, search=[0, 32, 64, 128])
-    local_length: int = knob(0, low=0, high=4096, search=[0, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
@@ -72,7 +70,6 @@ class KVarN(Scheme):
         def side(bits: int, axis: Axis, group: int, dim: int, rotated: bool, fit: int) -> SideLayout:
             return SideLayout(
                 (PageFormat(bits, axis, group, self.page_size, normed=True, fit=fit),),
-                self.local_length,
                 unit=self.page_size,
                 rotate=rotation_block(dim) if rotated else 0,
                 balance=Balance(self.rounds, self.balance),
