@@ -70,7 +70,11 @@ def alone(model, ids, scheme):
     return out[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+# The others are the same code with a rotation fewer.
+QUICK = [pytest.param(name, marks=[] if name in ("saw-int4-kv", "full") else pytest.mark.slow) for name in SCHEMES]
+
+
+@pytest.mark.parametrize("scheme", QUICK)
 def test_tokens_are_those_of_generate(model, scheme):
     """Prompts of a token, of pages, and longer than a batch, which decode while others are read."""
     inputs = prompts(300, 20, 130, 500, 1)

@@ -411,6 +411,7 @@ def chat(path, own, turns=(0, 1, 2, 3, 4, 5)):
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_write_and_what_they_wrote_is_there_the_next_day(tmp_path):
     assert chat(tmp_path, 1) == [0, 64, 80, 96, 112, 128]
     code = f"from tests.caches.test_prefix_store import chat; print(chat({str(tmp_path)!r}, 2))"
