@@ -183,7 +183,10 @@ class PagedLayer(LayerBase):
         new: PagedLayer = object.__new__(type(self))
         memo[id(self)] = new
         vars(new).update(vars(self))
-        new.store = copy.deepcopy(self.store, memo)
+        if self.store is not None:
+            # Neither a fixed capacity nor a buffer of captured steps is shared with anybody.
+            alone = self.capacity is not None or (self.buffer is not None and self.buffer.tensor is not None)
+            new.store = copy.deepcopy(self.store, memo) if alone else self.store.shared_copy()
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:

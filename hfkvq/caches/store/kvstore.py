@@ -41,7 +41,8 @@ from ..row_states import forecast, row_states
 from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
-from .rows import reordered, selected
+from .pool import LOCK
+from .rows import copied, reordered, selected
 from .sealing import seal
 from .state import EMPTY, SIDES
 from .view import StoreView
@@ -286,18 +287,28 @@ class KVStore(StoreView):
         self.counters.zero_()
         self.dropped.zero_()
         known = HostCounters.empty(self.counters, EMPTY) if "tags" in self.scheme.needs else None
+        state = self.state.unshared()
         runs = [
             # No row's pages are another's, or lie behind those of a batch that was larger.
             replaced(
                 view, table=torch.arange(view.table.numel(), dtype=torch.int32, device=self.device).view_as(view.table)
             )
-            for view in self.runs
+            for view in state.runs
         ]
         self.replace(states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:
         """Moves every tensor."""
         self.state = self.state.map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def shared_copy(self) -> KVStore:
+        """An independent store that reads the full pages of this one where they lie: see `pool`. Asks the device."""
+        new = copy.copy(self)
+        new.tail_limit = dict(self.tail_limit)
+        # Or two threads might share the pages in two ways.
+        with LOCK:
+            self.state, new.state = copied(self.state)
+        return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
         """Independent tensors, shared layout and scheme."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.decode import run_count
+from hfkvq.kernels.decode import RUNS, run_count
 
+from ..lasting import lasting
+from ..routing import read_counters
 from ..scheme import Layout
-from .growth import enlarge
-from .state import SIDES, PageWrite, StoreState, as_bytes
+from .growth import enlarge, fresh_pages
+from .pool import as_bytes, shared, taken
+from .state import PageWrite, StoreState
 
 
 def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
     """The state whose row b is what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
-    grown, slack = rows.shape[0] - state.batch, _slack(layout)
+    state, grown, slack = state.unshared(), rows.shape[0] - state.batch, _slack(layout)
     for run in range(len(state.runs)):
         if grown > 0:
             state = enlarge(state, run, grown * state.runs[run].table.shape[1])
@@ -27,7 +30,7 @@ def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
 
 def part_pages(state: StoreState, layout: Layout) -> StoreState:
     """The state in which every page that is not full is of one row only."""
-    rows, slack = torch.arange(state.batch, device=state.device), _slack(layout)
+    state, rows, slack = state.unshared(), torch.arange(state.batch, device=state.device), _slack(layout)
     for run in range(len(state.runs)):
         state = share_pages(state, run, rows, slack)
     return state
@@ -35,13 +38,21 @@ def part_pages(state: StoreState, layout: Layout) -> StoreState:
 
 def selected(state: StoreState, rows: Tensor) -> StoreState:
     """The state of rows ``rows`` (i64 (B',)) only, without the other rows' pages."""
-    for run, view in enumerate(state.runs):
-        ids = view.table[rows].flatten().long()
-        keys, values = ([as_bytes(part)[ids].view(part.dtype) for part in getattr(view, side)] for side in SIDES)
-        table = torch.arange(ids.shape[0], dtype=torch.int32, device=state.device)
-        table, pos = table.view(rows.shape[0], view.table.shape[1]), None if view.pos is None else view.pos[rows]
-        state = state.with_run(run, table=table, pos=pos, keys=keys, values=values)
-    return take_rows(state, rows)
+    return take_rows(state.replace(runs=[taken(view, rows) for view in state.runs]), rows)
+
+
+@lasting
+def copied(state: StoreState) -> tuple[StoreState, StoreState]:
+    """What a state is to be from now on, and a copy of it that reads the same full pages. Asks the device."""
+    counters, own, theirs = read_counters(state.counters), [], []
+    for run, (view, (fmt, _)) in enumerate(zip(state.runs, state.format.runs, strict=True)):
+        counts = list(zip(*counters[RUNS + 2 * run : RUNS + 2 * run + 2], strict=True))
+        full, used = [min(pair) // fmt.page_size for pair in counts], [-(-max(pair) // fmt.page_size) for pair in counts]
+        pair = shared(view, full, used, fresh_pages(state, run)) if any(full) else (view, taken(view))
+        own.append(pair[0])
+        theirs.append(pair[1])
+    copy = state.replace(runs=()).map(torch.clone)
+    return state.replace(runs=own), copy.replace(runs=theirs)
 
 
 def _slack(layout: Layout) -> int:

@@ -18,6 +18,7 @@ from ..lasting import lasting
 from ..routing import Counters, HostCounters
 from ..row_states import RowState, WindowSizes, forecast
 from ..scheme import Layout
+from .pool import as_bytes, taken
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -140,6 +141,12 @@ class StoreState:
         """The same with other parts of one run."""
         return self.replace(runs=[*self.runs[:run], replaced(self.runs[run], **parts), *self.runs[run + 1 :]])
 
+    def unshared(self) -> StoreState:
+        """The same with tensors of its own where copies share pages."""
+        if all(view.lease is None for view in self.runs):
+            return self
+        return self.replace(runs=[view if view.lease is None else taken(view) for view in self.runs])
+
     def written(self) -> StoreState:
         """The same with its pages written; may be repeated if it was interrupted."""
         for part, target, pages in self.writes:
@@ -148,9 +155,10 @@ class StoreState:
 
     @lasting
     def map(self, change: Callable[[Tensor], Tensor]) -> StoreState:
-        """The same with every tensor changed."""
+        """The same with every tensor changed; pages that copies share are this state's own then."""
 
         def run(view: RunView) -> RunView:
+            view = view if view.lease is None else taken(view)
             pos = None if view.pos is None else change(view.pos)
             return RunView(change(view.table), pos, [change(x) for x in view.keys], [change(x) for x in view.values])
 
@@ -168,6 +176,10 @@ class StoreState:
         if held is None:
             runs = [tensor for run in self.runs for tensor in run.flat()]
             held = StepTensors(self.counters, self.windows, runs, self.format)
+            lease = self.runs[0].lease
+            if lease is not None:
+                # What else the table names is not to be written to.
+                held.blocks = min(held.blocks, lease.backed)
             self.__dict__["_held"] = held
         return held
 
@@ -231,8 +243,3 @@ class StoreState:
             ]
             runs.append(RunView(view.table, view.pos, *sides))
         self.__dict__["runs"] = tuple(runs)
-
-
-def as_bytes(part: Tensor) -> Tensor:
-    """A tensor as it is, but fp8 as bytes: not every device indexes it, and nothing can unpickle it."""
-    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
