@@ -30,11 +30,12 @@ from hfkvq.kernels.pages import RunView
 Pages = Callable[[int], list[Tensor]]
 """Makes tensors of so many fresh pages: the parts of keys, then those of values."""
 
-POOL_GROWTH = 1.25
-"""Factor by which another generation is larger."""
+POOL_GROWTH = 1.5
+"""Factor by which another generation is larger: the first copy takes half of what a copy of all pages would."""
 
-LEAST_FREE = 1 / 16
-"""Share of a pool that is free after a copy: both will need pages soon, and a move then would leave the other behind."""
+FIRST_FREE, LEAST_FREE = 1 / 4, 1 / 16
+"""Shares of a pool that are free after its first copy, and after others: whoever finds no page moves, and those who do
+not move with him keep what they have a second time."""
 
 ANY, NONE = -1, -2
 """Streams beside real ones: every stream may write to a page that nobody has had, none where several have read it."""
@@ -212,13 +213,13 @@ def shared(view: RunView, full: Sequence[int], used: Sequence[int], more: Pages)
     places = [(row, block) for row, count in enumerate(full) for block in range(count, last)]
     with LOCK:
         if view.lease is None:
-            generation, have = Generation([*view.keys, *view.values], None, stream), last
+            generation, have, free = Generation([*view.keys, *view.values], None, stream), last, FIRST_FREE
         else:
-            generation, have = view.lease.generation, view.lease.backed
+            generation, have, free = view.lease.generation, view.lease.backed, LEAST_FREE
         own = np.setdiff1d(table[:, :have], frozen)
         generation.frozen[frozen] = True
         generation.note(stream)
-        room = max(len(places), int(generation.pages * LEAST_FREE))
+        room = max(len(places), int(generation.pages * free))
         view = _with_room(replaced(view, lease=Lease(generation, frozen, own, have, stream)), room, more)
         generation = view.lease.generation
         ids = generation.give(len(places), stream)
