@@ -184,9 +184,10 @@ class PagedLayer(LayerBase):
         memo[id(self)] = new
         vars(new).update(vars(self))
         if self.store is not None:
-            # Neither a fixed capacity nor a buffer of captured steps is shared with anybody.
-            alone = self.capacity is not None or (self.buffer is not None and self.buffer.tensor is not None)
-            new.store = copy.deepcopy(self.store, memo) if alone else self.store.shared_copy()
+            buffered = self.buffer is not None and self.buffer.tensor is not None
+            # A fixed capacity has its own room for all.
+            fixed = self.capacity is not None
+            new.store = copy.deepcopy(self.store, memo) if fixed else self.store.shared_copy(buffered)
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:

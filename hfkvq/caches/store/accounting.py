@@ -51,7 +51,8 @@ def nbytes(state: StoreState) -> StoreBytes:
     """Exact bytes by kind (asks the device for the rows' lengths)."""
     codes = metadata = tables = shared = elsewhere = 0
     reserved = 0.0
-    for i, (view, formats) in enumerate(zip(state.runs, state.format.runs, strict=True)):
+    home = () if state.home is None else state.home.runs
+    for i, (view, formats) in enumerate(zip((*state.runs, *home), state.format.runs * 2, strict=False)):
         tables += view.table.nbytes + (0 if view.pos is None else view.pos.nbytes)
         size, pages = 0, view.keys[0].shape[0]
         common, foreign = (0, 0) if view.lease is None else view.lease.common()
@@ -65,14 +66,14 @@ def nbytes(state: StoreState) -> StoreBytes:
                     metadata += own
         shared += size // max(pages, 1) * common
         elsewhere += size // max(pages, 1) * foreign
-        if pages:
+        if pages and i < len(state.runs):
             held = torch.maximum(run_count(state.counters, i, "keys"), run_count(state.counters, i, "values"))
             blocks = -(-held // formats[0].page_size)
             inside = torch.arange(view.table.shape[1], device=state.counters.device) < blocks[:, None]
             used = view.table[inside].unique().numel()
             reserved += size * (pages - foreign - used) / pages
     windows = sum(window.nbytes for window in state.windows)
-    tables += state.counters.nbytes + state.dropped.nbytes
+    tables += state.counters.nbytes * (2 if home else 1) + state.dropped.nbytes
     return StoreBytes(codes, metadata, windows, tables, round(reserved), shared, elsewhere)
 
 

@@ -42,9 +42,9 @@ from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
 from .pool import LOCK
-from .rows import copied, reordered, selected
+from .rows import brought_home, copied, reordered, selected
 from .sealing import seal
-from .state import EMPTY, SIDES
+from .state import EMPTY, SIDES, Home
 from .view import StoreView
 from .windows import Padding, fill_windows
 
@@ -301,17 +301,22 @@ class KVStore(StoreView):
         """Moves every tensor."""
         self.state = self.state.map(lambda x: x.to(device, non_blocking=non_blocking))
 
-    def shared_copy(self) -> KVStore:
-        """An independent store that reads the full pages of this one where they lie: see `pool`. Asks the device."""
+    def shared_copy(self, buffered: bool) -> KVStore:
+        """An independent store that has the same full pages: see `hfkvq.caches.store.pool`. Asks the device.
+
+        Args:
+            buffered: whether this store lies in a buffer of captured steps, and has to stay there.
+        """
         new = copy.copy(self)
         new.tail_limit = dict(self.tail_limit)
         # Or two threads might share the pages in two ways.
         with LOCK:
-            self.state, new.state = copied(self.state)
+            own, new.state = copied(brought_home(self.state) if buffered else self.state)
+            self.state = self.state.replace(home=Home(own.runs, own.counters)) if buffered else own
         return new
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
-        """Independent tensors, shared layout and scheme."""
+        """Independent tensors, outside of any buffer, shared layout and scheme."""
         new = copy.copy(self)
-        new.tail_limit, new.state = dict(self.tail_limit), self.state.map(torch.clone)
+        new.tail_limit, new.state = dict(self.tail_limit), brought_home(self.state)
         return new

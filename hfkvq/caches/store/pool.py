@@ -33,7 +33,7 @@ Pages = Callable[[int], list[Tensor]]
 POOL_GROWTH = 1.5
 """Factor by which another generation is larger: the first copy takes half of what a copy of all pages would."""
 
-FIRST_FREE, LEAST_FREE = 1 / 4, 1 / 16
+FIRST_FREE, LEAST_FREE = 1 / 8, 1 / 16
 """Shares of a pool that are free after its first copy, and after others: whoever finds no page moves, and those who do
 not move with him keep what they have a second time."""
 
@@ -167,7 +167,6 @@ class Lease:
             alone = len(np.setdiff1d(mine, theirs))
             foreign = len(np.setdiff1d(theirs, mine))
         return self.generation.pages - alone - foreign, foreign
-
 
     def contradictions(self, table: Tensor, is_open: Tensor) -> Iterator[str]:
         """What is wrong with a table i64 (B, n) of backed blocks of which some are open, bool (B, n)."""

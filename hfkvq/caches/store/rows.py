@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replaced
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hfkvq.kernels.decode import RUNS, run_count
 
@@ -11,7 +14,7 @@ from ..lasting import lasting
 from ..routing import read_counters
 from ..scheme import Layout
 from .growth import enlarge, fresh_pages
-from .pool import as_bytes, shared, taken
+from .pool import as_bytes, backed, shared, taken
 from .state import PageWrite, StoreState
 
 
@@ -41,13 +44,47 @@ def selected(state: StoreState, rows: Tensor) -> StoreState:
     return take_rows(state.replace(runs=[taken(view, rows) for view in state.runs]), rows)
 
 
+def _blocks(state: StoreState, counters: Tensor) -> list[tuple[list[int], list[int]]]:
+    """By run, each row's blocks that are full, and those that hold any token, by counters of the state."""
+    told, found = read_counters(counters), []
+    for run, (fmt, _) in enumerate(state.format.runs):
+        pairs = list(zip(*told[RUNS + 2 * run : RUNS + 2 * run + 2], strict=True))
+        found.append(([min(x) // fmt.page_size for x in pairs], [-(-max(x) // fmt.page_size) for x in pairs]))
+    return found
+
+
+@lasting
+def brought_home(state: StoreState) -> StoreState:
+    """The state of a buffer in tensors of its own, or where copies share its pages; only then it asks the device."""
+    home = state.home
+    if home is None:
+        return state.map(torch.clone)
+    before, now, runs = _blocks(state, home.counters), _blocks(state, state.counters), []
+    for run, (view, old) in enumerate(zip(state.runs, home.runs, strict=True)):
+        width, last = view.table.shape[1], max(now[run][1])
+        if old.lease is None or old.lease.backed > width:
+            runs.append(taken(view))
+            continue
+        table = pad(old.table, (0, max(width - old.table.shape[1], 0)))[:, :width]
+        own = replaced(old, table=table, pos=None if view.pos is None else view.pos.clone())
+        if last > old.lease.backed:
+            own = backed(own, last, fresh_pages(state, run))
+        pairs = zip(before[run][0], now[run][1], strict=True)
+        places = [(row, block) for row, (full, used) in enumerate(pairs) for block in range(full, used)]
+        if places:
+            rows, blocks = torch.tensor(places, device=state.device).T
+            target, source = (each.table[rows, blocks].long() for each in (own, view))
+            for new, part in zip((*own.keys, *own.values), (*view.keys, *view.values), strict=True):
+                as_bytes(new)[target] = as_bytes(part)[source]
+        runs.append(own)
+    return state.replace(runs=()).map(torch.clone).replace(runs=runs)
+
+
 @lasting
 def copied(state: StoreState) -> tuple[StoreState, StoreState]:
     """What a state is to be from now on, and a copy of it that reads the same full pages. Asks the device."""
-    counters, own, theirs = read_counters(state.counters), [], []
-    for run, (view, (fmt, _)) in enumerate(zip(state.runs, state.format.runs, strict=True)):
-        counts = list(zip(*counters[RUNS + 2 * run : RUNS + 2 * run + 2], strict=True))
-        full, used = [min(pair) // fmt.page_size for pair in counts], [-(-max(pair) // fmt.page_size) for pair in counts]
+    own, theirs = [], []
+    for run, (view, (full, used)) in enumerate(zip(state.runs, _blocks(state, state.counters), strict=True)):
         pair = shared(view, full, used, fresh_pages(state, run)) if any(full) else (view, taken(view))
         own.append(pair[0])
         theirs.append(pair[1])

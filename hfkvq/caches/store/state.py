@@ -36,6 +36,18 @@ class PageWrite(NamedTuple):
     pages: Tensor
 
 
+class Home(NamedTuple):
+    """Where a state that lies in a buffer of captured steps comes from, and goes back to: runs that copies share.
+
+    Attributes:
+        runs: as they were.
+        counters: i32 (2 + 2*runs, B), likewise: what was full then still stands there.
+    """
+
+    runs: tuple[RunView, ...]
+    counters: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class StoreState:
     """What a store holds. Steps and seals write into the tensors; all else goes by `replace`.
@@ -55,6 +67,7 @@ class StoreState:
             runs where they are not in order.
         writes: what is to be written before anything is read: until then, the pages are those of the state before, so
             that an operation which fails in another layer can be taken back.
+        home: of a state in a buffer, until its runs are arranged anew; None without.
     """
 
     format: StoreFormat
@@ -68,6 +81,7 @@ class StoreState:
     wide_bound: tuple[int, int] = (0, 0)
     settled: int = 0
     writes: tuple[PageWrite, ...] = ()
+    home: Home | None = None
     _held: StepTensors | None = field(default=None, repr=False)
 
     @classmethod
@@ -120,6 +134,8 @@ class StoreState:
         for name in ("windows", "runs"):
             if name in changes:
                 changes[name] = tuple(changes[name])
+                if name == "runs":
+                    changes.setdefault("home", None)
         if widest is not None:
             states = changes.get("states", self.states)
             longest = max(state.length for state in states)
@@ -226,7 +242,8 @@ class StoreState:
 
     def tensors(self) -> Sequence[Tensor]:
         """All of them."""
-        return [self.counters, self.dropped, *self.windows, *self.held.runs]
+        home = () if self.home is None else (self.home.counters, *(x for run in self.home.runs for x in run.flat()))
+        return [self.counters, self.dropped, *self.windows, *self.held.runs, *home]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is remembered of tensors' addresses, with fp8 as bytes: PyTorch cannot unpickle it."""
