@@ -175,7 +175,10 @@ class PagedLayer(LayerBase):
     # Copies.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
-        """Independent tensors, in a buffer of their own; shared scheme. What it knows of other layers is of copies."""
+        """An independent layer, which shares the scheme, and full pages unless its capacity is fixed.
+
+        What it knows of other layers is of copies.
+        """
         if id(self) in memo:
             return memo[id(self)]
         if self.steps is not None:

@@ -2,7 +2,8 @@
 
 Invariants, each with a test:
 
-1. Full pages never change. Reordering rows moves tables and copies windows and open pages only.
+1. Full pages never change. Reordering rows moves tables and copies windows and open pages only. Deep copies share them
+   (see `hfkvq.caches.store.pool`).
 2. Everything in a store is in the rotated basis: rotated at the door, queries once, outputs once.
 3. Keys and values of a run share one page table and name the same tokens in the same order.
 4. ``length`` counts tokens stored; ``start + length`` is the number of logical columns, padding included. A row that
