@@ -148,4 +148,5 @@ def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
             slots = min(own.pos.shape[1], new.pos.shape[1])
             new.pos[:, :slots].copy_(own.pos[:, :slots])
         store.replace(runs=[*store.runs[:i], new, *store.runs[i + 1 :]])
-    store.replace(home=home)
+    if home is not None:
+        store.replace(home=home)

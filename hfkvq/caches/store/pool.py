@@ -63,13 +63,14 @@ class Generation:
     """Tensors of a pool's pages. A page has the same number in all generations.
 
     Attributes:
-        held: i32 (pages,), how many leases have each page; of all generations, as long as the largest.
         parts: of keys, then of values.
         frozen: bool (pages,), frozen pages that are here.
         streams: i64 (pages,), on which stream each page was written; ANY or NONE.
         others: all generations of the pool.
+        counts: of all of them: how many leases have each page, i32 (pages of the largest,).
         leases: those whose pages are here.
-        ready: what another stream has to wait for; None on the CPU.
+        ready: what another stream than the last one has to wait for; None on the CPU.
+        last: stream on which frozen pages came here.
     """
 
     def __init__(self, parts: Sequence[Tensor], before: Generation | None, stream: int) -> None:
@@ -170,7 +171,9 @@ class Lease:
 
     def contradictions(self, table: Tensor, is_open: Tensor) -> Iterator[str]:
         """What is wrong with a table i64 (B, n) of backed blocks of which some are open, bool (B, n)."""
-        mine, others = table.cpu().numpy(), [each for each in self.generation.leases if each is not self]
+        mine = table.cpu().numpy()
+        with LOCK:
+            others = [each for each in self.generation.leases if each is not self]
         if len(np.setdiff1d(mine, self.pages)) or int(self.generation.held[self.pages].min(initial=1)) < 1:
             yield "a table names pages of deep copies, or of nobody"
         theirs = np.concatenate([self.frozen, *(each.pages for each in others)])
