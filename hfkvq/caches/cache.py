@@ -297,7 +297,7 @@ class MixedKVCache(SavedCache, Cache):
         return described(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
-        """Independent layers; config and scheme are shared."""
+        """Independent layers; config and scheme are shared, and full pages where the cache grows."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.layers = [copy.deepcopy(layer, memo) for layer in self.layers]

@@ -74,6 +74,8 @@ class MemoryReport:
             ("tables", format_bytes(parts.tables)),
             ("  of these reserved", format_bytes(parts.reserved)),
         ]
+        if parts.shared:
+            rows.append(("  shared with copies", format_bytes(parts.shared)))
         if self.staged:
             rows.append(("staged", format_bytes(self.staged)))
         if self.stock:

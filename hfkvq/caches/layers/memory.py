@@ -23,6 +23,8 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> MemoryReport:
     """Exact memory of layers: every tensor that they hold is counted (asks the device for the rows' lengths).
 
+    Of tensors in which deep copies share pages, the pages that only others hold are left out.
+
     Args:
         layers: those that are held in pages.
         stock: the others.
@@ -43,7 +45,7 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
     buffers = [layer.buffer.tensor for layer in layers if layer.buffer is not None and layer.buffer.tensor is not None]
     ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
     # What steps need for themselves, statistics, and memory of which tensors show a part.
-    parts += StoreBytes(tables=held_bytes(ours) - parts.total)
+    parts += StoreBytes(tables=held_bytes(ours) - parts.total - parts.foreign)
     # Linear attention keeps its states in dicts.
     others = [
         each for layer in stock for x in vars(layer).values() for each in (x.values() if type(x) is dict else [x])

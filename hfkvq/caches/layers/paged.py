@@ -55,6 +55,9 @@ class PagedLayer(LayerBase):
     fuses_steps = True
     """Whether a step may be one call of the kernels, in place of `begin`, `attend` and `finish`."""
 
+    shares_pages = True
+    """Whether a deep copy shares full pages, if the layer grows; not where the bytes of a single layer are planned."""
+
     def __init__(
         self,
         scheme: Scheme,
@@ -175,7 +178,10 @@ class PagedLayer(LayerBase):
     # Copies.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
-        """Independent tensors, in a buffer of their own; shared scheme. What it knows of other layers is of copies."""
+        """An independent layer, which shares the scheme, and full pages if the layer grows.
+
+        What it knows of other layers is of copies.
+        """
         if id(self) in memo:
             return memo[id(self)]
         if self.steps is not None:
@@ -183,7 +189,11 @@ class PagedLayer(LayerBase):
         new: PagedLayer = object.__new__(type(self))
         memo[id(self)] = new
         vars(new).update(vars(self))
-        new.store = copy.deepcopy(self.store, memo)
+        if self.store is not None:
+            buffered = self.buffer is not None and self.buffer.tensor is not None
+            # A fixed capacity has its own room for all.
+            shares = self.shares_pages and self.capacity is None
+            new.store = self.store.shared_copy(buffered) if shares else copy.deepcopy(self.store, memo)
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:

@@ -13,7 +13,8 @@ from hfkvq.kernels.decode import column_positions
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.quantize import dequantize_pages
 
-from .state import SIDES, StoreState, as_bytes
+from .pool import as_bytes
+from .state import SIDES, StoreState
 
 if TYPE_CHECKING:
     from .view import StoreView

@@ -13,6 +13,7 @@ from hfkvq.kernels.pages import Side, StoreFormat
 
 from ..lasting import lasting
 from ..scheme import Layout
+from .pool import Pages, backed
 from .state import SIDES, StoreState
 
 MAX_STEP = 16
@@ -40,7 +41,22 @@ def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> St
         blocks: pages that each row needs.
         factor: by which a run that has pages grows at least.
     """
-    return state if blocks <= state.runs[run].table.shape[1] else _grown(state, run, blocks, factor)
+    if blocks > state.runs[run].table.shape[1]:
+        state = _grown(state, run, blocks, factor)
+    lease = state.runs[run].lease
+    return state if lease is None or blocks <= lease.backed else _backed(state, run, blocks)
+
+
+@lasting
+def _backed(state: StoreState, run: int, blocks: int) -> StoreState:
+    view = backed(state.runs[run], blocks, fresh_pages(state, run))
+    return state.replace(runs=[*state.runs[:run], view, *state.runs[run + 1 :]])
+
+
+def fresh_pages(state: StoreState, run: int) -> Pages:
+    """What makes pages of a run."""
+    sides = list(zip(SIDES, state.format.runs[run], strict=True))
+    return lambda count: [part for side, fmt in sides for part in state.pages(fmt, side, count)]
 
 
 @lasting
@@ -49,22 +65,25 @@ def _grown(state: StoreState, run: int, blocks: int, factor: float) -> StoreStat
     have = view.table.shape[1]
     if have and factor > 1:
         blocks = max(blocks, int(have * factor) + 1)
-    first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
-    ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)
+    if view.lease is None:
+        first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
+        ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)
+        state = enlarge(state, run, extra)
+    else:
+        # Pages come one by one from those that copies share.
+        ids = view.table.new_zeros(state.batch, blocks - have)
     table, pos = torch.cat([view.table, ids], 1) if have else ids, view.pos
     if pos is not None:
         more = pos.new_zeros(state.batch, (blocks - have) * state.format.runs[run][0].page_size)
         pos = torch.cat([pos, more], 1) if have else more
-    return enlarge(state, run, extra).with_run(run, table=table, pos=pos)
+    return state.with_run(run, table=table, pos=pos)
 
 
 def enlarge(state: StoreState, run: int, pages: int) -> StoreState:
     """Adds so many pages to a run, which belong to no row yet."""
-    view, grown = state.runs[run], []
-    for side, fmt, parts in zip(SIDES, state.format.runs[run], (view.keys, view.values), strict=True):
-        extra = state.pages(fmt, side, pages)
-        grown.append([_joined(x, more) for x, more in zip(parts, extra, strict=True)])
-    return state.with_run(run, keys=grown[0], values=grown[1])
+    view, extra = state.runs[run], fresh_pages(state, run)(pages)
+    grown = [_joined(x, more) for x, more in zip((*view.keys, *view.values), extra, strict=True)]
+    return state.with_run(run, keys=grown[: len(view.keys)], values=grown[len(view.keys) :])
 
 
 def _joined(x: Tensor, more: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def contradictions(state: StoreState, columns: int) -> Iterator[str]:
         yield from _wrong_pages(state, i)
     if state.writes:
         yield "pages are still to be written"
-    if nbytes(state).total != sum(x.nbytes for x in state.tensors()):
+    counted = nbytes(state)
+    if counted.total + counted.foreign != sum(x.nbytes for x in state.tensors()):
         yield "bytes are miscounted"
 
 
@@ -69,14 +70,14 @@ def _stand_once(state: StoreState, at: int) -> bool:
 
 
 def _wrong_pages(state: StoreState, run: int) -> Iterator[str]:
-    """Pages of a run that are not there, or are written to by one row and read by another."""
-    view, page = state.runs[run], state.format.runs[run][0].page_size
-    pages, blocks = view.keys[0].shape[0], view.table.shape[1]
+    """Pages of a run that are not there, or are written to by one row or copy and read by another."""
+    view, page, lease = state.runs[run], state.format.runs[run][0].page_size, state.runs[run].lease
+    pages, blocks = view.keys[0].shape[0], view.table.shape[1] if lease is None else lease.backed
     if any(part.shape[0] != pages for part in (*view.keys, *view.values)):
         yield f"run {run}: keys and values have different numbers of pages"
     if not blocks:
         return
-    table, counts = view.table.long(), state.counters[RUNS + 2 * run : RUNS + 2 * run + 2]
+    table, counts = view.table[:, :blocks].long(), state.counters[RUNS + 2 * run : RUNS + 2 * run + 2]
     if bool((table < 0).any() | (table >= pages).any()):
         yield f"run {run}: a table names pages that are not among {pages}"
         return
@@ -86,5 +87,7 @@ def _wrong_pages(state: StoreState, run: int) -> Iterator[str]:
     used = torch.bincount(table.flatten(), minlength=pages)
     if bool((used[table] > 1).logical_and(is_open).any()):
         yield f"run {run}: rows share a page that is not full"
+    if lease is not None:
+        yield from (f"run {run}: {what}" for what in lease.contradictions(table, is_open))
     if any(row.unique().numel() < blocks for row in table):
         yield f"run {run}: a row has a page twice"

@@ -14,7 +14,8 @@ from hfkvq.kernels.pages import RunView
 from ..lasting import lasting
 from ..routing import read_counters
 from ..row_states import RowState
-from .state import SIDES, StoreState, as_bytes
+from .pool import as_bytes
+from .state import SIDES, StoreState
 
 Packed = tuple[dict[str, Any], dict[str, Tensor]]
 """Plain data, and tensors by name."""

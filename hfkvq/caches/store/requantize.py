@@ -18,6 +18,7 @@ operation, `requantized`, which makes a new state of the old one and asks the de
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace as replaced
 from typing import Any, NamedTuple
 
 import torch
@@ -297,7 +298,8 @@ def _rebuilt(
     if state.format.ordered:
         return RunView(table, None, *sides)
     pos = pad(plan.to.gather(1, order), (0, max(blocks * page - order.shape[1], 0)))[:, : blocks * page].contiguous()
-    return _pages_in_order(table, pos, own[0][0], page, sides) if whole else RunView(table, pos, *sides)
+    made = RunView(table, pos, *sides, lease=grown.lease if stays else None)
+    return _pages_in_order(made, own[0][0], page) if whole else made
 
 
 def _keep_pages(parts: list[Tensor], view: RunView, fmt: PageFormat, side: Side, slots: Tensor, blocks: int) -> None:
@@ -322,13 +324,15 @@ def _keep_pages(parts: list[Tensor], view: RunView, fmt: PageFormat, side: Side,
         new.copy_(torch.where(keeps, old[ids], new))
 
 
-def _pages_in_order(table: Tensor, pos: Tensor, moves: Moves, page: int, sides: Sequence[Sequence[Tensor]]) -> RunView:
+def _pages_in_order(view: RunView, moves: Moves, page: int) -> RunView:
     """A run of whole pages in order of their newest tokens; free blocks stay behind."""
+    pos = view.pos
+    assert pos is not None, "a run of several has positions"
     paged = pos.unflatten(1, (-1, page))
     full = torch.arange(paged.shape[1], device=pos.device) < ((moves.kept + moves.new) // page)[:, None]
     order = torch.where(full, paged.amax(2), LAST).argsort(dim=1, stable=True)
     pos = paged.gather(1, order[:, :, None].expand_as(paged)).flatten(1)
-    return RunView(table.gather(1, order), pos, *sides)
+    return replaced(view, table=view.table.gather(1, order), pos=pos)
 
 
 def _sink(state: StoreState, plan: Plan, side: Side) -> Tensor:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace as replaced
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hfkvq.kernels.decode import run_count
+from hfkvq.kernels.decode import RUNS, run_count
 
+from ..lasting import lasting
+from ..routing import read_counters
 from ..scheme import Layout
-from .growth import enlarge
-from .state import SIDES, PageWrite, StoreState, as_bytes
+from .growth import enlarge, fresh_pages
+from .pool import as_bytes, backed, shared, taken
+from .state import PageWrite, StoreState
 
 
 def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
     """The state whose row b is what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
-    grown, slack = rows.shape[0] - state.batch, _slack(layout)
+    state, grown, slack = state.unshared(), rows.shape[0] - state.batch, _slack(layout)
     for run in range(len(state.runs)):
         if grown > 0:
             state = enlarge(state, run, grown * state.runs[run].table.shape[1])
@@ -27,7 +33,7 @@ def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
 
 def part_pages(state: StoreState, layout: Layout) -> StoreState:
     """The state in which every page that is not full is of one row only."""
-    rows, slack = torch.arange(state.batch, device=state.device), _slack(layout)
+    state, rows, slack = state.unshared(), torch.arange(state.batch, device=state.device), _slack(layout)
     for run in range(len(state.runs)):
         state = share_pages(state, run, rows, slack)
     return state
@@ -35,13 +41,55 @@ def part_pages(state: StoreState, layout: Layout) -> StoreState:
 
 def selected(state: StoreState, rows: Tensor) -> StoreState:
     """The state of rows ``rows`` (i64 (B',)) only, without the other rows' pages."""
-    for run, view in enumerate(state.runs):
-        ids = view.table[rows].flatten().long()
-        keys, values = ([as_bytes(part)[ids].view(part.dtype) for part in getattr(view, side)] for side in SIDES)
-        table = torch.arange(ids.shape[0], dtype=torch.int32, device=state.device)
-        table, pos = table.view(rows.shape[0], view.table.shape[1]), None if view.pos is None else view.pos[rows]
-        state = state.with_run(run, table=table, pos=pos, keys=keys, values=values)
-    return take_rows(state, rows)
+    return take_rows(state.replace(runs=[taken(view, rows) for view in state.runs]), rows)
+
+
+def _blocks(state: StoreState, counters: Tensor) -> list[tuple[list[int], list[int]]]:
+    """By run, each row's blocks that are full, and those that hold any token, by counters of the state."""
+    told, found = read_counters(counters), []
+    for run, (fmt, _) in enumerate(state.format.runs):
+        pairs = list(zip(*told[RUNS + 2 * run : RUNS + 2 * run + 2], strict=True))
+        found.append(([min(x) // fmt.page_size for x in pairs], [-(-max(x) // fmt.page_size) for x in pairs]))
+    return found
+
+
+@lasting
+def brought_home(state: StoreState) -> StoreState:
+    """The state of a buffer in tensors of its own, or where copies share its pages; only then it asks the device."""
+    home = state.home
+    if home is None:
+        return state.map(torch.clone)
+    before, now, runs = _blocks(state, home.counters), _blocks(state, state.counters), []
+    for run, (view, old) in enumerate(zip(state.runs, home.runs, strict=True)):
+        width, last = view.table.shape[1], max(now[run][1])
+        if old.lease is None or old.lease.backed > width:
+            runs.append(taken(view))
+            continue
+        table = pad(old.table, (0, max(width - old.table.shape[1], 0)))[:, :width]
+        own = replaced(old, table=table, pos=None if view.pos is None else view.pos.clone())
+        if last > old.lease.backed:
+            own = backed(own, last, fresh_pages(state, run))
+        pairs = zip(before[run][0], now[run][1], strict=True)
+        places = [(row, block) for row, (full, used) in enumerate(pairs) for block in range(full, used)]
+        if places:
+            rows, blocks = torch.tensor(places, device=state.device).T
+            target, source = (each.table[rows, blocks].long() for each in (own, view))
+            for new, part in zip((*own.keys, *own.values), (*view.keys, *view.values), strict=True):
+                as_bytes(new)[target] = as_bytes(part)[source]
+        runs.append(own)
+    return state.replace(runs=()).map(torch.clone).replace(runs=runs)
+
+
+@lasting
+def copied(state: StoreState) -> tuple[StoreState, StoreState]:
+    """What a state is to be from now on, and a copy of it that reads the same full pages. Asks the device."""
+    own, theirs = [], []
+    for run, (view, (full, used)) in enumerate(zip(state.runs, _blocks(state, state.counters), strict=True)):
+        pair = shared(view, full, used, fresh_pages(state, run)) if any(full) else (view, taken(view))
+        own.append(pair[0])
+        theirs.append(pair[1])
+    copy = state.replace(runs=()).map(torch.clone)
+    return state.replace(runs=own), copy.replace(runs=theirs)
 
 
 def _slack(layout: Layout) -> int:

@@ -18,6 +18,7 @@ from ..lasting import lasting
 from ..routing import Counters, HostCounters
 from ..row_states import RowState, WindowSizes, forecast
 from ..scheme import Layout
+from .pool import as_bytes, taken
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -33,6 +34,18 @@ class PageWrite(NamedTuple):
     part: Tensor
     target: Tensor
     pages: Tensor
+
+
+class Home(NamedTuple):
+    """Where a state that lies in a buffer of captured steps comes from, and goes back to: runs that copies share.
+
+    Attributes:
+        runs: as they were.
+        counters: i32 (2 + 2*runs, B), likewise: what was full then still stands there.
+    """
+
+    runs: tuple[RunView, ...]
+    counters: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +67,7 @@ class StoreState:
             runs where they are not in order.
         writes: what is to be written before anything is read: until then, the pages are those of the state before, so
             that an operation which fails in another layer can be taken back.
+        home: of a state in a buffer, until its runs are arranged anew; None without.
     """
 
     format: StoreFormat
@@ -67,6 +81,7 @@ class StoreState:
     wide_bound: tuple[int, int] = (0, 0)
     settled: int = 0
     writes: tuple[PageWrite, ...] = ()
+    home: Home | None = None
     _held: StepTensors | None = field(default=None, repr=False)
 
     @classmethod
@@ -119,6 +134,8 @@ class StoreState:
         for name in ("windows", "runs"):
             if name in changes:
                 changes[name] = tuple(changes[name])
+                if name == "runs":
+                    changes.setdefault("home", None)
         if widest is not None:
             states = changes.get("states", self.states)
             longest = max(state.length for state in states)
@@ -140,6 +157,12 @@ class StoreState:
         """The same with other parts of one run."""
         return self.replace(runs=[*self.runs[:run], replaced(self.runs[run], **parts), *self.runs[run + 1 :]])
 
+    def unshared(self) -> StoreState:
+        """The same with tensors of its own where copies share pages."""
+        if all(view.lease is None for view in self.runs):
+            return self
+        return self.replace(runs=[view if view.lease is None else taken(view) for view in self.runs])
+
     def written(self) -> StoreState:
         """The same with its pages written; may be repeated if it was interrupted."""
         for part, target, pages in self.writes:
@@ -148,9 +171,10 @@ class StoreState:
 
     @lasting
     def map(self, change: Callable[[Tensor], Tensor]) -> StoreState:
-        """The same with every tensor changed."""
+        """The same with every tensor changed; pages that copies share are this state's own then."""
 
         def run(view: RunView) -> RunView:
+            view = view if view.lease is None else taken(view)
             pos = None if view.pos is None else change(view.pos)
             return RunView(change(view.table), pos, [change(x) for x in view.keys], [change(x) for x in view.values])
 
@@ -168,6 +192,10 @@ class StoreState:
         if held is None:
             runs = [tensor for run in self.runs for tensor in run.flat()]
             held = StepTensors(self.counters, self.windows, runs, self.format)
+            lease = self.runs[0].lease
+            if lease is not None:
+                # What else the table names is not to be written to.
+                held.blocks = min(held.blocks, lease.backed)
             self.__dict__["_held"] = held
         return held
 
@@ -214,7 +242,8 @@ class StoreState:
 
     def tensors(self) -> Sequence[Tensor]:
         """All of them."""
-        return [self.counters, self.dropped, *self.windows, *self.held.runs]
+        home = () if self.home is None else (self.home.counters, *(x for run in self.home.runs for x in run.flat()))
+        return [self.counters, self.dropped, *self.windows, *self.held.runs, *home]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is remembered of tensors' addresses, with fp8 as bytes: PyTorch cannot unpickle it."""
@@ -231,8 +260,3 @@ class StoreState:
             ]
             runs.append(RunView(view.table, view.pos, *sides))
         self.__dict__["runs"] = tuple(runs)
-
-
-def as_bytes(part: Tensor) -> Tensor:
-    """A tensor as it is, but fp8 as bytes: not every device indexes it, and nothing can unpickle it."""
-    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part

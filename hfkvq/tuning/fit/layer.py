@@ -87,6 +87,7 @@ class _Kind:
     def fresh(self) -> KVLayer:
         """An empty layer."""
         layer = KVLayer(self.scheme, PaddingReader(), recordable=self.captured)
+        layer.shares_pages = False
         if layer.eviction is not None:
             layer.eviction.place = self.place
             return layer
