@@ -106,3 +106,15 @@ def test_command_refuses(options, words):
     result = CliRunner().invoke(app, ["serve", "--device", "cpu", *options])
     assert result.exit_code == 2
     assert words in result.output.replace("\n", "")
+
+
+# The thread of a server that cannot listen ends by SystemExit.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_port_that_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["serve", "--device", "cpu", "--num-blocks", "2", "--port", port])
+    assert result.exit_code == 2
+    assert "where no server can listen" in result.output.replace("\n", " ")

@@ -257,6 +257,8 @@ def test_models_and_settings_that_do_not_go(model):
         model.init_continuous_batching(generation(), settings(cpu_offload_space=1.0))
     with pytest.raises(ValueError, match="unknown"):
         serving.enable(model, "saw-int5")
+    with pytest.raises(ValueError, match="quantize_first"):
+        serving.enable(model, "saw-int4", quantize_first=True)
 
 
 def test_a_request_longer_than_the_pool_is_refused(model):

@@ -235,6 +235,7 @@ class Serving:
         cached = getattr(model, "_cached_continuous_batching_manager", None)
         if isinstance(cached, CompressedManager) and cached.scheme == self.scheme:
             cached.switch_to_cb_friendly_attn(model)
+            self.manager = cached
             return cached
         generation: Any = model.generation_config if generation_config is None else generation_config
         if generation.eos_token_id is None:

@@ -34,6 +34,8 @@ def refusal(scheme: Scheme, head_dim: int) -> str | None:
     """Why pages of a scheme cannot be the engine's, if they cannot."""
     if scheme.evicts:
         return "it forgets tokens, and the engine's blocks belong to tokens"
+    if getattr(scheme, "quantize_first", False):
+        return "it wants prompts to attend to what is stored (quantize_first), and here they attend to themselves whole"
     layout = scheme.layout(head_dim, head_dim)
     sides = (layout.keys, layout.values)
     if layout.sink or any(side.local for side in sides):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Server:
 
         Raises:
             ImportError: packages are missing.
+            OSError: nothing can listen at this host and port.
             ValueError: a scheme or a model that does not go; see `enable`.
         """
         from transformers.cli.serve import Serve
@@ -54,13 +56,20 @@ class Server:
         model, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
         self.serving: Serving = enable(model, scheme)
         self.url = f"http://{host}:{port}/v1"
-        self._serve = Serve(continuous_batching=True, non_blocking=True, host=host, port=port, **options)
+        # It starts when all is in place: what is added to a server that runs may come too late.
+        held = type("HeldServe", (Serve,), {"start_server": lambda _: None})
+        self._serve = held(continuous_batching=True, non_blocking=True, host=host, port=port, **options)
         # One model, under the name that the user knows, for as long as the server runs.
         models: Any = self._serve._model_manager
         models.force_model, models.load_model_and_processor = name, lambda *_, **__: (model, tokenizer)
         routes: Any = self._serve.server.config.app
         routes.add_api_route("/metrics", self._metrics, methods=["GET"])
         routes.add_exception_handler(ValueError, _refused)
+        Serve.start_server(self._serve)
+        while not self._serve.server.started:
+            if not self._serve._thread.is_alive():
+                raise OSError(f"port: got {host}:{port}, where no server can listen; choose another --port or --host.")
+            time.sleep(0.05)
 
     def _metrics(self) -> Any:
         """Users, tokens, bytes and bits, as Prometheus reads them."""
