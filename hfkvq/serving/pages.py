@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from hfkvq import kernels
 from hfkvq.caches import Scheme
 from hfkvq.caches.dense import dense_attention
+from hfkvq.caches.store.pool import as_bytes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import hadamard, saturated
 from hfkvq.kernels.pages import SIDES, PageFormat, StoreFormat
@@ -148,10 +149,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         """Copies blocks in all layers, for requests that fork."""
         device = self.cache_tensor.device
         source, dest = (torch.tensor(ids, device=device) for ids in (source_block_ids, dest_block_ids))
-        for part in [part for sides in self._parts.values() for parts in sides for part in parts]:
-            # Not every device copies fp8 by index, but all copy bytes.
-            bytes_ = part.view(torch.uint8)
-            bytes_[dest] = bytes_[source]
+        for part in [as_bytes(part) for sides in self._parts.values() for parts in sides for part in parts]:
+            part[dest] = part[source]
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, given: dict[str, Any]
@@ -277,7 +276,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         """What a request's blocks hold, (1, H, tokens, D)."""
         side, fmt = SIDES[at], self.form.runs[0][at]
         ids = table[: -(-tokens // self.tokens_per_page)].long()
-        parts = [part.view(torch.uint8)[ids].view(part.dtype) for part in self._parts[layer][at]]
+        parts = [as_bytes(part)[ids].view(part.dtype) for part in self._parts[layer][at]]
         dense = kernels.dequantize_pages(parts, fmt, side, self.head_dim).float()
         dense = dense.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
         rotation = self.form.rotate_values if at else self.form.rotate_keys
