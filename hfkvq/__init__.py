@@ -1,7 +1,5 @@
 """hfkvq: KV caches for Hugging Face Transformers that stay compressed and are attended in place."""
 
-from importlib.metadata import PackageNotFoundError, version
-
 from .caches import (
     ARKVCache,
     KittyCache,
@@ -14,12 +12,7 @@ from .caches import (
     get_scheme,
     list_schemes,
 )
-
-try:
-    __version__ = version("hfkvq")
-except PackageNotFoundError:
-    # A checkout on the path, not installed.
-    __version__ = "0.1.0"
+from .version import __version__
 
 __all__ = [
     "ARKVCache",

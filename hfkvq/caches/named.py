@@ -22,6 +22,7 @@ class NamedCache(MixedKVCache):
         max_cache_len: see `MixedKVCache`.
         graphs: see `MixedKVCache`.
         headroom: see `MixedKVCache`.
+        offloading: see `MixedKVCache`.
         attach: see `MixedKVCache`.
         debug: see `MixedKVCache`.
         **knobs: fields of the scheme.
@@ -40,6 +41,7 @@ class NamedCache(MixedKVCache):
         max_cache_len: int | None = None,
         graphs: bool | None = None,
         headroom: float = 0.25,
+        offloading: bool | int = False,
         attach: bool = True,
         debug: bool = False,
         **knobs: Any,
@@ -52,6 +54,7 @@ class NamedCache(MixedKVCache):
             max_cache_len=max_cache_len,
             graphs=graphs,
             headroom=headroom,
+            offloading=offloading,
             attach=attach,
             debug=debug,
         )

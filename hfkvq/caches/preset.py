@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from .bit_table import read_json
+from .registry import nearest
 from .scheme import Scheme, get_scheme
+from .spelling import split_knobs
 
 KIND = "hfkvq preset"
 
@@ -109,8 +111,8 @@ def get_preset(
     """A preset from what users write.
 
     Args:
-        what: a preset's name (see `list_schemes`), the ``.json`` file of one (`Preset.save`), a scheme, or the
-            description of either (``to_dict``).
+        what: a preset's name (see `list_schemes`), the ``.json`` file of one (`Preset.save`), either also with knobs
+            (``"kitty:boost_ratio=0.2"``), a scheme, or the description of either (``to_dict``).
         layers: schemes of single layers, by layer: a name, a `Scheme`, its description, or knobs of the main scheme.
         origin: where it comes from.
         **knobs: overrides of the main scheme.
@@ -118,6 +120,8 @@ def get_preset(
     Raises:
         ValueError: unknown name or knob, a knob out of range, a file that is no preset, or layers named wrongly.
     """
+    if isinstance(what, str):
+        what, knobs = split_knobs(what, knobs)
     if isinstance(what, Path) or (isinstance(what, str) and what.endswith(".json")):
         base = Preset.load(what)
     elif isinstance(what, Preset):
@@ -145,3 +149,20 @@ def _layers(given: Mapping[str | int, Any], main: Scheme) -> tuple[tuple[str, Sc
             scheme = get_scheme(what)
         pairs.append((str(which), scheme))
     return tuple(pairs)
+
+
+_OPTIONS = ("layers", "max_cache_len", "graphs", "headroom", "offloading", "attach", "debug")
+
+
+def checked_knobs(scheme: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a cache that are none of its options, once each is a knob of its scheme.
+
+    Raises:
+        ValueError: it is neither; the nearest names are shown.
+    """
+    known = get_preset(scheme).scheme.knobs() if given else {}
+    for name in given:
+        if name not in known:
+            near = nearest(name, [*_OPTIONS, *known])
+            raise ValueError(f"{name}: no option of a cache, and no knob of its scheme; {near}")
+    return given

@@ -145,6 +145,55 @@ def test_a_file_is_a_name(tmp_path):
     assert get_preset(path, {}).layers == ()
 
 
+def test_knobs_behind_a_name_and_as_arguments(tmp_path):
+    """One spelling for caches, layers, files and commands."""
+    expected = get_scheme("kitty", boost_ratio=0.2, sink_length=0)
+    get_preset(expected).save(tmp_path / "mine.json")
+    given = [
+        ("kitty:boost_ratio=0.2:sink_length=0", {}),
+        ("kitty:sink_length=0", {"boost_ratio": 0.2}),
+        ("kitty", {"boost_ratio": 0.2, "sink_length": 0}),
+        (get_scheme("kitty"), {"boost_ratio": 0.2, "sink_length": 0}),
+        (f"{tmp_path / 'mine.json'}:rotate_values=true", {"rotate_values": False}),
+        (f"{tmp_path / 'mine.json'}", {}),
+    ]
+    for what, knobs in given[:4] + given[5:]:
+        assert (
+            MixedKVCache(config("llama"), what, **knobs).preset.scheme == get_preset(what, **knobs).scheme == expected
+        )
+    (tmp_path / "run:lr=0.1").mkdir()
+    get_preset(expected).save(tmp_path / "run:lr=0.1" / "mine.json")
+    assert get_preset(f"{tmp_path}/run:lr=0.1/mine.json").scheme == expected
+    layers = {"0": "kitty:boost_ratio=0.2:sink_length=0"}
+    assert MixedKVCache(config("llama"), "full", layers=layers).preset.by_layer(2)[0] == expected
+    assert get_preset(f"{tmp_path / 'mine.json'}:rotate_values=true").scheme.rotate_values
+    with pytest.raises(ValueError, match="gives rotate_values twice"):
+        get_preset(given[4][0], **given[4][1])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "knobs", "message"),
+    [
+        ("kitty", {"max_cache_length": 9}, "max_cache_length: no option .* did you mean 'max_cache_len'"),
+        ("kitty", {"boost": 0.2}, "boost: no option of a cache, and no knob of its scheme; did you mean 'boost_ratio'"),
+        ("kitty:boost=0.2", {}, "kitty: knob 'boost' is unknown; did you mean 'boost_ratio'"),
+        ("latent-4:bits=8.0", {}, "bits: got 8.0, allowed 4, 8"),
+        ("kitty:fit=false", {}, "fit: got False, allowed"),
+        ("snapkv+kitty:boost_ratio=0.2", {}, "snapkv: knob 'boost_ratio' is unknown"),
+    ],
+)
+def test_wrong_knobs(scheme, knobs, message):
+    with pytest.raises(ValueError, match=message):
+        MixedKVCache(config("llama"), scheme, **knobs)
+
+
+def test_a_loaded_cache_keeps_its_knobs(tmp_path):
+    model = build("llama")
+    MixedKVCache(model, "kitty:boost_ratio=0.5").save(tmp_path / "cache")
+    with pytest.raises(ValueError, match="allowed no knobs"):
+        MixedKVCache.load(tmp_path / "cache", model, boost_ratio=0.25)
+
+
 def test_wrong_files(tmp_path):
     path = tmp_path / "tuned.json"
     with pytest.raises(ValueError, match=r"scheme: .*tuned\.json cannot be read"):

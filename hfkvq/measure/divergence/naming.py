@@ -1,23 +1,14 @@
-"""Schemes as they are typed: ``kitty``, or with knobs ``kitty:boost_ratio=0.2:sink_length=0``."""
+"""Schemes and caches of others, as commands are told to measure them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from hfkvq.bounded import parse_json
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import listed
+from hfkvq.caches.spelling import split_knobs
 
 from ..rivals import RIVALS, Rival, find_rival, refuse_rival
-
-
-def parse_value(text: str) -> Any:
-    """A knob's value: a number, true, false, null, or the text itself."""
-    try:
-        return parse_json(text.lower() if text.lower() in ("true", "false", "none") else text)
-    except ValueError:
-        return None if text.lower() == "none" else text
 
 
 def parse_scheme(text: str) -> Preset:
@@ -26,20 +17,8 @@ def parse_scheme(text: str) -> Preset:
     Raises:
         ValueError: unknown preset or knob, or a value out of range.
     """
-    name, values = _knobs(text)
-    refuse_rival(name)
-    return get_preset(name, **values)
-
-
-def _knobs(text: str) -> tuple[str, dict[str, Any]]:
-    name, *knobs = text.split(":")
-    values: dict[str, Any] = {}
-    for knob in knobs:
-        key, equals, value = knob.partition("=")
-        if not equals:
-            raise ValueError(f"schemes: got {text!r}, allowed NAME or NAME:KNOB=VALUE, e.g. kitty:boost_ratio=0.2.")
-        values[key.strip()] = parse_value(value.strip())
-    return name.strip(), values
+    refuse_rival(split_knobs(text)[0])
+    return get_preset(text)
 
 
 def parse_schemes(texts: Sequence[str]) -> dict[str, Preset]:
@@ -55,6 +34,6 @@ def parse_measured(texts: Sequence[str]) -> dict[str, Preset | Rival]:
     """
     found: dict[str, Preset | Rival] = {}
     for text in texts or listed("kld"):
-        name, values = _knobs(text)
-        found[text] = find_rival(name, values) if name in RIVALS else get_preset(name, **values)
+        name, values = split_knobs(text)
+        found[text] = find_rival(name, values) if name in RIVALS else get_preset(text)
     return found
