@@ -41,10 +41,13 @@ from tokenizers import Tokenizer  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from transformers import (  # noqa: E402
     AttentionInterface,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
     GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from hfkvq.measure.reference import chat, tasks, tools  # noqa: E402
@@ -94,25 +97,39 @@ class Recipe:
         return self.peak_rate * warm * cosine
 
 
-def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     """Return the architecture: 7.6 to 7.8 million parameters, the embedding tied."""
+    common = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "max_position_embeddings": tokenizer.model_max_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": True,
+    }
+    if recipe.shape == "mla":
+        # Latent attention without experts.
+        return DeepseekV3Config(
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            q_lora_rank=None,
+            kv_lora_rank=128,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            intermediate_size=704,
+            first_k_dense_replace=8,
+            **common,
+        )
     heads = {
         "hd128": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 704},
         "hd64": {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768},
     }[recipe.shape]
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        num_hidden_layers=8,
-        max_position_embeddings=tokenizer.model_max_length,
-        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-        **heads,
-    )
+    return Qwen3Config(**common, **heads)
 
 
 class Documents:
@@ -281,7 +298,7 @@ def causal_attention(
     return out.transpose(1, 2), None
 
 
-def has_grouped_kernel(config: Qwen3Config) -> bool:
+def has_grouped_kernel(config: PreTrainedConfig) -> bool:
     """Tell whether a fused attention kernel takes fewer key heads than query heads, forward and backward."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -305,10 +322,10 @@ AttentionInterface.register(ATTENTION, causal_attention)
 class Trainer:
     """Model, optimizer and the compiled step."""
 
-    def __init__(self, recipe: Recipe, config: Qwen3Config, device: torch.device, use_compile: bool) -> None:
+    def __init__(self, recipe: Recipe, config: PreTrainedConfig, device: torch.device, use_compile: bool) -> None:
         self.recipe, self.device = recipe, device
         torch.manual_seed(recipe.seed)
-        self.model = Qwen3ForCausalLM(config).to(device=device, dtype=torch.float32).train()
+        self.model = AutoModelForCausalLM.from_config(config).to(device=device, dtype=torch.float32).train()
         self.model.set_attn_implementation(ATTENTION)
         decayed = [p for p in self.model.parameters() if p.ndim >= 2]
         plain = [p for p in self.model.parameters() if p.ndim < 2]
@@ -384,11 +401,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach(), nll, correct
 
-    def rounded(self) -> Qwen3ForCausalLM:
+    def rounded(self) -> PreTrainedModel:
         """Return a bf16 copy of the model, with the usual attention."""
         # Models share the config they are given, and the attention is chosen there.
         config = copy.deepcopy(self.model.config)
-        model = Qwen3ForCausalLM(config).to(device=self.device, dtype=torch.bfloat16).eval()
+        model = AutoModelForCausalLM.from_config(config).to(device=self.device, dtype=torch.bfloat16).eval()
         model.load_state_dict(self.model.state_dict())
         model.set_attn_implementation("sdpa")
         model.generation_config = GenerationConfig(
@@ -399,7 +416,7 @@ class Trainer:
         return model
 
 
-def save(model: Qwen3ForCausalLM, result: dict[str, Any], out: Path) -> None:
+def save(model: PreTrainedModel, result: dict[str, Any], out: Path) -> None:
     """Write the weights and `training.json`; each file is replaced whole."""
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -439,7 +456,7 @@ def answer_report(nll: Tensor, correct: Tensor, marks: np.ndarray) -> dict[str, 
 
 @torch.inference_mode()
 def evaluate(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, task: str, count: int, batch: int = 100
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, task: str, count: int, batch: int = 100
 ) -> dict[str, float]:
     """Score greedy generation on the evaluation set of a task."""
     begin = time.perf_counter()
@@ -470,7 +487,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=("hd128", "hd64"), default="hd128")
+    parser.add_argument("--shape", choices=("hd128", "hd64", "mla"), default="hd128")
     parser.add_argument("--minutes", type=float, default=8.5, help="wall-clock budget of the whole process")
     parser.add_argument("--reserve", type=float, default=45.0, help="seconds of the budget kept for saving and scoring")
     parser.add_argument("--steps", type=int, help="train for this many steps instead of by the clock")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from types import CodeType
+from types import CodeType, ModuleType
 
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -23,6 +23,18 @@ def head_dim_of(config: PreTrainedConfig) -> int | None:
     if dim is None and getattr(config, "hidden_size", None) and getattr(config, "num_attention_heads", None):
         dim = config.hidden_size // config.num_attention_heads
     return dim if isinstance(dim, int) else None
+
+
+def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Channels of latents and of their rotary parts, where the model's attention hands these to the cache."""
+    if getattr(config, "is_heterogeneous", False):
+        return None
+    rank, rope_dim = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if not rank or not rope_dim:
+        return None
+    module = _modeling(config)
+    expands = module is not None and any(hasattr(each, "expand_kv") for each in vars(module).values())
+    return (rank, rope_dim) if expands else None
 
 
 def queries_per_head(config: PreTrainedConfig) -> int:
@@ -51,19 +63,26 @@ def looks_attention_up(config: PreTrainedConfig) -> bool:
     A file that uses the table may do so for its images alone. Falcon and a few others compare the implementation's name
     with those they know; a new name would lead them astray.
     """
+    module = _modeling(config)
+    if module is None:
+        # Stock sdpa is intercepted all the same.
+        return False
+    found = [each for each in map(_cached_attention, vars(module).values()) if each is not None]
+    return bool(found) and all("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in found)
+
+
+def _modeling(config: PreTrainedConfig) -> ModuleType | None:
+    """The modeling file beside the config's, if there is one."""
     for cls in type(config).__mro__:
         name = cls.__module__.replace("configuration_", "modeling_")
         if name == cls.__module__:
             # A config class of a user's own, or Transformers' base classes.
             continue
         try:
-            module = importlib.import_module(name)
+            return importlib.import_module(name)
         except ImportError:
-            # A config without a modeling file beside it: stock sdpa is intercepted all the same.
-            return False
-        found = [each for each in map(_cached_attention, vars(module).values()) if each is not None]
-        return bool(found) and all("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in found)
-    return False
+            return None
+    return None
 
 
 def _cached_attention(cls: object) -> CodeType | None:

@@ -7,6 +7,7 @@ from .due import due
 from .fused_step import append_attend, seal_tail
 from .gather import gather_rows
 from .hadamard import hadamard
+from .latent import latent_attention, store_attention
 from .moments import attention_moments
 from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
@@ -27,11 +28,13 @@ __all__ = [
     "due",
     "gather_rows",
     "hadamard",
+    "latent_attention",
     "page_norms",
     "qk_pages",
     "quantize_pages",
     "seal",
     "seal_tail",
+    "store_attention",
     "sv_pages",
     "use_interpreter",
     "use_reference",

@@ -15,11 +15,20 @@ from .pages import StoreFormat
 
 @define("append", mutates=("counters", "windows"))
 def _append(
-    keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Tensor], rotate_keys: int, rotate_values: int
+    keys: Tensor,
+    values: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    rotate_keys: int,
+    rotate_values: int,
+    rows: Tensor | None = None,
 ) -> None:
     tokens, device = keys.shape[2], keys.device
     length = counters[LENGTH, :, None]
-    rows = torch.arange(keys.shape[0], device=device)[:, None]
+    if rows is not None:
+        length = length - tokens
+    where = torch.arange(keys.shape[0], device=device) if rows is None else rows.long()
+    at = where[:, None]
     token = length + torch.arange(tokens, device=device)
     for i, (x, block) in enumerate(((keys, rotate_keys), (values, rotate_values))):
         sink, tail = windows[i], windows[i + 2]
@@ -27,19 +36,27 @@ def _append(
         slot = (token - sink.shape[2]) % tail.shape[2]
         # Slots of consecutive tokens differ, so those that belong in the sink put back what they find.
         held = (token < sink.shape[2])[:, :, None, None]
-        tail[rows, :, slot] = torch.where(held, tail[rows, :, slot], x.transpose(1, 2))
+        tail[at, :, slot] = torch.where(held, tail[at, :, slot], x.transpose(1, 2))
         if sink.shape[2]:
             column = torch.arange(sink.shape[2], device=device) - length
             new = ((column >= 0) & (column < tokens))[:, None, :, None]
             column = column.clamp(0, tokens - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-            sink.copy_(torch.where(new, x.gather(2, column), sink))
-    counters[LENGTH] += tokens
+            sink[where] = torch.where(new, x.gather(2, column), sink[where])
+    if rows is None:
+        counters[LENGTH] += tokens
 
 
 triton_slot("append", "append:append_triton")
 
 
-def append(keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Tensor], store: StoreFormat) -> None:
+def append(
+    keys: Tensor,
+    values: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    store: StoreFormat,
+    rows: Tensor | None = None,
+) -> None:
     """Appends a few tokens to sink and tail, in place, and counts them: the whole of a step's writing.
 
     Keys and values are rotated (`hadamard`, rounded once). A row's token x goes to the sink if ``x < sink`` and to slot
@@ -51,6 +68,8 @@ def append(keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Ten
         counters: i32 (2 + 2*runs, B), see `decode_attention`; ``length`` grows by t.
         windows: sink keys (B, H, S, Dk), sink values, tail keys (B, H, W, Dk), tail values; dtype of the keys.
         store: the layer's format.
+        rows: i32 (B,), the row of the windows that each row has, of any number of them; None where row b has row b.
+            Given, ``length`` counts the new tokens already and stays as it is: layers may share the counters.
 
     Raises:
         ValueError: more tokens than a tail has slots.
@@ -59,4 +78,4 @@ def append(keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Ten
     if keys.shape[2] > room:
         raise ValueError(f"keys: got {keys.shape[2]} tokens, allowed at most {room}, the slots of the shorter tail.")
     if keys.shape[2]:
-        call(_append, keys, keys, values, counters, list(windows), store.rotate_keys, store.rotate_values)
+        call(_append, keys, keys, values, counters, list(windows), store.rotate_keys, store.rotate_values, rows)

@@ -83,9 +83,11 @@ def _decode_attention(
     softcap: float,
     store: str,
     early: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     form = StoreFormat.parse(store)
     views = split_runs(form, runs)
+    windows = windows if rows is None else [window[rows.long()] for window in windows]
     sink_k, sink_v, tail_k, tail_v = windows
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
@@ -104,36 +106,7 @@ def _decode_attention(
         ],
         -1,
     )
-    if softcap:
-        logits = torch.tanh(logits / softcap) * softcap
-    logits = logits.view(batch, heads, share, queries, -1)
-    visible = (where > ABSENT)[:, None, None, None]
-    if mask is None:
-        newest = counters[LENGTH, :, None] - queries + torch.arange(queries, device=q.device)
-        visible = visible & (where[:, None] <= newest[..., None])[:, None, None]
-    else:
-        column = (where + counters[START, :, None]).clamp(0, mask.shape[-1] - 1).long()
-        shown = mask.expand(batch, -1, queries, -1)
-        shown = shown.gather(-1, column[:, None, None].expand(-1, shown.shape[1], queries, -1))
-        shown = shown.unflatten(1, (heads, share)) if shown.shape[1] > 1 else shown[:, :, None]
-        if mask.is_floating_point():
-            logits = logits + shown
-        else:
-            visible = visible & shown.bool()
-    logits = logits.masked_fill(~visible, -torch.inf)
-    top = logits.amax(-1, keepdim=True)
-    extra = None
-    if sinks is not None:
-        extra = sinks.float().view(-1, heads, share, 1, 1)
-        extra = extra.repeat(batch // extra.shape[0], 1, 1, 1, 1)
-    if extra is not None:
-        top = torch.maximum(top, extra)
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    probs = torch.exp(logits - top)
-    total = probs.sum(-1, keepdim=True)
-    if extra is not None:
-        total = total + torch.exp(extra - top)
-    probs = (probs / total.clamp(min=1e-30)).flatten(2, 3)
+    probs = visible_probs(logits.view(batch, heads, share, queries, -1), where, counters, mask, sinks, softcap)
 
     if form.ordered:
         # Keys and values leave the tail at different steps, so probabilities go through row positions.
@@ -162,6 +135,45 @@ def _decode_attention(
     return hadamard(out, form.rotate_values, back=True).view(batch, query_heads, queries, value_dim).to(q.dtype)
 
 
+def visible_probs(
+    logits: Tensor, where: Tensor, counters: Tensor, mask: Tensor | None, sinks: Tensor | None, softcap: float
+) -> Tensor:
+    """Probabilities (B, H, share*Q, N), f32, of logits (B, H, share, Q, N) of columns at row positions (B, N).
+
+    For mask, sinks and softcap see `decode_attention`.
+    """
+    batch, heads, share, queries, _ = logits.shape
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    visible = (where > ABSENT)[:, None, None, None]
+    if mask is None:
+        newest = counters[LENGTH, :, None] - queries + torch.arange(queries, device=logits.device)
+        visible = visible & (where[:, None] <= newest[..., None])[:, None, None]
+    else:
+        column = (where + counters[START, :, None]).clamp(0, mask.shape[-1] - 1).long()
+        shown = mask.expand(batch, -1, queries, -1)
+        shown = shown.gather(-1, column[:, None, None].expand(-1, shown.shape[1], queries, -1))
+        shown = shown.unflatten(1, (heads, share)) if shown.shape[1] > 1 else shown[:, :, None]
+        if mask.is_floating_point():
+            logits = logits + shown
+        else:
+            visible = visible & shown.bool()
+    logits = logits.masked_fill(~visible, -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    extra = None
+    if sinks is not None:
+        extra = sinks.float().view(-1, heads, share, 1, 1)
+        extra = extra.repeat(batch // extra.shape[0], 1, 1, 1, 1)
+    if extra is not None:
+        top = torch.maximum(top, extra)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    probs = torch.exp(logits - top)
+    total = probs.sum(-1, keepdim=True)
+    if extra is not None:
+        total = total + torch.exp(extra - top)
+    return (probs / total.clamp(min=1e-30)).flatten(2, 3)
+
+
 @_decode_attention.register_fake
 def _(q: Tensor, counters: Tensor, windows: Sequence[Tensor], *_: Any) -> Tensor:
     return q.new_empty((*q.shape[:3], windows[1].shape[-1]))
@@ -181,6 +193,7 @@ def decode_attention(
     softcap: float,
     store: StoreFormat,
     early: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Attention over `sink | runs | tail`: ``softmax(scaling * q K̂^T + mask) V̂``, K̂ and V̂ as stored.
 
@@ -205,10 +218,10 @@ def decode_attention(
         store: the layer's format.
         early: whether q was there before `step.advance` was launched, since which it has not been written: then it is
             read while the launch before this one still runs.
+        rows: i32 (B,), the row of the windows that each row has, of any number of them; None where row b has row b.
 
     Returns:
         (B, Hq, Q, Dv) in the dtype of q; 0 for queries that see nothing.
     """
-    return call(
-        _decode_attention, q, q, counters, list(windows), list(runs), mask, sinks, scaling, softcap, store.spec, early
-    )
+    scoring = mask, sinks, scaling, softcap
+    return call(_decode_attention, q, q, counters, list(windows), list(runs), *scoring, store.spec, early, rows)

@@ -273,12 +273,15 @@ class StoreFormat:
         rotate_keys: rotation of the stored keys (queries are rotated to match), 0 for none: the Hadamard block, with
             signs `hfkvq.kernels.hadamard.rotation` of it.
         rotate_values: of the stored values (outputs are rotated back).
+        latent: whether the keys' side holds latents, which are key and value at once, and the values' side the rotary
+            parts of the keys: see `hfkvq.kernels.latent_attention`.
     """
 
     runs: tuple[tuple[PageFormat, PageFormat], ...]
     sink: int = 0
     rotate_keys: int = 0
     rotate_values: int = 0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         """Checks that keys and values of a run can share a page table."""
@@ -294,6 +297,8 @@ class StoreFormat:
                 raise ValueError("values: only per-token formats without raised channels are supported.")
             if keys.exact and len(self.runs) > 1:
                 raise ValueError(f"exact: got {keys.exact} tokens and {len(self.runs)} runs, allowed in a single one.")
+        if self.latent and (len(self.runs) > 1 or any(fmt.whole for pair in self.runs for fmt in pair)):
+            raise ValueError("latent: only one run of formats per token, not normed, is attended to as latents.")
 
     @cached_property
     def ordered(self) -> bool:
@@ -304,18 +309,18 @@ class StoreFormat:
     def spec(self) -> str:
         """Reversible name; ops take it as their static argument."""
         runs = "|".join(f"{keys.spec}/{values.spec}" for keys, values in self.runs)
-        return f"s{self.sink};k{self.rotate_keys};v{self.rotate_values};{runs}"
+        return f"{'l' * self.latent}s{self.sink};k{self.rotate_keys};v{self.rotate_values};{runs}"
 
     @staticmethod
     @lru_cache(maxsize=512)
     def parse(spec: str) -> StoreFormat:
         """The store format whose ``spec`` this is."""
-        sink, rotate_keys, rotate_values, runs = spec.split(";")
+        sink, rotate_keys, rotate_values, runs = spec.removeprefix("l").split(";")
         pairs = tuple(
             (PageFormat.parse(keys), PageFormat.parse(values))
             for keys, values in (run.split("/") for run in runs.split("|"))
         )
-        return StoreFormat(pairs, int(sink[1:]), int(rotate_keys[1:]), int(rotate_values[1:]))
+        return StoreFormat(pairs, int(sink[1:]), int(rotate_keys[1:]), int(rotate_values[1:]), spec[0] == "l")
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,21 +91,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_LATENT_EXPERTS = {
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+
+# More models with latent attention, which the suites of all families need not repeat.
+LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": ("DeepseekV2", _LATENT_EXPERTS | {"topk_method": "greedy"} | EXPERTS | LATENT),
+    "glm4-moe-lite": ("Glm4MoeLite", _LATENT_EXPERTS | {"mlp_layer_types": ["dense", "sparse"]} | EXPERTS | LATENT),
+    "minicpm3": ("MiniCPM3", {"head_dim": None, "num_key_value_heads": 4} | LATENT),
+    "youtu": ("Youtu", {"head_dim": None, "num_key_value_heads": 4} | LATENT),
+}
+
 TEXT_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
 def config(name: str, **changes: Any) -> transformers.PreTrainedConfig:
     """A fresh config of a family."""
-    prefix, own = FAMILIES[name]
+    prefix, own = (FAMILIES | LATENT_FAMILIES)[name]
     values = {key: value for key, value in (BASE | own | changes).items() if not (key == "head_dim" and value is None)}
     return getattr(transformers, TEXT_CONFIGS.get(prefix, f"{prefix}Config"))(**values)
 
 
 def _fresh(name: str, changes: dict[str, Any], seed: int) -> transformers.PreTrainedModel:
     torch.manual_seed(seed)
-    model: transformers.PreTrainedModel = getattr(transformers, f"{FAMILIES[name][0]}ForCausalLM")(
-        config(name, **changes)
-    )
+    prefix, _ = (FAMILIES | LATENT_FAMILIES)[name]
+    model: transformers.PreTrainedModel = getattr(transformers, f"{prefix}ForCausalLM")(config(name, **changes))
     for module in model.modules():
         if isinstance(getattr(module, "sinks", None), torch.nn.Parameter):
             torch.nn.init.normal_(module.sinks, std=1.0)
@@ -116,7 +133,7 @@ def build(name: str, *, attention: str | None = None, seed: int = 0, **changes: 
     """A tiny model in float32 on the CPU; the same weights for the same name and seed.
 
     Args:
-        name: key of `FAMILIES`.
+        name: key of `FAMILIES` or `LATENT_FAMILIES`.
         attention: attention implementation, if not the one the model has by itself.
         seed: of the weights.
         **changes: config fields.

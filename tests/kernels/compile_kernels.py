@@ -37,9 +37,18 @@ from hfkvq.caches.store import SIDES, KVStore
 from hfkvq.kernels import triton as launchers
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import run_count
-from hfkvq.kernels.pages import StoreFormat
+from hfkvq.kernels.pages import RunView, StoreFormat
 from hfkvq.kernels.seal import RULES, range_rule
-from hfkvq.kernels.step import StepPlan, advance, buffer_bytes, observe, seal_due, views_of_buffer
+from hfkvq.kernels.step import (
+    StepPlan,
+    StepState,
+    advance,
+    attend_and_seal,
+    buffer_bytes,
+    observe,
+    seal_due,
+    views_of_buffer,
+)
 from hfkvq.kernels.step_tensors import Observing
 from hfkvq.kernels.triton import configs
 from hfkvq.measure.bench import split_kv
@@ -216,6 +225,7 @@ def pretend(front: FrontEnd) -> None:
     torch.Tensor.get_device = lambda x: 0
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.current_device = lambda: 0
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.get_device_properties = lambda device: front
     torch.cuda.get_device_capability = lambda device: (front.major, front.minor)
 
@@ -247,6 +257,7 @@ class Pages(Scheme):
             SideLayout(keys, unit=unit, rotate=form.rotate_keys),
             SideLayout(values, unit=unit, rotate=form.rotate_values),
             form.sink,
+            form.latent,
         )
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor:
@@ -300,7 +311,8 @@ def attend(
         "float": torch.zeros(store.batch, heads, queries, columns, dtype=store.dtype),
         "row": torch.zeros(1, 1, 1, columns),
     }
-    query = tensor(store.batch, heads, queries, store.dims["keys"], store.dtype)
+    dim = sum(store.dims.values()) if store.format.latent else store.dims["keys"]
+    query = tensor(store.batch, heads, queries, dim, store.dtype)
     logits = torch.zeros(heads, dtype=store.dtype) if sinks else None
     store.attend(query, AttentionArguments(0.1, made[mask], softcap, logits))
 
@@ -361,6 +373,38 @@ def step(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, tokens: i
     seal_due(state, plan, tokens)
 
 
+def step_in_slots(form: StoreFormat, rule: str, query: str, dtype: torch.dtype, dim: int) -> None:
+    """A step of rows whose windows are other rows of larger ones, all of it."""
+    rows, heads, slots, unit = 2, 2, 5, form.runs[0][0].page_size
+    plan = StepPlan(
+        form.spec, rows, heads, dim, dim, str(dtype), (3,), (2 * unit, unit), (unit, 0), (unit, unit), 0, rule, query
+    )
+    sides = zip(form.runs[0], SIDES, strict=True)
+    parts = [fmt.allocate(side, 6, heads, dim, dtype, torch.device("cpu")) for fmt, side in sides]
+    windows = [torch.zeros(slots, heads, length, dim, dtype=dtype) for length in (form.sink, form.sink, *plan.tails)]
+    numbers, sums = torch.zeros(4, rows, dtype=torch.int32), torch.zeros(slots, heads, dim, dtype=torch.float64)
+    state = StepState(
+        numbers, windows, [RunView(torch.zeros(rows, 3, dtype=torch.int32), None, *parts)], numbers[:2], numbers[0],
+        (numbers.new_zeros(rows * unit), numbers.new_zeros(rows * unit)), numbers, sums,
+        numbers.new_zeros(heads, slots), torch.zeros(rows, heads, dim), numbers, numbers[0] + 3,
+    )  # fmt: skip
+    new, asked = tensor(rows, heads, 1, dim, dtype), tensor(rows, 4 * heads, 1, dim, dtype)
+    kernels.append(new, new, numbers, windows, form, state.rows)
+    attend_and_seal(asked, asked, 1, AttentionArguments(0.1), state, plan)
+
+
+IN_SLOTS = (
+    ("s4;k0;v0;2c128p128+4x32/2t128p128", "k_abs", "", BF16, 128),
+    ("s4;k0;v128;2c64p128f4+4x32/2t128p128f4", "error", "sum", BF16, 128),
+    ("s0;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(), "total", F16, 128),
+    ("s4;k128;v128;4c128p128n/2t128p128n", "", "", BF16, 128),
+    ("s4;k128;v128;4t128p128/4t128p128", "", "", BF16, 128),
+    ("s4;k0;v0;2c32p128e2/2t32p128", "", "signed", BF16, 128),
+    # For `dequantized`.
+    ("s4;k0;v0;2c8p24/4t16p24", "", "", BF16, 80),
+)
+"""Steps of rows whose windows are others': store, rule, what of the queries is kept, dtype, head dim."""
+
 STEPS = (
     ("s4;k0;v0;2c128p128+4x16/2t128p128", "k_abs", "", BF16, 1),
     ("s4;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(), "sum", BF16, 1),
@@ -400,6 +444,14 @@ STORES = (
 )
 """Stores beyond the benchmark's."""
 
+LATENTS = (
+    (512, 64, BF16, "ls0;k512;v0;4t512p128/8t64p128", {"share": 16}),
+    (512, 64, BF16, "ls0;k0;v0;8t512p128/16t1p128", {"share": 40, "mask": "bool"}),
+    (512, 64, F16, "ls0;k0;v0;16t1p128/16t1p128", {"share": 16, "sinks": True}),
+    (256, 32, BF16, "ls40;k65664;v0;4t64p128/8t32p128", {"share": 5, "queries": 3, "mask": "float", "softcap": 5.0}),
+)
+"""Stores of latents: channels of latents and rotary parts, dtype, store, what is asked."""
+
 EARLY = (
     (128, BF16, "s4;k0;v0;2c32p128+4x16+16x8/2t32p128"),
     (128, BF16, "s0;k128;v0;4t128p128/4t128p128"),
@@ -419,8 +471,9 @@ RAISED = (
 """Stores with raised channels: head dim, dtype, store."""
 
 
-def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> None:
-    """Every case."""
+def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick: bool) -> None:
+    """Every case; ``quick`` takes a few of the kinds that the kernels' other tests interpret as well."""
+    few = slice(2 if quick else None)
     more = {
         "mixkvq-pages": {"queries": 5, "mask": "bool", "softcap": 5.0, "sinks": True},
         "saw-int4": {"queries": 5, "softcap": 5.0},
@@ -453,13 +506,19 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]]) -> No
             if store.format.runs[0][0].page_size < 128:
                 gather(store)
                 multiply(store, dtype, 20)
+    for dim, rope_dim, dtype, spec, asked in LATENTS[few]:
+        with case(f"{spec}, latents of {dim} and {rope_dim}, {dtype}, {asked}"):
+            attend(fill(Tokens(store=spec), dim, rope_dim, dtype, heads=1), **asked)
     for dim, dtype, spec in RAISED:
-        for rule in RULES:
+        for rule in RULES[few]:
             with case(f"{spec}, heads of {dim}, {dtype}, channels by {rule}"):
                 fill(Pages(store=spec, rule=rule), dim, dim, dtype, q_abs=rule == RULES[0])
-    for spec, rule, query, dtype, tokens in STEPS:
+    for spec, rule, query, dtype, tokens in STEPS[:: 2 if quick else 1]:
         with case(f"step of {tokens}, {spec}, {dtype}, channels by {rule or 'none'}"):
             step(StoreFormat.parse(spec), rule, query, dtype, tokens)
+    for spec, rule, query, dtype, dim in IN_SLOTS[few]:
+        with case(f"step in slots, {spec}, {dtype}, channels by {rule or 'none'}"):
+            step_in_slots(StoreFormat.parse(spec), rule, query, dtype, dim)
     for dim, dtype, spec in EARLY:
         with case(f"attention while a step begins, {spec}, heads of {dim}, {dtype}"):
             store = fill(Pages(store=spec), dim, dim, dtype)
@@ -497,7 +556,7 @@ def work(capability: str, folder: Path) -> None:
     pretend(front)
     # Nothing is interpreted: it is how tensors on the CPU get to the launchers.
     with kernels.use_interpreter():
-        do_all(front.case)
+        do_all(front.case, quick=len(sys.argv) == 3)
     for name in sorted(all_kernels() - front.built):
         front.log("failed", name, "none was tried", "No case launches it: add one.")
     known.write_text(json.dumps(front.answered), encoding="utf-8")

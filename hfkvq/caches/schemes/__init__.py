@@ -7,6 +7,7 @@ from .h2o import H2O as H2O
 from .kitty import Kitty as Kitty
 from .kivi import Kivi as Kivi
 from .kvarn import KVarN as KVarN
+from .latent import Latent as Latent
 from .mixkvq import MixKVQ as MixKVQ
 from .pyramidkv import PyramidKV as PyramidKV
 from .saw import SawInt4 as SawInt4

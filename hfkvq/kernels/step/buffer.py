@@ -1,10 +1,12 @@
-"""A layer's buffer: one tensor of bytes, and the views by which kernels write it."""
+"""A layer's buffer: one tensor of bytes, two where pages lie elsewhere, and the views by which kernels write it."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,27 @@ from .plan import MAX_STEP, StepPlan
 _ALIGNMENT = 256
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)}
+
+
+@dataclass(eq=False)
+class Ahead:
+    """How offloaded pages come to the device a layer ahead, in captured steps.
+
+    Attributes:
+        source: u8, all pages, in pinned memory of the host.
+        target: u8, memory of the device that every other layer takes.
+        runs: flat tensors of all runs, whose pages are those in ``target``.
+        mark: f32 (1,), which a kernel writes that waits for the copy: see `hfkvq.kernels.step.ops`.
+        leads: whether the layer is the first that is offloaded.
+        following: the next one's, weakly; None of the last.
+    """
+
+    source: Tensor
+    target: Tensor
+    runs: list[Tensor]
+    mark: Tensor
+    leads: bool
+    following: weakref.ref[Ahead] | None = None
 
 
 @dataclass(eq=False)
@@ -34,6 +57,9 @@ class StepState:
         counts: i32 (H, B), queries in ``sums``, which each head counts for itself.
         weight: f32 (B, H, Dk), their mean.
         query: (B / fold, Hq, 1, Dk), newest queries; empty unless the plan asks for it.
+        ahead: how offloaded pages come to the device; None where they are read in place.
+        rows: i32 (B,), where windows and sums have other rows than the batch: that of each row; None in a buffer. The
+            index is of `sources` then.
     """
 
     counters: Tensor
@@ -47,6 +73,8 @@ class StepState:
     counts: Tensor
     weight: Tensor
     query: Tensor
+    ahead: Ahead | None = None
+    rows: Tensor | None = None
     _slots: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def flat_runs(self) -> list[Tensor]:
@@ -69,6 +97,14 @@ class StepState:
         keys, values = self.new.unbind()
         return keys, values
 
+    @cached_property
+    def sources(self) -> tuple[Tensor, Tensor]:
+        """(B, H, L, D): what is sealed from, of keys and of values: the tails, or `side_by_side`."""
+        keys, values = self.windows[2:]
+        if self.rows is not None:
+            keys, values = (side_by_side(tail, len(self.rows)) for tail in (keys, values))
+        return keys, values
+
     def due_slots(self, plan: StepPlan, tokens: int) -> list[Tensor]:
         """Room for the slots that are due after a step of ``tokens``: i32 (B, m) for keys and for values."""
         found = self._slots.get(tokens)
@@ -79,11 +115,32 @@ class StepState:
         return found
 
 
-def _shapes(plan: StepPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of a buffer, in order."""
+def side_by_side(tail: Tensor, batch: int) -> Tensor:
+    """The tails of all rows as every row's columns: a view (batch, H, L, D) of a tail (N, H, W, D).
+
+    Column ``(n * H) * W + w`` is slot w of row n: a row of the batch names another's tail by its index alone.
+    """
+    rows, heads, slots, dim = tail.shape
+    return tail.as_strided((batch, heads, ((rows - 1) * heads + 1) * slots, dim), (0, slots * dim, dim, 1))
+
+
+class _Part(NamedTuple):
+    """A tensor of a buffer, and whether it lies in the memory that offloaded pages have of their own."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offloaded: bool = False
+
+    @property
+    def size(self) -> int:
+        return -(-torch.Size(self.shape).numel() * self.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts(plan: StepPlan) -> list[_Part]:
+    """Every tensor of a buffer, in order."""
     form, own = plan.format, _DTYPES[plan.dtype]
     rows, heads, dims = plan.rows, plan.heads, (plan.key_dim, plan.value_dim)
-    found: list[tuple[tuple[int, ...], torch.dtype]] = [((RUNS + 2 * len(form.runs), rows), torch.int32)]
+    found: list[tuple[Any, ...]] = [((RUNS + 2 * len(form.runs), rows), torch.int32)]
     found += [((rows, heads, form.sink, dim), own) for dim in dims]
     found += [((rows, heads, length, dim), own) for length, dim in zip(plan.tails, dims, strict=True)]
     for blocks, formats in zip(plan.blocks, form.runs, strict=True):
@@ -91,7 +148,8 @@ def _shapes(plan: StepPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
         if not form.ordered:
             found.append(((rows, blocks * formats[0].page_size), torch.int32))
         for side, fmt, dim in zip(SIDES, formats, dims, strict=True):
-            found += [((rows * blocks, *shape), kind or own) for shape, kind in fmt.shapes(side, heads, dim).values()]
+            shapes = fmt.shapes(side, heads, dim).values()
+            found += [((rows * blocks, *shape), kind or own, plan.offloaded) for shape, kind in shapes]
     found += [((2, rows), torch.int32), ((rows,), torch.int32)]
     found += [((rows * plan.due(side, MAX_STEP),), torch.int32) for side in (0, 1)]
     found.append(((1,), torch.int32))
@@ -99,29 +157,26 @@ def _shapes(plan: StepPlan) -> list[tuple[tuple[int, ...], torch.dtype]]:
     found += [(summed, torch.float64), ((heads, summed[0]), torch.int32), (summed, torch.float32)]
     kept = plan.rows // plan.fold if plan.query == "keep" else 0
     found.append(((kept, plan.query_heads, 1, plan.key_dim), own))
-    return found
-
-
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+    return [_Part(*each) for each in found]
 
 
 @lru_cache(maxsize=512)
-def buffer_bytes(plan: StepPlan) -> int:
-    """Size of a plan's buffer."""
-    return sum(_size(*each) for each in _shapes(plan))
+def buffer_bytes(plan: StepPlan, offloaded: bool = False) -> int:
+    """Size of a plan's buffer, or of the memory that its offloaded pages have of their own."""
+    return sum(part.size for part in _parts(plan) if part.offloaded == offloaded)
 
 
 # Of layers that are there, for steps that are given the buffer alone.
 _STATES: weakref.WeakValueDictionary[tuple[int, str], StepState] = weakref.WeakValueDictionary()
 
 
-def views_of_buffer(buffer: Tensor, plan: StepPlan) -> StepState:
+def views_of_buffer(buffer: Tensor, plan: StepPlan, pages: Tensor | None = None) -> StepState:
     """The tensors of a buffer.
 
     Args:
         buffer: u8 (buffer_bytes(plan),).
         plan: what it holds.
+        pages: u8 (buffer_bytes(plan, True),), where offloaded pages lie; None where they lie in the buffer.
 
     Returns:
         Views that keep the storage alive, though not ``buffer`` itself.
@@ -130,16 +185,7 @@ def views_of_buffer(buffer: Tensor, plan: StepPlan) -> StepState:
     known = _STATES.get(key)
     if known is not None and known.counters.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
         return known
-    storage, at = buffer.untyped_storage(), buffer.storage_offset()
-    views: list[Tensor] = []
-    for shape, dtype in _shapes(plan):
-        # fp8 views are made of bytes: not every PyTorch builds them of a storage.
-        plain = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
-        stride = torch.empty(shape, device="meta").stride()
-        view = torch.empty(0, dtype=plain, device=buffer.device)
-        view.set_(storage, at // plain.itemsize, shape, stride)  # type: ignore[call-overload]
-        views.append(view.view(dtype))
-        at += _size(shape, dtype)
+    views = _views(_parts(plan), buffer, buffer if pages is None else pages)
     counters, windows, runs = views[0], views[1:5], split_runs(plan.format, views[5:-9])
     new, sealed, index_keys, index_values, flag, sums, counts, weight, query = views[-9:]
     state = StepState(
@@ -147,6 +193,32 @@ def views_of_buffer(buffer: Tensor, plan: StepPlan) -> StepState:
     )
     _STATES[key] = state
     return state
+
+
+def _views(parts: Sequence[_Part], *memory: Tensor) -> list[Tensor]:
+    """Tensors one behind the other, in the first memory, or in the second one if they are offloaded."""
+    storages, at = [x.untyped_storage() for x in memory], [x.storage_offset() for x in memory]
+    views: list[Tensor] = []
+    for part in parts:
+        shape, dtype, which = part
+        # fp8 views are made of bytes: not every PyTorch builds them of a storage.
+        plain = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+        stride = torch.empty(shape, device="meta").stride()
+        view = torch.empty(0, dtype=plain, device=memory[which].device)
+        view.set_(storages[which], at[which] // plain.itemsize, shape, stride)  # type: ignore[call-overload]
+        views.append(view.view(dtype))
+        at[which] += part.size
+    return views
+
+
+def copied_runs(state: StepState, plan: StepPlan, memory: Tensor) -> list[Tensor]:
+    """Flat tensors of all runs, as `StepState.flat_runs`, with pages in a copy of the offloaded ones."""
+    parts = iter(_views([part for part in _parts(plan) if part.offloaded], memory, memory))
+    runs: list[Tensor] = []
+    for run in state.runs:
+        runs += [run.table, *([] if run.pos is None else [run.pos])]
+        runs += [next(parts) for _ in (*run.keys, *run.values)]
+    return runs
 
 
 def settle(state: StepState, plan: StepPlan) -> None:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ..arguments import AttentionArguments
-from ..decode import LENGTH, START, decode_attention, sealed_count
+from ..decode import LENGTH, START, sealed_count
 from ..dispatch import call, define, reference, triton_slot
+from ..latent import store_attention
 from ..norms import page_norms
 from ..pages import SIDES
 from ..seal import seal
 from ..windows import tokens_due_by_row
-from .buffer import StepState, views_of_buffer
+from .buffer import Ahead, StepState, views_of_buffer
 from .plan import StepPlan
 
 
@@ -97,15 +98,22 @@ def advance(keys: Tensor, values: Tensor, state: StepState, plan: StepPlan) -> N
 
 @define("observe", mutates=("sums", "counts", "weight"))
 def _observe(
-    q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None, signed: bool
+    q: Tensor,
+    sealed: Tensor | None,
+    sums: Tensor,
+    counts: Tensor,
+    weight: Tensor | None,
+    signed: bool,
+    rows: Tensor | None = None,
 ) -> None:
     heads = sums.shape[1]
     total = (q if signed else q.abs()).double().sum(2).unflatten(1, (heads, -1)).mean(2)
-    again = torch.zeros_like(counts[0]) > 0 if sealed is None else sealed > 0
-    sums.copy_(sums.masked_fill(again[:, None, None], 0.0) + total)
-    counts.copy_(counts.masked_fill(again, 0) + q.shape[2])
+    again = torch.zeros_like(counts[0, : q.shape[0]]) > 0 if sealed is None else sealed > 0
+    at = slice(None) if rows is None else rows.long()
+    own, count = sums[at].masked_fill(again[:, None, None], 0.0) + total, counts[:, at].masked_fill(again, 0)
+    sums[at], counts[:, at] = own, count + q.shape[2]
     if weight is not None:
-        weight.copy_((sums / counts.T[:, :, None]).float())
+        weight.copy_((own / (count.T[:, :, None] + q.shape[2])).float())
 
 
 triton_slot("observe", "step:observe_triton")
@@ -118,6 +126,7 @@ def observe(
     sealed: Tensor | None = None,
     weight: Tensor | None = None,
     signed: bool = False,
+    rows: Tensor | None = None,
 ) -> None:
     """Adds magnitudes of queries, or the queries, to their sums, which begin anew where something was sealed.
 
@@ -128,8 +137,10 @@ def observe(
         sealed: i32 (B,), tokens of keys that the step before has sealed; None for nothing.
         weight: f32 (B, H, D), written: the mean of the queries in ``sums``; None if it is not asked for.
         signed: whether queries are added as they are; else their magnitudes.
+        rows: i32 (B,), the row of ``sums`` and ``counts`` that each row has, of any number of them; None where row b
+            has row b.
     """
-    call(_observe, q, q, sealed, sums, counts, weight, signed)
+    call(_observe, q, q, sealed, sums, counts, weight, signed, rows)
 
 
 def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int] = (0, 1)) -> None:
@@ -137,7 +148,7 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int]
     run, formats, index = state.runs[-1], plan.format.runs[-1], state.due_slots(plan, tokens)
     for at in sides:
         side, fmt = SIDES[at], formats[at]
-        parts, source = (run.keys, run.values)[at], state.windows[2 + at]
+        parts, source = (run.keys, run.values)[at], state.sources[at]
         new = state.due_now[at]
         norm = None
         if fmt.normed:
@@ -173,6 +184,37 @@ def _beside(x: Tensor, branches: int) -> Iterator[list[contextlib.AbstractContex
         main.wait_stream(side)
 
 
+def _fetched(state: StepState) -> list[Tensor]:
+    """The runs to attend to: where pages come a layer ahead, those that have come, and the next ones are on their way.
+
+    A page that the last step has sealed is there: it was written to the host's memory before this step began.
+    """
+    ahead = state.ahead
+    if ahead is None or (ahead.target.is_cuda and not torch.cuda.is_current_stream_capturing()):
+        return state.flat_runs()
+    device = ahead.target.device
+    main, side = None, None
+    if ahead.target.is_cuda:
+        main, side = torch.cuda.current_stream(device), _side_stream(device, 2)
+
+    def fetch(each: Ahead) -> None:
+        if side is not None and main is not None:
+            side.wait_stream(main)
+        with contextlib.nullcontext() if side is None else torch.cuda.stream(side):
+            each.target.copy_(each.source, non_blocking=True)
+
+    if ahead.leads:
+        fetch(ahead)
+    if side is not None and main is not None:
+        main.wait_stream(side)
+        # What is launched next may begin before the launch before it has ended, but not before a copy has.
+        ahead.mark.neg_()
+    following = None if ahead.following is None else ahead.following()
+    if following is not None:
+        fetch(following)
+    return ahead.runs
+
+
 def run_step(
     q: Tensor,
     k: Tensor,
@@ -183,8 +225,7 @@ def run_step(
     due: bool = True,
 ) -> Tensor:
     """A whole step of one layer; see `step`. ``due`` is False where the host knows that nothing will be sealed."""
-    whole, fold = q, plan.fold
-    scaling, mask, softcap, sinks, *_ = arguments
+    whole, fold, mask = q, plan.fold, arguments.mask
     if fold > 1:
         q, k, v = (x.reshape(x.shape[0] * fold, x.shape[1] // fold, *x.shape[2:]) for x in (q, k, v))
         if mask is not None and (mask.shape[0] > 1 or mask.shape[1] > 1):
@@ -193,30 +234,60 @@ def run_step(
                 mask = mask.reshape(mask.shape[0] * fold, mask.shape[1] // fold, *mask.shape[2:])
             else:
                 mask = mask.repeat_interleave(fold, 0)
+    runs = _fetched(state)
     advance(k, v, state, plan)
+    out = attend_and_seal(whole, q, k.shape[2], arguments._replace(mask=mask), state, plan, due, runs)
+    return out.reshape(*whole.shape[:3], out.shape[-1])
+
+
+def attend_and_seal(
+    whole: Tensor,
+    q: Tensor,
+    tokens: int,
+    arguments: AttentionArguments,
+    state: StepState,
+    plan: StepPlan,
+    due: bool = True,
+    runs: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """What is left of a step once its tokens are in the windows and counted: (B, Hq, t, Dv).
+
+    Args:
+        whole: (B / fold, Hq, t, D), the queries as the model has them.
+        q: (B, Hq, t, D), the same as the layer has them.
+        tokens: t.
+        arguments: of the call.
+        state: the layer's tensors; ``new`` and ``index`` say what is due.
+        plan: what they hold.
+        due: False where the host knows that nothing is.
+        runs: where attention reads the pages; None where they are.
+    """
+    scaling, mask, softcap, sinks, *_ = arguments
     # Attention is as long as two kernels that find nothing to do. More than two in a row would be waited for.
     long = due and (plan.sums_queries or any(fmt.normed for fmt in plan.format.runs[-1]))
     with _beside(q, 2 if long else 1) as beside:
         # Pages that are sealed now are no part of what is attended to, so both can run at the same time.
         with beside[0]:
             if plan.sums_queries:
-                sealed = None if plan.query == "total" else state.sealed
-                observe(q, state.sums, state.counts, sealed, state.weight, plan.query == "signed")
+                # A buffer's sums of all queries never begin anew; a slot's do with its next request.
+                sealed = None if plan.query == "total" and state.rows is None else state.sealed
+                observe(q, state.sums, state.counts, sealed, state.weight, plan.query == "signed", state.rows)
             elif plan.query == "keep":
                 state.query.copy_(whole[:, :, -1:])
             if due:
-                seal_due(state, plan, k.shape[2], (0,))
+                seal_due(state, plan, tokens, (0,))
         # Values ask for no queries.
         with beside[-1]:
             if due:
-                seal_due(state, plan, k.shape[2], (1,))
-        out = decode_attention(
-            q, state.counters, state.windows, state.flat_runs(), mask, sinks, scaling, softcap, plan.format, early=True
-        )
-    return out.reshape(*whole.shape[:3], out.shape[-1])
+                seal_due(state, plan, tokens, (1,))
+        # Of a buffer, queries were there before `advance`.
+        return store_attention(
+            q, state.counters, state.windows, state.flat_runs() if runs is None else runs, mask, sinks, scaling,
+            softcap, plan.format, state.rows is None, state.rows,
+        )  # fmt: skip
 
 
-@torch.library.custom_op("hfkvq::step", mutates_args=("buffer",))
+@torch.library.custom_op("hfkvq::step", mutates_args=("buffer", "pages"))
 def step(
     q: Tensor,
     k: Tensor,
@@ -224,6 +295,7 @@ def step(
     mask: Tensor | None,
     sinks: Tensor | None,
     buffer: Tensor,
+    pages: Tensor | None,
     scaling: float,
     softcap: float,
     plan: str,
@@ -237,6 +309,7 @@ def step(
         mask: see `decode_attention`; None is causal.
         sinks: see `decode_attention`.
         buffer: u8, the layer's buffer, written in place.
+        pages: u8, memory of offloaded pages, likewise; None where they lie in the buffer.
         scaling: factor on the logits.
         softcap: see `decode_attention`.
         plan: `StepPlan.spec` of the buffer.
@@ -245,9 +318,11 @@ def step(
         (B, Hq, t, Dv). Where a row had no room for its tokens (``StepState.flag``), they are missing.
     """
     own = StepPlan.parse(plan)
-    return run_step(q, k, v, AttentionArguments(scaling, mask, softcap, sinks), views_of_buffer(buffer, own), own)
+    state = views_of_buffer(buffer, own, pages)
+    return run_step(q, k, v, AttentionArguments(scaling, mask, softcap, sinks), state, own)
 
 
 @step.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return q.new_empty((*q.shape[:3], v.shape[-1]))
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    latent = StepPlan.parse(rest[-1]).format.latent
+    return q.new_empty((*q.shape[:3], k.shape[-1] if latent else v.shape[-1]))

@@ -38,6 +38,7 @@ class StepPlan:
         fold: KV heads of the model that are rows of their own, or 1.
         query_heads: Hq of the model, where ``query`` is "keep".
         balance: how `page_norms` balances pages of keys and of values.
+        offloaded: whether pages lie in memory of their own.
     """
 
     store: str
@@ -56,6 +57,7 @@ class StepPlan:
     fold: int = 1
     query_heads: int = 0
     balance: tuple[Balance, Balance] = (BALANCE, BALANCE)
+    offloaded: bool = False
 
     @cached_property
     def spec(self) -> str:

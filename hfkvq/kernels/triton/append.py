@@ -17,6 +17,7 @@ from ..hadamard import block_of, largest_block
 from ._lib import cdiv, power
 from .hadamard import saturated, turned
 from .launch import Launch
+from .windows import without_last
 
 
 @triton.jit
@@ -40,10 +41,13 @@ def new_rows(
 
 @triton.jit
 def append_side(
-    b_x, x, sink, tail, i_b, i_length, s_b, s_h, s_l, s_d, factor, H, T, S, W,
+    b_x, x, sink, tail, i_b, i_w, i_length, s_b, s_h, s_l, s_d, factor, H, T, S, W,
     D: tl.constexpr, BLOCK: tl.constexpr, ROTATE: tl.constexpr, BR: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """A row's new tokens of one side, BR blocks of BLOCK channels at a time; ``b_x`` are the first."""
+    """New tokens of row i_b and one side, for row i_w of the windows, BR blocks of BLOCK channels at a time.
+
+    ``b_x`` are the first.
+    """
     for i in range(LOOPS):
         if i > 0:
             b_x = new_rows(x, i, i_b, s_b, s_h, s_l, s_d, H, T, D, BLOCK, BR)
@@ -53,7 +57,7 @@ def append_side(
             b_y = saturated(turned(b_x.to(tl.float32), ROTATE, BR, False) * factor, x.dtype.element_ty)
         o_token = i_length + o_j
         m_sink = o_token < S
-        o_head = i_b * H + o_h
+        o_head = i_w * H + o_h
         p_sink = sink + ((o_head * S + o_token) * D)[:, None] + o_c
         p_tail = tail + ((o_head * W + (o_token - S) % W) * D)[:, None] + o_c
         tl.store(p_sink, b_y, mask=(m_r & m_sink)[:, None])
@@ -62,42 +66,50 @@ def append_side(
 
 @triton.jit
 def append_row(
-    keys, values, sink_k, sink_v, tail_k, tail_v, p_length, i_b, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
+    keys, values, sink_k, sink_v, tail_k, tail_v, p_length, rows, i_b, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
     factor_k, factor_v, H, T, S, WK, WV,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
     ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
 ):  # fmt: skip
-    """A row's new tokens and its counter at ``p_length``, which no other program reads; returns what that was."""
+    """A row's new tokens and its counter at ``p_length``, which no other program reads; returns what that was.
+
+    With ``rows`` the counter is of several layers, and counts the tokens already.
+    """
     i_length = tl.load(p_length)
+    i_w = i_b
+    if rows is not None:
+        i_length -= T
+        i_w = tl.load(rows + i_b).to(tl.int64)
     # Asked for together with the length.
     b_k = new_rows(keys, 0, i_b, s_kb, s_kh, s_kl, s_kd, H, T, DK, BLOCK_K, BK)
     b_v = new_rows(values, 0, i_b, s_vb, s_vh, s_vl, s_vd, H, T, DV, BLOCK_V, BV)
     append_side(
-        b_k, keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
+        b_k, keys, sink_k, tail_k, i_b, i_w, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
         DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
     )  # fmt: skip
     append_side(
-        b_v, values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
+        b_v, values, sink_v, tail_v, i_b, i_w, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
         DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
     )  # fmt: skip
-    # Every warp has read the length by now.
-    tl.debug_barrier()
-    tl.store(p_length, i_length + T)
+    if rows is None:
+        # Every warp has read the length by now.
+        tl.debug_barrier()
+        tl.store(p_length, i_length + T)
     return i_length
 
 
 @triton.jit(do_not_specialize=["T", "S", "WK", "WV", "length"])
 def append_kernel(
-    keys, values, sink_k, sink_v, tail_k, tail_v, counters, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl, s_vd,
-    factor_k, factor_v, H, T, S, WK, WV,
+    keys, values, sink_k, sink_v, tail_k, tail_v, counters, rows, length, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh, s_vl,
+    s_vd, factor_k, factor_v, H, T, S, WK, WV,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ROTATE_K: tl.constexpr,
     ROTATE_V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, LOOPS_K: tl.constexpr, LOOPS_V: tl.constexpr,
 ):  # fmt: skip
     """One row; its counter stands ``length`` elements into ``counters``."""
     i_b = tl.program_id(0).to(tl.int64)
     append_row(
-        keys, values, sink_k, sink_v, tail_k, tail_v, counters + length + i_b, i_b, s_kb, s_kh, s_kl, s_kd, s_vb, s_vh,
-        s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
+        keys, values, sink_k, sink_v, tail_k, tail_v, counters + length + i_b, rows, i_b, s_kb, s_kh, s_kl, s_kd,
+        s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
         DK, DV, BLOCK_K, BLOCK_V, ROTATE_K, ROTATE_V, BK, BV, LOOPS_K, LOOPS_V,
     )  # fmt: skip
 
@@ -172,20 +184,27 @@ def append_numbers(new: NewTokens, constants: Mapping[str, Any]) -> dict[str, in
 
 
 @lru_cache(maxsize=1024)
-def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int) -> Launch:
-    """Takes keys, values, four windows and counters."""
+def append_launch(new: NewTokens, rotate_keys: int, rotate_values: int, mapped: bool = False) -> Launch:
+    """Takes keys, values, four windows, counters and, if ``mapped``, rows."""
     constants = append_constants(new.keys, new.values, rotate_keys, rotate_values)
     batch = new.keys[0]
     numbers = {"length": LENGTH * batch, **append_numbers(new, constants)}
-    return Launch(append_kernel, (batch,), numbers, constants, new.device)
+    return Launch(append_kernel, (batch,), numbers, constants, new.device, None if mapped else without_last)
 
 
 def append_triton(
-    keys: Tensor, values: Tensor, counters: Tensor, windows: Sequence[Tensor], rotate_keys: int, rotate_values: int
+    keys: Tensor,
+    values: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    rotate_keys: int,
+    rotate_values: int,
+    rows: Tensor | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.append`; bf16 rounding under the interpreter takes the reference."""
     if is_misrounded(keys, windows[2], rotate_keys or rotate_values):
-        return reference("append")(keys, values, counters, windows, rotate_keys, rotate_values)
+        return reference("append")(keys, values, counters, windows, rotate_keys, rotate_values, rows)
     assert all([x.is_contiguous() for x in (counters, *windows)]), "written in place"
-    append_launch(new_tokens(keys, values, windows), rotate_keys, rotate_values)(keys, values, *windows, counters)
+    launch = append_launch(new_tokens(keys, values, windows), rotate_keys, rotate_values, rows is not None)
+    launch(keys, values, *windows, counters, *([] if rows is None else [rows]))
     return None

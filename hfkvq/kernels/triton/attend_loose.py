@@ -66,6 +66,10 @@ def attend_loose(
     SINKS: tl.constexpr = (S + BR - 1) // BR if KIND < 2 else 0
     log2_scaling = scaling * LOG2E
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
+    # The head among those of the windows, whose rows may be others.
+    i_wh = i_bh
+    if len(windows) > 4:
+        i_wh = tl.load(windows[4] + i_b).to(tl.int64) * H + i_h
     o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
     o_r = tl.arange(0, BR)
 
@@ -95,16 +99,16 @@ def attend_loose(
             o_j = tl.full([BR], 1073741824, tl.int32)
             o_ring_k = o_x
             o_ring_v = o_x
-            p_ring_k = sink_k + i_bh * (S * D)
-            p_ring_v = sink_v + i_bh * (S * DV)
+            p_ring_k = sink_k + i_wh * (S * D)
+            p_ring_v = sink_v + i_wh * (S * DV)
         else:
             o_j = i_j + o_r
             o_x = o_j + S
             m_t = (o_j >= i_from) & (o_x < i_length)
             o_ring_k = o_j % WK
             o_ring_v = o_j % WV
-            p_ring_k = tail_k + i_bh * (WK * D)
-            p_ring_v = tail_v + i_bh * (WV * DV)
+            p_ring_k = tail_k + i_wh * (WK * D)
+            p_ring_v = tail_v + i_wh * (WV * DV)
     else:
         o_j = i_j + o_r
         m_t = o_j < n_k

@@ -33,9 +33,11 @@ DEFAULTS: Mapping[str, Knobs] = {
     # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. step: tokens
     # of a turn of the page loop, 0 for what suits the format.
     "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0},
+    # Of latents programs have so many warps; programs_per_sm counts those of eight.
+    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "warps": 1}
 """Smallest legal value of every knob."""
 
 # By (major, minor) of the compute capability, or by major alone; what is not listed takes the defaults, which fit the
@@ -55,7 +57,10 @@ CLASSES: Mapping[str, Mapping[tuple[int, ...], Knobs]] = {
 }
 
 # The interpreter runs one program after the other.
-_INTERPRETER: Mapping[str, Knobs] = {"decode": {"programs_per_sm": 4, "stages": 1}}
+_INTERPRETER: Mapping[str, Knobs] = {
+    "decode": {"programs_per_sm": 4, "stages": 1},
+    "latent": {"programs_per_sm": 4, "stages": 1},
+}
 
 _OVERRIDES: list[tuple[str, str | None, Knobs]] = []
 _WATCHERS: list[set[tuple[str, str]]] = []

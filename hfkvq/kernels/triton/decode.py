@@ -74,6 +74,7 @@ def _plan(
     rotate: int,
     early: bool,
     edition: int,
+    mapped: bool = False,
 ) -> Plan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape.
 
@@ -87,6 +88,7 @@ def _plan(
         rotate: rotation by which the kernel turns queries, 0 where that is done.
         early: see `decode_attention`.
         edition: of the launch parameters.
+        mapped: whether rows of the windows are others than those of the batch.
     """
     form = StoreFormat.parse(store)
     batch, query_heads, queries, head_dim = query.shape
@@ -176,7 +178,7 @@ def _plan(
             **({"maxnreg": registers} if registers else {}),
         }
         grid = (batch * heads, sum(counts), tiles)
-        nest = _nest(form, tuple(own), scoring.mask is not None)
+        nest = _nest(form, tuple(own), scoring.mask is not None, mapped)
         launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest))
         first += sum(counts)
     # Triton's interpreter truncates where bf16 should be rounded.
@@ -196,8 +198,11 @@ def table_places(store: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
-    """From queries, counters, four windows, all runs' tensors, the mask if there is one, sums, tops and weights."""
+def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool, mapped: bool) -> Nest:
+    """From queries, counters, four windows, all runs' tensors, and sums, tops and weights.
+
+    Before these come the mask and the map of rows, if there are any.
+    """
     tables = table_places(form.spec)
     pick = [itemgetter(*[tables[i] + at for at in _order(*form.runs[i], ordered=form.ordered)]) for i in own]
     end = tables[-1] + 1 + (not form.ordered) + sum(len(fmt.names) for fmt in form.runs[-1])
@@ -209,7 +214,8 @@ def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool) -> Nest:
             parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
         runs = tuple([each(parts) for each in pick])
         mask = given[6 + end] if masked else given[0]
-        return given[0], given[1], tuple(given[2:6]), runs, mask, *given[-3:]
+        windows = (*given[2:6], given[-4]) if mapped else tuple(given[2:6])
+        return given[0], given[1], windows, runs, mask, *given[-3:]
 
     return nest
 
@@ -302,13 +308,14 @@ def decode_attention_triton(
     softcap: float,
     store: str,
     early: bool = False,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`."""
     head_dim, dtype = q.shape[-1], q.dtype
     sink_k, sink_v, tail_k, tail_v = windows
     value_dim = sink_v.shape[-1]
     if not is_served(store, head_dim, value_dim, dtype):
-        return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+        return dequantized_decode(q, counters, windows, runs, mask, sinks, scaling, softcap, store, rows)
     rotate = _rotates(store, head_dim)
     if not rotate and (outside := StoreFormat.parse(store).rotate_keys):
         q, early = hadamard(q.float(), outside), False
@@ -322,7 +329,7 @@ def decode_attention_triton(
     held = (sink_k.shape[1], value_dim, tail_k.shape[2], tail_v.shape[2], tail_k.dtype)
     blocks = tuple([runs[at].shape[1] for at in tables])
     scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
-    plan = _plan(store, query, held, blocks, scoring, q.device, rotate, early, edition())
+    plan = _plan(store, query, held, blocks, scoring, q.device, rotate, early, edition(), rows is not None)
     shape = plan.part
     part = torch.empty(shape, dtype=torch.float32, device=q.device)
     top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
@@ -330,6 +337,8 @@ def decode_attention_triton(
     out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
     if mask is not None:
         tensors.append(mask_words(mask))
+    if rows is not None:
+        tensors.append(rows)
     for launch in plan.launches:
         launch(*tensors, part, top, total)
     if sinks is None:

@@ -101,9 +101,18 @@ def store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v
 
 
 # Lengths that change from step to step must not compile anew.
+@triton.jit
+def window_head(rows, i_bh, i_b, i_h, H: tl.constexpr):
+    """A row's head among those of the windows, whose rows may be others."""
+    if rows is not None:
+        return tl.load(rows + i_b).to(tl.int64) * H + i_h
+    else:
+        return i_bh
+
+
 @triton.jit(do_not_specialize=["N", "L", "SPLITS", "FIRST", "PAGED", "WK", "WV"])
 def dequantized_pages_kernel(
-    q, counters, table, pos, tail_k, tail_v,
+    q, counters, rows, table, pos, tail_k, tail_v,
     k_codes, k_scale, k_zero, k_norm, k_high, k_high_index, k_full, k_full_index, k_exact, k_exact_index, v_codes,
     v_scale, v_zero, v_norm, mask, out, out_top, out_sum, s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap,
     B, N, L, SPLITS, FIRST, PAGED, WK, WV,
@@ -118,6 +127,7 @@ def dequantized_pages_kernel(
     """One split of the pages of a row's run RUN against BM of the queries that share a KV head."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
+    i_wh = window_head(rows, i_bh, i_b, i_h, H)
     ROWS: tl.constexpr = SHARE * Q
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < ROWS
@@ -190,14 +200,14 @@ def dequantized_pages_kernel(
             i_head, i_slot, m_t & (o_j < n_k), DK, G, K_BITS, K_GROUP, K_CHANNEL, True, N4, N16, NX, BT, BEK,
         )  # fmt: skip
         if (n_k < n_run) & (i_j + BT > n_k):
-            b_tail = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
+            b_tail = load_ring(tail_k + i_wh * (WK * DK), (o_x - S) % WK, m_t & (o_j >= n_k), o_k, m_k, DK)
             b_k += b_tail.to(b_k.dtype)
         b_v = load_page(
             v_codes, v_scale, v_zero, v_norm, None, None, None, None, None, None, i_head, i_slot, m_t & (o_j < n_v),
             DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, 0, BT, BEV,
         )  # fmt: skip
         if (n_v < n_run) & (i_j + BT > n_v):
-            b_tail = load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
+            b_tail = load_ring(tail_v + i_wh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
             b_v += b_tail.to(b_v.dtype)
         b_acc, b_top, b_sum = attend(
             b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
@@ -209,7 +219,7 @@ def dequantized_pages_kernel(
 
 @triton.jit(do_not_specialize=["L", "SPLITS", "FIRST", "WINDOWED", "WK", "WV"])
 def dequantized_windows_kernel(
-    q, counters, sink_k, sink_v, tail_k, tail_v, mask, out, out_top, out_sum,
+    q, counters, rows, sink_k, sink_v, tail_k, tail_v, mask, out, out_top, out_sum,
     s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap, B, L, SPLITS, FIRST, WINDOWED, WK, WV,
     H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
     RUNS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr,
@@ -218,6 +228,7 @@ def dequantized_windows_kernel(
     """One split of what keys and values both hold unsealed: the sink, and the newest tokens."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_b, i_h = i_bh // H, i_bh % H
+    i_wh = window_head(rows, i_bh, i_b, i_h, H)
     ROWS: tl.constexpr = SHARE * Q
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < ROWS
@@ -255,12 +266,12 @@ def dequantized_windows_kernel(
         m_t = o_u < n_window
         m_tail = m_t & (o_u >= S)
         o_x = tl.where(o_u < S, o_u, o_u + n_sealed)
-        b_k = load_ring(tail_k + i_bh * (WK * DK), (o_x - S) % WK, m_tail, o_k, m_k, DK)
-        b_v = load_ring(tail_v + i_bh * (WV * DV), (o_x - S) % WV, m_tail, o_v, m_v, DV)
+        b_k = load_ring(tail_k + i_wh * (WK * DK), (o_x - S) % WK, m_tail, o_k, m_k, DK)
+        b_v = load_ring(tail_v + i_wh * (WV * DV), (o_x - S) % WV, m_tail, o_v, m_v, DV)
         if S > 0:
             m_sink = m_t & (o_u < S)
-            b_k = tl.where(m_sink[:, None], load_ring(sink_k + i_bh * (S * DK), o_u, m_sink, o_k, m_k, DK), b_k)
-            b_v = tl.where(m_sink[:, None], load_ring(sink_v + i_bh * (S * DV), o_u, m_sink, o_v, m_v, DV), b_v)
+            b_k = tl.where(m_sink[:, None], load_ring(sink_k + i_wh * (S * DK), o_u, m_sink, o_k, m_k, DK), b_k)
+            b_v = tl.where(m_sink[:, None], load_ring(sink_v + i_wh * (S * DV), o_u, m_sink, o_v, m_v, DV), b_v)
         b_acc, b_top, b_sum = attend(
             b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
             MASK, SOFTCAP, DOT,
@@ -314,6 +325,7 @@ def dequantized_decode(
     scaling: float,
     softcap: float,
     store: str,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Launcher of `hfkvq.kernels.decode_attention`; f64, and tiles that outgrow shared memory, take the reference."""
     form = StoreFormat.parse(store)
@@ -321,9 +333,10 @@ def dequantized_decode(
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
     if q.dtype not in DOT_DTYPES or max(head_dim, value_dim) > (256 if q.dtype == torch.float32 else 512):
-        return reference("decode_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+        scoring = mask, sinks, scaling, softcap
+        return reference("decode_attention")(q, counters, windows, runs, *scoring, store, rows=rows)
     views = split_runs(form, runs)
-    dtype, rows = q.dtype, query_heads // heads * queries
+    dtype, queried = q.dtype, query_heads // heads * queries
     dot = dot_dtype(q)
     if form.rotate_keys:
         q = hadamard(q.float(), form.rotate_keys)
@@ -335,12 +348,12 @@ def dequantized_decode(
     room = 4096 if dtype == torch.float32 else 8192
     page = form.runs[0][0].page_size
     block_t = max(16, min(64, room // wide, power(page)))
-    block_m = min(32 if wide * 32 <= room else 16, max(16, power(rows)))
-    tiles = cdiv(rows, block_m)
+    block_m = min(32 if wide * 32 <= room else 16, max(16, power(queried)))
+    tiles = cdiv(queried, block_m)
     sms = multiprocessors(q.device)
     paged, windowed = _split_counts(form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms)
     splits = sum(paged) + windowed
-    part = torch.empty((batch * heads, splits, rows, value_dim), dtype=torch.float32, device=q.device)
+    part = torch.empty((batch * heads, splits, queried, value_dim), dtype=torch.float32, device=q.device)
     part_top, part_sum = (torch.empty(part.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     kind, mask = (MaskKind(), q) if mask is None else (mask_kind(mask), mask_words(mask))
     counters = counters.contiguous()
@@ -350,7 +363,7 @@ def dequantized_decode(
 
     first = 0
     with on_device(q):
-        common = {"q": q, "counters": counters, "tail_k": tail_k, "tail_v": tail_v, "mask": mask}
+        common = {"q": q, "counters": counters, "rows": rows, "tail_k": tail_k, "tail_v": tail_v, "mask": mask}
         common |= {"out": part, "out_top": part_top, "out_sum": part_sum, "scaling": scaling, "softcap": softcap}
         common |= zip(("s_qb", "s_qh", "s_qt"), q.stride(), strict=False)
         common |= zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)

@@ -14,7 +14,7 @@ from ..decode import RUNS
 from ..step_tensors import Sealing
 from ._lib import power
 from .launch import Launch
-from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_positions
+from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_last
 
 
 @triton.jit(do_not_specialize=["S", "WK", "WV", "LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V", "MK", "MV", "B", "N"])
@@ -65,7 +65,7 @@ def due_launch(
     # At least a step's most tokens: one variant for all of them.
     blocks = [max(16, power(most)) for most in sealing.most]
     constants = {"R": runs, "BMK": blocks[0], "BMV": blocks[1], "num_warps": 1}
-    nest = without_positions if positions is None else None
+    nest = without_last if positions is None else None
     return Launch(due_kernel, (batch,), numbers | window_numbers(sealing), constants, device, nest)
 
 

@@ -44,8 +44,8 @@ def begin_kernel(
     if tl.program_id(0) == 0:
         p_count = counters + i_b
         i_length = append_row(
-            keys, values, sink_k, sink_v, tail_k, tail_v, p_count + I_LENGTH * B, i_b, s_kb, s_kh, s_kl, s_kd, s_vb,
-            s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
+            keys, values, sink_k, sink_v, tail_k, tail_v, p_count + I_LENGTH * B, None, i_b, s_kb, s_kh, s_kl, s_kd,
+            s_vb, s_vh, s_vl, s_vd, factor_k, factor_v, H, T, S, WK, WV,
             DK, DV, BLOCK_K, BLOCK_V, ROTATE_K, ROTATE_V, BK, BV, LOOPS_K, LOOPS_V,
         )  # fmt: skip
         if found is not None:
@@ -57,7 +57,7 @@ def begin_kernel(
             tl.store(found + 2 * B + i_b, tokens_due(i_rest, i_k, LOCAL_K, UNIT_K))
             tl.store(found + 3 * B + i_b, tokens_due(i_rest, i_v, LOCAL_V, UNIT_V))
     if q is not None:
-        observe_kernel(q, None, sums, counts, None, s_qb, s_qh, s_ql, s_qd, H, T, DK, SHARE, BD, SIGNED)
+        observe_kernel(q, None, sums, counts, None, None, s_qb, s_qh, s_ql, s_qd, H, T, B, DK, SHARE, BD, SIGNED)
 
 
 @triton.jit(do_not_specialize=["SPLITS", "QUERIES", "B", "N", "MK", "MV", "WK", "WV"])

@@ -100,6 +100,9 @@ def _step(
     edition: int,
 ) -> _Step | None:
     form = StoreFormat.parse(store)
+    if form.latent:
+        # Attended to by a kernel of their own.
+        return None
     new = NewTokens(keys, key_stride, values, value_stride, (key_dtype, value_dtype), tail_dtype, *windows, device)
     held = (keys[1], values[3], new.key_tail, new.value_tail, new.held)
     queries, scoring = Queries(query, query_stride, dtype, dtype), Scoring(mask, None, scaling, softcap)

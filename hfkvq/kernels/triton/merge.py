@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..hadamard import factor_of
+from ..hadamard import block_of, factor_of
 from ..masks import ROOM
 from ._lib import cdiv, power
 from .fields import LOG2E
@@ -31,7 +31,7 @@ def merge_kernel(
     """BD channels of one query: splits weighted by 2^(top - common top), over the sum of weights and the sink logit.
 
     SHARE query heads share a head, of QUERIES tokens each if those are SEVERAL. The sum is rotated back by
-    ROTATE (0: not at all); then BD holds all channels.
+    ROTATE (0: not at all); then BD holds whole blocks.
     """
     i_m, i_bh, i_d = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     n_q = QUERIES if SEVERAL else 1
@@ -99,8 +99,10 @@ def merge_launch(
         dtype: of the result. Another one is another variant of the kernel.
     """
     programs, splits, rows, value_dim = part
-    # Where splits are many and rows few, channels share the work; a rotation needs all of them.
-    width = power(value_dim) if rotate or splits <= 32 else min(32, power(value_dim))
+    # Where splits are many and rows few, channels share the work; a rotation needs those of its blocks.
+    width = power(value_dim) if splits <= 32 else min(32, power(value_dim))
+    if rotate:
+        width = max(block_of(rotate), min(128, power(value_dim)))
     # All splits at once, since rounds wait for each other; but every size is a variant to compile, so there are three.
     size = next((most for most in SPLITS if splits <= most), SPLITS[-1])
     large = rotate > 0 and splits > 32

@@ -17,7 +17,7 @@ from ..step_tensors import Sealing
 from ._lib import capability, power
 from .append import NewTokens, append_constants, append_numbers, append_side, is_misrounded, new_rows, new_tokens
 from .launch import Launch
-from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_positions
+from .windows import I_LENGTH, I_RUNS, store_slots, tokens_due, window_numbers, without_last
 
 I_START = tl.constexpr(START)
 
@@ -72,11 +72,11 @@ def advance_kernel(
         tl.store(pos + i_b * N + i_ck + o_j, S + i_tk + o_j, mask=o_j < tl.where(m_fits, i_duek, 0))
     if m_fits:
         append_side(
-            b_k, keys, sink_k, tail_k, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
+            b_k, keys, sink_k, tail_k, i_b, i_b, i_length, s_kb, s_kh, s_kl, s_kd, factor_k, H, T, S, WK,
             DK, BLOCK_K, ROTATE_K, BK, LOOPS_K,
         )  # fmt: skip
         append_side(
-            b_v, values, sink_v, tail_v, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
+            b_v, values, sink_v, tail_v, i_b, i_b, i_length, s_vb, s_vh, s_vl, s_vd, factor_v, H, T, S, WV,
             DV, BLOCK_V, ROTATE_V, BV, LOOPS_V,
         )  # fmt: skip
         tl.store(p_count + I_LENGTH * B, i_length + T)
@@ -109,7 +109,7 @@ def advance_launch(
         "PDL": dependent,
         **({"launch_pdl": True} if dependent else {}),
     }
-    nest = without_positions if positions is None else None
+    nest = without_last if positions is None else None
     return Launch(advance_kernel, (batch,), numbers, constants, device, nest)
 
 
@@ -140,16 +140,22 @@ def advance_triton(
     return None
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "N"])
 def observe_kernel(
-    q, sealed, sums, counts, weight, s_b, s_h, s_l, s_d, H, T,
+    q, sealed, sums, counts, weight, rows, s_b, s_h, s_l, s_d, H, T, N,
     D: tl.constexpr, SHARE: tl.constexpr, BD: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one row: magnitudes, or the queries if SIGNED. Sums are exact in f64 but for absurd ranges."""
+    """One KV head of one row: magnitudes, or the queries if SIGNED. Sums are exact in f64 but for absurd ranges.
+
+    There are sums of N rows.
+    """
     i_h, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_w = i_b
+    if rows is not None:
+        i_w = tl.load(rows + i_b).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
-    i_count = tl.load(counts + i_h * tl.num_programs(1) + i_b)
+    i_count = tl.load(counts + i_h * N + i_w)
     if sealed is not None:
         i_again = tl.load(sealed + i_b) > 0
         i_count = tl.where(i_again, 0, i_count)
@@ -163,7 +169,7 @@ def observe_kernel(
                 b_sum += b_q
             else:
                 b_sum += tl.abs(b_q)
-    p_sum = sums + (i_b * H + i_h) * D + o_d
+    p_sum = sums + (i_w * H + i_h) * D + o_d
     b_old = tl.load(p_sum, mask=m_d, other=0.0)
     if sealed is not None:
         b_old = tl.where(i_again, 0.0, b_old)
@@ -172,7 +178,7 @@ def observe_kernel(
     if weight is not None:
         tl.store(weight + (i_b * H + i_h) * D + o_d, (b_sum / i_count).to(tl.float32), mask=m_d)
     # Each head counts for itself: no other program reads what this one writes.
-    tl.store(counts + i_h * tl.num_programs(1) + i_b, i_count)
+    tl.store(counts + i_h * N + i_w, i_count)
 
 
 @lru_cache(maxsize=1024)
@@ -185,8 +191,12 @@ def observe_launch(
     has_sealed: bool,
     has_weight: bool,
     signed: bool,
+    mapped: int = 0,
 ) -> Launch:
-    """Takes queries, sums, counts, what was sealed and the weight, if there are any."""
+    """Takes queries, sums, counts, and what was sealed, the weight and the map of rows, if there are any.
+
+    ``mapped``: rows of the sums, if there is a map.
+    """
     batch, query_heads, tokens, head_dim = shape
     constants = {
         "D": head_dim,
@@ -197,17 +207,29 @@ def observe_launch(
         "enable_fp_fusion": False,
     }
 
-    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
-        return given[0], given[3] if has_sealed else None, given[1], given[2], given[-1] if has_weight else None
+    # Where each of them stands, 0 for nowhere.
+    i_sealed, i_weight = 3 * has_sealed, (3 + has_sealed) * has_weight
+    i_rows = (3 + has_sealed + has_weight) * bool(mapped)
 
-    numbers = dict(zip(("s_b", "s_h", "s_l", "s_d"), stride, strict=True)) | {"H": heads, "T": tokens}
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        again, mean = given[i_sealed] if i_sealed else None, given[i_weight] if i_weight else None
+        return given[0], again, given[1], given[2], mean, given[i_rows] if i_rows else None
+
+    numbers = dict(zip(("s_b", "s_h", "s_l", "s_d"), stride, strict=True))
+    numbers |= {"H": heads, "T": tokens, "N": mapped or batch}
     return Launch(observe_kernel, (heads, batch), numbers, constants, device, nest)
 
 
 def observe_triton(
-    q: Tensor, sealed: Tensor | None, sums: Tensor, counts: Tensor, weight: Tensor | None, signed: bool
+    q: Tensor,
+    sealed: Tensor | None,
+    sums: Tensor,
+    counts: Tensor,
+    weight: Tensor | None,
+    signed: bool,
+    rows: Tensor | None = None,
 ) -> None:
     """Launcher of `hfkvq.kernels.step.observe`."""
-    has = sealed is not None, weight is not None, signed
+    has = sealed is not None, weight is not None, signed, 0 if rows is None else sums.shape[0]
     launch = observe_launch(q.shape, q.stride(), q.dtype, q.device, sums.shape[1], *has)
-    launch(q, sums, counts, *[x for x in (sealed, weight) if x is not None])
+    launch(q, sums, counts, *[x for x in (sealed, weight, rows) if x is not None])

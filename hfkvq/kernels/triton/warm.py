@@ -20,6 +20,7 @@ from .due import due_launch
 from .exact import exact_wanted
 from .fields import INTERPRETED
 from .hadamard import hadamard_wanted
+from .latent import latent_wanted
 from .moments import moments_wanted
 from .norms import norms_wanted
 from .products import qk_wanted
@@ -100,7 +101,10 @@ def wanted(plan: StepPlan, query_heads: int, rule: str | None, several: bool, de
     found = []
     # Of several tokens there are two variants, for few queries of a head and for many.
     for queries in (1, 2, MAX_STEP) if several else (1,):
-        found += decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device, queries)
+        if plan.format.latent:
+            found += latent_wanted(plan.format, own, plan.key_dim, plan.value_dim, dtype, device, queries)
+        else:
+            found += decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device, queries)
     found += _seals(plan, dtype, device, rule)
     found += _rest(plan, own, dtype, device)
     return found

@@ -32,6 +32,6 @@ def window_numbers(sealing: Sealing) -> dict[str, int]:
     return dict(zip(names, (*sealing.local, *sealing.unit, *sealing.most), strict=True))
 
 
-def without_positions(given: Sequence[Any]) -> tuple[Any, ...]:
-    """For kernels that take row positions last: those of runs that have none."""
+def without_last(given: Sequence[Any]) -> tuple[Any, ...]:
+    """For kernels whose last tensor, row positions or a map of rows, may be missing: those that have none."""
     return (*given, None)

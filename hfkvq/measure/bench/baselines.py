@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .cases import Shape
+from hfkvq.kernels.arguments import AttentionArguments
+
+from .cases import Shape, fill
 from .split_kv import FAILURES, GRID, Tuning, split_kv
 from .timing import Timing, time_calls
 
@@ -41,6 +45,9 @@ def measure_baselines(
         copies: keys and values (B, H, T, D), several times.
         replays: see `time_calls`.
     """
+    if shape.rope_dim:
+        yield from _measure_latents(shape, query, copies, replays)
+        return
     for name, backend in SDPA.items():
         try:
             yield name, time_calls([_sdpa(backend, query, *copy) for copy in copies], replays), ""
@@ -62,6 +69,32 @@ def measure_baselines(
     tuning = best[1]
     remark = f"{tuning.programs_per_sm} programs a multiprocessor, {tuning.stages} stages, {tuning.warps} warps"
     yield PLAIN, time_calls([_plain(tuning, shape.scaling, query, *copy) for copy in copies], replays), remark
+
+
+def _absorbed(scaling: float, query: Tensor, both: Tensor, dim: int) -> Callable[[], Tensor]:
+    def attend() -> Tensor:
+        return torch.softmax(query @ both.mT * scaling, -1) @ both[..., :dim]
+
+    return attend
+
+
+def _measure_latents(
+    shape: Shape, query: Tensor, copies: Sequence[tuple[Tensor, Tensor]], replays: int
+) -> Iterator[tuple[str, Timing | str, str]]:
+    """What latents are held against: this library's own kernel on latents in 16 bits, and PyTorch's products."""
+    stores = [fill("full", *copy) for copy in copies]
+    calls = [partial(store.attend, query, AttentionArguments(shape.scaling)) for store in stores]
+    try:
+        yield "16-bit latents", time_calls(calls, replays), "own kernel"
+    except FAILURES as error:
+        yield "16-bit latents", first_line(error), ""
+    del stores, calls
+    both = [torch.cat(copy, -1)[:, 0] for copy in copies]
+    plain = [_absorbed(shape.scaling, query[:, :, 0], each, shape.head_dim) for each in both]
+    try:
+        yield "matmul", time_calls(plain, replays), "softmax between two products"
+    except RuntimeError as error:
+        yield "matmul", first_line(error), ""
 
 
 def first_line(error: BaseException) -> str:

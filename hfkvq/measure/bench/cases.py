@@ -31,8 +31,9 @@ class Shape:
         context: tokens of each row.
         heads: query heads.
         kv_heads: KV heads.
-        head_dim: channels of a head.
+        head_dim: channels of a head, or of a latent.
         dtype: of queries and of what is not quantized, a key of `DTYPES`.
+        rope_dim: channels of the rotary parts beside latents; 0 for keys and values, not latents.
     """
 
     batch: int
@@ -41,6 +42,12 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     dtype: str = "bfloat16"
+    rope_dim: int = 0
+
+    @classmethod
+    def of_latents(cls, batch: int, context: int, heads: int, dtype: str = "bfloat16") -> Shape:
+        """The latents of DeepSeek's models, for so many query heads: 512 channels, and 64 of rotary parts."""
+        return cls(batch, context, heads, 1, 512, dtype, 64)
 
     def __post_init__(self) -> None:
         """Checks what kernels and data rely on."""
@@ -55,24 +62,30 @@ class Shape:
     @property
     def scaling(self) -> float:
         """Factor on the logits."""
-        return 1 / math.sqrt(self.head_dim)
+        return 1 / math.sqrt(self.head_dim + self.rope_dim)
 
     @property
     def title(self) -> str:
         """E.g. ``32 x 32k tokens, 32/8 heads of 128, bfloat16``."""
         heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        if self.rope_dim:
+            heads = f"{self.heads} heads, latents of {self.head_dim} + {self.rope_dim}"
         return f"{self.batch} x {short(self.context)} tokens, {heads}, {self.dtype}"
 
     def data(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Random query (B, Hq, 1, D), keys and values (B, H, T, D)."""
+        """Random query (B, Hq, 1, D), keys and values (B, H, T, D).
+
+        Of latents the query is (B, Hq, 1, D + R), and values are their rotary parts (B, 1, T, R).
+        """
         generator = torch.Generator(device).manual_seed(seed)
         kind = DTYPES[self.dtype]
 
-        def normal(heads: int, tokens: int) -> Tensor:
-            size = (self.batch, heads, tokens, self.head_dim)
-            return torch.randn(size, generator=generator, device=device, dtype=kind)
+        def normal(heads: int, tokens: int, dim: int) -> Tensor:
+            return torch.randn((self.batch, heads, tokens, dim), generator=generator, device=device, dtype=kind)
 
-        return normal(self.heads, 1), normal(self.kv_heads, self.context), normal(self.kv_heads, self.context)
+        query = normal(self.heads, 1, self.head_dim + self.rope_dim)
+        keys = normal(self.kv_heads, self.context, self.head_dim)
+        return query, keys, normal(self.kv_heads, self.context, self.rope_dim or self.head_dim)
 
 
 def short(tokens: int) -> str:
@@ -89,6 +102,8 @@ def parse_count(text: str) -> int:
 
 
 DEFAULT_SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024))
+LATENT_SHAPES = ((32, 32768), (1, 131072), (1, 8192))
+LATENT_FORMATS = ("latent-4", "latent-8")
 SWEEP_BATCHES = (1, 32)
 SWEEP_CONTEXTS = tuple(1024 << i for i in range(8))
 
@@ -166,15 +181,32 @@ def check(formats: Iterable[str], shapes: Iterable[Shape]) -> None:
         if not given:
             raise ValueError(f"{title}: got none.")
     for name in formats:
-        for head_dim in sorted({shape.head_dim for shape in shapes}):
-            scheme_of(name, head_dim).layout(head_dim, head_dim).check(head_dim, head_dim)
+        for dims in sorted({(shape.head_dim, shape.rope_dim) for shape in shapes}):
+            layout_of(name, *dims)
+
+
+def layout_of(name: str, head_dim: int, rope_dim: int) -> Layout:
+    """How a format or preset holds heads of this dimension, or latents with rotary parts.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    scheme = scheme_of(name, head_dim)
+    layout = scheme.layout(head_dim, rope_dim or head_dim)
+    layout.check(head_dim, rope_dim or head_dim)
+    found = layout.of_latents() if rope_dim else layout
+    if found is None or (scheme.latents and not rope_dim):
+        held = "latents with" if rope_dim else "keys and values without"
+        allowed = "latent-4, latent-8, full or saw-int4" if rope_dim else "it with --latents"
+        raise ValueError(f"formats: got {name!r}, which is not attended to as {held} rotary parts; allowed {allowed}.")
+    return found
 
 
 def fill(name: str, keys: Tensor, values: Tensor) -> KVStore:
-    """A store of a format that holds these keys and values (B, H, T, D)."""
+    """A store of a format that holds these keys and values (B, H, T, D), or latents and rotary parts."""
     dim = keys.shape[-1]
-    scheme = scheme_of(name, dim)
-    store = KVStore(scheme.layout(dim, dim), scheme, keys, values)
+    rope_dim = 0 if values.shape[-1] == dim else values.shape[-1]
+    store = KVStore(layout_of(name, dim, rope_dim), scheme_of(name, dim), keys, values)
     store.extend(keys, values)
     return store
 
@@ -199,5 +231,6 @@ def bytes_read(store: KVStore, query: Tensor) -> int:
 
 
 def as_dict(shape: Shape) -> dict[str, int | str]:
-    """Fields by name."""
-    return dataclasses.asdict(shape)
+    """Fields by name; no rotary parts where there are none, as in files from before there were any."""
+    fields = dataclasses.asdict(shape)
+    return fields if shape.rope_dim else {name: x for name, x in fields.items() if name != "rope_dim"}

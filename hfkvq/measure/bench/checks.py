@@ -83,8 +83,10 @@ def self_check(
     errors: dict[str, float] = {}
     for shape in small:
         query, keys, values = shape.data(device)
-        exact = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), enable_gqa=True)
-        found = {PLAIN: error_of(split_kv(query, keys, values, shape.scaling), exact)}
+        found = {}
+        if not shape.rope_dim:
+            exact = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), enable_gqa=True)
+            found[PLAIN] = error_of(split_kv(query, keys, values, shape.scaling), exact)
         for name in formats:
             got = fill(name, keys, values).attend(query, AttentionArguments(shape.scaling))
             with reference():

@@ -36,6 +36,10 @@ Formats = Annotated[
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Channels of a head.")]
+Latents = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="HEADS", help="Latent attention instead: 512 + 64 channels for so many query heads."),
+]
 
 
 class BenchDType(str, Enum):
@@ -49,7 +53,7 @@ BenchDTypes = Annotated[BenchDType, typer.Option(help="Of queries, and of what i
 
 
 def _bench_cases(
-    batch: str | None, context: str | None, formats: str | None, sweep: bool, **heads: int | str
+    batch: str | None, context: str | None, formats: str | None, sweep: bool, latents: int | None, **heads: int | str
 ) -> tuple[list[Shape], tuple[str, ...]]:
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
@@ -63,9 +67,13 @@ def _bench_cases(
             batches = [cases.parse_count(part) for part in split(batch or "1")]
             sizes = [(rows, cases.parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
-            sizes = list(cases.DEFAULT_SHAPES)
-        shapes = [cases.Shape(rows, tokens, **heads) for rows, tokens in sizes]  # type: ignore[arg-type]
-        names = cases.default_formats() if formats is None else split(formats)
+            sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+        if latents:
+            shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in sizes]
+        else:
+            shapes = [cases.Shape(rows, tokens, **heads) for rows, tokens in sizes]  # type: ignore[arg-type]
+        default = cases.LATENT_FORMATS if latents else cases.default_formats()
+        names = default if formats is None else split(formats)
         cases.check(names, shapes)
     except ValueError as error:
         fail(error)
@@ -100,6 +108,7 @@ def bench_kernels(
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
+    latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Contexts of 1k to 128k at batch 1 and 32.")] = False,
@@ -129,7 +138,7 @@ def bench_kernels(
     from .run import measure_shape
 
     shapes, names = _bench_cases(
-        batch, context, formats, sweep, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
+        batch, context, formats, sweep, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
     try:
         before = report.load(compare) if compare is not None else None
@@ -175,6 +184,7 @@ def bench_tune(
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
+    latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
 ) -> None:
@@ -188,7 +198,7 @@ def bench_tune(
     from . import tune
 
     shapes, names = _bench_cases(
-        batch, context, formats, False, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
+        batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
     with progress_bar() as show:
         try:

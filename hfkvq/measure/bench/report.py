@@ -33,7 +33,8 @@ _SHAPE = ("batch", "context", "heads", "kv_heads", "head_dim", "dtype")
 
 def shape_of(row: Row) -> Shape:
     """The shape a line was measured at."""
-    return Shape(**{field: row[field] for field in _SHAPE})
+    # Rotary parts are of latents alone.
+    return Shape(**{field: row[field] for field in _SHAPE}, rope_dim=row.get("rope_dim", 0))
 
 
 # The record.
@@ -142,7 +143,7 @@ def compare(before: Record, after: Record) -> list[dict[str, Any]]:
     """
 
     def by_name(record: Record) -> dict[tuple[Any, ...], Row]:
-        return {(*(row[field] for field in _SHAPE), row["name"]): row for row in record["rows"] if "us" in row}
+        return {(shape_of(row), row["name"]): row for row in record["rows"] if "us" in row}
 
     old = by_name(before)
     changes = []

@@ -30,7 +30,14 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "stages": (2, 3, 5, 7),
         "max_registers": (0, 128, 168),
         "step": (0, 64, 128),
-    }
+    },
+    "latent": {
+        "programs_per_sm": (1, 2),
+        "stages": (3, 5, 7),
+        "max_registers": (0, 128),
+        "step": (0, 32, 64),
+        "warps": (4, 8),
+    },
 }
 """Values tried for each knob, one knob at a time; then the best of each together."""
 

@@ -135,9 +135,9 @@ def generate_command(
     engines: Annotated[
         str | None,
         typer.Option(
-            help="Transformers' caches, with commas, or none: dynamic, dynamic-nocudnn, static, static-compiled, "
-            "static-compiled-nocudnn, quanto-2, quanto-4, hqq-2, hqq-4. "
-            r"\[default: all but static and static-compiled-nocudnn]"
+            help="Transformers' caches, with commas, or none: dynamic, dynamic-nocudnn, dynamic-offloaded, "
+            "static, static-compiled, static-compiled-nocudnn, quanto-2, quanto-4, hqq-2, hqq-4. "
+            r"\[default: all but dynamic-offloaded, static and static-compiled-nocudnn]"
         ),
     ] = None,
     schemes: Annotated[
@@ -145,8 +145,9 @@ def generate_command(
         typer.Option(
             help="Our caches, with commas, or none: presets, also with knobs. As they are by default (growing, CUDA "
             "graphs of their own); :fixed with max_cache_len; :compiled with it and torch.compile in place of their "
-            r"graphs; :eager growing without graphs: kivi-2,arkv:budget_tokens=1024:eager. \[default: the main "
-            r"ones, and the library's default also :compiled and :eager]"
+            r"graphs; :eager growing without graphs; :offloaded with pages in the host's memory: "
+            r"kivi-2,arkv:budget_tokens=1024:eager. \[default: the main ones, and the library's default also :compiled "
+            "and :eager]"
         ),
     ] = None,
     decode: Annotated[bool, typer.Option(help="Time decode steps.")] = True,

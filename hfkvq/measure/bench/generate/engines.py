@@ -26,8 +26,8 @@ NARROW, OTHER = "older|text|obs", "current|text|user"
 NARROW_SHARE = 0.7
 """Share of a random prompt that TriAxialKV's default table holds in 2 bits, as in its paper's conversations."""
 
-Mode = Literal["graphs", "fixed", "compiled", "eager"]
-MODES: tuple[Mode, ...] = ("fixed", "compiled", "eager")
+Mode = Literal["graphs", "fixed", "compiled", "eager", "offloaded"]
+MODES: tuple[Mode, ...] = ("fixed", "compiled", "eager", "offloaded")
 """What may stand behind a scheme's name; without any of them its cache is made as users make it: "graphs"."""
 
 
@@ -56,6 +56,7 @@ class Engine:
         compiled: whether decode steps go through `torch.compile`.
         graphs: whether the cache may run decode steps as CUDA graphs of its own.
         fixed: whether the cache has a capacity, and so can be reset and used again.
+        offloaded: whether the cache keeps what it can in the host's memory.
         cudnn: whether PyTorch's attention may take cuDNN; None leaves it as it is.
         preset: what a cache of ours holds.
     """
@@ -66,12 +67,15 @@ class Engine:
     compiled: bool = False
     graphs: bool = False
     fixed: bool = False
+    offloaded: bool = False
     cudnn: bool | None = None
     preset: Preset | None = None
 
     @property
     def mode(self) -> str:
-        """How steps are run, and whether the cache has a capacity, in a word."""
+        """How steps are run, whether the cache has a capacity, and where it lies, in a word."""
+        if self.offloaded:
+            return "offloaded"
         if self.compiled:
             return "compiled"
         if self.graphs:
@@ -161,6 +165,10 @@ def _dynamic(model: Any, room: int) -> Cache:
     return DynamicCache(config=_config(model))
 
 
+def _offloaded(model: Any, room: int) -> Cache:
+    return DynamicCache(config=_config(model), offloading=True)
+
+
 def _static(model: Any, room: int) -> Cache:
     return StaticCache(config=_config(model), max_cache_len=room)
 
@@ -172,6 +180,7 @@ def _quantized(cache: StockQuantized) -> Callable[[Any, int], Cache]:
 def _stock() -> Iterator[Engine]:
     yield Engine("dynamic", _dynamic, cudnn=True)
     yield Engine("dynamic-nocudnn", _dynamic, cudnn=False)
+    yield Engine("dynamic-offloaded", _offloaded, offloaded=True)
     yield Engine("static", _static, fixed=True)
     for name, cudnn in (("static-compiled", None), ("static-compiled-nocudnn", False)):
         yield Engine(name, _static, compiled=True, fixed=True, cudnn=cudnn)
@@ -196,6 +205,7 @@ def default_schemes() -> tuple[str, ...]:
 def cache_options(mode: Mode, room: int) -> dict[str, Any]:
     """Arguments of a cache's constructor that make it one of a mode; those that users leave out are left out."""
     options: dict[str, Any] = {"max_cache_len": room} if mode in ("fixed", "compiled") else {}
+    options |= {"offloading": True} if mode == "offloaded" else {}
     return options | ({"graphs": False} if mode in ("compiled", "eager") else {})
 
 
@@ -222,7 +232,8 @@ def parse_scheme_engine(text: str) -> Engine:
 
     Without a mode, as users get it by default: growing, steps as CUDA graphs of the cache's own. ``:fixed`` is the same
     with ``max_cache_len``; ``:compiled`` has ``max_cache_len`` too, but its steps go through `torch.compile`;
-    ``:eager`` grows, and every step is launched operation by operation.
+    ``:eager`` grows, and every step is launched operation by operation; ``:offloaded`` is as without a mode, with pages
+    in the host's memory.
 
     Args:
         text: e.g. ``kitty``, or ``arkv:budget_tokens=1024:eager``.
@@ -242,8 +253,9 @@ def parse_scheme_engine(text: str) -> Engine:
         _ours(preset, mode),
         ours=True,
         compiled=mode == "compiled",
-        graphs=mode in ("graphs", "fixed"),
+        graphs=mode in ("graphs", "fixed", "offloaded"),
         fixed=mode in ("fixed", "compiled"),
+        offloaded=mode == "offloaded",
         preset=preset,
     )
 
@@ -252,7 +264,7 @@ def check_heads(engines: Sequence[Engine], config: Any) -> None:
     """Raises ValueError if a scheme cannot hold the heads of a model, or names layers that it does not have."""
     for engine in engines:
         if engine.preset is not None:
-            MixedKVCache(config, engine.preset, attach=False)
+            MixedKVCache(config, engine.preset, attach=False, offloading=engine.offloaded)
 
 
 def parse_engines(stock: Sequence[str], schemes: Sequence[str]) -> list[Engine]:

@@ -1,0 +1,225 @@
+"""Launcher of attention to latents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import reference
+from ..hadamard import block_of, factor_of, hadamard
+from ..pages import PageFormat, StoreFormat
+from ._lib import capability, cdiv, multiprocessors, power
+from .ahead import Wanted
+from .configs import edition, lookup
+from .decode import Plan, Queries, Scoring
+from .decode_formats import BLOCK, DTYPES, split_counts
+from .latent_kernel import latent_kernel
+from .launch import Launch, Nest
+from .merge import SPLITS, MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
+
+
+@lru_cache(maxsize=1024)
+def is_served(store: str, dim: int, rope_dim: int, dtype: torch.dtype) -> bool:
+    """Whether `latent_kernel` takes a store of this format; the reference takes the others."""
+    form = StoreFormat.parse(store)
+    (latents, rotary), page = form.runs[0], form.runs[0][0].page_size
+    if dtype not in DTYPES or form.rotate_values or page not in (32, 64, 128, 256, 512):
+        return False
+    if any(power(x) != x or not 16 <= x <= 512 for x in (dim, rope_dim)):
+        return False
+    return _is_side_served(latents, dim) and rotary.bits >= 8 and _is_side_served(rotary, rope_dim)
+
+
+def _is_side_served(fmt: PageFormat, dim: int) -> bool:
+    """Whether fields are tiles: at least sixteen elements, and whole groups of scales."""
+    tile = min(dim * fmt.bits // 16, 128)
+    if fmt.bits == 2 or fmt.whole or tile < 16:
+        return False
+    return fmt.bits == 16 or (fmt.group_size == dim if fmt.bits == 8 else fmt.group_size % tile == 0)
+
+
+def key_of(latents: PageFormat, rotary: PageFormat, dim: int, rows: int) -> str:
+    """Name of a kernel variant for the tuning file, e.g. ``"4t512/8,D512,N16"``."""
+    return f"{latents.bits}t{latents.group_size if latents.bits < 8 else dim}/{rotary.bits},D{dim},N{rows}"
+
+
+def _rotates(form: StoreFormat) -> int:
+    """Rotation by which the kernel turns queries; 0 where fields are no blocks of channels in order."""
+    return form.rotate_keys if form.runs[0][0].bits == 4 and block_of(form.rotate_keys) <= 512 else 0
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    store: str,
+    query: Queries,
+    rope_dim: int,
+    tail: int,
+    blocks: int,
+    scoring: Scoring,
+    device: torch.device,
+    rotate: int,
+    edition: int,
+) -> Plan:
+    """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
+    form = StoreFormat.parse(store)
+    latents, rotary = form.runs[0]
+    batch, heads, queries, width = query.shape
+    dim, page, rows = width - rope_dim, latents.page_size, heads * queries
+    columns = 16 if rows <= 16 else 32
+    tiles = cdiv(rows, columns)
+    kind = scoring.mask or MaskKind()
+    knobs = lookup(device, "latent", key_of(latents, rotary, dim, columns))
+    warps = knobs["warps"]
+    # A product takes sixteen tokens a warp; of 8 and 16 bits shared memory holds no more, twice.
+    step = min(knobs["step"] or (16 * warps if latents.bits == 4 else 64), page)
+    loose = cdiv(form.sink, BLOCK) + cdiv(tail, BLOCK)
+    # Registers let in eight warps, or twice as many with half of them each.
+    resident = multiprocessors(device) * knobs["programs_per_sm"] * max(1, 8 // warps)
+    paged = split_counts((blocks * (page // step),), batch * tiles, resident, loose)[0]
+    dependent, splits = capability(device)[0] >= 9, paged + loose
+    numbers = {
+        **dict(zip(("s_qb", "s_qh", "s_qt"), query.stride, strict=False)),
+        **dict(zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)),
+        "scaling": scoring.scaling,
+        "factor": factor_of(rotate),
+        "softcap": scoring.softcap,
+        "B": batch,
+        "L": kind.length,
+        "W": tail,
+        "SPLITS": splits,
+        "PAGED": paged,
+        "TABLE": blocks,
+        "QUERIES": queries,
+    }
+    constants = {
+        "HEADS": heads,
+        "SEVERAL": queries > 1,
+        "D": dim,
+        "R": rope_dim,
+        "S": form.sink,
+        "G": page,
+        "BITS": latents.bits,
+        "GROUP": latents.group_size if latents.bits < 8 else dim,
+        "ROPE_BITS": rotary.bits,
+        "BM": columns,
+        "BT": step,
+        "BR": BLOCK,
+        "STAGES": knobs["stages"],
+        "MASK": kind.kind,
+        "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
+        "SOFTCAP": scoring.softcap > 0,
+        "DTYPE": DTYPES[query.model_dtype],
+        "ROTATE": rotate,
+        "PDL": dependent,
+        "num_warps": warps,
+        **({"launch_pdl": True} if dependent else {}),
+        **({"maxnreg": knobs["max_registers"]} if knobs["max_registers"] else {}),
+    }
+    grid = (batch, splits, tiles)
+    launch = Launch(latent_kernel, grid, numbers, constants, device, _nest(store, scoring.mask is not None))
+    # Triton's interpreter truncates where bf16 should be rounded.
+    out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
+    part = (batch, splits, rows, dim)
+    merge = merge_launch(part, queries, scoring.sinks, form.rotate_keys, dependent, device, out_dtype)
+    return Plan((launch,), merge, part, (batch, heads, queries, dim), out_dtype)
+
+
+@lru_cache(maxsize=256)
+def _nest(store: str, masked: bool) -> Nest:
+    """From queries, counters, four windows, the run's tensors, the mask if there is one, sums, tops and weights."""
+    latents, rotary = StoreFormat.parse(store).runs[0]
+    own = {name: 1 + at for at, name in enumerate(latents.names)}
+    turned = {name: 1 + len(own) + at for at, name in enumerate(rotary.names)}
+    # The table stands for what a format lacks.
+    order = [0, *(own.get(name, 0) for name in ("codes", "scale", "zero"))]
+    order += [turned.get(name, 0) for name in ("codes", "scale")]
+    end = 6 + 1 + len(own) + len(turned)
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        run = [given[6 + at] for at in order]
+        if isinstance(given[0], Tensor):
+            # Words, where a byte is a number: not every GPU that Triton knows has an fp8 type.
+            run = [x.view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in run]
+        return given[0], given[1], tuple(given[2:6]), tuple(run), given[end] if masked else given[0], *given[-3:]
+
+    return nest
+
+
+def latent_wanted(
+    form: StoreFormat,
+    heads: int,
+    dim: int,
+    rope_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    queries: int = 1,
+) -> Iterator[Wanted]:
+    """The variants for steps of so many tokens without mask and sinks, in any number of rows of any length."""
+    if not is_served(form.spec, dim, rope_dim, dtype):
+        return
+    rotate, width = _rotates(form), dim + rope_dim
+    own = dtype if rotate == form.rotate_keys else torch.float32
+    stride = (queries * heads * width, queries * width, width, 1)
+    query = Queries((1, heads, queries, width), stride, own, dtype)
+    scoring = Scoring(None, None, width**-0.5, 0.0)
+    plan = _plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate, edition())
+    kinds = [own, torch.int32, *[dtype] * 4, torch.int32]
+    for fmt, side, size in zip(form.runs[0], ("keys", "values"), (dim, rope_dim), strict=True):
+        found = [kind or dtype for _, kind in fmt.shapes(side, 1, size).values()]
+        kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
+    sums = [torch.float32] * 3
+    yield plan.launches[0].wanted([*kinds, *sums])
+    dependent = plan.merge.constants["PDL"]
+    for splits in SPLITS:
+        part = (1, splits, heads * queries, dim)
+        yield merge_launch(part, queries, None, form.rotate_keys, dependent, device, plan.dtype).wanted(
+            [*sums, plan.dtype]
+        )
+
+
+def latent_attention_triton(
+    q: Tensor,
+    counters: Tensor,
+    windows: Sequence[Tensor],
+    runs: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    scaling: float,
+    softcap: float,
+    store: str,
+) -> Tensor:
+    """Launcher of `hfkvq.kernels.latent_attention`."""
+    dtype, dim, rope_dim = q.dtype, windows[0].shape[-1], windows[1].shape[-1]
+    if not is_served(store, dim, rope_dim, dtype):
+        return reference("latent_attention")(q, counters, windows, runs, mask, sinks, scaling, softcap, store)
+    form = StoreFormat.parse(store)
+    rotate = _rotates(form)
+    if rotate != form.rotate_keys:
+        own = hadamard(q[..., :dim].float(), form.rotate_keys)
+        q = torch.cat([own, q[..., dim:].float()], -1)
+    elif q.stride(-1) != 1:
+        q = q.contiguous()
+    tensors = [q, counters, *windows, *runs]
+    if not all([x.is_contiguous() for x in tensors[1:]]):
+        tensors[1:] = [x.contiguous() for x in tensors[1:]]
+    query = Queries(q.shape, q.stride(), q.dtype, dtype)
+    scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
+    tail, blocks = windows[2].shape[2], runs[0].shape[1]
+    plan = _plan(store, query, rope_dim, tail, blocks, scoring, q.device, rotate, edition())
+    shape = plan.part
+    part = torch.empty(shape, dtype=torch.float32, device=q.device)
+    top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    total = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+    out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
+    if mask is not None:
+        tensors.append(mask_words(mask))
+    plan.launches[0](*tensors, part, top, total)
+    if sinks is None:
+        plan.merge(part, top, total, out)
+    else:
+        plan.merge(part, top, total, sinks.contiguous(), out)
+    return out if out.dtype == dtype else out.to(dtype)

@@ -1,0 +1,253 @@
+"""Models with latent attention: 16-bit latents are `DynamicCache`, compressed ones come close, and nothing is left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches import latents, once
+from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.models import build, prompt
+from tests.caches.test_generate import MODES, forwards
+
+FAMILIES = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", "minicpm3", "youtu")
+FULL = get_scheme("full", page_size=8)
+FOUR, EIGHT = (get_scheme(name, page_size=8) for name in ("latent-4", "latent-8"))
+
+# Whose drafts a llama makes is a matter of other tests.
+RUNS = {name: run for name, run in MODES.items() if name != "assisted"}
+
+
+def expected(family, run):
+    model = build(family)
+    return run(model, lambda: DynamicCache(config=model.config))
+
+
+@pytest.fixture
+def attended(monkeypatch):
+    """Counts steps that attend to latents as they are."""
+    calls, absorb = [], latents.absorbed
+
+    def counted(module, query):
+        calls.append(query.shape)
+        return absorb(module, query)
+
+    monkeypatch.setattr("hfkvq.caches.attention.absorbed", counted)
+    return calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("run", [MODES["padding"], MODES["turns"]])
+def test_families_give_stock_tokens(family, run, attended):
+    model = build(family)
+    found = run(model, lambda: MixedKVCache(model.config, FULL))
+    assert torch.equal(found, expected(family, run))
+    assert attended
+
+
+@pytest.mark.parametrize("mode", RUNS)
+def test_modes_give_stock_tokens(mode, attended):
+    model = build("deepseek-v3")
+    found = RUNS[mode](model, lambda: MixedKVCache(model, FULL))
+    assert torch.equal(found, expected("deepseek-v3", RUNS[mode]))
+    assert attended
+
+
+@pytest.mark.parametrize("mode", ["greedy", "padding", "chunked", "turns"])
+def test_fixed_capacity_gives_stock_tokens(mode, attended):
+    model = build("deepseek-v3")
+    found = RUNS[mode](model, lambda: MixedKVCache(model, FULL, max_cache_len=120, graphs=False))
+    assert torch.equal(found, expected("deepseek-v3", RUNS[mode]))
+    assert attended
+
+
+def test_assisted_steps_are_taken_back(attended):
+    """A model that drafts for itself: every draft is right, but for those behind the last token."""
+    model, ids = build("deepseek-v3"), prompt(1, 40)
+    stock, found = (
+        model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, **more)
+        for cache, more in (
+            (DynamicCache(config=model.config), {}),
+            (MixedKVCache(model, FULL), {"assistant_model": build("deepseek-v3", seed=1)}),
+        )
+    )
+    assert torch.equal(stock, found)
+    # Several tokens of a step at once.
+    assert any(shape[2] > 1 for shape in attended)
+
+
+@pytest.mark.parametrize("scheme", [FOUR, EIGHT, get_scheme("saw-int4", page_size=8)])
+@pytest.mark.parametrize("family", ["deepseek-v3", "minicpm3"])
+def test_logits_are_those_of_dequantized_latents(scheme, family):
+    """Attention to latents as they are gives what the model's own expansion of the same bytes gives."""
+    model = build(family)
+    found, dense = (forwards(model, lambda on=on: MixedKVCache(model, scheme, attach=on), mask=False) for on in (1, 0))
+    torch.testing.assert_close(found, dense, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("scheme", "most"), [(FULL, 1e-8), (EIGHT, 0.02), (FOUR, 0.3)])
+def test_divergence(scheme, most):
+    """Of random weights, which forgive nothing."""
+    model = build("deepseek-v3")
+    stock = forwards(model, lambda: DynamicCache(config=model.config)).log_softmax(-1)
+    found = forwards(model, lambda: MixedKVCache(model, scheme)).log_softmax(-1)
+    divergence = (stock.exp() * (stock - found)).sum(-1).mean()
+    assert divergence < most
+
+
+def test_bytes_are_the_schemes():
+    """Of latents of 512 channels and 64 of rotary parts: 4 bits and a scale and a minimum a token, and 8."""
+    model = build("deepseek-v3", kv_lora_rank=512, qk_rope_head_dim=64)
+    cache = MixedKVCache(model, "latent-4")
+    with torch.no_grad():
+        model(prompt(1, 257), past_key_values=cache)
+    memory = cache.memory()
+    bits = (512 * 4 + 32 + 64 * 8 + 16) / 576
+    assert memory.code_bits == pytest.approx((512 * 4 + 64 * 8) / 576, rel=1e-6)
+    held = memory.compressed
+    # Of three pages in each of two layers.
+    assert 8 * (held.codes + held.metadata) == pytest.approx(bits * 576 * 3 * 128 * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("given", ["model", "config"])
+def test_modules_are_as_they_were(given):
+    """Detached, or once the last cache is gone; another cache needs no other model."""
+    model = build("deepseek-v3")
+
+    def passing():
+        return [name for name, module in model.named_modules() if "expand_kv" in vars(module)]
+
+    def used():
+        cache = MixedKVCache(model if given == "model" else model.config, FULL)
+        with torch.no_grad():
+            model(prompt(1, 20), past_key_values=cache)
+        return cache
+
+    cache, other = used(), used()
+    assert len(passing()) == 2
+    del other
+    gc.collect()
+    assert len(passing()) == 2
+    cache.detach()
+    assert not passing()
+    cache.attach()
+    with torch.no_grad():
+        model(prompt(1, 1), past_key_values=cache)
+    assert len(passing()) == 2
+    del cache
+    gc.collect()
+    assert not passing()
+
+
+def test_a_detached_cache_goes_on():
+    model, ids = build("deepseek-v3"), prompt(1, 30)
+    logits = []
+    for detaches in (False, True):
+        cache = MixedKVCache(model, FULL)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            if detaches:
+                cache.detach()
+            logits.append(model(prompt(1, 1, seed=2), past_key_values=cache).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+class _Wrapped(nn.Module):
+    """As adapters and quantized layers are: a linear map, but no `nn.Linear`."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "hooked", "biased"])
+def test_matrices_that_cannot_be_read(how, attended, caplog):
+    """They are made from unit vectors, which is said once."""
+    once.say_once.cache_clear()
+    model = build("deepseek-v3")
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            if how == "wrapped":
+                module.kv_b_proj = _Wrapped(module.kv_b_proj)
+            elif how == "hooked":
+                module.kv_b_proj.register_forward_hook(lambda module, args, out: 2 * out)
+            else:
+                module.kv_b_proj.bias = nn.Parameter(torch.randn(module.kv_b_proj.out_features))
+    stock = forwards(model, lambda: DynamicCache(config=model.config))
+    torch.testing.assert_close(forwards(model, lambda: MixedKVCache(model, FULL)), stock, rtol=1e-3, atol=1e-3)
+    assert attended
+    assert caplog.text.count("unit vectors") == (how != "biased")
+
+
+def test_other_schemes_are_dequantized_and_say_so(caplog, attended):
+    once.say_once.cache_clear()
+    model, ids = build("deepseek-v3"), prompt(1, 40)
+    cache = MixedKVCache(model, get_scheme("kitty", page_size=16, sink_length=4, local_length=16))
+    assert (
+        "DeepseekV3Config: latents are dequantized in each step: kitty cannot be attended to as latents" in caplog.text
+    )
+    model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert not attended
+
+
+def test_a_copy_and_a_file_go_on(tmp_path, attended):
+    model, ids = build("deepseek-v3"), prompt(2, 50)
+    cache = MixedKVCache(model, FOUR)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache.safetensors")
+        caches = [cache, copy.deepcopy(cache), MixedKVCache.load(tmp_path / "cache.safetensors", model.config)]
+        logits = [[model(prompt(2, 1, i), past_key_values=each).logits for i in range(12)] for each in caches]
+    for other in logits[1:]:
+        assert torch.equal(torch.cat(logits[0]), torch.cat(other))
+    assert len(attended) == 3 * 12 * 2
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("scheme", [FULL, FOUR])
+def test_captured_steps(scheme, attended):
+    """Steps are recorded and replayed, with padding, and give the tokens of those in Python."""
+    model, ids = build("deepseek-v3"), prompt(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    found = [
+        model.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=MixedKVCache(model.config, scheme, graphs=on),
+            max_new_tokens=40,
+            do_sample=False,
+        )
+        for on in (True, False)
+    ]
+    assert torch.equal(*found)
+    assert PythonGraph.made == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", ["full", "latent-8", "latent-4"])
+def test_steps_on_a_gpu(family, scheme):
+    """Captured steps of kernels against dequantized latents in the model's own way."""
+    changes = {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "hidden_size": 128}
+    model = build(family, **changes).to("cuda", torch.bfloat16)
+    ids = prompt(2, 300).cuda()
+    logits = []
+    for attach in (True, False):
+        cache, own = MixedKVCache(model, scheme, attach=attach), []
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            for i in range(20):
+                own.append(model(prompt(2, 1, i).cuda(), past_key_values=cache).logits.float().log_softmax(-1))
+        logits.append(torch.cat(own, 1))
+    divergence = (logits[1].exp() * (logits[1] - logits[0])).sum(-1)
+    assert divergence.mean() < 2e-2
