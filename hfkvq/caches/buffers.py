@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, START
-from hfkvq.kernels.step import StepPlan, StepState
+from hfkvq.kernels.step import Ahead, StepPlan, StepState, buffer_bytes, copied_runs
 
 from .store import KVStore
+from .store.host import pinned
 
 if TYPE_CHECKING:
     from .layers.buffer import StepBuffer
@@ -27,6 +28,7 @@ class Allocation(NamedTuple):
     """A layer's buffer."""
 
     tensor: Tensor
+    pages: Tensor | None
     state: StepState
     plan: StepPlan
 
@@ -73,6 +75,9 @@ class BufferSet:
         self.runs: dict[Any, int] = {}
         self.owner: weakref.ref[Any] | None = None
         self.last: Any = None
+        if buffers[0].layer.capacity is None:
+            # All of a buffer is copied, and those of a fixed capacity may be nearly empty.
+            _fetch_ahead([each for each in self.allocations if each.pages is not None])
         # i32 (B,) in all layers, parts of the buffers.
         self.lengths = [each.state.counters[LENGTH] for each in self.allocations]
         self._visible: tuple[Any, Tensor, bool] | None = None
@@ -94,7 +99,7 @@ class BufferSet:
 
     def suits_empty(self, keys: Tensor) -> bool:
         """Whether layers could lie here that are about to get a prompt's keys (B, H, T, D)."""
-        tensor, _, plan = self.allocations[0]
+        tensor, _, _, plan = self.allocations[0]
         rows, heads, tokens, dim = keys.shape
         alike = plan.rows == rows * plan.fold and plan.heads == heads // plan.fold and plan.key_dim == dim
         return alike and plan.dtype == str(keys.dtype) and tensor.device == keys.device and self.has_room(tokens + 1)
@@ -121,7 +126,30 @@ class BufferSet:
 def _allocation(buffer: StepBuffer) -> Allocation:
     if buffer.tensor is None or buffer.state is None or buffer.plan is None:
         raise AssertionError("asked of layers that have a buffer")
-    return Allocation(buffer.tensor, buffer.state, buffer.plan)
+    return Allocation(buffer.tensor, buffer.pages, buffer.state, buffer.plan)
+
+
+def _fetch_ahead(offloaded: Sequence[Allocation]) -> None:
+    """Gives layers whose pages are offloaded memory on the device, to which captured steps copy them a layer ahead."""
+    if len({each.tensor.device for each in offloaded}) != 1:
+        # None, or on several devices: then pages are read in place.
+        return
+    device, size = offloaded[0].tensor.device, max(buffer_bytes(each.plan, True) for each in offloaded)
+    try:
+        with torch.inference_mode(False):
+            memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in offloaded[:2]]
+            mark = torch.zeros(1, device=device)
+    except torch.OutOfMemoryError:
+        # Pages are read in place.
+        return
+    before = None
+    for i, (_, pages, state, plan) in enumerate(offloaded):
+        assert pages is not None, "of layers that are offloaded"
+        source, target = pinned(pages), memory[i % 2][: pages.numel()]
+        state.ahead = Ahead(source, target, copied_runs(state, plan, target), mark, before is None)
+        if before is not None:
+            before.following = weakref.ref(state.ahead)
+        before = state.ahead
 
 
 class BufferPool:

@@ -62,8 +62,10 @@ class LayerBase:
         evicted: whether tokens of the middle are gone, so that `dense` has zeros in their place.
         differentiated: whether the last update's keys or values would have got a gradient; see `gradient`.
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
+        latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
         edition: grows whenever the layer changes, by which handles know whether they are good.
         buffer: what gives the store fixed addresses; None where no step is recorded.
+        offloaded: whether pages lie in the host's memory.
     """
 
     dtype: torch.dtype
@@ -71,10 +73,11 @@ class LayerBase:
     heads: int
     batch_size: int
     buffer: StepBuffer | None
+    latents = False
 
     def __init__(self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool) -> None:
         self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
-        self.record_past = self.is_initialized = False
+        self.record_past = self.is_initialized = self.offloaded = False
         self.edition = 0
         self.forget()
 

@@ -21,6 +21,7 @@ from ..buffers import Allocation
 from ..capture import RECORDERS
 from ..lasting import lasting
 from ..store import SIDES
+from ..store.host import empty
 from .base import LayerBase, Part
 from .eviction import Eviction
 from .group import DeviceSync
@@ -36,6 +37,7 @@ class StepBuffer(Part):
 
     Attributes:
         tensor: u8, the buffer; None while the layer grows as any does.
+        pages: u8, memory of pages that are offloaded; None where they lie in the buffer.
         state: its tensors.
         plan: its layout.
         spec: name of the plan.
@@ -56,6 +58,7 @@ class StepBuffer(Part):
 
     def _release(self) -> None:
         self.tensor: Tensor | None = None
+        self.pages: Tensor | None = None
         self.state: StepState | None = None
         self.plan: StepPlan | None = None
         self.spec = ""
@@ -155,11 +158,14 @@ class StepBuffer(Part):
         with torch.inference_mode(False):
             # Or no step outside of inference mode could write there.
             tensor = torch.zeros(buffer_bytes(plan), dtype=torch.uint8, device=device)
+        pages = empty(buffer_bytes(plan, True), device).zero_() if plan.offloaded else None
         if not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(tensor)
-        self.tensor, self.plan, self.spec = tensor, plan, plan.spec
+            for x in (tensor, pages):
+                if x is not None:
+                    torch._dynamo.mark_static_address(x)
+        self.tensor, self.pages, self.plan, self.spec = tensor, pages, plan, plan.spec
         with torch.inference_mode(False):
-            self.state = state = views_of_buffer(tensor, plan)
+            self.state = state = views_of_buffer(tensor, plan, pages)
         OWNERS[tensor.data_ptr()] = self
         self.sync.buffers = None
         for part in (state.new, state.sealed, state.flag, state.sums, state.counts):
@@ -198,6 +204,13 @@ class StepBuffer(Part):
             layer.store = copy.deepcopy(layer.store)
         self.drop()
 
+    def memory(self) -> list[Tensor]:
+        """Memory of the device that the buffer takes."""
+        state = self.state
+        if self.tensor is None or state is None:
+            return []
+        return [self.tensor] if state.ahead is None else [self.tensor, state.ahead.target]
+
     def drop(self) -> None:
         """Forgets the buffer, in which nothing lies any longer."""
         self._release()
@@ -205,10 +218,11 @@ class StepBuffer(Part):
 
     def take_over(self, allocation: Allocation, room: int) -> None:
         """Takes over a buffer, for what is about to be stored; nothing of its last owner's steps is left pending."""
-        tensor, state, plan = allocation
+        tensor, _, state, plan = allocation
         for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
             part.zero_()
-        self.tensor, self.state, self.plan, self.spec, self.room = tensor, state, plan, plan.spec, room
+        self.tensor, self.pages, self.state, self.plan = allocation
+        self.spec, self.room = plan.spec, room
         OWNERS[tensor.data_ptr()] = self
 
     def move_in(self, allocation: Allocation, room: int) -> None:
@@ -241,4 +255,5 @@ class StepBuffer(Part):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the buffer; of copies as well."""
         room = self.layer.capacity or 0
-        return super().__getstate__() | {"tensor": None, "state": None, "plan": None, "spec": "", "room": room}
+        gone = dict.fromkeys(("tensor", "pages", "state", "plan"))
+        return super().__getstate__() | gone | {"spec": "", "room": room}

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..model_config import TOUCHES_KEYS, head_dim_of, looks_attention_up, queries_per_head
+from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attention_up, queries_per_head
+from ..once import say_once
 from ..preset import Preset
-from ..scheme import Scheme, warn_of_limits
+from ..scheme import Scheme, latent_layout, warn_of_limits
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
@@ -60,6 +61,7 @@ def build_layers(
     attach: bool = True,
     debug: bool = False,
     name: str = "",
+    offloading: bool | int = False,
 ) -> Layers:
     """Makes the layers of an empty cache.
 
@@ -71,15 +73,22 @@ def build_layers(
         attach: whether the attention implementation is "hfkvq".
         debug: see `hfkvq.MixedKVCache`.
         name: of the model, for messages.
+        offloading: see `hfkvq.MixedKVCache`.
 
     Raises:
-        ValueError: a head dim that a scheme cannot hold, or no attention layers.
+        ValueError: a head dim that a scheme cannot hold, no attention layers, or layers that cannot be offloaded.
     """
-    head_dim = head_dim_of(text)
-    if head_dim is not None:
-        for each in preset.schemes:
-            each.layout(head_dim, head_dim).check(head_dim, head_dim)
-            warn_of_limits(each, head_dim, head_dim)
+    head_dim, latents = head_dim_of(text), latent_dims(text)
+    dims = (head_dim, head_dim) if head_dim is not None else latents
+    for each in preset.schemes:
+        if each.latents and latents is None:
+            raise ValueError(
+                f"scheme: got {each.name!r}, which is for models with latent attention (DeepSeek, Kimi, GLM, LongCat), "
+                f"but {name} has keys and values; choose another, e.g. 'best-3.4'."
+            )
+        if dims is not None:
+            each.layout(*dims).check(*dims)
+            warn_of_limits(each, *dims)
     stock = DynamicCache(config=text).layers
     full = tuple(i for i, layer in enumerate(stock) if type(layer) is DynamicLayer)
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
@@ -94,12 +103,18 @@ def build_layers(
             f"scheme: got {evicts!r}, but {name} computes with all cached keys or values itself, so none can be "
             "evicted; choose a scheme that keeps every token, e.g. 'kitty-pro'."
         )
+    offloaded = _offloaded_layers(offloading, full, schemes, name)
     sharing = getattr(text, "kv_sharing_modes", None)
     shares = bool(getattr(text, "num_kv_shared_layers", 0))
     # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
     why = "the attention implementation is not switched" if not attach else "debug looks at every token"
+    as_they_are = [latents is not None and latent_layout(each, *latents) is not None for each in schemes]
     if attach and not debug and full:
-        why = _why_not_recorded(text, [schemes[i] for i in full], sharing is not None or shares, head_dim)
+        own = [schemes[i] for i in full]
+        why = _why_not_recorded(text, own, sharing is not None or shares, dims)
+        if latents is not None and not all(as_they_are[i] for i in full):
+            why = f"latents are dequantized in each step: {_others(own, *latents)} cannot be attended to as latents"
+            say_once(f"{name}: {why}; latent-4, latent-8, full and saw-int4 can.")
     can = why is None and bool(full)
     captured = can and capture and len(full) == len(stock)
     recordable = captured or (can and max_cache_len is not None)
@@ -110,6 +125,8 @@ def build_layers(
     for i in full:
         defer = sharing[i] == "store" if sharing else shares
         layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
+        layer.offloaded = i in offloaded
+        layer.latents = attach and as_they_are[i]
         if layer.eviction is not None:
             layer.eviction.place = i, len(layers)
     if not full:
@@ -118,10 +135,34 @@ def build_layers(
             "makes them.",
             name,
         )
-    sync = group_layers([layers[i] for i in full], queries_per_head(text))
+    sharing_heads = text.num_attention_heads if latents is not None else queries_per_head(text)
+    sync = group_layers([layers[i] for i in full], sharing_heads)
     # Said where a step shows that it matters.
     uncaptured = (why or "layers are of several kinds") if capture and not captured else None
     return Layers(layers, full, sync, captured, uncaptured)
+
+
+def _offloaded_layers(
+    offloading: bool | int, full: tuple[int, ...], schemes: list[Scheme], name: str
+) -> tuple[int, ...]:
+    """Numbers of the layers whose pages lie in the host's memory: the last ones, of those that are held in pages."""
+    if offloading is False:
+        return ()
+    if not full:
+        raise ValueError(f"offloading: got {offloading}, but {name} has no layer whose tokens are held in pages.")
+    count = len(full) if offloading is True else offloading
+    if not isinstance(count, int) or not 1 <= count <= len(full):
+        raise ValueError(
+            f"offloading: got {offloading!r}, allowed True, False, or how many of the last layers that are held in "
+            f"pages, from 1 to {len(full)}."
+        )
+    evicts = next((schemes[i].name for i in full[-count:] if schemes[i].evicts), None)
+    if evicts:
+        raise ValueError(
+            f"offloading: got {offloading} with {evicts!r}, whose evictions move pages on the GPU; choose a scheme "
+            "that keeps every token, e.g. 'kitty-pro', or make the cache without offloading."
+        )
+    return full[-count:]
 
 
 def seen_by(layer: Any) -> int | None:
@@ -142,13 +183,20 @@ def group_layers(layers: list[KVLayer], queries_per_head: int = 1) -> DeviceSync
     return DeviceSync(recordable) if recordable else None
 
 
-def _why_not_recorded(text: PreTrainedConfig, schemes: list[Scheme], shares: bool, head_dim: int | None) -> str | None:
+def _others(schemes: list[Scheme], rank: int, rope_dim: int) -> str:
+    """Names of the schemes that hold latents in other ways than steps attend to."""
+    return ", ".join(dict.fromkeys(each.name for each in schemes if latent_layout(each, rank, rope_dim) is None))
+
+
+def _why_not_recorded(
+    text: PreTrainedConfig, schemes: list[Scheme], shares: bool, dims: tuple[int, int] | None
+) -> str | None:
     """Why steps of this model and these schemes cannot be recorded; None where they can."""
-    if head_dim is None:
-        return "heads have no one dimension (latent attention, or layers of several kinds)"
+    if dims is None:
+        return "heads have no one dimension (layers of several kinds)"
     if shares:
         return "layers share keys and values"
     if text.model_type in TOUCHES_KEYS:
         return f"{text.model_type} computes with the cached keys itself"
-    reasons = (scheme.limits(head_dim, head_dim).captured for scheme in schemes)
+    reasons = (scheme.limits(*dims).captured for scheme in schemes)
     return next((reason for reason in reasons if reason), None)

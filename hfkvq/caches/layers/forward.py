@@ -24,6 +24,7 @@ def attend(
     arguments: AttentionArguments,
     dense: Callable[[], Tensor],
     padding_mask: Tensor | None,
+    after: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Attention of an update's queries over all that a layer holds then.
 
@@ -34,6 +35,7 @@ def attend(
         dense: attends to `KVLayer.dense` keys and values, (B, Hq, Q, Dv); asked where pages cannot be attended, as of
             a prompt. It adds the bias itself.
         padding_mask: the mask that the model was given, in which padding is looked for.
+        after: what becomes of what pages give, where that is not yet what ``dense`` gives (latents); None for nothing.
 
     Returns:
         (B, Hq, Q, Dv).
@@ -44,6 +46,8 @@ def attend(
         layer.settle()
         return refuse_gradient(layer, dense())
     out = layer.attend(query, arguments.biased()) if pages else dense()
+    if pages and after is not None:
+        out = after(out)
     layer.finish(query, arguments)
     return refuse_gradient(layer, out)
 

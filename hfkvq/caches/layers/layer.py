@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hfkvq.kernels.pages import Side
 
 from ..recorded import is_captured, is_recorded
+from ..scheme import latent_layout
 from ..store import KVStore
 from . import changes
 from .handle import LazyKV, handles
@@ -55,10 +56,12 @@ class KVLayer(PagedLayer, CacheLayerMixin):
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` can take steps: at a fixed capacity, unless tokens may be taken back, or are padding.
 
-        Tokens may be taken back in assisted decoding; padding within rows needs masks.
+        Tokens may be taken back in assisted decoding; padding within rows needs masks. Steps over latents are captured.
         """
         steps = self.steps
-        return steps is not None and self.capacity is not None and not self.record_past and not steps.sync.holes
+        if steps is None or self.capacity is None or self.latents:
+            return False
+        return not self.record_past and not steps.sync.holes
 
     # What Transformers calls.
 
@@ -68,8 +71,10 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             self.store = self.eviction.new_store(key_states, value_states)
         else:
             layout = self.scheme.layout(key_states.shape[-1], value_states.shape[-1])
+            if self.latents:
+                layout = latent_layout(self.scheme, key_states.shape[-1], value_states.shape[-1]) or layout
             capacity = self.capacity if self.buffer is None else None
-            self.store = KVStore(layout, self.scheme, key_states, value_states, capacity)
+            self.store = KVStore(layout, self.scheme, key_states, value_states, capacity, self.offloaded)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.heads, self.batch_size = key_states.shape[1], key_states.shape[0]
         self.is_initialized = True

@@ -11,6 +11,7 @@ import torch
 from ..memory_report import MemoryReport
 from ..store import StoreBytes
 from ..store.accounting import token_shares
+from ..store.host import is_hosted
 from .layer import KVLayer
 
 
@@ -42,7 +43,7 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
     staged = [layer.staged for layer in layers if layer.staged is not None]
     # Layers share some of them.
     small = {id(tensor): tensor for layer in layers for tensor in layer.tensors()}
-    buffers = [layer.buffer.tensor for layer in layers if layer.buffer is not None and layer.buffer.tensor is not None]
+    buffers = [x for layer in layers if layer.buffer is not None for x in layer.buffer.memory()]
     ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
     # What steps need for themselves, statistics, and memory of which tensors show a part.
     parts += StoreBytes(tables=held_bytes(ours) - parts.total - parts.foreign)
@@ -52,6 +53,7 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
     ]
     return MemoryReport(
         compressed=parts,
+        offloaded=held_bytes(x for x in ours if is_hosted(x)),
         staged=held_bytes(tensor for pair in staged for tensor in pair),
         stock=held_bytes(x for x in others if isinstance(x, torch.Tensor)),
         elements=sum(elements) + sum(tensor.numel() for pair in staged for tensor in pair),

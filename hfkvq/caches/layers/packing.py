@@ -37,7 +37,7 @@ def packed_layer(layer: KVLayer) -> Packed:
 
 
 def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, device: torch.device) -> None:
-    """Gives an empty layer what another one of the same scheme and capacity has packed.
+    """Gives an empty layer what another one of the same scheme and capacity has packed; it takes tensors over.
 
     Raises:
         ValueError: it does not fit.
@@ -55,7 +55,7 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
     layer.seen, layer.evicted = int(found["seen"]), found["evicted"] is True
     for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
         if part is not None:
-            part.unpack(found[name], {key: x.to(device, copy=True) for key, x in _below(name, tensors).items()})
+            part.unpack(found[name], {key: x.to(device) for key, x in _below(name, tensors).items()})
     layer.edition += 1
 
 

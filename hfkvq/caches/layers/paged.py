@@ -191,8 +191,8 @@ class PagedLayer(LayerBase):
         vars(new).update(vars(self))
         if self.store is not None:
             buffered = self.buffer is not None and self.buffer.tensor is not None
-            # A fixed capacity has its own room for all.
-            shares = self.shares_pages and self.capacity is None
+            # A fixed capacity has its own room for all; what copies share is arranged on the device.
+            shares = self.shares_pages and self.capacity is None and not self.offloaded
             new.store = self.store.shared_copy(buffered) if shares else copy.deepcopy(self.store, memo)
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]

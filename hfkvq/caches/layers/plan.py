@@ -9,6 +9,7 @@ import torch
 from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState
 
 from ..headwise import HeadwiseStore
+from ..scheme import Layout, Scheme
 from ..store import SIDES, Home, KVStore
 from .base import LayerBase
 from .eviction import Eviction
@@ -48,11 +49,9 @@ def make_plan(
         # While nothing is there, nothing has to move.
         store.grow_tail(side, store.tail_limit[side], store.longest == 0)
     keys, values = store.layout.keys, store.layout.values
-    rule = layer.scheme.step_rule(store.dims["keys"]) if keys.formats[-1].raised else None
+    rule, query = sealing_rules(layer.scheme, store.layout, store.dims["keys"])
     fold = store.fold if isinstance(store, HeadwiseStore) else 1
     keeps = eviction is not None and eviction.keeps_query
-    needs = layer.scheme.needs
-    summed = "signed" if "signs" in needs else "total" if "history" in needs else "sum"
     return StepPlan(
         store=store.format.spec,
         rows=store.batch,
@@ -65,12 +64,21 @@ def make_plan(
         local=(max(keys.local, hold), max(values.local, hold)),
         unit=(keys.unit, values.unit),
         capacity=room,
-        rule=rule or "",
-        query="keep" if keeps else summed if "query" in needs else "",
+        rule=rule,
+        query="keep" if keeps else query,
         fold=fold,
         query_heads=fold * store.heads * queries_per_head if keeps else 0,
         balance=(keys.balance, values.balance),
+        offloaded=layer.offloaded,
     )
+
+
+def sealing_rules(scheme: Scheme, layout: Layout, key_dim: int) -> tuple[str, str]:
+    """``rule`` and ``query`` of `StepPlan`, as a scheme that keeps all tokens has them."""
+    needs = scheme.needs
+    rule = scheme.step_rule(key_dim) if layout.keys.formats[-1].raised else None
+    summed = "signed" if "signs" in needs else "total" if "history" in needs else "sum"
+    return rule or "", summed if "query" in needs else ""
 
 
 def splits_room(layer: LayerBase) -> bool:

@@ -11,6 +11,7 @@ from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
 from ..routing import read_counters
 from ..row_states import row_states
 from .accounting import nbytes
+from .host import is_hosted
 from .state import SIDES, StoreState
 
 
@@ -52,6 +53,9 @@ def contradictions(state: StoreState, columns: int) -> Iterator[str]:
             yield f"{side} of some token stand nowhere, or twice"
     for i in range(len(state.runs)):
         yield from _wrong_pages(state, i)
+    pages = [part for view in state.runs for part in (*view.keys, *view.values) if part.numel()]
+    if any(is_hosted(part) != state.offloaded for part in pages):
+        yield f"pages lie elsewhere than in the {'host' if state.offloaded else 'device'}'s memory"
     if state.writes:
         yield "pages are still to be written"
     counted = nbytes(state)

@@ -47,6 +47,8 @@ def packed(state: StoreState) -> Packed:
 def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> StoreState:
     """The state that was packed, on the device of an empty one of the same layout, rows and dtype.
 
+    It takes the tensors over, where they are on that device.
+
     Raises:
         ValueError: tensors are missing, or have other shapes than the layout's.
     """
@@ -58,7 +60,7 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
         if found is None or not fits or any(b not in (a, -1) for a, b in zip(found.shape, shape, strict=True)):
             got = "is missing" if found is None else f"is {found.dtype} of {tuple(found.shape)}"
             raise ValueError(f"{name} {got}, and must be {dtype} of {shape}")
-        return found.to(empty.device, copy=True)
+        return found.to(empty.device)
 
     runs = []
     for r, formats in enumerate(empty.format.runs):

@@ -18,6 +18,7 @@ from ..lasting import lasting
 from ..routing import Counters, HostCounters
 from ..row_states import RowState, WindowSizes, forecast
 from ..scheme import Layout
+from .host import check_device, hosted
 from .pool import as_bytes, taken
 
 SIDES: tuple[Side, Side] = ("keys", "values")
@@ -68,6 +69,7 @@ class StoreState:
         writes: what is to be written before anything is read: until then, the pages are those of the state before, so
             that an operation which fails in another layer can be taken back.
         home: of a state in a buffer, until its runs are arranged anew; None without.
+        offloaded: whether pages lie in the host's memory, wherever an operation has made them.
     """
 
     format: StoreFormat
@@ -82,11 +84,14 @@ class StoreState:
     settled: int = 0
     writes: tuple[PageWrite, ...] = ()
     home: Home | None = None
+    offloaded: bool = False
     _held: StepTensors | None = field(default=None, repr=False)
 
     @classmethod
     @lasting
-    def empty(cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool) -> StoreState:
+    def empty(
+        cls, layout: Layout, keys: Tensor, values: Tensor, tail: int, counted: bool, offloaded: bool = False
+    ) -> StoreState:
         """A state without tokens or pages.
 
         Args:
@@ -95,8 +100,14 @@ class StoreState:
             values: (B, H, t, Dv), likewise.
             tail: slots of the tails.
             counted: whether the host keeps a copy of the counters.
+            offloaded: whether pages are to lie in the host's memory.
+
+        Raises:
+            ValueError: they are, and the device does not reach it.
         """
         form, (batch, heads), device = layout.store, keys.shape[:2], keys.device
+        if offloaded:
+            check_device(device)
 
         def window(length: int, x: Tensor) -> Tensor:
             return torch.zeros(batch, heads, length, x.shape[-1], dtype=keys.dtype, device=device)
@@ -104,7 +115,7 @@ class StoreState:
         counters = torch.zeros(RUNS + 2 * len(form.runs), batch, dtype=torch.int32, device=device)
         windows = tuple(window(length, x) for length in (layout.sink, tail) for x in (keys, values))
         dropped = torch.zeros(batch, dtype=torch.int32, device=device)
-        state = cls(form, WindowSizes.of(layout), counters, dropped, windows, (), EMPTY)
+        state = cls(form, WindowSizes.of(layout), counters, dropped, windows, (), EMPTY, offloaded=offloaded)
         runs = [state.empty_run(run) for run in range(len(form.runs))]
         return state.replace(runs=runs, host_counters=HostCounters.empty(counters, EMPTY) if counted else None)
 
@@ -136,6 +147,8 @@ class StoreState:
                 changes[name] = tuple(changes[name])
                 if name == "runs":
                     changes.setdefault("home", None)
+                    if self.offloaded:
+                        changes["runs"] = tuple(map(hosted, changes["runs"]))
         if widest is not None:
             states = changes.get("states", self.states)
             longest = max(state.length for state in states)
@@ -259,4 +272,4 @@ class StoreState:
                 for fmt, (part, *others) in zip(formats, (view.keys, view.values), strict=True)
             ]
             runs.append(RunView(view.table, view.pos, *sides))
-        self.__dict__["runs"] = tuple(runs)
+        self.__dict__["runs"] = tuple(map(hosted, runs)) if self.offloaded else tuple(runs)

@@ -32,18 +32,25 @@ class StoreView:
         keys: (B, H, t, Dk), any tensor of the shape, dtype and device to come.
         values: (B, H, t, Dv), likewise.
         capacity: most tokens of a row, allocated at once; None grows.
+        offloaded: whether pages lie in the host's memory.
     """
 
     growth = GROWTH
 
     def __init__(
-        self, layout: Layout, scheme: Scheme, keys: Tensor, values: Tensor, capacity: int | None = None
+        self,
+        layout: Layout,
+        scheme: Scheme,
+        keys: Tensor,
+        values: Tensor,
+        capacity: int | None = None,
+        offloaded: bool = False,
     ) -> None:
         layout.check(keys.shape[-1], values.shape[-1])
         self.layout, self.format, self.scheme = layout, layout.store, scheme
         self.sizes, self.capacity = WindowSizes.of(layout), capacity
         self.seals_plainly, self.seals_widely = scheme.seals_plainly(layout), scheme.seals_widely(layout)
-        self.state = StoreState.empty(layout, keys, values, MAX_STEP, "tags" in scheme.needs)
+        self.state = StoreState.empty(layout, keys, values, MAX_STEP, "tags" in scheme.needs, offloaded)
         self.heads, self.dims, self.dtype = self.state.heads, self.state.dims, self.state.dtype
         # Tails grow up to this, so that short contexts do not pay for windows they cannot fill.
         self.tail_limit: dict[Side, int] = tail_limits(layout, 0)
@@ -135,12 +142,12 @@ class StoreView:
         return any(self.forecast(hold=hold).due)
 
     def attend(self, query: Tensor, arguments: AttentionArguments) -> Tensor:
-        """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.decode_attention`.
+        """Attention of the newest queries (B, Hq, Q, D) over everything held; see `kernels.store_attention`.
 
         A bias has to be a part of the mask, see `AttentionArguments.biased`.
         """
         state, (scaling, mask, softcap, sinks, *_) = self.state, arguments
-        return kernels.decode_attention(
+        return kernels.store_attention(
             query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
         )
 

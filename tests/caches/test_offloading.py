@@ -1,0 +1,243 @@
+"""Pages in the host's memory: the same tokens and the same bytes, whatever is done with the cache.
+
+On the CPU they lie in memory of their own as well; all but the pinning is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hfkvq import KittyCache, MixedKVCache, TriAxialCache
+from hfkvq.caches import placement
+from hfkvq.caches.layers.memory import held_bytes
+from hfkvq.caches.store import host
+from hfkvq.caches.store.pool import as_bytes
+from hfkvq.caches.tags import parse_tag
+from tests.caches.driver import assert_same_bits, small, stored
+from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.models import build, prompt
+from tests.caches.test_generate import MODES, _generate
+from tests.caches.test_static import padded, run
+
+# One run and several, whole pages and single tokens, 16 bits, statistics of queries.
+SCHEMES = ("kitty-pro", "saw-int4", "mixkvq", "kivi-2", "best-3.4", "full")
+
+
+def both(model, scheme, **options):
+    """A cache, and the same with its pages in the host's memory."""
+    return [MixedKVCache(model, small(scheme), offloading=on, **options) for on in (False, True)]
+
+
+def assert_alike(plain, offloaded, rows, room=True):
+    """The same bits and bytes, of which the pages, and nothing else, lie in the host's memory; the same ``room``."""
+    for cache in (plain, offloaded):
+        cache.integrity_check()
+    for a, b in zip(plain.compressed_layers, offloaded.compressed_layers, strict=True):
+        for row in range(rows):
+            assert_same_bits(stored(a, row), stored(b, row))
+    memory, expected = offloaded.memory(), plain.memory()
+    assert expected.offloaded == 0
+    copies = [x for layer in offloaded.compressed_layers if layer.buffer for x in layer.buffer.memory()[1:]]
+    assert memory.total == expected.total + held_bytes(copies) or not room
+    pages = memory.compressed.codes + memory.compressed.metadata
+    assert pages <= memory.offloaded < pages + memory.compressed.tables
+    assert ("offloaded" in str(memory), "offloaded" in str(expected)) == (True, False)
+
+
+@pytest.mark.parametrize(("name", "length"), [*((name, None) for name in SCHEMES), ("kitty-pro", 120), ("mixkvq", 120)])
+def test_tokens_and_bytes_are_the_same(name, length, monkeypatch, captured):  # noqa: F811
+    """Captured steps that outgrow their buffers, with padding; then another turn, in chunks."""
+    monkeypatch.setattr(placement, "LEAST_HEADROOM", 16)
+    model, (ids, mask) = build("llama"), padded(2, 30)
+    caches, found = both(model, name, max_cache_len=length, headroom=0), []
+    for cache in caches:
+        PythonGraph.made = 0
+        found.append(_generate(model, cache, ids, attention_mask=mask, max_new_tokens=40))
+        assert PythonGraph.made == (1 if length else 3)
+        longer = torch.cat([mask, mask.new_ones(2, 53)], 1)
+        more = torch.cat([found[-1], prompt(2, 13, seed=7)], 1)
+        found[-1] = _generate(model, cache, more, attention_mask=longer, max_new_tokens=9, prefill_chunk_size=5)
+    assert torch.equal(*found)
+    assert_alike(*caches, rows=2)
+    # Of a cache that grows, steps are captured with copies a layer ahead.
+    assert (caches[1].layers[0].buffer.memory()[1:] != []) == (length is None)
+
+
+@pytest.mark.parametrize("mode", ["beams", "assisted"])
+def test_modes_of_generate(mode):
+    model = build("llama")
+    expected = MODES[mode](model, lambda: MixedKVCache(model, small("kitty-pro"), graphs=False))
+    got = MODES[mode](model, lambda: MixedKVCache(model, small("kitty-pro"), graphs=False, offloading=True))
+    assert torch.equal(got, expected)
+
+
+def _reset(cache):
+    cache.reset()
+    with torch.no_grad():
+        build("llama")(prompt(3, 33, seed=4), past_key_values=cache)
+
+
+CHANGES = {
+    "crop": lambda cache: cache.crop(-19),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([2, 1])),
+    "reset": _reset,
+    "away and back": lambda cache: [(layer.offload(), layer.prefetch()) for layer in cache.layers],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("length", [None, 120])
+def test_rows_and_lengths_change(length, change, captured):  # noqa: F811
+    """After captured steps, and before others."""
+    model, caches, found = build("llama"), both(build("llama"), "kitty-pro", max_cache_len=length), []
+    for cache in caches:
+        _generate(model, cache, prompt(3, 60), max_new_tokens=12)
+        CHANGES[change](cache)
+        rows = cache.compressed_layers[0].batch_size
+        with torch.no_grad():
+            tokens = prompt(rows, 25, seed=5).split(1, 1)
+            found.append(torch.cat([model(each, past_key_values=cache).logits for each in tokens]))
+    assert torch.equal(*found)
+    assert_alike(*caches, rows=rows)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "torch.save": lambda cache: torch.load(_written(cache), weights_only=False),
+}
+
+
+def _written(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_have_pages_of_their_own(how):
+    model, caches = build("llama"), both(build("llama"), "kitty-pro")
+    with torch.no_grad():
+        for cache in caches:
+            model(prompt(2, 70), past_key_values=cache)
+        copies = [COPIES[how](cache) for cache in caches]
+        for cache in copies:
+            model(prompt(2, 30, seed=3), past_key_values=cache)
+    # Copies that are not offloaded share pages, and make room for more.
+    assert_alike(*caches, rows=2, room=how != "deepcopy")
+    assert_alike(*copies, rows=2, room=how != "deepcopy")
+    places = [cache.layers[0].store.runs[0].keys[0].data_ptr() for cache in (caches[1], copies[1])]
+    assert places[0] != places[1]
+
+
+def test_saved_caches_may_be_loaded_either_way(tmp_path):
+    model, (plain, offloaded) = build("llama"), both(build("llama"), "best-3.4")
+    with torch.no_grad():
+        for cache in (plain, offloaded):
+            model(prompt(2, 70), past_key_values=cache)
+    offloaded.save(tmp_path / "cache")
+    loaded = [MixedKVCache.load(tmp_path / "cache", model, offloading=on) for on in (False, True)]
+    assert_alike(*loaded, rows=2)
+    assert_alike(plain, loaded[1], rows=2)
+
+
+def test_tokens_that_change_their_bits():
+    """Pages that a requantization has made."""
+    model, ids, caches = build("llama"), prompt(1, 80), []
+
+    def tag(ids, mask=None):
+        tags = torch.full(ids.shape, parse_tag("current|text|user"), dtype=torch.uint8)
+        if ids.shape[1] > 60:
+            tags[:, :40] = parse_tag("older|text|obs")
+        return tags
+
+    for on in (False, True):
+        cache = TriAxialCache(
+            model, tagger=SimpleNamespace(tag=tag), requantize_on_turn_end=True, page_size=32, offloading=on
+        )
+        with torch.no_grad():
+            model(ids[:, :60], past_key_values=cache)
+            model(ids[:, 60:], past_key_values=cache)
+        caches.append(cache)
+    # Of 2 bits.
+    assert caches[1].layers[0].store.counters[2] > 0
+    assert_alike(*caches, rows=1)
+
+
+def test_compiled_steps():
+    model, (ids, mask) = build("llama", num_hidden_layers=1), padded(2, 30)
+    caches = both(model, "kitty-pro", max_cache_len=80, graphs=False)
+    torch._dynamo.reset()
+    forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    found = [run(model, f, cache, 25, ids, mask) for f, cache in zip((model.forward, forward), caches, strict=True)]
+    torch._dynamo.reset()
+    assert torch.equal(*found)
+    assert_alike(*caches, rows=2)
+
+
+def test_some_layers():
+    """The last ones, of those that are held in pages."""
+    model = build("llama", num_hidden_layers=3)
+    caches = [KittyCache(model, page_size=16, local_length=0, offloading=on) for on in (2, True, False)]
+    with torch.no_grad():
+        logits = [model(prompt(2, 60), past_key_values=cache).logits for cache in caches]
+    assert [layer.offloaded for layer in caches[0].layers] == [False, True, True]
+    held = [cache.memory().offloaded for cache in caches]
+    assert held[0] * 3 == held[1] * 2
+    assert held[2] == 0
+    assert torch.equal(logits[0], logits[2])
+
+
+def test_buffers_pass_between_caches_of_one_kind_alone(captured):  # noqa: F811
+    model = build("llama")
+    for on in (True, False, True):
+        kept = both(model, "kitty-pro")
+        cache = MixedKVCache(model, small("kitty-pro"), offloading=on)
+        _generate(model, cache, prompt(2, 60), max_new_tokens=12)
+        cache.integrity_check()
+        del kept
+
+
+def test_bad_arguments():
+    model = build("llama")
+    for value in (0, 3, -1, 1.0, "yes", None):
+        with pytest.raises(ValueError, match=r"offloading: got .*, allowed True, False, or how many .* from 1 to 2"):
+            MixedKVCache(model, "kitty-pro", offloading=value)
+    for name in ("snapkv", "arkv"):
+        with pytest.raises(ValueError, match=r"offloading: got True with .*make the cache without offloading"):
+            MixedKVCache(model, name, offloading=True)
+    # Layers that stay may evict.
+    mixed = MixedKVCache(model, "kitty-pro", layers={"0": "snapkv"}, offloading=1)
+    assert [layer.offloaded for layer in mixed.layers] == [False, True]
+    sliding = LlamaConfig(num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=8)
+    with pytest.raises(ValueError, match="offloading: got True, but LlamaConfig has no layer"):
+        MixedKVCache(sliding, "kitty-pro", offloading=True)
+
+
+def test_devices_that_do_not_reach_the_host():
+    """Refused at the first tokens, which no layer has then."""
+    cache = MixedKVCache(build("llama").config, "kitty-pro", offloading=True)
+    tokens = torch.empty(1, 2, 600, 32, device="meta")
+    with pytest.raises(ValueError, match="offloading: got tensors on meta, allowed CUDA GPUs and the CPU"):
+        cache.update(tokens, tokens, 0)
+    assert cache.get_seq_length() == 0
+
+
+def test_memory_goes_with_its_last_tensor():
+    x = host.empty(64, torch.device("cpu"))
+    block = host.empty(0, x.device), x.untyped_storage().hfkvq_block
+    assert not host.is_hosted(block[0])
+    assert block[1].bytes.data_ptr() == x.data_ptr()
+    part = as_bytes(x[8:16].view(torch.int16))
+    assert host.is_hosted(part)
+    assert not host.is_hosted(part.clone())
