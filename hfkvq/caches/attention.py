@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.masks import step_mask
 
 from .dense import WITHOUT_CUDNN, dense_attention
+from .latents import absorbed, expanded, valued
 from .layers.forward import attend
 from .layers.gradient import refuse_gradient
 from .layers.handle import layer_of
@@ -21,10 +23,8 @@ from .layers.step import take_step
 from .layers.steps import StepKV
 from .recorded import is_captured, is_recorded
 from .store import MAX_STEP
+from .switched import NAME
 from .traced import recorded_attention
-
-NAME = "hfkvq"
-"""Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""
 
 
 def hfkvq_attention(
@@ -42,8 +42,8 @@ def hfkvq_attention(
     Args:
         module: the attention module.
         query: (B, Hq, Q, D), after RoPE.
-        key: handle or tensor (B, H, T, D).
-        value: handle or tensor (B, H, T, Dv).
+        key: handle or tensor (B, H, T, D); a handle of latents (B, 1, T, R), see `hfkvq.caches.latents`.
+        value: handle or tensor (B, H, T, Dv); of latents, handle of their rotary parts.
         attention_mask: what `hfkvq_mask` returned, or the user's own 4D mask.
         dropout: for plain tensors.
         scaling: factor on the logits; 1/sqrt(D) if None.
@@ -63,22 +63,32 @@ def hfkvq_attention(
         _causal(module, kwargs),
     )
     if isinstance(key, StepKV):
-        return recorded_attention(key, query, arguments).transpose(1, 2).contiguous(), None
+        if key.steps.layer.latents:
+            out = valued(module, recorded_attention(key, absorbed(module, query), arguments))
+        else:
+            out = recorded_attention(key, query, arguments)
+        return out.transpose(1, 2).contiguous(), None
     layer: Any = layer_of(key, value)
     if layer is None:
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
-    out = take_step(layer, query, arguments)
+    latents = layer.latents
+    asked = absorbed(module, query) if latents and query.shape[2] <= MAX_STEP else query
+    out = take_step(layer, asked, arguments)
     if out is not None:
+        out = valued(module, out.transpose(1, 2)).transpose(1, 2).contiguous() if latents else out
         return refuse_gradient(layer, out), None
 
     def dense() -> Tensor:
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
+        if latents:
+            keys, values = expanded(module, keys, values)
         with WITHOUT_CUDNN if query.shape[2] <= MAX_STEP else contextlib.nullcontext():
             found, _ = dense_attention(module, query, keys, values, arguments, dropout, **kwargs)
         return found.transpose(1, 2)
 
     told = arguments.explicit(query, key.shape[2])
-    return attend(layer, query, told, dense, attention_mask).transpose(1, 2).contiguous(), None
+    after = partial(valued, module) if latents else None
+    return attend(layer, asked, told, dense, attention_mask, after).transpose(1, 2).contiguous(), None
 
 
 def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

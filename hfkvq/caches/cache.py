@@ -12,10 +12,11 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 
-from .attention import NAME, register
+from .attention import register
 from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
 from .graphs import StepGraphs, wanted
+from .latents import pass_over
 from .layers import changes
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.compiled import allocate, update_outside
@@ -26,11 +27,11 @@ from .memory_report import MemoryReport
 from .model_calls import intercept
 from .model_config import text_config
 from .once import say_once
-from .preset import Preset, get_preset
+from .preset import Preset, checked_knobs, get_preset
 from .recorded import is_captured, is_recorded
 from .saved import SavedCache
 from .scheme import Scheme
-from .switched import join, restore, switch
+from .switched import NAME, join, restore, switch
 
 DEFAULT_SCHEME = "best-3.4"
 
@@ -54,7 +55,8 @@ class MixedKVCache(SavedCache, Cache):
 
     Args:
         model_or_config: the model (needed for nothing but convenience), or its config.
-        scheme: preset name (see ``list_schemes``), the ``.json`` file of a tuned preset, a `Scheme` or a `Preset`.
+        scheme: preset name (see ``list_schemes``), the ``.json`` file of a tuned preset, either also with knobs
+            (``"kitty:boost_ratio=0.2"``), a `Scheme` or a `Preset`.
         layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or knobs
             of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not compressed
             anyway stay as they are.
@@ -70,13 +72,17 @@ class MixedKVCache(SavedCache, Cache):
             else is.
         headroom: share of what is held by which the buffers of captured steps are ahead of need, where the cache
             grows; 128 tokens at the least.
+        offloading: whether pages lie in the host's memory, where a GPU reads them over the bus as it attends; sinks,
+            newest tokens and tables stay on the GPU. True for all layers that are held in pages, or how many of the
+            last ones.
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite, or that pages cannot hold, and look before each forward
             whether what the cache holds contradicts itself. Steps are not captured then.
+        **knobs: of the scheme: ``MixedKVCache(model.config, "kitty", boost_ratio=0.2)``.
 
     Raises:
-        ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, or a model without attention
-            layers.
+        ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, a model without attention
+            layers, or offloading with a scheme that evicts.
     """
 
     def __init__(
@@ -88,8 +94,10 @@ class MixedKVCache(SavedCache, Cache):
         max_cache_len: int | None = None,
         graphs: bool | None = None,
         headroom: float = 0.25,
+        offloading: bool | int = False,
         attach: bool = True,
         debug: bool = False,
+        **knobs: Any,
     ) -> None:
         register()
         config = getattr(model_or_config, "config", model_or_config)
@@ -102,13 +110,14 @@ class MixedKVCache(SavedCache, Cache):
             raise ValueError(f"max_cache_len: got {max_cache_len!r}, allowed a positive number of tokens or None.")
         if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 <= headroom <= 4:
             raise ValueError(f"headroom: got {headroom!r}, allowed a number from 0 to 4, e.g. 0.25.")
-        self.preset = get_preset(scheme, layers)
+        self.preset = get_preset(scheme, layers, **checked_knobs(scheme, knobs))
         text = text_config(config)
         # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
         self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
         self._attachable = not self._crosses and is_attachable(text)
         attach = attach and self._attachable
-        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, type(config).__name__)
+        name = type(config).__name__
+        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading)
         super().__init__(layers=made.layers)
         self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug
@@ -120,8 +129,12 @@ class MixedKVCache(SavedCache, Cache):
             self.graphs = StepGraphs(self, self.preset, made.sync, headroom)
             if isinstance(model_or_config, torch.nn.Module):
                 intercept(model_or_config)
+        # Whose modules are still to pass latents on; a model that is known need not be looked for.
+        self._expanding = any(layer.latents for layer in self.compressed_layers)
         if attach:
             switch(text, self)
+            if isinstance(model_or_config, torch.nn.Module):
+                _pass_over(self, model_or_config)
 
     def attach(self) -> None:
         """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise.
@@ -130,6 +143,7 @@ class MixedKVCache(SavedCache, Cache):
         """
         if self._attachable:
             switch(self.config, self)
+            self._expanding = any(layer.latents for layer in self.compressed_layers)
 
     def detach(self) -> None:
         """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""
@@ -155,6 +169,8 @@ class MixedKVCache(SavedCache, Cache):
             say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run as without graphs.")
         if layer_idx == self._first:
             self._check_even()
+            if self._expanding and self.attached:
+                _pass_over(self, calling_model(self.config))
         if layer_idx == 0:
             self._before_first_layer(key_states)
         try:
@@ -315,9 +331,17 @@ class MixedKVCache(SavedCache, Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
         self.__dict__.update(state, config=PreTrainedConfig())
+        self._expanding = any(layer.latents for layer in self.compressed_layers)
         if state["graphs"] is not None:
             self.graphs = _graphs_of(self, state["graphs"])
         register()
+
+
+def _pass_over(cache: MixedKVCache, model: torch.nn.Module | None) -> None:
+    """Lets a model's modules pass latents on to attention, once it is known; see `hfkvq.caches.latents`."""
+    if cache._expanding and model is not None:
+        pass_over(model, cache.config)
+        cache._expanding = False
 
 
 def _met_model(cache: MixedKVCache) -> bool:

@@ -87,7 +87,8 @@ class StepGraphs:
         self.compiles = False
         self._failed: dict[Any, str] = {}
         self._preset = repr(preset)
-        pool = BufferPool.of(cache.config, repr((preset, sync.first.layer.capacity)))
+        offloaded = [member.layer.offloaded for member in sync.members]
+        pool = BufferPool.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
         self.placement = Placement(sync, pool, headroom)
         release = weakref.finalize(cache, Placement.release, self.placement)
         release.atexit = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfkvq.kernels.hadamard import check_rotation, largest_block, rotation
 from hfkvq.kernels.norms import BALANCE, Balance
@@ -52,11 +52,13 @@ class Layout:
         keys: the key side.
         values: the value side.
         sink: first tokens of a row, never quantized.
+        latent: whether the key side is of latents and the value side of rotary parts, to be attended to as they are.
     """
 
     keys: SideLayout
     values: SideLayout
     sink: int = 0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         """Checks what the store relies on."""
@@ -74,7 +76,14 @@ class Layout:
     def store(self) -> StoreFormat:
         """The format that kernels see."""
         runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
-        return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation)
+        return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation, self.latent)
+
+    def of_latents(self) -> Layout | None:
+        """The same for latents that are attended to as they are; None if they cannot be in pages like these."""
+        keys, values = self.keys, self.values
+        together = (keys.local, keys.unit) == (values.local, values.unit)
+        single = len(keys.formats) == 1 and not keys.formats[0].whole and not values.formats[0].whole
+        return replace(self, latent=True) if together and single else None
 
     def check(self, key_dim: int, value_dim: int) -> None:
         """Raises ValueError if heads of these dimensions cannot be held."""

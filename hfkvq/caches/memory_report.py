@@ -31,6 +31,7 @@ class MemoryReport:
         key_bits: of these the keys' alone: the mean width of their channels (MixKVQ's B_eff, equation 17).
         seen: logical tokens of the cache.
         tokens: of each compressed layer that holds any, in order: shares of tokens whole, quantized and evicted.
+        offloaded: bytes of compressed layers that lie in the host's memory; all others are on the model's device.
     """
 
     compressed: StoreBytes
@@ -42,6 +43,7 @@ class MemoryReport:
     key_bits: float
     seen: int
     tokens: tuple[TokenShares, ...] = ()
+    offloaded: int = 0
 
     @property
     def total(self) -> int:
@@ -76,6 +78,8 @@ class MemoryReport:
         ]
         if parts.shared:
             rows.append(("  shared with copies", format_bytes(parts.shared)))
+        if self.offloaded:
+            rows.append(("  offloaded", format_bytes(self.offloaded)))
         if self.staged:
             rows.append(("staged", format_bytes(self.staged)))
         if self.stock:

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock
 from torch import Tensor
 
-from .saved_file import PART, read_file, write_file
+from .saved_file import CPU, PART, Digests, opened, read_file, write_file
+from .transfer import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -46,36 +48,57 @@ def path_of(folder: Path, name: str) -> Path:
     return folder / f"{name}{SUFFIX}"
 
 
-def write(path: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-    """Writes a file, whose description then says its name; returns its bytes.
+def write(
+    path: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor], digests: Digests | None = None
+) -> int:
+    """Writes a file, whose description then says its name; returns its bytes. See `write_file`.
 
     Raises:
         OSError: there is no room for it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_file(path, {**description, "name": path.name}, tensors)
+    return write_file(path, {**description, "name": path.name}, tensors, digests)
 
 
-def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
+def read(path: Path, device: torch.device = CPU) -> tuple[Any, dict[str, Tensor]]:
     """Description and tensors of a file.
 
     Raises:
         Missing: it is not there, or was damaged; then it is removed, and a warning says so.
     """
+    with _or_missing(path):
+        description, tensors = read_file(path, device)
+        _check_name(path, description)
+    return description, tensors
+
+
+def read_page(path: Path, reader: Reader, out: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """A small file by one thread, some tensors into what is given; raises what `read` does."""
+    with _or_missing(path), opened(path) as file:
+        found = {name: file.read(name, reader, out.get(name)) for name in file.places}
+        description = file.description({name: digest for name, (_, digest) in found.items()})
+        _check_name(path, description)
+    return description, {name: x for name, (x, _) in found.items()}
+
+
+def _check_name(path: Path, description: Any) -> None:
+    if description.get("name") != path.name:
+        raise ValueError(f"path: {path} was another file ({description.get('name')}).")
+
+
+@contextlib.contextmanager
+def _or_missing(path: Path) -> Iterator[None]:
     try:
-        description, tensors = read_file(path)
-        if description.get("name") != path.name:
-            raise ValueError(f"path: {path} was another file ({description.get('name')}).")
+        yield
     except FileNotFoundError:
         raise Missing from None
     except ValueError as error:
         if isinstance(error.__context__, OSError):
             # Another process has removed it in between, or it cannot be read now, which does not make it bad.
             logger.info("a file of the prefix store cannot be read: %s", error)
-            raise Missing from None
-        discard(path, error)
+        else:
+            discard(path, error)
         raise Missing from None
-    return description, tensors
 
 
 def discard(path: Path, why: Exception | str) -> None:

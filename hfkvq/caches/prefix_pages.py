@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hfkvq.bounded import parse_json
 from hfkvq.kernels.decode import RUNS
 
 from .layers.layer import KVLayer
@@ -17,76 +19,185 @@ from .saved import SavedCache
 from .store import KVStore
 from .store.growth import MAX_STEP
 from .store.packing import Packed
+from .transfer import in_groups
 
 Tensors = dict[str, Tensor]
 
+PAGES = "pages"
+"""Name of what a file holds of a piece: u8 (n,), tensor behind tensor; small files of hundreds are slow to read."""
 
-def cut_pages(cache: SavedCache, tensors: Mapping[str, Tensor]) -> tuple[list[Tensors], Tensors]:
+_GROUP_BYTES = 2**27
+"""Of pieces that are moved at a time: it bounds the memory for them, and a copy a layer is worth its call."""
+
+
+class Part(NamedTuple):
+    """Tensors of a piece that are alike: ``own`` of each of the layers, one behind the other."""
+
+    own: str
+    dtype: str
+    shape: Sequence[int]
+    layers: Sequence[str]
+
+
+class Pieces:
+    """Full pages of a run: a piece is as many of every layer as take the same number of tokens.
+
+    Attributes:
+        count: of pieces.
+        layout: what a piece is made of, as JSON.
+        nbytes: of a piece.
+
+    Args:
+        count: of pieces.
+        parts: of a piece, the widest elements first, so that all are aligned.
+        tensors: of each layer, by name; pages of all pieces, and maybe others behind.
+    """
+
+    def __init__(self, count: int, parts: Sequence[Part], tensors: Mapping[str, Tensor]) -> None:
+        self.count, self.layout, self._parts = count, json.dumps(parts), parts
+        *self._starts, self._used = itertools.accumulate(map(_part_bytes, parts), initial=0)
+        self.nbytes = -(-self._used // 8) * 8
+        self._views = []
+        for part in parts:
+            dim = _dim(part.own)
+            step = part.shape[dim]
+            own = [tensors[f"{layer}.{part.own}"].narrow(dim, 0, count * step) for layer in part.layers]
+            self._views.append([x.unflatten(dim, (count, step)).movedim(dim, 0) for x in own])
+
+    def groups(self) -> list[range]:
+        """Numbers of pieces that are moved together."""
+        most = max(_GROUP_BYTES // max(self.nbytes, 1), 1)
+        return [range(i, min(i + most, self.count)) for i in range(0, self.count, most)]
+
+    def gather(self, group: range, device: torch.device) -> Tensor:
+        """Pieces as bytes: u8 (pieces, nbytes)."""
+        rows = torch.empty(len(group), self.nbytes, dtype=torch.uint8, device=device)
+        rows[:, self._used :] = 0
+        for own, there in self._pairs(group, rows):
+            there.copy_(own)
+        return rows
+
+    def scatter(self, group: range, rows: Tensor) -> None:
+        """Takes in what `gather` gave."""
+        for own, there in self._pairs(group, rows):
+            own.copy_(there)
+
+    def _pairs(self, group: range, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each layer and part, where pieces are in it, and where in the bytes."""
+        for start, part, views in zip(self._starts, self._parts, self._views, strict=True):
+            data = rows[:, start : start + _part_bytes(part)].view(_dtype(part))
+            there = data.view(len(group), len(part.layers), *part.shape).unbind(1)
+            yield from zip((view[group.start : group.stop] for view in views), there, strict=True)
+
+
+def cut_pages(cache: SavedCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pieces], Tensors]:
     """Full pages, and everything else.
 
     Args:
         cache: of one row.
-        tensors: what it has packed, on the CPU.
+        tensors: what it has packed.
 
     Returns:
-        Pieces, in order: as many pages of a run of every layer as take the same number of tokens. `join_pages` is the
-        inverse.
+        Pieces of each run, and the rest: views. `join_pages` is the inverse.
     """
-    rest, pieces = dict(tensors), []
+    runs, rest = [], dict(tensors)
     held = {i: layer.held() for i, layer in enumerate(cache.layers) if isinstance(layer, KVLayer)}
     for run in range(max(len(store.format.runs) for store in held.values())):
         stores = {i: store for i, store in held.items() if run < len(store.format.runs)}
         unit = math.lcm(*(_unit(store, run) for store in stores.values()))
         # Of keys and values, whichever has fewer.
         full = [int(tensors[f"layer{i}.store.counters"][RUNS + 2 * run :][:2].min()) for i in stores]
-        count = min(full) // unit
-        own: list[Tensors] = [{} for _ in range(count)]
+        count, alike = min(full) // unit, {}
         for i, store in stores.items():
             prefix, page = f"layer{i}.store.run{run}.", store.format.runs[run][0].page_size
             for name in [name for name in tensors if name.startswith(prefix)]:
-                dim, step = _measure(name, unit, page)
-                x, cut = tensors[name], count * step
-                rest[name] = x.narrow(dim, cut, x.shape[dim] - cut)
-                for k, piece in enumerate(own):
-                    piece[name] = x.narrow(dim, k * step, step)
-        pieces += map(_stacked, own)
-    return pieces, rest
+                x, dim, shape = tensors[name], _dim(name), list(tensors[name].shape)
+                # Positions are counted by token.
+                shape[dim] = unit if dim else unit // page
+                rest[name] = x.narrow(dim, count * shape[dim], x.shape[dim] - count * shape[dim])
+                kind = (name.removeprefix(f"layer{i}."), str(x.dtype).removeprefix("torch."), *shape)
+                alike.setdefault(kind, []).append(f"layer{i}")
+        parts = [Part(own, dtype, shape, layers) for (own, dtype, *shape), layers in alike.items() if count]
+        runs.append(Pieces(count, sorted(parts, key=lambda part: -_dtype(part).itemsize), tensors))
+    return runs, rest
 
 
-def join_pages(pieces: Sequence[Mapping[str, Tensor]], rest: Mapping[str, Tensor]) -> Tensors:
-    """The tensors of a packed cache from those that `cut_pages` returned."""
-    parts: dict[str, list[Tensor]] = {}
-    joined: Tensors = {}
-    for tensors in (*pieces, rest):
-        for name, x in _by_layer(tensors):
-            if ".store.run" in name:
-                parts.setdefault(name, []).append(x)
-            else:
-                joined[name] = x
-    return joined | {name: torch.cat(found, _dim(name)) for name, found in parts.items()}
+Read = Callable[[int, Mapping[str, Tensor]], tuple[str, Tensors]]
 
 
-def _stacked(piece: Mapping[str, Tensor]) -> Tensors:
-    """Tensors that are alike in several layers as one: small files of hundreds are slow to read."""
-    alike: dict[Any, list[str]] = {}
-    for name, x in piece.items():
-        layer, _, own = name.partition(".")
-        alike.setdefault((own, x.shape, x.dtype), []).append(layer)
-    found = {}
-    for (own, *_), layers in alike.items():
-        parts = [piece[f"{layer}.{own}"] for layer in layers]
-        found[f"{','.join(layers)}.{own}"] = torch.stack(parts) if len(parts) > 1 else parts[0]
+def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], device: torch.device) -> Tensors:
+    """The tensors of a packed cache from what `cut_pages` returned.
+
+    Args:
+        counts: pieces of each run.
+        read: gives layout and tensors of a piece, by its number among those of all runs, and puts tensors into what it
+            is given for them; called by several threads.
+        rest: everything else.
+        device: of all tensors.
+
+    Raises:
+        ValueError: the pieces are no such.
+    """
+    joined, start = dict(rest), 0
+    for count in filter(None, counts):
+        found, beside = read(start, {})
+        parts, first = [Part(*part) for part in parse_json(found)], beside.pop(PAGES)
+        if first.dtype != torch.uint8 or first.dim() != 1 or -(-sum(map(_part_bytes, parts)) // 8) * 8 != len(first):
+            raise ValueError(f"pages of {found} in {first.dtype} of {tuple(first.shape)}")
+        for part in parts:
+            for layer in part.layers:
+                key = f"{layer}.{part.own}"
+                joined[key] = _with_room(part, count, rest.get(key), device)
+        pieces = Pieces(count, parts, joined)
+        pieces.scatter(range(1), first[None])
+        groups = [range(group.start + (not group.start), group.stop) for group in pieces.groups()]
+        # Where two groups are read: into one while the other is taken apart.
+        room = [torch.empty(len(group), len(first), dtype=torch.uint8, device=device) for group in pieces.groups()[:2]]
+
+        def one(item: tuple[int, Tensor], at: int = start, known: Any = found) -> None:
+            other, _ = read(at + item[0], {PAGES: item[1]})
+            if other != known:
+                raise ValueError("pages of one run are unlike each other")
+
+        items = (zip(group, room[i % 2], strict=False) for i, group in enumerate(groups))
+        for i, _ in enumerate(in_groups(one, items, device)):
+            pieces.scatter(groups[i], room[i % 2][: len(groups[i])])
+        joined |= beside
+        start += count
+    return joined
+
+
+def _with_room(part: Part, count: int, behind: Tensor | None, device: torch.device) -> Tensor:
+    """A layer's tensor for pieces, and with what is behind them."""
+    dim, shape = _dim(part.own), list(part.shape)
+    shape[dim] *= count
+    if behind is None:
+        return torch.empty(shape, dtype=_dtype(part), device=device)
+    room = shape[dim]
+    shape[dim] += behind.shape[dim]
+    if list(behind.shape) != [*shape[:dim], behind.shape[dim], *shape[dim + 1 :]] or behind.dtype != _dtype(part):
+        raise ValueError(f"{part.own} of {behind.dtype} and {tuple(behind.shape)} behind pages of {part}")
+    found = torch.empty(shape, dtype=_dtype(part), device=device)
+    found.narrow(dim, room, behind.shape[dim]).copy_(behind)
     return found
 
 
-def _by_layer(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Inverse of `_stacked`, which what belongs to one layer, or to none, passes unchanged."""
-    for name, x in tensors.items():
-        layers, _, own = name.partition(".")
-        if "," in layers:
-            yield from zip((f"{layer}.{own}" for layer in layers.split(",")), x, strict=True)
-        else:
-            yield name, x
+def sinks_of(tensors: Mapping[str, Tensor]) -> Tensors:
+    """What the caches of `first_border` hold beside pages, wherever they stop."""
+    return {name: x for name, x in tensors.items() if name.endswith((".window0", ".window1"))}
+
+
+def _part_bytes(part: Part) -> int:
+    if min(part.shape) < 0:
+        raise ValueError(f"pages of the shape {part.shape}")
+    return len(part.layers) * math.prod(part.shape) * _dtype(part).itemsize
+
+
+def _dtype(part: Part) -> torch.dtype:
+    found = getattr(torch, part.dtype)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"pages of {part.dtype}")
+    return found
 
 
 def _unit(store: KVStore, run: int) -> int:
@@ -97,11 +208,6 @@ def _unit(store: KVStore, run: int) -> int:
 def _dim(name: str) -> int:
     # Positions lie beside each other, of pages that hold them.
     return 1 if name.endswith(".pos") else 0
-
-
-def _measure(name: str, unit: int, page: int) -> tuple[int, int]:
-    """Dimension along which a tensor of pages is cut, and its length in a piece."""
-    return (1, unit) if _dim(name) else (0, unit // page)
 
 
 # Borders of pages, at which some caches could have stopped just as well.
@@ -127,11 +233,6 @@ def _stands_alone(layer: KVLayer) -> bool:
     layout = layer.held().layout
     plain = not layer.scheme.evicts and not layer.scheme.needs and layout.store.ordered
     return plain and not layout.keys.local and not layout.values.local
-
-
-def sinks_of(tensors: Mapping[str, Tensor]) -> Tensors:
-    """What the caches of `first_border` hold beside pages, wherever they stop."""
-    return {name: x for name, x in tensors.items() if name.endswith((".window0", ".window1"))}
 
 
 def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:

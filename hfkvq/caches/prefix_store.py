@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +18,23 @@ from hfkvq.kernels.decode import START
 from . import prefix_files as files
 from .cache import MixedKVCache
 from .fingerprint import weights_hash
+from .lasting import lasting
 from .prefix_files import Missing, path_of
-from .prefix_pages import cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
+from .prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
 from .preset import Preset, get_preset
 from .saved import device_of
-from .saved_file import VERSION, checksum
+from .saved_file import VERSION, checksum, digest_of
 from .scheme import Scheme
 from .tags.tagger import placeholders
+from .transfer import Reader, in_groups
 from .triaxial import TriAxialCache
 
-FORMAT = [1, VERSION]
+FORMAT = [2, VERSION]
 """Of the store's files, and of files of caches: those of another format are in another folder."""
 
 DEFAULT_BYTES = 2**35
-_READERS = 4
+_HEADER, _LINE = 1000, 160
+"""Bytes of a file's header, and of a tensor's line in it, at the most."""
 
 _END = re.compile(r"(?P<tokens>\d+)-(?P<digest>[0-9a-f]{64})")
 _BORDER = re.compile(r"(?P<after>\d+)-(?P<tokens>\d+)-(?P<digest>[0-9a-f]{64})")
@@ -156,30 +158,53 @@ class PrefixStore:
         self._check(cache)
         description, tensors = cache.packed()
         ids = self._check_tokens(cache, ids, description["tokens"])
-        tensors = {name: x.detach().cpu() for name, x in tensors.items()}
         _check_padding(description, tensors)
-        pieces, rest = cut_pages(cache, tensors)
-        border = first_border(cache)
-        if border is None:
-            names = [checksum("", piece) for piece in pieces]
-        else:
-            borders = [border[0] + border[1] * (i + 1) for i in range(len(pieces))]
+        device = cache.compressed_layers[0].held().device
+        runs, rest = cut_pages(cache, tensors)
+        border, sinks, names = first_border(cache), {}, []
+        if border is not None:
+            borders = [border[0] + border[1] * (i + 1) for i in range(runs[0].count)]
             found = _digests(ids, borders)
             names = [f"{a}-{b}-{found[b]}" for a, b in zip([0, *borders], borders, strict=False)]
-            for piece in pieces[:1]:
-                piece |= sinks_of(rest)
-        size = sum(map(_bytes_in_file, [*pieces, rest]))
+            sinks = sinks_of(rest)
+        size = sum(run.count * (run.nbytes + _HEADER + 2 * len(run.layout)) for run in runs) + _HEADER
+        size += sum(x.nbytes + _LINE for x in [*rest.values(), *sinks.values()])
         if size > self.max_bytes:
             raise ValueError(
                 f"max_bytes: the prompt takes {size} bytes, allowed {self.max_bytes}; make the store with more, or use "
                 "a scheme of fewer bits."
             )
-        pages = [path_of(self._pages, name) for name in names]
+
+        def store(item: tuple[Pieces, Tensor | None, int]) -> tuple[str, int]:
+            """Writes a piece, if it is not there; its name, and bytes written."""
+            run, row, at = item
+            if row is None:
+                return names[at], 0
+            held = {name: x.detach().contiguous().cpu() for name, x in ({} if at else sinks).items()}
+            held[PAGES] = row.cpu()
+            digests = {name: digest_of(name, x) for name, x in held.items()}
+            name = names[at] if names else checksum(run.layout, digests)
+            path = path_of(self._pages, name)
+            return name, 0 if path.exists() else files.write(path, {"layout": run.layout}, held, digests)
+
+        def groups() -> Iterator[Iterable[tuple[Pieces, Tensor | None, int]]]:
+            for run in runs:
+                for group in run.groups():
+                    if names and all(path_of(self._pages, names[at]).exists() for at in group):
+                        yield [(run, None, at) for at in group]
+                    else:
+                        yield [(run, row, at) for row, at in zip(run.gather(group, device), group, strict=True)]
+
+        stored = [found for group in in_groups(store, groups(), device) for found in group]
+        pages = [path_of(self._pages, name) for name, _ in stored]
         end = path_of(self._ends, f"{len(ids)}-{_digests(ids, [len(ids)])[len(ids)]}")
-        new = [(path, piece) for path, piece in zip(pages, pieces, strict=True) if not path.exists()]
-        written = sum(files.write(path, {}, piece) for path, piece in new)
-        about = {"cache": description, "pages": names, "gives_back": gives_back(cache)}
-        written += files.write(end, about, rest)
+        about = {
+            "cache": description,
+            "pages": [name for name, _ in stored],
+            "runs": [run.count for run in runs],
+            "gives_back": gives_back(cache),
+        }
+        written = sum(count for _, count in stored) + files.write(end, about, rest)
         files.touch([*pages, end])
         files.shrink(self.path, self.max_bytes)
         return written
@@ -247,6 +272,7 @@ class PrefixStore:
         # Ends first: those hold what was put, also of pages that are not full.
         return max((x for x in found if x.tokens), key=lambda x: (x.tokens, x.end is not None), default=None)
 
+    @lasting
     def _restored(self, found: _Found, bad: set[Path]) -> PrefixMatch:
         """The cache of what was found; files that prove to be no good are added to ``bad``."""
         cache = self._fresh()
@@ -265,28 +291,32 @@ class PrefixStore:
 
     def _read(self, found: _Found, bad: set[Path]) -> tuple[Any, dict[str, Tensor], list[Path]]:
         """What a cache has packed, and its files."""
+        device = device_of(self.model)
+        reader = Reader(device)
 
-        def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
-            try:
-                return files.read(path)
-            except Missing:
-                bad.add(path)
-                raise
+        def joined(paths: Sequence[Path], counts: Sequence[int], rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            def read(at: int, out: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+                try:
+                    about, tensors = files.read_page(paths[at], reader, out)
+                except Missing:
+                    bad.add(paths[at])
+                    raise
+                return about["layout"], tensors
 
-        def joined(paths: Iterable[Path], rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            with ThreadPoolExecutor(_READERS) as pool:
-                return join_pages([tensors for _, tensors in pool.map(read, paths)], rest)
+            if sum(counts) != len(paths) or min(counts) < 0:
+                raise ValueError(f"{len(paths)} pages for runs of {counts}")
+            return join_pages(counts, read, rest, device)
 
         if found.end is None:
-            return *packed_at(found.tokens, joined(found.pages, {})), [*found.pages]
-        about, rest = read(found.end)
-        description, pages = about["cache"], [path_of(self._pages, str(name)) for name in about["pages"]]
+            return *packed_at(found.tokens, joined(found.pages, [len(found.pages)], {})), [*found.pages]
         # Whatever is missing, this is not tried again.
         bad.add(found.end)
+        about, rest = files.read(found.end, device)
+        description, pages = about["cache"], [path_of(self._pages, str(name)) for name in about["pages"]]
         if description["tokens"] > found.tokens and not about["gives_back"]:
             raise Missing
         try:
-            return description, joined(pages, rest), [*pages, found.end]
+            return description, joined(pages, about["runs"], rest), [*pages, found.end]
         except Missing:
             files.discard(found.end, f"{found.end} has lost pages.")
             raise
@@ -354,8 +384,3 @@ def _digests(ids: Tensor, lengths: Iterable[int]) -> dict[int, str]:
         whole.update(ids[at:length].numpy().tobytes())
         found[length], at = whole.hexdigest(), length
     return found
-
-
-def _bytes_in_file(tensors: Mapping[str, Tensor]) -> int:
-    # The header has a line for each tensor.
-    return sum(x.nbytes + 160 for x in tensors.values())

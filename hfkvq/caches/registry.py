@@ -89,7 +89,10 @@ def entry_of(name: str) -> tuple[type[Scheme], Entry]:
         cls, entry = entry_of(name)
         return cls, replace(entry, knobs={**entry.knobs, "pages": pages}, lists=())
     if not isinstance(name, str) or name not in _PRESETS:
-        raise ValueError(f"scheme: got {name!r}, which is unknown; {nearest(name, presets())}")
+        raise ValueError(
+            f"scheme: got {name!r}, which is unknown; {nearest(name, presets())} Knobs go behind it: "
+            "'kitty:boost_ratio=0.2'."
+        )
     return _PRESETS[name]
 
 

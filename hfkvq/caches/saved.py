@@ -42,7 +42,10 @@ class SavedCache(WholeCache):
     @classmethod
     def of_preset(cls, model_or_config: Any, preset: Preset, **options: Any) -> Self:
         """An empty cache of a preset; classes of one scheme take its knobs."""
-        return cls(model_or_config, preset, **options)  # type: ignore[call-arg]
+        made = cls(model_or_config, preset, **options)  # type: ignore[call-arg]
+        if made.preset != preset:
+            raise ValueError(f"options: got {', '.join(options)}, allowed no knobs: the scheme is {preset.scheme}")
+        return made
 
     def save(self, path: str | Path, token_ids: Tensor | None = None) -> None:
         """Writes the cache to a file: compressed bytes, windows, counters and statistics.
@@ -104,13 +107,14 @@ class SavedCache(WholeCache):
             model_or_config: the model, or its config; its architecture must be that of the cache's model. Weights are
                 not compared.
             device: where to; None for the model's, or the CPU if it is given a config.
-            **options: of the constructor: ``graphs``, ``headroom``, ``attach``, ``debug``.
+            **options: of the constructor: ``graphs``, ``headroom``, ``offloading``, ``attach``, ``debug``.
 
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: it is no saved cache, of another model, of a later version, cut off or changed.
         """
-        description, tensors = read_file(path)
+        device = device_of(model_or_config) if device is None else torch.device(device)
+        description, tensors = read_file(path, device)
         try:
             preset, capacity = get_preset(description["scheme"]), description["max_cache_len"]
             made = cls.of_preset(model_or_config, preset, max_cache_len=capacity, **options)
@@ -120,7 +124,7 @@ class SavedCache(WholeCache):
                     f"it is of another model (a {theirs['type']}) than this one (a {own['type']}), by their configs; "
                     "compute the prompt again"
                 )
-            made.unpack(description, tensors, device_of(model_or_config) if device is None else torch.device(device))
+            made.unpack(description, tensors, device)
         except torch.OutOfMemoryError:
             raise
         except (*DAMAGE, RuntimeError) as error:
@@ -129,7 +133,7 @@ class SavedCache(WholeCache):
 
     @lasting
     def unpack(self, description: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Gives an empty cache of the same preset and model what another one has `packed`.
+        """Gives an empty cache of the same preset and model what another one has `packed`; it takes tensors over.
 
         Raises:
             ValueError: it does not fit; damaged data may also raise something else of `hfkvq.bounded.DAMAGE`.
@@ -142,13 +146,14 @@ class SavedCache(WholeCache):
                 unpack_layer(layer, numbers, own, device)
             else:
                 _unpack_stock(i, layer, numbers, own, device)
-        self._unpack_beside(description["beside"], tensors)
+        self._unpack_beside(description["beside"], _beside_layers(tensors))
         for layer in self.compressed_layers:
             if layer.steps is not None:
                 layer.steps.sync.holes = description["holes"] is True
             if layer.store is not None:
                 layer.bind()
-        self.saved_ids = tensors.get("token_ids")
+        token_ids = tensors.get("token_ids")
+        self.saved_ids = None if token_ids is None else token_ids.cpu()
         try:
             self.integrity_check()
         except torch.OutOfMemoryError:
@@ -205,7 +210,7 @@ def _unpack_stock(
     if type(layer).__name__ not in _STOCK:
         raise ValueError(f"layer {i} is a {type(layer).__name__} here, which cannot be loaded")
     if "came" in numbers:
-        keys, values = (tensors[side].to(device, copy=True) for side in ("keys", "values"))
+        keys, values = (tensors[side].to(device) for side in ("keys", "values"))
         layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if numbers["came"] is not None:
@@ -214,3 +219,7 @@ def _unpack_stock(
 
 def _below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key.removeprefix(f"{name}."): x for key, x in tensors.items() if key.startswith(f"{name}.")}
+
+
+def _beside_layers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.cpu() for name, x in tensors.items() if not name.startswith("layer")}

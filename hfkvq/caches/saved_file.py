@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hfkvq.bounded import DAMAGE, parse_json
+from hfkvq.version import __version__
+
+from .lasting import lasting
+from .transfer import Reader, side_by_side
 
 KIND, VERSION = "hfkvq cache", 1
 """What the description begins with. A file of a later version is refused: it may hold what is unknown here."""
@@ -28,10 +33,29 @@ FIELD = "hfkvq"
 PART = ".part"
 """How names of files end that are being written."""
 
-_THREADS = 8
+CPU = torch.device("cpu")
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Of tensors, by safetensors' names."""
+
+Digests = Mapping[str, bytes]
+"""sha256 of each tensor with its name, dtype and shape."""
 
 
-def write_file(path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
+def write_file(
+    path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor], digests: Digests | None = None
+) -> int:
     """Writes a file whole, or leaves what was there.
 
     Several processes and threads may write the same file: each has a part of its own, and the last one stays.
@@ -39,7 +63,8 @@ def write_file(path: str | Path, description: Mapping[str, Any], tensors: Mappin
     Args:
         path: of the file; another file of this name is replaced.
         description: plain data.
-        tensors: on any device.
+        tensors: on one device; contiguous and on the CPU where ``digests`` are given.
+        digests: by `digest_of`, if they are known.
 
     Returns:
         Its bytes.
@@ -47,10 +72,11 @@ def write_file(path: str | Path, description: Mapping[str, Any], tensors: Mappin
     Raises:
         OSError: there is no room for it, or no such folder.
     """
-    path = Path(path)
-    held = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
+    path, held = Path(path), dict(tensors)
+    if digests is None:
+        held, digests = _on_host(tensors)
     text = json.dumps(description)
-    head = {"kind": KIND, "version": VERSION, "hfkvq": version("hfkvq"), "sha256": checksum(text, held)}
+    head = {"kind": KIND, "version": VERSION, "hfkvq": __version__, "sha256": checksum(text, digests)}
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
     try:
         save_file(held, part, metadata={FIELD: json.dumps(head), "description": text})
@@ -64,34 +90,118 @@ def write_file(path: str | Path, description: Mapping[str, Any], tensors: Mappin
     return size
 
 
-def read_file(path: str | Path) -> tuple[Any, dict[str, Tensor]]:
-    """Description and tensors, on the CPU, of a file that `write_file` wrote.
+def _on_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Digests]:
+    """Tensors on the CPU, and their digests: one is hashed while another comes from the device."""
+
+    def one(name: str) -> tuple[Tensor, bytes]:
+        held = tensors[name].detach().contiguous().cpu()
+        return held, digest_of(name, held)
+
+    device = next((x.device for x in tensors.values() if not x.is_cpu), CPU)
+    found = dict(zip(tensors, side_by_side(one, tensors, device), strict=True))
+    return {name: x for name, (x, _) in found.items()}, {name: digest for name, (_, digest) in found.items()}
+
+
+class Place(NamedTuple):
+    """Where a tensor is in a file, and what it is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file that is open: its header has been read.
+
+    Attributes:
+        path: of the file.
+        descriptor: to read from.
+        sha256: that it should have, by its header.
+        text: description.
+        places: by name.
+    """
+
+    path: Path
+    descriptor: int
+    sha256: str
+    text: str
+    places: dict[str, Place]
+
+    def read(self, name: str, reader: Reader, out: Tensor | None = None) -> tuple[Tensor, bytes]:
+        """A tensor, in memory of its own or in what is given, and its digest."""
+        dtype, shape, start = self.places[name]
+        if out is None:
+            out = torch.empty(shape, dtype=dtype, device=reader.device)
+        if (out.dtype, out.shape) != (dtype, shape):
+            raise ValueError(f"path: {self.path} has {name} of {dtype} and {shape}, not {out.dtype} and {out.shape}.")
+        digest = _begun(name, dtype, shape)
+        reader.fill(out, self.descriptor, start, digest)
+        return out, digest.digest()
+
+    def description(self, digests: Digests) -> Any:
+        """The description, if all tensors are what was written; ValueError if not."""
+        if checksum(self.text, digests) != self.sha256:
+            raise ValueError(f"path: {self.path} is damaged (its checksum is another); save it again.")
+        return parse_json(self.text)
+
+
+@lasting
+def read_file(path: str | Path, device: torch.device = CPU) -> tuple[Any, dict[str, Tensor]]:
+    """Description and tensors, each in memory of its own, of a file that `write_file` wrote.
 
     Raises:
         FileNotFoundError: there is none.
         ValueError: it is another kind of file, of a later version, cut off or changed.
     """
+    with opened(path) as file:
+        reader = Reader(device)
+        # The largest first, so that no thread is left with one at the end.
+        names = sorted(file.places, key=lambda name: -_nbytes(file.places[name]))
+        # By one thread: what a thread that ends has freed, others find again only by chance.
+        room = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in file.places.items()}
+        read = side_by_side(lambda name: file.read(name, reader, room[name]), names, device)
+        found = dict(zip(names, read, strict=True))
+        description = file.description({name: digest for name, (_, digest) in found.items()})
+    return description, {name: x for name, (x, _) in found.items()}
+
+
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[SavedFile]:
+    """A file that `write_file` wrote; raises what `read_file` does, also for what is read from it within."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path: there is no file {path}.")
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            if FIELD not in metadata:
-                raise ValueError(f"path: {path} is no saved cache; cache.save(path) writes one.")
-            head = parse_json(metadata[FIELD])
-            _check_head(path, head)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        text = metadata["description"]
-        damaged = checksum(text, tensors) != head["sha256"]
-        description = None if damaged else parse_json(text)
+        while True:
+            with path.open("rb", buffering=0) as file, safe_open(path, framework="pt") as header:
+                # Or another process has replaced it between the two.
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    yield _header(path, file.fileno(), header)
+                    return
     except (SafetensorError, OSError) as error:
         raise ValueError(f"path: {path} is no saved cache, or was cut off ({error}); save it again.") from None
     except KeyError as error:
         raise ValueError(f"path: {path} is damaged (it lacks {error}); save it again.") from None
-    if damaged:
-        raise ValueError(f"path: {path} is damaged (its checksum is another); save it again.")
-    return description, tensors
+
+
+def _header(path: Path, descriptor: int, header: Any) -> SavedFile:
+    metadata = header.metadata() or {}
+    if FIELD not in metadata:
+        raise ValueError(f"path: {path} is no saved cache; cache.save(path) writes one.")
+    head = parse_json(metadata[FIELD])
+    _check_head(path, head)
+    # Safetensors has checked that tensors follow each other without gaps, up to the end of the file.
+    at, places = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little"), {}
+    for name in header.offset_keys():
+        found = header.get_slice(name)
+        places[name] = Place(_DTYPES[found.get_dtype()], tuple(found.get_shape()), at)
+        at += _nbytes(places[name])
+    return SavedFile(path, descriptor, head["sha256"], metadata["description"], places)
+
+
+def _nbytes(place: Place) -> int:
+    return math.prod(place.shape) * place.dtype.itemsize
 
 
 def _check_head(path: Path, head: Any) -> None:
@@ -103,22 +213,25 @@ def _check_head(path: Path, head: Any) -> None:
         raise ValueError(f"path: {path} is no saved cache; cache.save(path) writes one.")
     if number > VERSION:
         raise ValueError(
-            f"path: {path} is of version {number}, and this hfkvq ({version('hfkvq')}) reads up to {VERSION}; install "
+            f"path: {path} is of version {number}, and this hfkvq ({__version__}) reads up to {VERSION}; install "
             f"hfkvq {head.get('hfkvq')} or newer, or save it again."
         )
 
 
-def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of description, names, shapes, dtypes and bytes. Side by side: one thread hashes slower than a disk reads."""
-
-    def digest(name: str) -> bytes:
-        tensor = tensors[name]
-        found = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        return found.digest()
-
+def checksum(text: str, digests: Digests) -> str:
+    """Of a description and tensors, from what `digest_of` gave for each: many threads hash faster than one."""
     whole = hashlib.sha256(text.encode())
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for part in pool.map(digest, sorted(tensors)):
-            whole.update(part)
+    for name in sorted(digests):
+        whole.update(digests[name])
     return whole.hexdigest()
+
+
+def digest_of(name: str, tensor: Tensor) -> bytes:
+    """Of a tensor's name, dtype, shape and bytes, on the CPU."""
+    found = _begun(name, tensor.dtype, tensor.shape)
+    found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _begun(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Any:
+    return hashlib.sha256(f"{name} {dtype} {tuple(shape)}".encode())

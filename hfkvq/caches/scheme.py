@@ -16,6 +16,7 @@ from . import registry
 from .layout import Layout as Layout
 from .layout import SideLayout as SideLayout
 from .registry import Entry, nearest
+from .spelling import split_knobs
 
 UNTAGGED = 255
 """Tag of tokens of which none is known: generated ones, and all where nobody showed the token ids."""
@@ -77,6 +78,7 @@ class Scheme:
         name: of the scheme, and of the preset of its defaults; without one a class registers nothing.
         paper: where it comes from.
         evicts: whether it forgets tokens: see `hfkvq.caches.eviction.EvictionScheme`.
+        latents: whether it is for latent attention alone: then keys are latents, and values rotary parts of keys.
         presets: what each preset is, by name, the scheme's own included: an `Entry`, or knobs alone.
         place: where lists and tables show its presets: low ones first.
     """
@@ -84,6 +86,7 @@ class Scheme:
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     evicts: ClassVar[bool] = False
+    latents: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Entry | Mapping[str, Any]]] = {}
     place: ClassVar[int] = 100
 
@@ -98,7 +101,8 @@ class Scheme:
         for field in dataclasses.fields(self):
             value, low, high = getattr(self, field.name), field.metadata.get("low"), field.metadata.get("high")
             choices = field.metadata.get("choices")
-            if choices is not None and value not in choices:
+            # 4.0 and True equal choices that they are not, and files tell them apart.
+            if choices is not None and not any(value == each and type(value) is type(each) for each in choices):
                 raise ValueError(f"{field.name}: got {value!r}, allowed {', '.join(map(repr, choices))}.")
             if (value is None and field.default is None) or (low is None and high is None):
                 continue
@@ -287,17 +291,27 @@ def warn_of_limits(scheme: Scheme, key_dim: int, value_dim: int) -> None:
             warnings.warn(f"{scheme.name}: {line} (see Scheme.limits).", UserWarning, stacklevel=4)
 
 
+def latent_layout(scheme: Scheme, rank: int, rope_dim: int) -> Layout | None:
+    """How a scheme holds latents of this rank with their rotary parts, for steps to attend to them as they are.
+
+    None where steps cannot: latents are then dequantized and expanded in each.
+    """
+    if scheme.evicts or scheme.needs:
+        return None
+    return scheme.layout(rank, rope_dim).of_latents()
+
+
 def list_schemes() -> dict[str, Scheme]:
     """Every preset by name, with the scheme it stands for."""
     return {name: get_scheme(name) for name in registry.presets()}
 
 
 def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
-    """A scheme from a preset's name and overrides: ``get_scheme("kitty", boost_ratio=0.2)``.
+    """A scheme from a preset's name and knobs: ``get_scheme("kitty", boost_ratio=0.2)``, or "kitty:boost_ratio=0.2".
 
     Args:
-        name: a preset (see `list_schemes`), one that evicts over another's pages ("snapkv+kitty-pro"), or a scheme
-            whose knobs are to be changed.
+        name: a preset (see `list_schemes`), also with knobs, one that evicts over another's pages
+            ("snapkv+kitty-pro"), or a scheme whose knobs are to be changed.
         knobs: overrides.
 
     Returns:
@@ -309,6 +323,7 @@ def get_scheme(name: str | Scheme, **knobs: Any) -> Scheme:
     if isinstance(name, Scheme):
         cls, base = type(name), _fields_of(name)
     else:
+        name, knobs = split_knobs(name, knobs) if isinstance(name, str) else (name, knobs)
         cls, entry = registry.entry_of(name)
         base = dict(entry.knobs)
     known = [field.name for field in dataclasses.fields(cls)]

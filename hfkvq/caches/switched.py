@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .attention import NAME
+NAME = "hfkvq"
+"""Contains none of the words Transformers reads a meaning into ("flash", "sdpa", "flex_attention", "/", "paged|")."""
 
 
 class _Switched(NamedTuple):
     before: str | None
     users: set[int]
+    undo: dict[int, Callable[[], None]]
 
 
 # By id of the config: anything noted on the config itself would be saved with the model.
@@ -23,8 +26,8 @@ def switch(config: Any, cache: Any) -> None:
     if config._attn_implementation_internal != NAME:
         if key not in _SWITCHED:
             weakref.finalize(config, _SWITCHED.pop, key, None)
-        users = _SWITCHED[key].users if key in _SWITCHED else set()
-        _SWITCHED[key] = _Switched(config._attn_implementation_internal, users)
+        _, users, undo = _SWITCHED.get(key, _Switched(None, set(), {}))
+        _SWITCHED[key] = _Switched(config._attn_implementation_internal, users, undo)
         config._attn_implementation_internal = NAME
     join(config, cache)
 
@@ -40,8 +43,19 @@ def join(config: Any, cache: Any) -> None:
 def restore(config: Any) -> None:
     """Gives the config back the attention implementation that it had, unless its user has chosen another since."""
     held = _SWITCHED.get(id(config))
-    if held is not None and config._attn_implementation_internal == NAME:
+    if held is None:
+        return
+    if config._attn_implementation_internal == NAME:
         config._attn_implementation_internal = held.before
+    while held.undo:
+        held.undo.popitem()[1]()
+
+
+def at_restore(config: Any, key: int, undo: Callable[[], None]) -> None:
+    """Has something else undone when a switched config is given its old attention back, once for each key."""
+    held = _SWITCHED.get(id(config))
+    if held is not None:
+        held.undo[key] = undo
 
 
 def _leave(config: weakref.ref[Any], cache: int) -> None:

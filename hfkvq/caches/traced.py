@@ -77,7 +77,8 @@ def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments
     # With padding within rows, generate makes no masks outside the graph, which is when trims run.
     unwatched = steps.trims and sync.holes
     if sync.ready and (queries == 1 or several) and not unwatched:
-        return step(query, new.keys, new.values, mask, sinks, buffer.tensor, scaling, softcap, buffer.spec)
+        memory = buffer.tensor, buffer.pages
+        return step(query, new.keys, new.values, mask, sinks, *memory, scaling, softcap, buffer.spec)
     if is_captured():
         raise RuntimeError("A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens.")
     return _prompt(query, new.keys, new.values, mask, sinks, buffer.tensor, scaling, softcap, causal)

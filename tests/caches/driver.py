@@ -67,6 +67,9 @@ def cases() -> dict[str, Scheme]:
     found["snapkv+kitty-pro"] = within(small("snapkv+kitty-pro"))
     # Same code as their siblings; one corner of each is enough.
     for name in (
+        "latent-4-bare",
+        "latent-8-bare",
+        "latent-8-odd",
         "expected-attention",
         "h2o-prompt",
         "pyramidkv",
@@ -109,9 +112,14 @@ def evicting() -> dict[str, Scheme]:
     return found
 
 
+def for_all_models() -> dict[str, Scheme]:
+    """Every preset that is not for models with latent attention alone."""
+    return {name: scheme for name, scheme in list_schemes().items() if not scheme.latents}
+
+
 def distinct() -> list[str]:
-    """A name of every preset, without aliases: "kivi" is "kivi-2"."""
-    return list({scheme: name for name, scheme in list_schemes().items()}.values())
+    """A name of every such preset, without aliases: "kivi" is "kivi-2"."""
+    return list({scheme: name for name, scheme in for_all_models().items()}.values())
 
 
 def by_layout() -> list[str]:
@@ -127,7 +135,7 @@ def by_layout() -> list[str]:
 
 def kinds() -> list[str]:
     """Names of presets, without those that are other knobs of the same code."""
-    return [name for name in list_schemes() if name in cases()]
+    return [name for name in for_all_models() if name in cases()]
 
 
 ALIKE = frozenset({"kitty", "best-2.5", "best-2.8", "kvarn-k4v4", "kvarn-k2v2", "kivi-4"})

@@ -193,12 +193,13 @@ def test_bad_token_harms_no_other(scheme, bad):
     # The batch mate has the same bits.
     assert_same_bits(stored(layer, 1), mate)
     rest = torch.arange(70) != where
-    keys = scheme.layout(DIM, DIM).keys.formats[0]
-    # What is held in the model's own dtype comes back as it was, whatever it was.
-    exact = keys.bits == 16 or keys.raised_count(16)
+    layout = scheme.layout(DIM, DIM)
+    keys = layout.keys.formats[0]
     block = slice(unit(scheme) * 2 + 4, None)
-    for side in ("keys", "values"):
+    for side, own_side in (("keys", layout.keys), ("values", layout.values)):
         got, expected = layer.dense(side)[0], clean[side]
+        # What is held in the model's own dtype comes back as it was, whatever it was; some keys' raised channels do.
+        exact = own_side.formats[0].bits == 16 or keys.raised_count(16)
         assert torch.isfinite(got[:, rest]).all()
         if not exact:
             assert torch.isfinite(got[:, where]).all() or not (layer.store.counters[2:, 0] > where).all()
@@ -299,12 +300,20 @@ def test_scheme_that_cannot_hold_the_model(name, knobs, dim, message):
         MixedKVCache(config("llama", head_dim=dim), get_scheme(name, **knobs))
 
 
-def test_latent_attention_is_checked_at_its_first_update():
-    """The config does not say plainly how long MLA's heads are."""
-    cache = MixedKVCache(config("deepseek-v3"), get_scheme("saw-int4", block=16))
-    with pytest.raises(ValueError, match=r"got block 16, which does not divide head_dim 24; the largest .* is 8"):
-        cache.update(torch.randn(1, 4, 5, 24), torch.randn(1, 4, 5, 16), 0)
-    assert cache.get_seq_length() == 0
+def test_latents_that_a_scheme_cannot_hold():
+    """At construction: 32 channels, and 8 of rotary parts."""
+    with pytest.raises(ValueError, match=r"got block 64, which does not divide head_dim 32; the largest .* is 32"):
+        MixedKVCache(config("deepseek-v3"), get_scheme("saw-int4", block=64))
+    with pytest.raises(ValueError, match=r"group_size: got 24, which does not divide head_dim 32"):
+        MixedKVCache(config("deepseek-v3"), get_scheme("latent-4", group_size=24))
+
+
+@pytest.mark.parametrize("scheme", ["latent-4", "latent-8"])
+def test_schemes_of_latents_need_latents(scheme):
+    with pytest.raises(ValueError, match=r"got 'latent-4', which is for models with latent attention .* LlamaConfig"):
+        MixedKVCache(config("llama"), scheme)
+    with pytest.raises(ValueError, match=r"choose another, e\.g\. 'best-3\.4'"):
+        MixedKVCache(config("llama"), "full", layers={"0": scheme})
 
 
 # Construction.

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfkvq import MixedKVCache, list_schemes
+from hfkvq import MixedKVCache
 from hfkvq.caches.store import sealing
 from hfkvq.kernels.step import ops
-from tests.caches.driver import small, stored
+from tests.caches.driver import for_all_models, small, stored
 from tests.caches.models import build, prompt
 
 
@@ -133,7 +133,7 @@ def test_operations_happen_in_all_layers_or_in_none(model, name, operation, capa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 120])
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", for_all_models())
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_that_may_fail(model, name, operation, capacity):
     check_operation(model, name, capacity, operation, None)
@@ -246,7 +246,7 @@ def test_a_cache_that_was_read_in_inference_mode_goes_on_in_any(model, name, cap
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [None, 120])
-@pytest.mark.parametrize("name", list_schemes())
+@pytest.mark.parametrize("name", for_all_models())
 @pytest.mark.parametrize("tokens", [1, 5, 30])
 def test_a_forward_interrupted_anywhere(model, name, tokens, capacity):
     check_forward(model, name, capacity, tokens, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import logging
 import os
 import subprocess
@@ -16,14 +17,15 @@ import pytest
 import torch
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches import prefix_files, saved_file
+from hfkvq.caches import prefix_files, prefix_pages, saved_file, transfer
 from hfkvq.caches.fingerprint import weights_hash
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
-from tests.caches.test_saved import ByAge, filled
+from tests.caches.test_saved import ByAge, filled, packed_alike
 
 KINDS = ["full", "int4", "saw-int4", "kitty-pro", "kivi", "kvarn", "best-3.4", "mixkvq", "arkv", "snapkv", "h2o"]
 ROOT = Path(__file__).parents[2]
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 PLAIN = get_scheme("int4", page_size=16)
 """Without windows: every border of pages is matched."""
 
@@ -62,6 +64,30 @@ def test_what_was_put_comes_back_bit_for_bit(name, model, tmp_path):
     # The caller's own: the next one finds it as it was, and nothing was written twice.
     assert torch.equal(*[fed(model, x, ids[:, 90:]) for x in (store.match(ids).cache, cache)])
     assert store.nbytes == PrefixStore(tmp_path, model, small(name), **options).nbytes
+
+
+@pytest.mark.parametrize("name", ["kitty-pro", "best-3.4", "mixkvq", "arkv", "saw-int4"])
+@pytest.mark.parametrize("group", [1, 20_000])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_pages_that_are_moved_in_several_groups(name, group, device, model, tmp_path, monkeypatch):
+    """One by one, or a few at a time; every layer has memory of its own afterwards."""
+    monkeypatch.setattr(prefix_pages, "_GROUP_BYTES", group)
+    monkeypatch.setattr(transfer, "CHUNK", 1000)
+    scheme, ids = small(name), prompt(1, 300)
+    cache = filled_with(model, ids, scheme)
+    PrefixStore(tmp_path / "store", model, scheme).put(cache, ids)
+    store = PrefixStore(tmp_path / "store", model.to(device), scheme)
+    loaded, known = store.match(torch.cat([ids, ids], 1))
+    assert known == 300
+    assert packed_alike(cache, loaded)
+    # Same names and bytes from there: nothing but the end is written again.
+    _, pages = the(store)
+    assert store.put(loaded, ids) == the(store)[0][0].stat().st_size
+    assert the(store)[1] == pages
+    for each in pages:
+        each.unlink()
+    store.put(loaded, ids)
+    assert the(store)[1] == pages
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
@@ -302,6 +328,33 @@ def test_a_damaged_page_shortens_what_is_matched_at_borders(model, tmp_path):
     third.write_bytes(b"")
     assert store.match(torch.cat([ids, ids], 1)).tokens == 32
     assert [len(x) for x in the(store)] == [0, 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layout: [["store.run0.keys.codes", "Tensor", [1, 2], ["layer0"]]],
+        lambda layout: layout[1:],
+        lambda layout: [[*part[:2], [-1, -1, *part[2][2:]], part[3]] for part in layout],
+        lambda layout: [[part[0], "int8", *part[2:]] for part in layout],
+        lambda layout: layout[::-1],
+        lambda layout: "pages",
+    ],
+)
+@pytest.mark.parametrize("which", [0, 2])
+def test_pages_of_another_layout(which, change, model, tmp_path):
+    """Their checksums are right."""
+    store, ids = PrefixStore(tmp_path, model, PLAIN), prompt(1, 100)
+    store.put(filled_with(model, ids), ids)
+    ends, pages = the(store)
+    page = sorted(pages, key=lambda path: int(path.name.split("-")[0]))[which]
+    about, tensors = prefix_files.read(page)
+    prefix_files.write(page, {"layout": json.dumps(change(json.loads(about["layout"])))}, tensors)
+    loaded, known = store.match(torch.cat([ids, ids], 1))
+    assert known in (0, 16 * which)
+    assert loaded.get_seq_length() == known
+    assert not ends[0].exists()
+    assert store.match(torch.cat([ids, ids], 1)).tokens == known
 
 
 # The bound, and what fails.

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hfkvq import KittyCache, MixedKVCache, TriAxialCache
-from hfkvq.caches import saved_file
+from hfkvq.caches import saved_file, transfer
 from hfkvq.caches.tags import parse_tag
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -150,6 +150,79 @@ def test_an_empty_cache(tmp_path):
         model(prompt(1, 40), past_key_values=loaded)
 
 
+def packed_alike(one, other):
+    """Whether two caches hold the same bits; those of the second in memory of its own, tensor by tensor."""
+    (numbers, own), (others, theirs) = one.packed(), other.packed()
+    held = {x.untyped_storage().data_ptr(): x for layer in other.compressed_layers for x in layer.store.state.tensors()}
+    assert all(x.untyped_storage().nbytes() <= x.nbytes for x in held.values())
+    same = all(torch.equal(x, theirs[name].to(x.device)) for name, x in own.items())
+    return same and numbers == others and own.keys() == theirs.keys()
+
+
+@pytest.mark.parametrize("name", ["best-3.4", "mixkvq", "triaxial", "arkv"])
+def test_tensors_that_are_read_in_many_parts(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "CHUNK", 100)
+    monkeypatch.setattr(transfer, "THREADS", 3)
+    model = build("llama")
+    if name == "triaxial":
+        cache = TriAxialCache(model, tagger=ByAge())
+        with torch.no_grad():
+            model(prompt(1, 150), past_key_values=cache)
+        options = {"tagger": ByAge()}
+    else:
+        (cache, _), options = filled(model, name, tokens=150, rows=2), {}
+    cache.save(tmp_path / "cache")
+    assert packed_alike(cache, type(cache).load(tmp_path / "cache", model, **options))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_file_that_is_replaced_while_it_is_opened(inference, file, tmp_path, monkeypatch):
+    """Header and bytes are those of one file."""
+    model, opened, opens = build("llama"), saved_file.safe_open, []
+    other, _ = filled(model, tokens=90)
+    other.save(tmp_path / "other")
+
+    def replacing(path, framework):
+        opens.append(path)
+        if len(opens) == 1:
+            (tmp_path / "other").replace(path)
+        return opened(path, framework=framework)
+
+    monkeypatch.setattr(saved_file, "safe_open", replacing)
+    with torch.inference_mode(inference):
+        assert packed_alike(other, MixedKVCache.load(file, model))
+    assert len(opens) == 2
+
+
+def test_a_file_that_is_cut_off_while_it_is_read(file, monkeypatch):
+    read = saved_file.SavedFile.read
+
+    def cut(self, name, reader, out=None):
+        file.write_bytes(file.read_bytes()[:2000])
+        return read(self, name, reader, out)
+
+    monkeypatch.setattr(saved_file.SavedFile, "read", cut)
+    with pytest.raises(ValueError, match=r"was cut off \(it ends too early\)"):
+        MixedKVCache.load(file, build("llama"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_to_a_gpu_and_back(file, tmp_path, monkeypatch):
+    """Through staging memory that is used many times over; from another stream, too."""
+    monkeypatch.setattr(transfer, "CHUNK", 1000)
+    model = build("llama")
+    cache = MixedKVCache.load(file, model)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            loaded = MixedKVCache.load(file, model, device="cuda")
+            assert loaded.compressed_layers[0].held().device.type == "cuda"
+            assert not loaded.saved_ids.is_cuda
+            assert packed_alike(cache, loaded)
+            loaded.save(tmp_path / "again", loaded.saved_ids)
+            assert packed_alike(cache, MixedKVCache.load(tmp_path / "again", model))
+
+
 # What is refused.
 
 
@@ -186,7 +259,7 @@ def _rewritten(file, change):
     head, description = json.loads(metadata["hfkvq"]), json.loads(metadata["description"])
     change(head, description, tensors)
     text = json.dumps(description)
-    head["sha256"] = saved_file.checksum(text, tensors)
+    head["sha256"] = saved_file.checksum(text, {name: saved_file.digest_of(name, x) for name, x in tensors.items()})
     save_file(tensors, file, metadata={"hfkvq": json.dumps(head), "description": text})
 
 

@@ -191,7 +191,8 @@ def test_another_cache_of_the_same_shape_takes_the_same_graph():
 
 
 # Of a scheme that evicts, chunks are compiled in `test_compiled_chunks_as_short_as_a_step`, too.
-@pytest.mark.parametrize("name", ["kitty", pytest.param("arkv", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kitty", "arkv"])
 def test_chunked_prompts_under_compilation(name):
     """generate compiles the chunks too: an operation of its own takes them, and allocates at the first."""
     model, ids = build("llama", num_hidden_layers=1), prompt(2, 41)
@@ -617,15 +618,15 @@ def test_a_step_that_fails_counts_its_tokens_once(monkeypatch):
 
     model = build("llama")
     cache = MixedKVCache(model, FULL, max_cache_len=80)
-    attend = step.decode_attention
+    attend = step.store_attention
     with torch.no_grad():
         model(prompt(1, 30), past_key_values=cache)
 
         def fail(*args, **kwargs):
-            monkeypatch.setattr(step, "decode_attention", attend)
+            monkeypatch.setattr(step, "store_attention", attend)
             raise RuntimeError("no memory")
 
-        monkeypatch.setattr(step, "decode_attention", fail)
+        monkeypatch.setattr(step, "store_attention", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             model(prompt(1, 1), past_key_values=cache)
         layer = cache.layers[0]
