@@ -1,19 +1,22 @@
 """Many requests at once: Transformers' continuous batching, its own blocks beside compressed ones of as many bytes.
 
     PYTHONPATH=. python evals/serving.py [--shape qwen3-8b] [--layers N] [--blocks 512] [--requests 200]
-        [--loads all,16,1] [--schemes none,saw-int4] [--prompt 0] [--new 0] [--json FILE]
+        [--loads all,16,1] [--schemes none,saw-int4,kitty-pro] [--slots N] [--prompt 0] [--new 0] [--json FILE]
 
 A model of a real architecture with random weights. Requests have random prompts of mixed lengths (log-normal, median
 1,500, at most 8,192 tokens; answers median 150, at most 512), the same for all, or all of --prompt and --new tokens. A
 load is how many users there are, each of whom asks again when answered; "all" asks everything at once. Written are, for
 every scheme ("none" is the engine as it is) and load: seconds, new tokens a second, the time to a request's first token
-(from its arrival), and the most requests at a time. All of them hold blocks in the same number of bytes.
+(from its arrival), the most requests at a time, the most bits an element that they held, and the attention: the engine
+takes FlashAttention where there is one. All of them hold blocks in the same number of bytes. Of schemes that keep
+tokens in 16 bits, these include --slots windows, a request each.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import random
 import statistics
@@ -44,17 +47,21 @@ def lengths(count: int, prompt: int, new: int, seed: int = 0) -> list[tuple[int,
 
 
 class Watch:
-    """The most requests that an engine works on at a time."""
+    """The most requests that an engine works on at a time, and what an element takes then."""
 
-    def __init__(self, manager: Any) -> None:
-        self.manager, self.most, self._stop = manager, 0, threading.Event()
+    def __init__(self, manager: Any, handle: serving.Serving | None) -> None:
+        self.manager, self.handle, self.most, self.bits = manager, handle, 0, 16.0
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         while not self._stop.wait(0.02):
             processor = self.manager.batch_processor
-            if processor is not None:
-                self.most = max(self.most, len(processor.scheduler.active_requests))
+            if processor is None:
+                continue
+            now = len(processor.scheduler.active_requests)
+            if now > self.most:
+                self.most, self.bits = now, self.bits if self.handle is None else self.handle.usage().bits
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -66,7 +73,11 @@ class Watch:
 
 
 def run(
-    model: Any, config: ContinuousBatchingConfig, requests: list[tuple[list[int], int]], users: int
+    model: Any,
+    config: ContinuousBatchingConfig,
+    requests: list[tuple[list[int], int]],
+    users: int,
+    handle: serving.Serving | None = None,
 ) -> dict[str, Any]:
     """Answers all requests, so many at a time."""
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=MOST_NEW)
@@ -75,8 +86,9 @@ def run(
         model.continuous_batching_context_manager(
             generation_config=generation, continuous_batching_config=config
         ) as manager,
-        Watch(manager) as watch,
+        Watch(manager, handle) as watch,
     ):
+        attention = model.config._attn_implementation
 
         def ask() -> None:
             number, (ids, new) = waiting.pop(0)
@@ -106,20 +118,23 @@ def run(
         "new_tokens": new,
         "first_token_s": {"p50": statistics.median(first), "p90": first[int(len(first) * 0.9)]},
         "most_at_a_time": watch.most,
+        "attention": attention,
+        "bits": watch.bits,
     }
 
 
 @contextlib.contextmanager
-def cache_of(model: Any, scheme: str) -> Iterator[None]:
+def cache_of(model: Any, scheme: str, slots: int | None) -> Iterator[serving.Serving | None]:
     """The engine's own blocks, or those of a scheme."""
-    with contextlib.nullcontext() if scheme == "none" else serving.enable(model, scheme):
-        yield
+    with contextlib.nullcontext() if scheme == "none" else serving.enable(model, scheme, requests=slots) as handle:
+        yield handle
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All schemes under all loads."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = get_config(args.shape, args.layers)
+    faulthandler.dump_traceback_later(args.tell, repeat=True)
     model = build(config, device, torch.bfloat16 if device.type == "cuda" else torch.float32, seed=0)
     model.generation_config.eos_token_id = None
     rng = random.Random(1)
@@ -127,14 +142,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ([rng.randrange(10, config.vocab_size) for _ in range(prompt)], new)
         for prompt, new in lengths(args.requests, args.prompt, args.new)
     ]
-    rows = []
+    rows, warm = [], set[str]()
     for load in args.loads.split(","):
         for scheme in args.schemes.split(","):
             settings = ContinuousBatchingConfig(
                 num_blocks=args.blocks, max_batch_tokens=args.batch_tokens, allow_block_sharing=False
             )
-            with cache_of(model, scheme):
-                found = run(model, settings, asked, len(asked) if load == "all" else int(load))
+            if scheme == "none":
+                settings.max_blocks_per_request = -(-(MOST_PROMPT + MOST_NEW) // settings.page_size)
+            with cache_of(model, scheme, args.slots) as handle:
+                if scheme not in warm:
+                    # Kernels are compiled or loaded, at sizes of prompts and of steps.
+                    run(model, settings, [(ids, 8) for ids, _ in asked[:4]], 4, handle)
+                    warm.add(scheme)
+                found = run(model, settings, asked, len(asked) if load == "all" else int(load), handle)
             rows.append({"scheme": scheme, "load": load, **found})
             print(json.dumps(rows[-1]), flush=True)
     return {
@@ -157,9 +178,11 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--loads", default="all,16,1")
-    parser.add_argument("--schemes", default="none,saw-int4")
+    parser.add_argument("--schemes", default="none,saw-int4,kitty-pro")
+    parser.add_argument("--slots", type=int, help="most requests at a time; as many as there is memory for with 4,096")
     parser.add_argument("--prompt", type=int, default=0)
     parser.add_argument("--new", type=int, default=0)
+    parser.add_argument("--tell", type=int, default=600, help="seconds after which all stacks are printed")
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -15,13 +15,17 @@ app = typer.Typer()
 def serve(
     model: ChatModel = None,
     scheme: Annotated[
-        str, typer.Option(help="saw-int4, saw-int4-kv, int4 or full, also with knobs: saw-int4:signs=7.")
+        str, typer.Option(help="saw-int4, kitty-pro, best-2.5, kivi-2..., also with knobs: saw-int4:signs=7.")
     ] = "saw-int4",
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     num_blocks: Annotated[
         int | None,
         typer.Option(min=1, help=r"Memory for the cache, in the engine's blocks of 16 bits. \[default: what is free]"),
+    ] = None,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Requests at a time; the others wait. \[default: what there is memory for]"),
     ] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.")] = None,
     max_memory_percent: Annotated[
@@ -56,7 +60,7 @@ def serve(
     try:
         from hfkvq.serving.server import Server
 
-        server = Server(found, name, preset.scheme, where, kind, host=host, port=port, **options)
+        server = Server(found, name, preset.scheme, where, kind, host=host, port=port, requests=max_requests, **options)
     except ImportError as error:
         fail(f"serve: {error}. It needs Transformers 5.19 or newer and `pip install hfkvq[serve]`.")
     except (OSError, ValueError) as error:

@@ -20,24 +20,31 @@ openai = pytest.importorskip("openai")
 QUESTION = [{"role": "user", "content": "Compute 12 + 7. Then add 5."}]
 
 
+def free_port():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 @pytest.fixture(scope="module")
 def server():
     from hfkvq.serving.server import Server
 
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     server = Server(
-        find_model(None), "reference", get_scheme("saw-int4"), torch.device("cpu"), torch.float32, port=port,
+        find_model(None), "reference", get_scheme("saw-int4"), torch.device("cpu"), torch.float32, port=free_port(),
         cb_num_blocks=8, cb_max_batch_tokens=512,
     )  # fmt: skip
     yield server
     server.close()
 
 
+def client_of(server):
+    return openai.OpenAI(base_url=server.url, api_key="none", timeout=60, max_retries=5)
+
+
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=server.url, api_key="none", timeout=60, max_retries=5)
+    return client_of(server)
 
 
 def ask(client, stream=False, messages=QUESTION):
@@ -61,6 +68,32 @@ def test_answers_whole_and_streamed(server, client):
     # Heads of 128: 4 bits, and a scale and a zero of 16 each.
     assert found["hfkvq_bits"] == 4.25
     assert 0 <= found["hfkvq_bytes"] <= found["hfkvq_room"]
+
+
+def test_tokens_that_wait_in_16_bits():
+    """More at once than there are windows: every one is answered, and nothing is held then."""
+    from hfkvq.serving.server import Server
+
+    server = Server(
+        find_model(None), "reference", get_scheme("kitty-pro"), torch.device("cpu"), torch.float32, port=free_port(),
+        requests=2, cb_num_blocks=8, cb_max_batch_tokens=512,
+    )  # fmt: skip
+    found = {}
+    try:
+        threads = [
+            threading.Thread(target=lambda n=n: found.setdefault(n, ask(client_of(server)).choices[0].message.content))
+            for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        held = metrics(server)
+    finally:
+        server.close()
+    assert len(set(found.values())) == 1
+    assert found[0]
+    assert held["hfkvq_requests"] == held["hfkvq_bytes"] == 0 < held["hfkvq_room"]
 
 
 def test_many_at_once(client):
@@ -97,7 +130,7 @@ def test_another_model_is_refused(client):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--scheme", "kitty-pro"], "keeps first or newest tokens whole"),
+        (["--scheme", "snapkv"], "forgets tokens"),
         (["--scheme", "saw-int5"], "saw-int5"),
         (["--model", "/no/such/folder"], "/no/such/folder"),
     ],

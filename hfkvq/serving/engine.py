@@ -21,6 +21,7 @@ try:
         FullAttentionCacheAllocator,
     )
     from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.requests import RequestState
 except ImportError as error:
     raise ImportError(
         "hfkvq.serving needs the continuous batching of Transformers 5.19 or newer; upgrade transformers."
@@ -29,7 +30,9 @@ except ImportError as error:
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.model_config import attention_shape, text_config
 
-from .pages import CompressedPages, pages_of, refusal
+from .pages import CompressedPages, has_windows, refusal
+from .slots import of_schemes
+from .windows import WindowedPages
 
 ATTENTION = "hfkvq_flash"
 """The attention's name: with "flash" in it the engine makes no masks and reserves nothing for them."""
@@ -70,9 +73,15 @@ AttentionInterface.register(ATTENTION, attend)
 class CompressedManager(ContinuousBatchingManager):
     """Transformers' manager, whose cache has pages of a scheme."""
 
-    def __init__(self, scheme: Scheme, **given: Any) -> None:
+    def __init__(self, scheme: Scheme, requests: int | None, **given: Any) -> None:
         self.scheme = scheme
+        # Whether this thread adds several requests at once, who shall not fail together.
+        self._several = threading.local()
         config = copy.deepcopy(given["continuous_batching_config"])
+        if config.max_requests_per_batch is None:
+            config.max_requests_per_batch = requests
+        self.schemes = schemes_of(given["model"].config, scheme)
+        self.asked = config.max_requests_per_batch
         page = scheme.layout(64, 64).store.runs[0][0].page_size
         if config.num_blocks is not None:
             # Blocks in 16 bits as the user counts them: the same bytes.
@@ -87,9 +96,16 @@ class CompressedManager(ContinuousBatchingManager):
         if blocks is None:
             # Without kernels all of a table would be read, however little is in it.
             blocks = min(MOST_BLOCKS, -(-(length or MOST_BLOCKS * config.page_size) // config.page_size)) if cuda else 0
-        own.max_blocks_per_request = blocks
+        # A request's slot of windows stands behind its blocks.
+        own.max_blocks_per_request = blocks + 1 if blocks and self.windowed else blocks
         steps = graphs[1] if isinstance(graphs, tuple) else graphs
         own.use_cuda_graph = (False, steps is not False and cuda)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether requests have windows beside their blocks."""
+        shape = attention_shape(self.model.config)
+        return shape is not None and any(has_windows(scheme, shape[2]) for scheme in self.schemes)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Sets our attention, and remembers what to set back."""
@@ -123,24 +139,51 @@ class CompressedManager(ContinuousBatchingManager):
             pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
             room = pages.num_blocks * pages.tokens_per_page
             if len(input_ids) + (new or 1) > room:
-                raise ValueError(
+                error = ValueError(
                     f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all "
                     "blocks hold no more; shorten it, or give the engine more num_blocks."
                 )
+                if request_id is None or not getattr(self._several, "now", False):
+                    raise error
+                names = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
+                for name in (*names, request_id):
+                    self.output_router.fail_and_deliver(RequestState(name, list(input_ids)), error)
+                return request_id
         return super().add_request(input_ids, request_id, max_new_tokens, *args, **kwargs)
 
+    def add_requests(self, *args: Any, **kwargs: Any) -> list[str]:
+        """Adds requests, as the engine's does; the result of one that no pool could ever hold is the reason."""
+        self._several.now = True
+        try:
+            return super().add_requests(*args, **kwargs)
+        finally:
+            self._several.now = False
+
     def _create_batch_processor(self) -> Any:
-        with _allocator(pages_of(self.scheme)):
+        if self.batch_processor is not None:
+            return super()._create_batch_processor()
+        config = self.continuous_batching_config
+        kind = WindowedPages if self.windowed else CompressedPages
+        own = {"schemes": self.schemes, "config": config} | ({"asked": self.asked} if self.windowed else {})
+        named: Any = type(kind.__name__, (kind,), own)
+        with _allocator(named):
             processor = super()._create_batch_processor()
         for pages in processor.cache.cache_allocators.values():
             assert isinstance(pages, CompressedPages)
-            # Given by the engine where the user gives none.
-            pages.reserve(self.continuous_batching_config.max_requests_per_batch or 1)
+            pages.settle(processor.cache)
             size = pages.num_blocks * pages.bytes_per_block / 2**20
             logger.info(
                 "%s: blocks for %d tokens in %.1f MiB, %.2f bits an element with every byte counted.",
                 self.scheme.name, pages.num_blocks * pages.tokens_per_page, size, pages.bits,
             )  # fmt: skip
+            if pages.window_room:
+                logger.info(
+                    "%s: windows of %d requests in %.1f MiB; prefixes are not shared, since what waits in 16 bits is a "
+                    "request's own.", self.scheme.name, config.max_requests_per_batch, pages.window_room / 2**20,
+                )  # fmt: skip
+        if self.model.device.type == "cuda":
+            # The engine fills its inputs on this stream and copies the first batch on another one, which does not wait.
+            torch.cuda.synchronize(self.model.device)
         return processor
 
 
@@ -173,9 +216,10 @@ class Usage(NamedTuple):
     Attributes:
         requests: that it works on.
         tokens: of these, prompts and answers.
-        bytes: of the blocks that they have, each counted once, and of those kept for prompts that come again.
-        room: bytes of all blocks.
-        bits: an element of keys and values, every byte of a page counted.
+        bytes: of the blocks that they have, each counted once, and of those kept for prompts that come again; and of
+            their windows.
+        room: bytes of all blocks and windows.
+        bits: an element of keys and values, every byte of a page counted; with windows every byte of what is held.
     """
 
     requests: int
@@ -191,11 +235,12 @@ class Serving:
     Attributes:
         model: the model.
         scheme: whose pages.
+        requests: at a time, where the engine's config says nothing.
         manager: the last that was made, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, scheme: Scheme) -> None:
-        self.model, self.scheme = model, scheme
+    def __init__(self, model: PreTrainedModel, scheme: Scheme, requests: int | None = None) -> None:
+        self.model, self.scheme, self.requests = model, scheme, requests
         self.manager: CompressedManager | None = None
         # Found before the class's: the engine's entry points are methods of the model.
         vars(model)["init_continuous_batching"] = self._init
@@ -203,6 +248,11 @@ class Serving:
     def disable(self) -> None:
         """Makes the model as it was. A manager that runs goes on until it is stopped."""
         vars(self.model).pop("init_continuous_batching", None)
+        manager = self.manager
+        # One that could not start was never stopped, which is when managers give attention back.
+        if manager is not None and not manager.is_running() and manager._original_attn_impl is not None:
+            self.model.set_attn_implementation(manager._original_attn_impl)
+            manager._original_attn_impl = None
 
     def __enter__(self) -> Serving:
         return self
@@ -222,9 +272,12 @@ class Serving:
         # The engine's thread goes on meanwhile.
         active = list(processor.scheduler.active_requests.values())
         blocks = {block for table in list(pages.block_table.values()) for block in list(table)}
-        held = len(blocks | set(pages.ledger.cached_blocks)) * pages.bytes_per_block
+        held = len(blocks | set(pages.ledger.cached_blocks)) * pages.bytes_per_block + pages.window_bytes
         tokens = sum(state.current_len() for state in active)
-        return Usage(len(active), tokens, held, pages.num_blocks * pages.bytes_per_block, pages.bits)
+        room = pages.num_blocks * pages.bytes_per_block + pages.window_room
+        elements = 2 * tokens * pages.num_key_value_heads * pages.head_dim * pages.pages_per_block
+        bits = 8 * held / elements if pages.window_room and tokens else pages.bits
+        return Usage(len(active), tokens, held, room, bits)
 
     @torch.no_grad()
     def _init(
@@ -248,12 +301,19 @@ class Serving:
             )
         self.manager = CompressedManager(
             self.scheme,
+            self.requests,
             model=model,
             generation_config=generation,
             continuous_batching_config=given,
             workload_hints=workload_hints,
         )
         return self.manager
+
+
+def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
+    """What each layer of a model takes."""
+    layers = text_config(config).num_hidden_layers
+    return tuple(scheme.in_layer(layer, layers) for layer in range(layers))
 
 
 def check(config: PreTrainedConfig, scheme: Scheme) -> None:
@@ -264,15 +324,19 @@ def check(config: PreTrainedConfig, scheme: Scheme) -> None:
             f"model: got {config.model_type!r} with layers of {', '.join(sorted(kinds))}, allowed models whose layers "
             "all have full attention of one shape; use Transformers' own blocks."
         )
-    reason = refusal(scheme, shape[2])
+    schemes = schemes_of(config, scheme)
+    reason = next((found for found in (refusal(own, shape[2]) for own in schemes) if found), None)
+    reason = reason or of_schemes(schemes, shape[2])
     if reason:
         raise ValueError(
-            f"scheme: got {scheme.name!r}, allowed schemes by token without windows (saw-int4, saw-int4-kv, int4, "
-            f"full): {reason}. MixedKVCache with generate takes every scheme."
+            f"scheme: got {scheme.name!r}, allowed schemes of one width a side that keep all tokens (saw-int4, "
+            f"kitty-pro, best-2.5, kivi-2, kvarn, mixkvq...): {reason}. MixedKVCache with generate takes every scheme."
         )
 
 
-def enable(model: PreTrainedModel, scheme: str | Scheme = "saw-int4", **knobs: Any) -> Serving:
+def enable(
+    model: PreTrainedModel, scheme: str | Scheme = "saw-int4", *, requests: int | None = None, **knobs: Any
+) -> Serving:
     """Continuous batching over compressed pages: `model.generate_batch` and all that rests on it.
 
         with hfkvq.serving.enable(model, "saw-int4"):
@@ -280,8 +344,11 @@ def enable(model: PreTrainedModel, scheme: str | Scheme = "saw-int4", **knobs: A
 
     Args:
         model: a causal language model; all layers have full attention.
-        scheme: a preset whose tokens are quantized one by one, without windows: ``saw-int4``, ``saw-int4-kv``,
-            ``int4``, ``full``.
+        scheme: a preset that keeps all tokens in one width a side: ``saw-int4``, ``kitty-pro``, ``best-2.5``,
+            ``kivi-2``, ``kvarn``, ``mixkvq``...
+        requests: most requests at a time, where ``max_requests_per_batch`` of the engine's config is None. Each has
+            room for the tokens that its scheme keeps in 16 bits, if it keeps any. None: as many as there is memory
+            for with 4,096 tokens each.
         knobs: of the scheme.
 
     Returns:
@@ -290,6 +357,8 @@ def enable(model: PreTrainedModel, scheme: str | Scheme = "saw-int4", **knobs: A
     Raises:
         ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason.
     """
+    if requests is not None and requests < 1:
+        raise ValueError(f"requests: got {requests}, allowed 1 or more, or None.")
     found = get_scheme(scheme, **knobs)
     check(model.config, found)
-    return Serving(model, found)
+    return Serving(model, found, requests)

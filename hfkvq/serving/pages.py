@@ -4,6 +4,7 @@ The engine keeps one tensor of bytes for all layers, gives blocks of it to reque
 batch reads and writes. Here a block's bytes are our page formats'. Tokens are quantized one by one, as schemes by
 token do, so a page depends on nothing but its own tokens: requests can share it, and a block that is not full needs
 nothing beside it. As in a cache of our own, a token is attended to before it is quantized, in its step or its chunk.
+Schemes whose tokens wait in 16 bits have `hfkvq.serving.windows`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from hfkvq.caches.dense import dense_attention
 from hfkvq.caches.store.pool import as_bytes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import hadamard, saturated
-from hfkvq.kernels.pages import SIDES, PageFormat, StoreFormat
+from hfkvq.kernels.pages import SIDES, PageFormat
 
 ALIGNED = 128
 """Bytes of a page are a multiple of this, so that a sector of the engine is one block."""
@@ -35,17 +36,19 @@ def refusal(scheme: Scheme, head_dim: int) -> str | None:
     """Why pages of a scheme cannot be the engine's, if they cannot."""
     if scheme.evicts:
         return "it forgets tokens, and the engine's blocks belong to tokens"
-    if getattr(scheme, "quantize_first", False):
+    if scheme.quantizes_first:
         return "it wants prompts to attend to what is stored (quantize_first), and here they attend to themselves whole"
+    if len(scheme.layout(head_dim, head_dim).keys.formats) > 1:
+        return "its tokens have several widths, and an engine's block is of one"
+    captured = scheme.limits(head_dim, head_dim).captured
+    return None if captured is None else f"steps run without the host here, and {captured}"
+
+
+def has_windows(scheme: Scheme, head_dim: int) -> bool:
+    """Whether tokens of a scheme wait in 16 bits, or its pages are sealed whole."""
     layout = scheme.layout(head_dim, head_dim)
     sides = (layout.keys, layout.values)
-    if layout.sink or any(side.local for side in sides):
-        return "it keeps first or newest tokens whole, for which the engine's blocks have no room"
-    if any(len(side.formats) > 1 for side in sides):
-        return "its tokens have several widths"
-    if any(side.formats[0].whole or side.clip < 1 for side in sides):
-        return "its pages are sealed whole, and open pages have no room in the engine's blocks"
-    return None
+    return bool(layout.sink) or any(side.local or side.unit > 1 or side.formats[0].whole for side in sides)
 
 
 def tensors_of(fmt: PageFormat, side: Any, heads: int, head_dim: int, dtype: torch.dtype) -> list[tuple[Any, Any, int]]:
@@ -53,8 +56,25 @@ def tensors_of(fmt: PageFormat, side: Any, heads: int, head_dim: int, dtype: tor
     found = []
     for shape, own in fmt.shapes(side, heads, head_dim).values():
         kind = own or dtype
-        found.append((shape, kind, torch.Size(shape).numel() * kind.itemsize))
+        # Whatever comes behind it can be read 16 bytes at a time.
+        found.append((shape, kind, -(-torch.Size(shape).numel() * kind.itemsize // 16) * 16))
     return found
+
+
+def typed(data: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+    """A tensor that lies at the beginning of bytes."""
+    return data[: torch.Size(shape).numel() * kind.itemsize].view(kind).view(shape)
+
+
+def columns_of(starts_q: list[int], starts_k: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Of the requests of a batch that have new tokens: where these begin, and all, how many are new, how many held.
+
+    A request may have none: one whose last token is computed by the batch before, and is about to fork, or padding.
+    """
+    spans = zip(pairwise(starts_q), pairwise(starts_k), strict=False)
+    rows = [(q, k, end_q - q, end_k - k - (end_q - q)) for (q, end_q), (k, end_k) in spans if end_q > q]
+    first, all_first, new, held = (list(x) for x in zip(*rows, strict=True)) if rows else ([], [], [], [])
+    return first, all_first, new, held
 
 
 class Rows(NamedTuple):
@@ -83,17 +103,26 @@ class CompressedPages(FullAttentionCacheAllocator):
     """Blocks of one scheme's pages, for layers with full attention; `pages_of` gives it the scheme.
 
     Attributes:
-        form: the format of a page, keys and values.
+        schemes: of each layer.
+        config: the engine's.
+        forms: formats of pages, by layer.
     """
 
-    scheme: ClassVar[Scheme]
+    schemes: ClassVar[tuple[Scheme, ...]]
+    config: ClassVar[Any]
     supports_block_sharing = True
+    window_bytes = 0
+    """Bytes that requests hold beside their blocks."""
+    window_room = 0
+    """The most that they can."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Tokens of the indices that the engine makes: a block is as many as a page has, in every layer.
         self.block_physical_stride = self.tokens_per_page
-        self.form: StoreFormat = self.scheme.layout(self.head_dim, self.head_dim).store
+        own = zip(self.layer_indices, self.schemes, strict=True)
+        self.layouts = {layer: scheme.layout(self.head_dim, self.head_dim) for layer, scheme in own}
+        self.forms = {layer: layout.store for layer, layout in self.layouts.items()}
         self._parts: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._rows: Rows | None = None
 
@@ -101,14 +130,14 @@ class CompressedPages(FullAttentionCacheAllocator):
     def get_bytes_per_page(
         cls, num_key_value_heads: int, head_dim: int, cache_dtype: torch.dtype, page_size: int
     ) -> int:
-        """Bytes of a page of keys and values, every scale counted, and what alignment adds."""
-        formats = cls.scheme.layout(head_dim, head_dim).store.runs[0]
+        """Bytes of a page of keys and values, every scale counted, and what alignment adds: the mean of all layers."""
         sizes = [
             size
-            for fmt, side in zip(formats, SIDES, strict=True)
+            for scheme in cls.schemes
+            for fmt, side in zip(scheme.layout(head_dim, head_dim).store.runs[0], SIDES, strict=True)
             for *_, size in tensors_of(fmt, side, num_key_value_heads, head_dim, cache_dtype)
         ]
-        return -(-sum(sizes) // ALIGNED) * ALIGNED
+        return -(-sum(sizes) // (len(cls.schemes) * ALIGNED)) * ALIGNED
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
@@ -119,26 +148,25 @@ class CompressedPages(FullAttentionCacheAllocator):
         """
         self.bytes_per_sector = bytes_per_sector
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
-        blocks = cache_tensor.numel() // self.bytes_per_block
-        start, formats = 0, self.form.runs[0]
+        blocks, at = cache_tensor.numel() // self.bytes_per_block, 0
         for layer in self.layer_indices:
-            at, made = start, []
-            for fmt, side in zip(formats, SIDES, strict=True):
+            made = []
+            for fmt, side in zip(self.forms[layer].runs[0], SIDES, strict=True):
                 parts = []
                 for shape, kind, size in tensors_of(
                     fmt, side, self.num_key_value_heads, self.head_dim, self.cache_dtype
                 ):
-                    parts.append(cache_tensor[at : at + blocks * size].view(kind).view(blocks, *shape))
+                    parts.append(typed(cache_tensor[at:], (blocks, *shape), kind))
                     at += blocks * size
                 made.append(parts)
             self._parts[layer] = (made[0], made[1])
-            start += blocks * self.bytes_per_page
-        self.reserve(1)
+        self._tails: list[Tensor] = []
 
-    def reserve(self, requests: int) -> None:
-        """Makes room for so many requests' newest token, 16 bits each; before anything is recorded."""
-        shape = (requests, self.num_key_value_heads, TAIL, self.head_dim)
-        self._tails = [torch.zeros(shape, dtype=self.cache_dtype, device=self.cache_tensor.device) for _ in SIDES]
+    def settle(self, cache: Any) -> None:
+        """Makes ready what waits for the engine's cache to be there; before anything is recorded."""
+        # Room for every request's newest token, 16 bits each. The engine says how many where the user does not.
+        shape = (self.config.max_requests_per_batch or 1, self.num_key_value_heads, TAIL, self.head_dim)
+        self._tails = [torch.zeros(shape, dtype=self.cache_dtype, device=cache.device) for _ in SIDES]
 
     @property
     def bits(self) -> float:
@@ -172,10 +200,12 @@ class CompressedPages(FullAttentionCacheAllocator):
         if layer == self.layer_indices[0] or self._rows is None:
             self._rows = self._step_rows(given, query) if given["block_table"] is not None else self._batch_rows(given)
         rows = self._rows
-        arguments = AttentionArguments(scaling, softcap=given.get("softcap") or 0.0, sinks=given.get("s_aux"))
+        if rows is None:
+            return query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        arguments, form = arguments_of(scaling, given), self.forms[layer]
         stored = [
             saturated(hadamard(x.float(), rotation), x.dtype) if rotation else x
-            for x, rotation in ((key, self.form.rotate_keys), (value, self.form.rotate_values))
+            for x, rotation in ((key, form.rotate_keys), (value, form.rotate_values))
         ]
         if rows.lengths is None:
             # Every token is a request: rows of one token.
@@ -185,7 +215,7 @@ class CompressedPages(FullAttentionCacheAllocator):
             out = self._batch(layer, module, query, (key, value), stored, rows, arguments)
         # Keys and values go where their tokens' blocks are, and requests that pad the batch have none.
         count = rows.past.shape[0]
-        for parts, fmt, side, x in zip(self._parts[layer], self.form.runs[0], SIDES, stored, strict=True):
+        for parts, fmt, side, x in zip(self._parts[layer], form.runs[0], SIDES, stored, strict=True):
             source = x.expand(count, -1, -1, -1)
             kernels.seal(parts, rows.table, rows.past, rows.new, source, rows.columns, None, fmt, side)
         return out
@@ -200,29 +230,29 @@ class CompressedPages(FullAttentionCacheAllocator):
         table = given["block_table"][self.index].clamp(min=0)
         return Rows(table, past, new, index, torch.stack([torch.zeros_like(past), lengths, past, past]))
 
-    def _batch_rows(self, given: dict[str, Any]) -> Rows:
-        """Of a batch with prompts, or parts of them: asks the device once for the lengths."""
+    def _batch_rows(self, given: dict[str, Any]) -> Rows | None:
+        """Of a batch with prompts, or parts of them: asks the device once for the lengths. None without a token."""
         page, device = self.tokens_per_page, given["cu_seq_lens_q"].device
         starts_q, starts_k = (
             ends.tolist() for ends in (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type])
         )
-        news = [end - start for start, end in pairwise(starts_q)]
-        held = [end - start - new for start, end, new in zip(starts_k, starts_k[1:], news, strict=False)]
-        count = sum(new > 0 for new in news)
+        begin_q, begin_k, news, held = columns_of(starts_q, starts_k)
+        if not news:
+            return None
         # The engine lists each token's place, of all tokens if any request has some, else of the new ones.
         read = given["read_index"][self.index]
-        places, starts = (read, starts_k) if read.numel() else (given["write_index"][self.index], starts_q)
-        pages = [-(-(past + new) // page) for past, new in zip(held, news, strict=True)][:count]
+        places, starts = (read, begin_k) if read.numel() else (given["write_index"][self.index], begin_q)
+        pages = [-(-(past + new) // page) for past, new in zip(held, news, strict=True)]
         most, longest = max(pages), max(news)
         first = torch.tensor(
-            [[start + min(j, n - 1) * page for j in range(most)] for start, n in zip(starts, pages, strict=False)]
+            [[start + min(j, n - 1) * page for j in range(most)] for start, n in zip(starts, pages, strict=True)]
         )
         table = (places[first.to(device)] // page).to(torch.int32)
-        past, new, start = torch.tensor([held[:count], news[:count], starts_q[:count]], dtype=torch.int32).to(device)
+        past, new, start = torch.tensor([held, news, begin_q], dtype=torch.int32).to(device)
         index = start[:, None] + torch.arange(longest, dtype=torch.int32, device=device)
         index = torch.minimum(index, start[:, None] + new[:, None] - 1)
         counters = torch.stack([torch.zeros_like(past), past + new, past, past])
-        lengths = list(zip(held, news, strict=True))[:count]
+        lengths = list(zip(held, news, strict=True))
         steps = [i for i, (past_, new_) in enumerate(lengths) if past_ and new_ == 1]
         return Rows(table, past, new, index, counters, lengths, torch.tensor(steps).to(device) if steps else None)
 
@@ -237,7 +267,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         keys, values = self._parts[layer]
         return kernels.decode_attention(
             query, rows.counters, [sink, sink, *tails], [rows.table, *keys, *values], None, arguments.sinks,
-            arguments.scaling, arguments.softcap, self.form,
+            arguments.scaling, arguments.softcap, self.forms[layer],
         )  # fmt: skip
 
     def _batch(
@@ -274,15 +304,16 @@ class CompressedPages(FullAttentionCacheAllocator):
 
     def _dense(self, layer: int, at: int, table: Tensor, tokens: int) -> Tensor:
         """What a request's blocks hold, (1, H, tokens, D)."""
-        side, fmt = SIDES[at], self.form.runs[0][at]
+        side, form = SIDES[at], self.forms[layer]
+        fmt = form.runs[0][at]
         ids = table[: -(-tokens // self.tokens_per_page)].long()
         parts = [as_bytes(part)[ids].view(part.dtype) for part in self._parts[layer][at]]
         dense = kernels.dequantize_pages(parts, fmt, side, self.head_dim).float()
         dense = dense.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
-        rotation = self.form.rotate_values if at else self.form.rotate_keys
+        rotation = form.rotate_values if at else form.rotate_keys
         return saturated(hadamard(dense, rotation, back=True), self.cache_dtype)
 
 
-def pages_of(scheme: Scheme) -> type[CompressedPages]:
-    """The class of blocks that hold pages of a scheme."""
-    return type("CompressedPages", (CompressedPages,), {"scheme": scheme})
+def arguments_of(scaling: float, given: dict[str, Any]) -> AttentionArguments:
+    """What the engine gives an attention function, as kernels take it."""
+    return AttentionArguments(scaling, softcap=given.get("softcap") or 0.0, sinks=given.get("s_aux"))

@@ -31,6 +31,7 @@ class Server:
         *,
         host: str = "localhost",
         port: int = 8000,
+        requests: int | None = None,
         **options: Any,
     ) -> None:
         """Loads the model and starts the server.
@@ -43,6 +44,7 @@ class Server:
             dtype: None takes what `load_model` takes.
             host: to listen at.
             port: likewise.
+            requests: see `enable`.
             options: of Transformers' ``Serve``: cb_num_blocks, cb_max_batch_tokens, cb_max_memory_percent.
 
         Raises:
@@ -54,7 +56,7 @@ class Server:
 
         check(read_config(source), scheme)
         model, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
-        self.serving: Serving = enable(model, scheme)
+        self.serving: Serving = enable(model, scheme, requests=requests)
         self.url = f"http://{host}:{port}/v1"
         # It starts when all is in place: what is added to a server that runs may come too late.
         held = type("HeldServe", (Serve,), {"start_server": lambda _: None})

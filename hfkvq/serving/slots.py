@@ -1,0 +1,213 @@
+"""Slots: windows that requests of the engine have beside their blocks, for schemes whose tokens wait in 16 bits.
+
+A slot is a sink and a tail, keys and values, in every layer, and the statistics of queries where a scheme has some. It
+is a request's from its first block to the end, and lies in the engine's own bytes, which hold fewer blocks then. Its
+number comes to the device with the request's blocks: in a step as the last column of the engine's block table, else in
+the places of tokens, whose numbers are ours alone. Slot 0 belongs to rows that pad a batch.
+
+How many tokens are sealed follows from how many there are, so that nobody counts them. A block is taken when there are
+tokens to seal into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hfkvq.caches import Scheme
+from hfkvq.caches.row_states import WindowSizes, sealed_target
+
+from .pages import CompressedPages, typed
+
+MOST_SLOTS = 1024
+"""Slots, where the user does not say how many requests a batch has."""
+
+USUAL_TOKENS = 4096
+"""Of a request: where the user says nothing, there are as many slots as requests of this length have blocks."""
+
+
+class SlotPages(CompressedPages):
+    """Blocks of pages, and slots of windows.
+
+    Attributes:
+        sizes: of the windows, alike in all layers.
+        tails: slots of the tails of keys and of values.
+        observes: whether queries have statistics.
+        slots: of requests, by their id.
+    """
+
+    asked: ClassVar[int | None] = None
+    """How many requests a batch has, if the user says so."""
+
+    supports_block_sharing = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        sizes = {WindowSizes.of(layout) for layout in self.layouts.values()}
+        assert len(sizes) == 1, "see `refusal`"
+        self.sizes = sizes.pop()
+        # A token joins its tail before what is due leaves it.
+        (key_local, value_local), (key_unit, value_unit) = self.sizes.local, self.sizes.unit
+        self.tails = key_local + key_unit, value_local + value_unit
+        self.observes = any("query" in scheme.needs for scheme in self.schemes)
+        self.slots: dict[str, int] = {}
+        self._forks: list[tuple[int, int]] = []
+
+    # Memory.
+
+    def _window_shapes(self, slots: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Of a layer: sink keys, sink values, tail keys, tail values; sums and counts of queries, if there are any."""
+        heads, dim = self.num_key_value_heads, self.head_dim
+        lengths = (self.sizes.sink, self.sizes.sink, *self.tails)
+        found = [((slots, heads, length, dim), self.cache_dtype) for length in lengths]
+        if self.observes:
+            found += [((slots, heads, dim), torch.float64), ((heads, slots), torch.int32)]
+        return found
+
+    @staticmethod
+    def _bytes_of(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> list[int]:
+        return [-(-torch.Size(shape).numel() * kind.itemsize // 16) * 16 for shape, kind in shapes]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of a slot, in all layers."""
+        return len(self.layer_indices) * sum(self._bytes_of(self._window_shapes(1)))
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: Tensor, pool: Any
+    ) -> None:
+        """Takes the engine's bytes: slots at their end, and blocks before them."""
+        most = self.asked
+        if most is None:
+            usual = self.bytes_per_slot + -(-USUAL_TOKENS // self.tokens_per_page) * self.bytes_per_block
+            most = max(1, min(MOST_SLOTS, self.config.max_requests_per_batch or MOST_SLOTS, non_trash_bytes // usual))
+        # Slot 0 is nobody's, and every request needs a block.
+        fits = (non_trash_bytes - self.bytes_per_slot) // (self.bytes_per_slot + self.bytes_per_block)
+        if most > fits:
+            raise ValueError(
+                f"max_requests_per_batch: got {most}, allowed at most {max(fits, 0)}: with this scheme each request "
+                f"has windows of {self.bytes_per_slot / 2**20:.1f} MiB beside its blocks, and there are "
+                f"{non_trash_bytes / 2**20:.1f} MiB; allow fewer requests, or give the engine more num_blocks."
+            )
+        self.config.max_requests_per_batch, slots = most, most + 1
+        taken = -(-slots * self.bytes_per_slot // bytes_per_sector)
+        pool.num_sectors -= taken
+        pool.reset()
+        taken *= bytes_per_sector
+        blocks, rest = cache_tensor[:-taken], cache_tensor[-taken:]
+        super().register_cache_tensor(bytes_per_sector, non_trash_bytes - taken, blocks, pool)
+        self.window_room, self._free = taken, list(range(most, 0, -1))
+        shapes = self._window_shapes(slots)
+        at, self._windows, self._sums = 0, {}, {}
+        for layer in self.layer_indices:
+            found = []
+            for (shape, kind), size in zip(shapes, self._bytes_of(shapes), strict=True):
+                found.append(typed(rest[at:], shape, kind))
+                at += size
+            self._windows[layer], self._sums[layer] = found[:4], found[4:]
+        self._again = torch.zeros(slots, dtype=torch.int32, device=cache_tensor.device)
+
+    def settle(self, cache: Any) -> None:
+        """Tells the engine's cache what slots mean for it."""
+        cache.num_sectors = self.pool.num_sectors
+        # The last column of a block table is the slot's.
+        room = max(0, cache.max_blocks_per_request - 1) * self.tokens_per_page
+        cache.max_decode_fast_path_length = min(cache.max_decode_fast_path_length, room)
+        fork = cache.prepare_fork_request
+
+        def fork_as_slots_allow(state: Any, requests: list[str], copies: Any) -> list[str]:
+            return fork(state, requests[: len(self._free)], copies)
+
+        cache.prepare_fork_request = fork_as_slots_allow
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the slots that requests have."""
+        return len(self.slots) * self.bytes_per_slot
+
+    # Blocks and slots of requests.
+
+    def sealed(self, tokens: int, side: int) -> int:
+        """How many of so many tokens are sealed, of keys (0) or values (1)."""
+        return sealed_target(max(tokens - self.sizes.sink, 0), 0, self.sizes.local[side], self.sizes.unit[side])
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks of a request: for what is sealed, and one at least."""
+        return max(1, -(-max(self.sealed(tokens, side) for side in (0, 1)) // self.tokens_per_page))
+
+    def _compute_blocks_needed(self, allocated_blocks: int, past_length: int, query_length: int) -> int:
+        return max(0, self.blocks_for(past_length + query_length) - allocated_blocks)
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Blocks that a request needs for new tokens; more than there are while it has no slot and none is free."""
+        if request_id not in self.slots and not self._free:
+            return self.num_blocks + 1
+        return super().needs_new_blocks(request_id, past_length, query_length)
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        """Gives a request blocks, and with the first ones a slot."""
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+        if request_id not in self.slots:
+            self.slots[request_id] = self._free.pop()
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Takes a request's blocks and its slot back."""
+        super().free_blocks(request_id, no_cache)
+        slot = self.slots.pop(request_id, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        """Gives a fork blocks and a slot of its own, to which `copy_blocks` copies."""
+        copies = super().fork_blocks(source_request_id, dest_request_id, past_length)
+        self.slots[dest_request_id] = self._free.pop()
+        self._forks.append((self.slots[source_request_id], self.slots[dest_request_id]))
+        return copies
+
+    def copy_blocks(self, source_block_ids: list[int], dest_block_ids: list[int]) -> None:
+        """Copies blocks in all layers, and the slots of the forks that they are of."""
+        super().copy_blocks(source_block_ids, dest_block_ids)
+        source, dest = torch.tensor(self._forks, device=self._again.device).T
+        self._forks = []
+        self._again[dest] = self._again[source]
+        for layer in self.layer_indices:
+            for window in self._windows[layer]:
+                window[dest] = window[source]
+            for sums, counts in [self._sums[layer]] if self.observes else []:
+                sums[dest], counts[:, dest] = sums[source], counts[:, source]
+
+    # What batches are told: blocks and slots, in numbers that the engine hands on as they are.
+
+    def _places(self, request_id: str, first: int, last: int) -> list[int]:
+        """A number for each token: its page's block, as far as there is one, and the slot."""
+        blocks, page, slot, places = self.block_table[request_id], self.tokens_per_page, self.slots[request_id], []
+        for number in range(first // page, -(-last // page)):
+            place = blocks[min(number, len(blocks) - 1)] * len(self._again) + slot
+            places += [place] * (min(last, (number + 1) * page) - max(first, number * page))
+        return places
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """See `_places`."""
+        return self._places(request_id, 0, past_length + query_length)
+
+    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """See `_places`."""
+        return self._places(request_id, past_length, past_length + query_length)
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        """Fills a request's row of the table: blocks, and the slot last."""
+        blocks = self.block_table[request_id]
+        row = [*blocks, *[-1] * (len(block_table) - 1 - len(blocks)), self.slots[request_id]]
+        block_table.copy_(torch.tensor(row, dtype=block_table.dtype), non_blocking=True)
+
+
+def of_schemes(schemes: tuple[Scheme, ...], head_dim: int) -> str | None:
+    """Why layers with windows of these schemes cannot share slots, if they cannot."""
+    layouts = [scheme.layout(head_dim, head_dim) for scheme in schemes]
+    sizes = {WindowSizes.of(layout) for layout in layouts}
+    pages = {layout.keys.formats[0].page_size for layout in layouts}
+    return None if len(sizes) == len(pages) == 1 else "its layers have windows or pages of several sizes"

@@ -1,0 +1,275 @@
+"""Attention of schemes whose tokens wait in 16 bits, over the engine's blocks and each request's slot of windows.
+
+What is stored is what a `MixedKVCache` of the scheme stores, by the same code: prompts go through a `KVStore` over
+views of a request's blocks and slot, steps through the kernels of recorded steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hfkvq import kernels
+from hfkvq.caches.dense import dense_attention
+from hfkvq.caches.layers.plan import sealing_rules
+from hfkvq.caches.layers.queries import QueryStatistics
+from hfkvq.caches.row_states import RowState
+from hfkvq.caches.store import KVStore, StoreState
+from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import sealed_count
+from hfkvq.kernels.pages import SIDES, RunView
+from hfkvq.kernels.step import StepPlan, StepState, attend_and_seal
+from hfkvq.kernels.windows import tokens_due_by_row
+
+from .fresh import Fresh
+from .pages import arguments_of, columns_of
+from .slots import SlotPages
+
+
+class Steps(NamedTuple):
+    """Requests that have one token each, the same in all layers.
+
+    Attributes:
+        table: i32 (R, N), blocks of each request.
+        slot: i32 (R,).
+        counters: i32 (4, R), as `kernels.decode_attention` wants them.
+        new: i32 (2, R), keys and values that are sealed behind the step.
+        due: i32 (R * m,) for keys and values: the columns of `side_by_side` tails that are sealed.
+        again: whether the queries' statistics begin anew, since the step before has sealed keys or the request is new
+            to its slot; and whether it is new. i32 (2, R); anything without statistics.
+        weight: f32 (R, H, D), room for the means of queries; empty without statistics.
+        columns: i64 (R,), where the tokens stand in the batch; None for all in a row.
+    """
+
+    table: Tensor
+    slot: Tensor
+    counters: Tensor
+    new: Tensor
+    due: tuple[Tensor, Tensor]
+    again: Tensor
+    weight: Tensor
+    columns: Tensor | None = None
+
+
+class Prompt(NamedTuple):
+    """A request with several tokens behind those that it has.
+
+    Attributes:
+        own: its tokens in the batch.
+        past: those that it has.
+        slot: its windows.
+        table: i32 (1, N), its blocks.
+        counters: i32 (4, 1), as `KVStore` has them.
+        again: i32 (1,), whether the step before has sealed keys.
+    """
+
+    own: slice
+    past: int
+    slot: int
+    table: Tensor
+    counters: Tensor
+    again: Tensor
+
+
+class WindowedPages(SlotPages):
+    """Blocks of pages and slots of windows, which are attended to and written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._scheme_of = dict(zip(self.layer_indices, self.schemes, strict=True))
+        self._steps: Steps | None = None
+        self._prompts: list[Prompt] = []
+        self._fresh: Fresh | None = None
+        self._plans: dict[tuple[int, int, int], StepPlan] = {}
+        self._stores: dict[int, KVStore] = {}
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, given: dict[str, Any]
+    ) -> Tensor:
+        """See `CompressedPages.attend`."""
+        layer, arguments = module.layer_idx, arguments_of(scaling, given)
+        if layer == self.layer_indices[0]:
+            if given["block_table"] is not None:
+                self._prompts, self._fresh, self._steps = [], None, self._steps_of(given, query.shape[2])
+            else:
+                self._sort(given, query.shape[2])
+        steps = self._steps
+        if steps is not None and steps.columns is None:
+            # Every token is a request: rows of one token.
+            q, k, v = (x.transpose(0, 2) for x in (query, key, value))
+            return self._take_step(layer, q, k, v, steps, arguments).transpose(0, 2).transpose(1, 2)
+        out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        if steps is not None:
+            at = steps.columns
+            q, k, v = (x[:, :, at].transpose(0, 2) for x in (query, key, value))
+            out[0, at] = self._take_step(layer, q, k, v, steps, arguments)[:, :, 0]
+        if self._fresh is not None:
+            for own in self._fresh.own:
+                q, k, v = (x[:, :, own] for x in (query, key, value))
+                out[:, own] = dense_attention(module, q, k, v, arguments)[0]
+            self._store_fresh(layer, query, (key, value), self._fresh)
+        for prompt in self._prompts:
+            q, k, v = (x[:, :, prompt.own] for x in (query, key, value))
+            out[:, prompt.own] = self._take_prompt(layer, module, q, k, v, prompt, arguments)
+        return out
+
+    def _steps_of(self, given: dict[str, Any], count: int) -> Steps:
+        """A batch in which every request has one token; asks nobody, so that a graph can hold it."""
+        ends = given["cu_seq_lens_k"][self.layer_type][: count + 1]
+        table = given["block_table"][self.index].clamp(min=0)
+        # Rows that pad the batch have no tokens; those of slot 0 may be anything.
+        past = (ends[1:] - ends[:-1] - 1).clamp(min=0).to(torch.int32)
+        return self._made(table[:, :-1].contiguous(), table[:, -1].contiguous(), past)
+
+    def _made(self, table: Tensor, slot: Tensor, past: Tensor, columns: Tensor | None = None) -> Steps:
+        """Steps of requests with ``past`` tokens, i32 (R,)."""
+        sink, heads, places, before, new = self.sizes.sink, self.num_key_value_heads, [], [], []
+        for length, local, unit in zip(self.tails, self.sizes.local, self.sizes.unit, strict=True):
+            had = tokens_due_by_row((past - sink).clamp(min=0), torch.zeros_like(past), local, unit)
+            before.append(had)
+            new.append(tokens_due_by_row((past + 1 - sink).clamp(min=0), had, local, unit))
+            oldest = had[:, None] + torch.arange(unit, dtype=torch.int32, device=past.device)
+            places.append((oldest % length + slot[:, None] * (heads * length)).flatten())
+        again, weight = past, torch.empty(0, device=past.device)
+        if self.observes:
+            again, weight = self._begin_anew(slot, new[0] > 0), weight.new_empty(len(slot), heads, self.head_dim)
+            # Of the request that had the slot before.
+            fresh = (past == 0).to(again.dtype)
+            again = torch.stack([torch.maximum(again, fresh), fresh])
+        counters = torch.stack([torch.zeros_like(past), past + 1, *before])
+        return Steps(table, slot, counters, torch.stack(new), (places[0], places[1]), again, weight, columns)
+
+    def _begin_anew(self, slot: Tensor, sealed: Tensor | int) -> Tensor:
+        """Whether statistics of slots begin anew now (i32), and notes whether the next step's do."""
+        at = slot.long()
+        again = self._again[at]
+        self._again[at] = sealed.int() if isinstance(sealed, Tensor) else sealed
+        return again
+
+    def _sort(self, given: dict[str, Any], tokens: int) -> None:
+        """Of a batch with prompts, or parts of them: asks the device for lengths and slots."""
+        page, slots, device = self.tokens_per_page, len(self._again), self._again.device
+        starts, starts_k = (ends.tolist() for ends in (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type]))
+        starts, starts_k, news, pasts = columns_of(starts, starts_k)
+        self._fresh, self._prompts, self._steps = None, [], None
+        if not news:
+            return
+        # The engine lists each token's place, of all tokens if any request has some, else of the new ones.
+        read = given["read_index"][self.index]
+        places, first = (read, starts_k) if read.numel() else (given["write_index"][self.index], starts)
+        blocks = [self.blocks_for(past + new) for past, new in zip(pasts, news, strict=True)]
+        # Few widths, each of which has plans of its own.
+        width = 1 << (max(blocks) - 1).bit_length()
+        wanted = [
+            [start + min(j, count - 1) * page for j in range(width)] for start, count in zip(first, blocks, strict=True)
+        ]
+        found = places[torch.tensor(wanted).to(device)]
+        table, slot = (found // slots).to(torch.int32), (found[:, 0] % slots).to(torch.int32)
+        first = [row for row, past in enumerate(pasts) if not past]
+        alone = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new == 1]
+        later = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new > 1]
+        again = self._begin_anew(slot[first + later], 0)[len(first) :] if self.observes else slot[later]
+        own = [slice(start, start + new) for start, new in zip(starts, news, strict=True)]
+        if first:
+            sealed = [(self.sealed(news[row], 0), self.sealed(news[row], 1)) for row in first]
+            sizes = self.sizes.sink, self.sizes.sink, *self.tails
+            self._fresh = Fresh.of(
+                [own[row] for row in first], sealed, slot[first], table[first], sizes, self.sizes.sink, tokens
+            )
+        numbers = slot.tolist() if later else []
+        had = torch.tensor([[0, x, self.sealed(x, 0), self.sealed(x, 1)] for x in pasts], dtype=torch.int32).to(device)
+        self._prompts = [
+            Prompt(
+                own[row], pasts[row], numbers[row], table[row : row + 1, : blocks[row]], had[row, :, None],
+                again[i : i + 1],
+            )
+            for i, row in enumerate(later)
+        ]  # fmt: skip
+        if alone:
+            past, columns = torch.tensor([[x[row] for row in alone] for x in (pasts, starts)]).to(device)
+            self._steps = self._made(table[alone], slot[alone], past.to(torch.int32), columns)
+
+    def _take_step(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, steps: Steps, arguments: AttentionArguments
+    ) -> Tensor:
+        """A step of requests, (R, Hq, 1, D): their tokens join the tails, attend, and what is due is sealed."""
+        (keys, values), windows, sums = self._parts[layer], self._windows[layer], self._sums[layer]
+        plan = self._plan(layer, *steps.table.shape)
+        kernels.append(key, value, steps.counters, windows, plan.format, steps.slot)
+        none, again = steps.weight, steps.again[int(plan.query == "total")] if sums else steps.again
+        state = StepState(
+            steps.counters, windows, [RunView(steps.table, None, keys, values)], steps.new, again, steps.due,
+            flag=none, sums=sums[0] if sums else none, counts=sums[1] if sums else none, weight=steps.weight,
+            query=none, rows=steps.slot,
+        )  # fmt: skip
+        return attend_and_seal(query, query, 1, arguments, state, plan)
+
+    def _plan(self, layer: int, rows: int, blocks: int) -> StepPlan:
+        """What steps of so many requests do."""
+        plan = self._plans.get((layer, rows, blocks))
+        if plan is None:
+            layout, dim = self.layouts[layer], self.head_dim
+            rule, query = sealing_rules(self._scheme_of[layer], layout, dim)
+            plan = StepPlan(
+                layout.store.spec, rows, self.num_key_value_heads, dim, dim, str(self.cache_dtype), (blocks,),
+                self.tails, self.sizes.local, self.sizes.unit, 0, rule, query,
+                balance=(layout.keys.balance, layout.values.balance),
+            )  # fmt: skip
+            self._plans[layer, rows, blocks] = plan
+        return plan
+
+    def _take_prompt(
+        self,
+        layer: int,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prompt: Prompt,
+        arguments: AttentionArguments,
+    ) -> Tensor:
+        """Attention of a request's tokens, (1, n, Hq, D), over what it has, dequantized, and themselves."""
+        store, sides = self._store(layer, prompt), (key, value)
+        sides = [torch.cat([store.dense(SIDES[at], prompt.past), x], 2) for at, x in enumerate(sides)]
+        out = dense_attention(module, query, sides[0], sides[1], arguments)[0]
+        scheme, own = self._scheme_of[layer], store.layout.keys
+        if "query" not in scheme.needs:
+            store.extend(key, value)
+            return out
+        queries, (sums, counts) = QueryStatistics("signs" in scheme.needs, "history" in scheme.needs), self._sums[layer]
+        at, begun = slice(prompt.slot, prompt.slot + 1), prompt.again > 0
+        if "history" not in scheme.needs:
+            sums[at], counts[:, at] = sums[at].masked_fill(begun, 0.0), counts[:, at].masked_fill(begun, 0)
+        queries.sums, queries.counts = sums[at].clone(), counts[:, at].clone()
+        queries.observe(query, query.shape[2], self.num_key_value_heads, None, own.local + own.unit)
+        before = sealed_count(store.counters, "keys")
+        store.extend(key, value, q_abs=queries.mean())
+        queries.forget_sealed(store, before)
+        sums[at], counts[:, at] = queries.sums, queries.counts
+        return out
+
+    def _store_fresh(self, layer: int, query: Tensor, tokens: tuple[Tensor, Tensor], fresh: Fresh) -> None:
+        """Stores the first tokens of requests."""
+        scheme, layout, mean = self._scheme_of[layer], self.layouts[layer], None
+        if "query" in scheme.needs:
+            mean, held, shown = fresh.observe(query, self.num_key_value_heads, scheme)
+            sums, counts = self._sums[layer]
+            sums[fresh.slot], counts[:, fresh.slot] = held, shown.expand(len(counts), -1)
+        fresh.store(tokens, self._parts[layer], self._windows[layer], layout, scheme, mean)
+
+    def _store(self, layer: int, prompt: Prompt) -> KVStore:
+        """A request's windows and blocks of a layer as a store of one row."""
+        windows = [window[prompt.slot : prompt.slot + 1] for window in self._windows[layer]]
+        store = self._stores.get(layer)
+        if store is None:
+            like = windows[2][:, :, :1]
+            store = self._stores[layer] = KVStore(self.layouts[layer], self._scheme_of[layer], like, like)
+        past, (keys, values) = prompt.past, self._parts[layer]
+        row = RowState(past, self.sealed(past, 0), self.sealed(past, 1))
+        store.state = StoreState(
+            store.format, self.sizes, prompt.counters.clone(), store.dropped, tuple(windows),
+            (RunView(prompt.table, None, keys, values),), frozenset({row}),
+        )  # fmt: skip
+        return store

@@ -1,0 +1,415 @@
+"""Continuous batching of schemes whose tokens wait in 16 bits: what a cache stores, in blocks and slots."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
+
+from hfkvq import MixedKVCache, get_scheme
+from hfkvq.kernels import use_interpreter
+from tests.test_serving import generation, model, prompts, serving, settings
+
+__all__ = ["model"]
+
+RequestState = pytest.importorskip("transformers.generation.continuous_batching.requests").RequestState
+
+SMALL = {
+    "kitty-pro": {"page_size": 32, "sink_length": 8, "local_length": 32},
+    "best-2.5": {"page_size": 32, "sink_length": 8, "local_length": 32, "key_local_length": 16},
+    "best-3.4": {"page_size": 32, "group_size": 16, "sink_length": 8, "local_length": 32, "key_local_length": 16},
+    "best-4.3": {"page_size": 32, "sink_length": 8, "local_length": 16},
+    "kivi-2": {"local_length": 32, "group_size": 16},
+    "kvarn": {"page_size": 32, "sink_length": 16},
+    "mixkvq": {"page_size": 32, "sink_length": 8, "accumulate": True},
+}
+"""Pages and windows that a short prompt fills, by preset."""
+
+EXACT = {**SMALL["kivi-2"], "sink_length": 8, "exact_keys": 4}
+"""Keys that queries choose, signs and all."""
+
+
+def small(name):
+    return get_scheme("kivi-2", **EXACT) if name == "exact" else get_scheme(name, **SMALL[name])
+
+
+def by_generate(model, ids, scheme, new, chunk=None):
+    cache = MixedKVCache(model, scheme)
+    out = model.generate(
+        torch.tensor([ids], device=model.device), generation_config=generation(max_new_tokens=new),
+        past_key_values=cache, prefill_chunk_size=chunk,
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist(), cache
+
+
+def pages_in(manager):
+    return manager.batch_processor.cache.cache_allocators["full_attention"]
+
+
+def check_all_is_back(pages):
+    """No block and no slot is lost, or anybody's twice."""
+    assert pages.slots == pages.block_table == {}
+    assert sorted(pages._free) == list(range(1, pages.config.max_requests_per_batch + 1))
+    assert pages.pool.count_free_blocks(0) + pages.pool.num_free_sectors == pages.num_blocks
+    assert pages.window_bytes == 0
+
+
+def serve(model, scheme, inputs, new, padded=False, **given):
+    """Tokens, after a look at whether everything has come back; batches ``padded`` and warmed up as graphs want it."""
+    with serving.enable(model, scheme):
+        manager = model.init_continuous_batching(
+            generation(max_new_tokens=new), settings(**{"num_blocks": 24, "max_requests_per_batch": 8} | given)
+        )
+        manager.batch_processor = manager._create_batch_processor()
+        manager.batch_processor.model_runner.pad_inputs |= padded
+        manager.warmup()
+        manager.start()
+        pages = pages_in(manager)
+        try:
+            for number, ids in enumerate(inputs):
+                manager.add_request(ids, request_id=str(number), max_new_tokens=new)
+            found = {}
+            while len(found) < len(inputs):
+                result = manager.get_result(timeout=60)
+                assert result is not None
+                assert result.error is None
+                found[int(result.request_id)] = result.generated_tokens
+        finally:
+            manager.stop(block=True)
+        check_all_is_back(pages)
+    manager.switch_to_cb_friendly_attn(model)
+    model.set_attn_implementation("sdpa")
+    return [found[number] for number in range(len(inputs))]
+
+
+# One whose queries have a say and whose layers differ, one that seals values one by one, and factors; the others are
+# the same code.
+NOW = {"best-3.4", "kivi-2", "kvarn"}
+NAMES = [pytest.param(name, marks=[] if name in NOW else [pytest.mark.slow]) for name in [*SMALL, "exact"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_generate(model, name):
+    """By block tables and among prompts, through seals of both sides."""
+    inputs, scheme = prompts(75, 5, 40, 130, 1), small(name)
+    expected = [by_generate(model, ids, scheme, 40)[0] for ids in inputs]
+    assert serve(model, scheme, inputs, 40, max_blocks_per_request=8) == expected
+    # A batch of 80 tokens has prompts in pieces among steps of others.
+    assert serve(model, scheme, inputs, 40, max_batch_tokens=240) == expected
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("kitty-pro", 8), ("best-3.4", 8), ("mixkvq", 0), ("exact", 8)])
+def test_what_is_stored_is_what_a_cache_stores(model, name, blocks, monkeypatch):
+    """Pages bit for bit, windows, and statistics of queries, of a prompt in pieces and steps behind it."""
+    ids, scheme, held = prompts(150)[0], small(name), {}
+
+    def free(pages, request, no_cache=False):
+        slot, table = pages.slots.get(request), torch.tensor(pages.block_table.get(request, []))
+        for layer in pages.layer_indices if slot else []:
+            sums = [x.clone() for x in pages._sums[layer]]
+            again = bool(pages._again[slot])
+            parts = [part[table] for side in pages._parts[layer] for part in side]
+            held[layer] = parts, [x[slot].clone() for x in pages._windows[layer]], sums, again, slot
+        real(pages, request, no_cache)
+
+    real = serving.windows.WindowedPages.free_blocks
+    monkeypatch.setattr(serving.windows.WindowedPages, "free_blocks", free)
+    given = {"max_batch_tokens": 37, "max_blocks_per_request": blocks}
+    (tokens,) = serve(model, scheme, [ids], 50, **given)
+    expected, cache = by_generate(model, ids, scheme, 50, 37)
+    assert tokens == expected
+    for layer, (parts, windows, sums, again, slot) in held.items():
+        state, queries = cache.layers[layer].store.state, cache.layers[layer].queries
+        _, length, keys, values = state.counters[:, 0].tolist()
+        run, page = state.runs[0], state.format.runs[0][0].page_size
+        full = [keys // page] * len(run.keys) + [values // page] * len(run.values)
+        assert min(full) > 1
+        for part, other, count in zip(parts, (*run.keys, *run.values), full, strict=True):
+            mine, theirs = part[:count], other[run.table[0, :count].long()]
+            # What stays whole has rounded differently in another order of sums.
+            close = (mine - theirs).abs() < 1e-5 if part.dtype == torch.float32 else mine == theirs
+            assert close.all()
+        for side, sealed in enumerate((keys, values)):
+            torch.testing.assert_close(windows[side], state.windows[side][0])
+            mine, theirs = windows[2 + side], state.windows[2 + side][0]
+            waits = torch.arange(sealed, length - state.format.sink)
+            torch.testing.assert_close(mine[:, waits % mine.shape[1]], theirs[:, waits % theirs.shape[1]])
+        if queries is not None:
+            kept = not again or queries.always
+            assert torch.equal(sums[1][:, slot] * kept, queries.counts[:, 0])
+            torch.testing.assert_close(sums[0][slot] * kept, queries.sums[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kitty-pro", "best-3.4"])
+def test_batches_that_are_padded(model, name, caplog):
+    """Rows that nobody has go to nobody's slot, and warming up leaves nothing behind."""
+    inputs, scheme = prompts(75, 5, 40), small(name)
+    expected = [by_generate(model, ids, scheme, 40)[0] for ids in inputs]
+    padding = {"q_padding_interval_size": 64, "kv_padding_interval_size": 256}
+    with caplog.at_level("INFO", "ContinuousBatchingLogger"):
+        assert serve(model, scheme, inputs, 40, padded=True, max_blocks_per_request=8, **padding) == expected
+    assert "Warmup completed" in caplog.text
+    assert "Failed to warm up" not in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+@pytest.mark.parametrize("name", ["best-3.4", "kivi-2"])
+def test_kernels_take_the_slots(model, name):
+    """Triton's, interpreted."""
+    pytest.importorskip("triton")
+    inputs, scheme = prompts(70, 9), small(name)
+    expected = [by_generate(model, ids, scheme, 4)[0] for ids in inputs]
+    with use_interpreter():
+        assert serve(model, scheme, inputs, 4, max_blocks_per_request=4) == expected
+
+
+def test_requests_wait_for_a_slot(model):
+    """Of twelve, three at a time; and for a block, of which there are too few for those."""
+    inputs, scheme = prompts(*[60 + number for number in range(12)]), small("kitty-pro")
+    expected = [by_generate(model, ids, scheme, 20)[0] for ids in inputs]
+    assert serve(model, scheme, inputs, 20, max_requests_per_batch=3) == expected
+
+
+def test_a_pool_that_is_too_small_for_all_at_once(model, monkeypatch):
+    """Requests that outgrow the blocks together give theirs back, slots too, and come again."""
+    scheme, again, real = small("kitty-pro"), [], RequestState.create_equivalent_initial_request
+    monkeypatch.setattr(
+        RequestState, "create_equivalent_initial_request", lambda state: again.append(state) or real(state)
+    )
+    with serving.enable(model, scheme):
+        given = {"num_blocks": 1, "page_size": 256, "max_requests_per_batch": 3}
+        manager = model.init_continuous_batching(generation(), settings(**given))
+        pages = manager._create_batch_processor().cache.cache_allocators["full_attention"]
+    manager.switch_to_cb_friendly_attn(model)
+    model.set_attn_implementation("sdpa")
+    blocks = pages.num_blocks
+    # A prompt has room for its first piece beside another, not for the rest.
+    lengths = [blocks // 2 * 32 + 60 + number for number in range(3)]
+    found = serve(model, scheme, prompts(*lengths), 60, max_blocks_per_request=64, **given)
+    assert [len(tokens) for tokens in found] == [60] * 3
+    assert again
+
+
+def test_requests_that_go_lose_nothing(model):
+    """One that is cancelled while it waits, one among its steps, and one that is answered; then a new one."""
+    scheme, inputs = small("best-2.5"), prompts(100, 60, 80, 90)
+    expected = [by_generate(model, ids, scheme, 30)[0] for ids in inputs]
+    with (
+        serving.enable(model, scheme) as handle,
+        model.continuous_batching_context_manager(
+            generation_config=generation(max_new_tokens=30),
+            continuous_batching_config=settings(max_requests_per_batch=2, num_blocks=24),
+        ) as manager,
+    ):
+        for number, new in enumerate((30, 600, 600)):
+            manager.add_request(inputs[number], request_id=str(number), max_new_tokens=new)
+        stays = manager.get_result("0", timeout=60)
+        assert handle.usage().bytes >= pages_in(manager).window_bytes > 0
+        for number in ("1", "2"):
+            manager.cancel_request(number)
+        manager.add_request(inputs[3], request_id="3", max_new_tokens=30)
+        later = manager.get_result("3", timeout=60)
+        assert [stays.generated_tokens, later.generated_tokens] == [expected[0], expected[3]]
+        pages, usage = pages_in(manager), handle.usage()
+        assert usage.room > pages.window_room > 0
+        with pytest.raises(ValueError, match=r"request: got \d+ tokens and 30 new ones, allowed \d+ together"):
+            manager.add_request(inputs[0] * 1000, request_id="4", max_new_tokens=30)
+    check_all_is_back(pages)
+
+
+@pytest.mark.parametrize("slots", [8, 2])
+def test_several_sequences_of_a_request(model, slots):
+    """A fork has a copy of the windows; without a slot it waits, and is computed anew."""
+    scheme, ids, sure = small("best-3.4"), prompts(85)[0], copy.deepcopy(model)
+    # What is drawn is what is likeliest.
+    sure.lm_head.weight.data *= 1000
+    # The last token of the prompt is each fork's own; of what is computed anew it comes with the others.
+    forked, whole = (by_generate(sure, ids, scheme, 30, chunk)[0] for chunk in (len(ids) - 1, None))
+    assert forked != whole
+    with serving.enable(sure, scheme):
+        out = sure.generate_batch(
+            inputs=[ids], progress_bar=False,
+            generation_config=generation(do_sample=True, num_return_sequences=3, max_new_tokens=30),
+            continuous_batching_config=settings(max_requests_per_batch=slots, num_blocks=24),
+        )  # fmt: skip
+    found = [each.generated_tokens for each in out.values()]
+    assert sorted(found) == sorted([forked] * min(slots, 3) + [whole] * max(0, 3 - slots))
+
+
+def test_windows_take_their_bytes_from_the_blocks(model, caplog):
+    """`num_blocks` says how many bytes there are, whatever they hold."""
+    sizes = {}
+    for scheme in ("saw-int4", small("kitty-pro")):
+        with caplog.at_level("INFO", "hfkvq"), serving.enable(model, scheme):
+            manager = model.init_continuous_batching(generation(), settings(num_blocks=32))
+            cache = manager._create_batch_processor().cache
+        pages = cache.cache_allocators["full_attention"]
+        sizes[pages.window_room > 0] = pages.num_blocks * pages.bytes_per_block + pages.window_room
+        assert cache.pool.num_free_sectors == cache.num_sectors == pages.num_blocks
+        manager.switch_to_cb_friendly_attn(model)
+        model.set_attn_implementation("sdpa")
+    assert sizes[True] == pytest.approx(sizes[False], rel=0.01)
+    # A sink of 8, tails of 32 and 64: keys and values in 32 bits, two heads of 64, two layers; nobody's slot as well.
+    assert pages.bytes_per_slot == (8 + 32 + 8 + 64) * 4 * 2 * 64 * 2
+    assert pages.window_room == pytest.approx(9 * pages.bytes_per_slot, abs=pages.bytes_per_block)
+    assert "windows of 8 requests" in caplog.text
+    assert "prefixes are not shared" in caplog.text
+
+
+def test_more_windows_than_memory(model):
+    with pytest.raises(ValueError, match="requests: got 0, allowed 1 or more"):
+        serving.enable(model, "kitty-pro", requests=0)
+    with (
+        serving.enable(model, "kitty-pro"),
+        pytest.raises(ValueError, match=r"max_requests_per_batch: got 64, allowed at most \d+: .* more num_blocks"),
+    ):
+        model.init_continuous_batching(
+            generation(), settings(num_blocks=12, max_requests_per_batch=64)
+        )._create_batch_processor()
+    model.set_attn_implementation("sdpa")
+
+
+def test_slots_where_nobody_says_how_many(model):
+    """As many as there are requests of usual length in these bytes; the engine is told."""
+    with serving.enable(model, "kitty-pro"):
+        manager = model.init_continuous_batching(generation(), settings(num_blocks=64, max_requests_per_batch=None))
+        processor = manager._create_batch_processor()
+    model.set_attn_implementation("sdpa")
+    pages = processor.cache.cache_allocators["full_attention"]
+    slots = len(pages._free)
+    assert slots == processor.scheduler.max_requests_per_batch > 1
+    usual = pages.bytes_per_slot + 4096 // 128 * pages.bytes_per_block
+    assert slots == (pages.num_blocks * pages.bytes_per_block + pages.window_room) // usual
+
+
+@pytest.mark.parametrize("name", [*dict.fromkeys([*SMALL, "best-2.8"])])
+def test_figures_of_the_guide(name):
+    """Tokens in the same bytes, of requests of 2k, 8k and 32k tokens, of Qwen3-8B's shape."""
+    guide = (Path(__file__).parents[1] / "docs/serving.md").read_text()
+    (line,) = [line for line in guide.splitlines() if line.startswith(f"| `{name}`")]
+    said = [float(word) for word in line.strip("| ").split(" | ")[1:]]
+    config = LlamaConfig(num_hidden_layers=36, hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
+    own = {"schemes": serving.engine.schemes_of(config, get_scheme(name)), "config": ContinuousBatchingConfig()}
+    pages = type("Pages", (serving.windows.WindowedPages,), own)(
+        index=0, config=config, num_key_value_heads=8, cache_dtype=torch.bfloat16, page_size=128,
+        layer_indices=list(range(36)), allow_block_sharing=False,
+    )  # fmt: skip
+    taken = [pages.blocks_for(tokens) * pages.bytes_per_block + pages.bytes_per_slot for tokens in (2048, 8192, 32768)]
+    times = [2 * 2 * 36 * 8 * 128 * tokens / size for tokens, size in zip((2048, 8192, 32768), taken, strict=True)]
+    assert said == pytest.approx([pages.bits, *times], abs=0.051)
+    assert said[0] == pytest.approx(pages.bits, abs=0.006)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["kitty-pro", "best-2.5", "best-3.4", "best-4.3", "kivi-2", "kvarn", "mixkvq"])
+def test_graphs_of_the_engine(name):
+    """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=512, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    own = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    inputs, new = prompts(300, 20, 130, 1000, 1), 300
+    found = [
+        serve(own, name, inputs, new, num_blocks=64, max_batch_tokens=4096, **given)
+        for given in ({}, {"use_cuda_graph": False, "padded": True}, {"max_blocks_per_request": 0})
+    ]
+    graphs, eager, mixed = (torch.tensor(tokens) for tokens in found)
+    assert torch.equal(graphs, eager)
+    plain = []
+    for ids in inputs:
+        out = own.generate(
+            torch.tensor([ids], device="cuda"), generation_config=generation(max_new_tokens=new),
+            past_key_values=MixedKVCache(own, name, graphs=False),
+        )  # fmt: skip
+        plain.append(out[0, len(ids) :].tolist())
+    # A token that another kernel rounds to another one leads elsewhere.
+    for other in (mixed, torch.tensor(plain)):
+        assert torch.equal(graphs[:, 0], other[:, 0])
+        assert (graphs == other)[:, :40].float().mean() > 0.7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["kitty-pro", "best-3.4", "kvarn"])
+def test_steps_on_a_gpu_ask_the_host_nothing(name, monkeypatch):
+    """Steps of tokens alone, without a graph: nothing waits for the device."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128, max_position_embeddings=2048, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    own = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    real, seen = serving.windows.WindowedPages.attend, []
+
+    def watched(pages, *args):
+        if args[-1]["block_table"] is None:
+            return real(pages, *args)
+        before = torch.cuda.get_sync_debug_mode()
+        # The first calls compile.
+        torch.cuda.set_sync_debug_mode("error" if len(seen) > 40 else before)
+        try:
+            return real(pages, *args)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            seen.append(1)
+
+    monkeypatch.setattr(serving.windows.WindowedPages, "attend", watched)
+    serve(own, name, prompts(300, 20), 300, num_blocks=32, max_batch_tokens=1024, use_cuda_graph=False)
+    assert len(seen) > 400
+
+
+@pytest.mark.parametrize("scheme", ["saw-int4", "best-3.4"])
+def test_requests_without_a_new_token(model, scheme):
+    """A prompt of one token that forks stands in a batch of others with nothing to compute."""
+    inputs = [[7], prompts(20)[0]]
+    with serving.enable(model, small(scheme) if scheme in SMALL else scheme):
+        out = model.generate_batch(
+            inputs=inputs, progress_bar=False, continuous_batching_config=settings(num_blocks=24),
+            generation_config=generation(do_sample=True, num_return_sequences=2, max_new_tokens=8),
+        )  # fmt: skip
+    assert [len(each.generated_tokens) for each in out.values()] == [8] * 4
+
+
+@pytest.mark.parametrize("name", ["best-3.4", "mixkvq"])
+def test_a_slot_keeps_nothing_of_the_request_before(model, name):
+    """Not even where a request's first token comes like a step's."""
+    with serving.enable(model, small(name), requests=1):
+        manager = model.init_continuous_batching(
+            generation(max_new_tokens=10), settings(num_blocks=24, max_blocks_per_request=8, max_requests_per_batch=1)
+        )
+        manager.start()
+        pages = pages_in(manager)
+        try:
+            for ids in (prompts(30)[0], [7]):
+                manager.add_request(ids, max_new_tokens=10)
+                assert manager.get_result(timeout=60).error is None
+        finally:
+            manager.stop(block=True)
+    # Ten tokens have asked; what was sealed meanwhile is of one page at the most.
+    assert all(int(counts[:, 1].max()) <= 10 for _, counts in pages._sums.values())
+    assert all(int(counts[:, 1].min()) > 0 for _, counts in pages._sums.values())
+
+
+def test_a_manager_that_cannot_start_leaves_the_model_as_it_was(model):
+    before = model.config._attn_implementation
+    with serving.enable(model, "kitty-pro"), pytest.raises(ValueError, match="requests"):
+        together_with(model, num_blocks=12, max_requests_per_batch=64)
+    assert model.config._attn_implementation == before
+    assert model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False).shape == (1, 5)
+
+
+def together_with(model, **given):
+    return model.generate_batch(
+        inputs=[[1, 2, 3], [1] * 9000], progress_bar=False, generation_config=generation(max_new_tokens=4),
+        continuous_batching_config=settings(**given),
+    )  # fmt: skip
+
+
+def test_a_prompt_that_is_too_long_fails_alone(model):
+    with serving.enable(model, "int4"):
+        short, long = together_with(model, num_blocks=2).values()
+    assert short.error is None
+    assert len(short.generated_tokens) == 4
+    assert "got 9000 tokens and 4 new ones, allowed" in long.error
