@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
-
-TOGETHER = ", "
-"""Between the names of tasks that could not be told apart."""
 
 COLUMNS = ("total_bits", "code_bits", "peak_cache_bytes", "tokens_per_second")
 """Entries that each task gets beside its metrics."""
@@ -17,7 +14,7 @@ COLUMNS = ("total_bits", "code_bits", "peak_cache_bytes", "tokens_per_second")
 
 @dataclass
 class Cost:
-    """Sums over the caches of a task.
+    """Sums over the caches of a task, in all processes; the peak is one cache's, and seconds are each process's own.
 
     Attributes:
         requests: answered.
@@ -107,12 +104,10 @@ class Bill:
 
     def write_into(self, results: Any) -> None:
         """Puts the columns beside each task's metrics, where lm-eval's table and JSON show them."""
-        # Where several processes answer tasks together, their costs are one entry under all their names.
-        costs = {task: cost for names, cost in self.tasks.items() for task in names.split(TOGETHER)}
         for task, entries in results.get("results", {}).items():
-            if task not in costs:
+            if task not in self.tasks:
                 continue
-            figures = costs[task].figures()
+            figures = self.tasks[task].figures()
             for name in COLUMNS:
                 if figures[name] is not None:
                     entries[f"{name},none"] = figures[name]
@@ -135,17 +130,13 @@ class Bill:
 class Billed(Protocol):
     """A model that keeps a bill."""
 
-    def open_bill(self) -> None:
-        """An evaluation begins."""
-        ...
-
-    def close_bill(self, results: Any) -> None:
-        """It has ended; ``results`` is None but in the main process."""
+    def run_evaluation(self, evaluate: Callable[[], Any]) -> Any:
+        """Does what lm-eval would, and puts the costs into the results; these are None but in the main process."""
         ...
 
 
 def install() -> None:
-    """Has lm-eval tell billed models when an evaluation begins and ends.
+    """Has lm-eval leave evaluations of billed models to them.
 
     lm-eval asks its models for nothing between the last answer and the table but a description of themselves, which has
     no place for a task's figures. Its function ``evaluate`` is therefore wrapped; other models see no difference.
@@ -159,13 +150,9 @@ def install() -> None:
     @functools.wraps(stock)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         model = kwargs.get("lm", args[0] if args else None)
-        billed = model if isinstance(model, Billed) else None
-        if billed is not None:
-            billed.open_bill()
-        results = stock(*args, **kwargs)
-        if billed is not None:
-            billed.close_bill(results)
-        return results
+        if isinstance(model, Billed):
+            return model.run_evaluation(lambda: stock(*args, **kwargs))
+        return stock(*args, **kwargs)
 
     evaluate.hfkvq = True  # type: ignore[attr-defined]
     evaluator.evaluate = evaluate

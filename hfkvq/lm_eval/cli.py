@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-BASELINE = "none"
+BASELINE, FLOOR = "none", "full"
 
 
 def _presets(names: str | None) -> dict[str, Preset | None]:
@@ -30,7 +31,8 @@ def _presets(names: str | None) -> dict[str, Preset | None]:
         chosen = tuple(choose_schemes(("all",)))
     shown = list(dict.fromkeys((*listed("kld"), *listed("demo"))))
     others = [name for name in chosen if name != BASELINE] or shown
-    return {BASELINE: None, **parse_schemes(others)}
+    # The second one loses nothing: what it scores less than the first is noise.
+    return {BASELINE: None, **parse_schemes(list(dict.fromkeys([FLOOR, *others])))}
 
 
 def _default_tasks(model: str | None) -> str:
@@ -40,15 +42,29 @@ def _default_tasks(model: str | None) -> str:
 
 
 def _metadata(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
     try:
-        values = parse_json(text)
+        values = {} if text is None else parse_json(text)
     except ValueError as error:
         fail(f"metadata: got {text!r}, which is no JSON: {error}")
     if not isinstance(values, dict):
         fail(f"metadata: got {text!r}, allowed a JSON object.")
     return values
+
+
+def _gen_kwargs(text: str | None) -> dict[str, Any]:
+    """As lm-eval takes them."""
+    from lm_eval.utils import simple_parse_args_string
+
+    if text is None:
+        return {}
+    try:
+        if text.lstrip().startswith("{"):
+            return parse_json(text)
+    except ValueError as error:
+        fail(f"gen_kwargs: got {text!r}, which is no JSON: {error}")
+    if not all("=" in part for part in split(text)):
+        fail(f"gen_kwargs: got {text!r}, allowed NAME=VALUE,... or a JSON object.")
+    return simple_parse_args_string(text)
 
 
 @app.command()
@@ -70,6 +86,12 @@ def leaderboard(
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt.")] = None,
     batch_size: Annotated[str, typer.Option(help="Prompts run together, or auto.")] = "1",
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            "--gen_kwargs", "--gen-kwargs", help="In place of the tasks' own, e.g. temperature=0.6,do_sample=true."
+        ),
+    ] = None,
     metadata: Annotated[
         str | None, typer.Option(help="""For the tasks, as JSON, e.g. '{"data_dir": "data"}'.""")
     ] = None,
@@ -83,51 +105,78 @@ def leaderboard(
 ) -> None:
     """Run tasks through every cache, measure KL divergence, and write the report of both.
 
-    Results are lm-eval's, a folder for each cache; what is there already is not run again.
+    Results are lm-eval's, a folder for each cache. What is there already is not run again, and a run that was stopped
+    goes on with the next question. Tasks and schemes can be added, other settings take another folder. Under
+    `accelerate launch` or `torchrun` all processes answer.
     """
     check_folder("out", out)
     try:
         import lm_eval  # noqa: F401
     except ImportError:
         fail("leaderboard: lm-eval is not installed; pip install 'hfkvq[eval]'.")
-    extra = _metadata(metadata)
+    from hfkvq.measure.models import find_model
+
+    extra, generation = _metadata(metadata), _gen_kwargs(gen_kwargs)
     try:
         chosen = _presets(schemes)
+        where = pick_device(device)
+        source = find_model(model)
     except ValueError as error:
         fail(error)
 
     from hfkvq.measure.divergence.cli import kld
     from hfkvq.measure.report.cli import report
 
-    from .runs import run_tasks
+    from .board import Board, fingerprint, texts_hash
+    from .ranks import RankError, Ranks
+    from .runs import SEEDS, follow_tasks, run_tasks
 
     console = make_console()
-    try:
-        where = str(pick_device(device))
-        out.mkdir(exist_ok=True)
-        for name, done in run_tasks(
-            model,
-            chosen,
-            split(tasks or _default_tasks(model)),
-            out,
-            options={"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat},
-            metadata=extra,
-            loading={"device": where, "dtype": dtype.value, "batch_size": batch_size},
-        ):
-            console.print(f"{name}: {done}", highlight=False)
-    except (ValueError, OSError) as error:
-        fail(error)
-    divergence = out / "kld.json"
-    if not divergence.exists():
-        others = ",".join(name for name in chosen if name != BASELINE)
-        kld(
-            model=model,
-            schemes=others,
-            text=text,
-            windows=windows,
-            context=context,
-            device=device,
-            dtype=dtype,
-            json_file=divergence,
-        )
+    loading = {"device": str(where), "dtype": dtype.value, "batch_size": batch_size}
+    options = {"limit": limit, "num_fewshot": num_fewshot, "apply_chat_template": chat, "gen_kwargs": generation}
+    with contextlib.ExitStack() as stack:
+        try:
+            ranks = Ranks.join()
+            if ranks.rank:
+                follow_tasks(source, ranks, loading)
+                return
+            with ranks.session():
+                settings = {
+                    "model": {"name": source.name, "fingerprint": fingerprint(source)},
+                    **options,
+                    "metadata": extra,
+                    "dtype": dtype.value,
+                    "device": where.type,
+                    "divergence": {"windows": windows, "context": context, "text": texts_hash(text)},
+                    "seeds": SEEDS,
+                }
+                board = Board(out, settings)
+                stack.enter_context(board.locked())
+                left, divergence = board.unmeasured({name: preset for name, preset in chosen.items() if preset})
+                for name, done in run_tasks(
+                    source,
+                    chosen,
+                    split(tasks or _default_tasks(model)),
+                    board,
+                    ranks,
+                    options={**options, **SEEDS},
+                    metadata=extra,
+                    loading=loading,
+                ):
+                    console.print(f"{name}: {done}", highlight=False)
+            if left:
+                kld(
+                    model=model,
+                    schemes=",".join(left),
+                    text=text,
+                    windows=windows,
+                    context=context,
+                    device=device,
+                    dtype=dtype,
+                    json_file=divergence,
+                )
+        except (ValueError, OSError, RankError) as error:
+            fail(error)
+        except KeyboardInterrupt:
+            fail(f"stopped; what was answered is kept in {out}, and the same command goes on from there.", code=130)
     report([out], out=out)

@@ -94,6 +94,7 @@ class Scorer:
         pad: any token id, for rows that are shorter than others.
         softmax_dtype: of the log-softmax; None takes the logits' dtype.
         account: told each cache (with the mask of its columns) when it holds as much as it will.
+        device: of the model's inputs; its own weights may be on several, or on none while they are not used.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class Scorer:
         pad: int,
         softmax_dtype: torch.dtype | None,
         account: Callable[[Cache, Tensor], None],
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.model, self.make_cache, self.chunk, self.pad = model, make_cache, chunk, pad
         self.softmax_dtype, self.account = softmax_dtype, account
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -124,7 +127,7 @@ class Scorer:
             size: most rows fed at once.
             answers: written, by the requests' numbers.
         """
-        device = next(self.model.parameters()).device
+        device = self.device
         cache = self.make_cache()
         length = max(len(group.head) for group in batch)
         ids = self._table([group.head for group in batch], left=True).to(device)

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import find_executable_batch_size
-from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
-from lm_eval.models import huggingface
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -29,9 +27,8 @@ from . import bill
 from .arguments import check_loading, take_arguments
 from .likelihood import Answer, Request, Scorer, batches, group_requests
 from .prompts import fit, padded
-
-# The decorator that registers it hides its type.
-HFLM: Any = huggingface.HFLM
+from .ranks import Ranks
+from .together import HFLM, TogetherLM
 
 _MODEL_OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters)
 
@@ -52,11 +49,12 @@ class _FirstToken(LogitsProcessor):
 
 
 @register_model("hf-kvq")
-class HFKVQ(HFLM):
+class HFKVQ(TogetherLM):
     """``hf`` with a compressed cache, fresh for every batch.
 
     ``lm_eval --model hf-kvq --model_args pretrained=...,scheme=mixkvq,tau_bf16=1.44 --tasks ...``: all options of
-    ``hf``, and those below. Left padding is never cached, so an answer does not depend on the prompts beside it.
+    ``hf``, and those below. Left padding is never cached, so an answer does not depend on the prompts beside it. Under
+    ``accelerate launch`` all processes answer, and there is one bill.
 
     Args:
         pretrained: a loaded model, or its name as `hfkvq.measure.models.find_model` takes it.
@@ -72,6 +70,7 @@ class HFKVQ(HFLM):
         ll_chunk: tokens of a chunk.
         truncate: what becomes of a prompt that is too long for the model: "left" cuts its beginning (lm-eval's way),
             "middle" keeps both ends (LongBench's way), "refuse" raises.
+        ranks: the processes that answer together; those that were launched, by default.
         **others: the scheme's knobs, and everything that ``hf`` takes.
 
     Raises:
@@ -87,17 +86,16 @@ class HFKVQ(HFLM):
         ll_mode: str = "decode",
         ll_chunk: int = 16,
         truncate: str = "left",
+        ranks: Ranks | None = None,
         **others: Any,
     ) -> None:
         self.cache_arguments = take_arguments(scheme, layers, ll_mode, ll_chunk, truncate, others, _MODEL_OPTIONS)
-        self.bill = bill.Bill()
-        self._task = ""
         self._tagger: Tagger | None = None
         if not isinstance(pretrained, str):
             unknown = {name: value for name, value in others.items() if name not in _MODEL_OPTIONS}
             check_loading(unknown, pretrained.config, self.cache_arguments.preset)
             self._check_heads(pretrained.config)
-        super().__init__(find_model(pretrained).path if isinstance(pretrained, str) else pretrained, **others)
+        super().__init__(ranks, find_model(pretrained).path if isinstance(pretrained, str) else pretrained, **others)
         self._check_table()
         bill.install()
 
@@ -161,20 +159,6 @@ class HFKVQ(HFLM):
             self._tagger = Tagger.from_tokenizer(self.tokenizer, config=self.model.config)
         return make_cache(self._subject, preset, tagger=self._tagger)
 
-    def open_bill(self) -> None:
-        """An evaluation begins: costs count from here."""
-        self.bill = bill.Bill()
-
-    def close_bill(self, results: Any) -> None:
-        """Gathers the costs of all processes, and puts them beside the tasks' metrics."""
-        others = self.gather_object(self.bill.as_dict(), dst=0)
-        if self.world_size > 1 and self.rank == 0:
-            assert others is not None
-            self.bill = bill.Bill()
-            self.bill.merge(bill.Bill.from_dict(each) for each in others)
-        if results is not None:
-            self.bill.write_into(results)
-
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes under "config": the model, and under "kvq" the cache with its figures."""
         cache, model = self.cache_arguments, self._subject
@@ -199,23 +183,7 @@ class HFKVQ(HFLM):
             )
         super().set_cache_hook(cache_hook)
 
-    def _by_task(self, requests: list[Instance], answer: Callable[..., list[Any]], alone: bool = True) -> list[Any]:
-        """Answers task by task, so that each task's costs are its own."""
-        found: dict[int, Any] = {}
-        tasks = dict.fromkeys(request.task_name or "" for request in requests)
-        # Processes that wait for each other within a call must make the same calls.
-        together = self.world_size > 1 and (not alone or self.batch_size == "auto")
-        for task in [bill.TOGETHER.join(tasks)] if together else tasks:
-            self._task = task
-            mine = [i for i, request in enumerate(requests) if together or (request.task_name or "") == task]
-            found |= zip(mine, answer([requests[i] for i in mine]), strict=True)
-        return [found[i] for i in range(len(requests))]
-
     # Generation
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """See `HFLM.generate_until`."""
-        return self._by_task(requests, lambda mine: HFLM.generate_until(self, mine, disable_tqdm))
 
     def tok_batch_encode(
         self,
@@ -239,6 +207,8 @@ class HFKVQ(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         """Generates with a fresh cache, and counts what it cost."""
+        # lm-eval has told all answers of the batch before.
+        self.cache_hook.flush(self.bill)
         cache, device = self.make_cache(), context.device
         mask = generation_kwargs.get("attention_mask")
         if mask is None:
@@ -268,14 +238,6 @@ class HFKVQ(HFLM):
 
     # Log-likelihood
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
-        """See `TemplateLM.loglikelihood`."""
-        return self._by_task(requests, lambda mine: HFLM.loglikelihood(self, mine, disable_tqdm))
-
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """See `HFLM.loglikelihood_rolling`."""
-        return self._by_task(requests, lambda mine: HFLM.loglikelihood_rolling(self, mine, disable_tqdm), alone=False)
-
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[Any, list[int], list[int]]],
@@ -292,13 +254,10 @@ class HFKVQ(HFLM):
         size = override_bs or self.batch_size
         if size == "auto":
             size = self._detect_batch_size(list(requests), 0)
-        scorer = Scorer(
-            self.model, self.make_cache, how.chunk, self.tokenizer.pad_token_id or 0, self.softmax_dtype, self._count
-        )
+        pad, dtype = self.tokenizer.pad_token_id or 0, self.softmax_dtype
+        scorer = Scorer(self.model, self.make_cache, how.chunk, pad, dtype, self._count, self.device)
         cost = self.bill.of(self._task)
-        cost.requests += len(todo)
-        cost.context_tokens += sum(len(context) for _, context, _ in requests)
-        quiet = disable_tqdm or self.rank != 0 or override_bs is not None
+        quiet = disable_tqdm or override_bs is not None
         with (
             tqdm(total=len(todo), disable=quiet, desc=f"log-likelihood through {how.name}") as bar,
             torch.autocast(
@@ -309,12 +268,16 @@ class HFKVQ(HFLM):
         ):
             for batch in batches(groups, size):
                 scorer.score(todo, batch, size, answers)
-                bar.update(sum(len(numbers) for group in batch for numbers in group.rows.values()))
+                for number in (number for group in batch for numbers in group.rows.values() for number in numbers):
+                    key, context, _ = requests[number]
+                    cost.requests += 1
+                    cost.context_tokens += len(context)
+                    if key is not None:
+                        self.cache_hook.add_partial("loglikelihood", key, answers[number])
+                    bar.update()
+                self.cache_hook.flush(self.bill)
         done = [answer for answer in answers if answer is not None]
         assert len(done) == len(todo)
-        for (key, _, _), answer in zip(requests, done, strict=True):
-            if key is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answer)
         return done
 
     def _request(self, context: list[int], continuation: list[int]) -> Request:
@@ -349,8 +312,6 @@ class HFKVQ(HFLM):
             if "No executable batch size found" not in str(error):
                 raise
             found = 1
-        if self.world_size > 1:
-            found = int(self.all_gather(torch.tensor([found], device=self.device)).min())
         return found
 
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 
 from hfkvq.caches import Preset
-from hfkvq.measure.models import find_model
+from hfkvq.measure.models import Source
 
 from . import task_folder
+from .board import ASKED, Board
 from .model import HFKVQ
+from .ranks import Ranks
 
-
-def folder_name(name: str) -> str:
-    """A scheme's typed form as a folder: ``kitty:boost_ratio=0.2`` is ``kitty-boost_ratio-0.2``."""
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in Path(name).name)
+SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
+"""lm-eval's own."""
 
 
 def run_tasks(
-    model: str | None,
+    source: Source,
     presets: Mapping[str, Preset | None],
     tasks: Sequence[str],
-    out: Path,
+    board: Board,
+    ranks: Ranks,
     *,
     options: Mapping[str, Any],
     metadata: Mapping[str, Any],
@@ -33,55 +34,83 @@ def run_tasks(
 ) -> Iterator[tuple[str, str]]:
     """Evaluates the presets, and saves results and samples as lm-eval does, in a folder for each.
 
+    Answers are kept as they come, until the results are saved: a run that was cut asks only what it has not asked yet.
+
     Args:
-        model: see `find_model`.
+        source: the model.
         presets: by name; None is Transformers' own cache.
         tasks: lm-eval's and hfkvq's.
-        out: folder of the folders. A preset that has results there is left out.
+        board: what is there already, which is left out.
+        ranks: the processes, of which this one leads; the others are in `follow_tasks`.
         options: of `simple_evaluate`.
         metadata: for the tasks.
         loading: of the model.
 
     Yields:
         A preset's name, and what came of it.
+
+    Raises:
+        ValueError: see `Board.missing`; before anything is loaded.
     """
     import lm_eval
 
-    source = find_model(model)
+    todo = {name: board.missing(name, preset, tasks) for name, preset in presets.items()}
     # Decorators hide what they take.
     evaluate: Any = lm_eval.simple_evaluate
-    make: Any = HFKVQ
-    subject: Any = None
+    loaded: list[Any] = []
     manager: TaskManager | None = None
-    for name, preset in presets.items():
-        folder = out / folder_name(name)
-        if any(folder.rglob("results_*.json")):
+    for name, missing in todo.items():
+        folder = board.folder(name)
+        if not missing:
             yield name, f"results are in {folder} already"
             continue
-        if subject is None:
+        if not loaded:
             # Reads thousands of files.
             manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": source.path, **metadata})
-            subject = make(pretrained=source.path, scheme=preset, **loading)
-        else:
-            subject.use(preset)
+            ranks.ask("load", None, lambda _: loaded.append(_load(source, ranks, loading)))
+        [subject] = loaded
+        ranks.ask("use", presets[name], subject.use)
+        answers = folder / "answers"
+        answers.mkdir(parents=True, exist_ok=True)
+        known = subject.keep_answers(answers)
+        if known:
+            yield name, f"{known} answers are there already"
         # lm-eval names folders by this; of a path only the last part is for the record.
         arguments = {"pretrained": source.name, "scheme": name}
         tracker = EvaluationTracker(output_path=str(folder))
         results = evaluate(
             subject,
             model_args=arguments,
-            tasks=list(tasks),
+            tasks=missing,
             task_manager=manager,
             evaluation_tracker=tracker,
             **options,
         )
-        if results is None:
-            # Another process saves.
-            continue
-        results["config"] |= {"model": "hf-kvq", "model_args": arguments}
+        results["config"] |= {"model": "hf-kvq", "model_args": arguments, ASKED: missing, "processes": ranks.count}
         samples = results.pop("samples")
         tracker.save_results_aggregated(results=results, samples=samples)
         for task, rows in samples.items():
             tracker.save_results_samples(task_name=task, samples=rows)
+        if board.missing(name, presets[name], missing):
+            # lm-eval logs what went wrong, and goes on.
+            raise OSError(f"out: the results of {name} could not be saved in {folder}; its answers are kept there.")
+        shutil.rmtree(answers)
         bits = results["config"]["kvq"]["total_bits"]
         yield name, f"saved in {folder}, {bits:.2f} total bits"
+
+
+def follow_tasks(source: Source, ranks: Ranks, loading: Mapping[str, Any]) -> None:
+    """What the other processes do meanwhile."""
+    handlers: dict[str, Any] = {}
+
+    def load(_: None) -> None:
+        subject = _load(source, ranks, loading)
+        handlers.update(subject.handlers, use=subject.use)
+
+    handlers["load"] = load
+    ranks.follow(handlers)
+
+
+def _load(source: Source, ranks: Ranks, loading: Mapping[str, Any]) -> Any:
+    make: Any = HFKVQ
+    return make(pretrained=source.path, ranks=ranks, **loading)

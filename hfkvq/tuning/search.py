@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -21,6 +22,7 @@ from hfkvq.measure.divergence.naming import parse_scheme
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.reference import with_outliers
+from hfkvq.version import __version__
 
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
 from .room import COVERAGE, fit_room, raises_by_threshold
@@ -230,55 +232,82 @@ def _lm_eval(
     return lm.model, one, other
 
 
-def run(
-    plan: Plan,
-    *,
-    trials: int,
-    ranges: Mapping[str, Any],
-    limits: Mapping[Any, float],
-    single: bool,
-    storage: str,
-    name: str | None,
-    seed: int,
-    confirm: int = 5,
-) -> tuple[TuningStudy, Point]:
-    """Searches with a progress bar, measures the published presets beside it, confirms the best, and picks one.
+@dataclass(frozen=True)
+class Search:
+    """How a plan is searched; see `tune`."""
 
-    Raises:
-        ValueError: see `tune` and `TuningStudy.pick`.
-    """
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[best]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("trials", total=trials, best="")
+    trials: int
+    ranges: Mapping[str, Any]
+    limits: Mapping[Any, float]
+    single: bool
+    storage: str
+    name: str | None
+    seed: int
+
+    def run(self, plan: Plan, on_progress: Callable[[tuple[int, str]], Any]) -> TuningStudy:
+        """Searches; ``on_progress`` is told the finished trials of all workers, and words on the last one.
+
+        Raises:
+            ValueError: see `tune`.
+        """
 
         def show(study: TuningStudy, point: Point | None) -> None:
             best = ""
             if point is not None:
                 best = f"trial {point.number}: {plan.objective.name} {point.score.value:.4g}"
                 best += f", {plan.cost} {point.score.cost(plan.cost):.4g}"
-            progress.update(bar, completed=len(finished(study.optuna)), best=best)
+            on_progress((len(finished(study.optuna)), best))
 
-        study = tune(
+        return tune(
             plan.preset,
             plan.objective,
-            trials=trials,
-            seed=seed,
-            space=ranges or None,
+            trials=self.trials,
+            seed=self.seed,
+            space=self.ranges or None,
             cost=plan.cost,
-            limits=limits,
-            single=single,
+            limits=self.limits,
+            single=self.single,
             tables=plan.tables,
             fit=plan.fit,
             measured_on=plan.measured_on,
-            storage=storage,
-            name=name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
+            storage=self.storage,
+            name=self.name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
             on_trial=show,
         )
-        progress.update(bar, description="held-out samples", completed=trials, best="")
-        study.confirm(plan.held_out, confirm, limits)
-        study.refer(_published(plan), plan.objective, plan.held_out)
+
+
+def search_alone(scheme: str, asked: Mapping[str, Any], search: Search, tell: Callable[[Any], None]) -> None:
+    """What a worker does: plans, and searches, but neither confirms nor picks. The arguments are `make_plan`'s."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    search.run(make_plan(scheme, **asked), tell)
+
+
+@contextlib.contextmanager
+def progress(trials: int) -> Iterator[Callable[[tuple[int, str]], None]]:
+    """A bar on standard error, for `Search.run`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[best]}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as view:
+        bar = view.add_task("trials", total=trials, best="")
+
+        def show(news: tuple[int, str]) -> None:
+            done, best = news
+            view.update(bar, completed=done, best=best, description="held-out samples" if done >= trials else "trials")
+
+        yield show
+
+
+def conclude(plan: Plan, study: TuningStudy, limits: Mapping[Any, float], confirm: int = 5) -> Point:
+    """Confirms the best points, measures the published presets beside them, and picks one.
+
+    Raises:
+        ValueError: see `TuningStudy.pick`.
+    """
+    study.confirm(plan.held_out, confirm, limits)
+    study.refer(_published(plan), plan.objective, plan.held_out)
     asked: dict[str, Any] = {f"max_{name}": limit for name, limit in limits.items()}
-    return study, study.pick(**asked)
+    return study.pick(**asked)
 
 
 def _published(plan: Plan) -> dict[str, Preset]:
@@ -298,7 +327,7 @@ def save(plan: Plan, study: TuningStudy, picked: Point, path: Path) -> None:
     """Writes the preset with what it was chosen by."""
     score = picked.held_out
     origin = {
-        "by": f"hfkvq tune, hfkvq {version('hfkvq')}",
+        "by": f"hfkvq tune, hfkvq {__version__}",
         "model": plan.model,
         **plan.about,
         "trial": picked.number,

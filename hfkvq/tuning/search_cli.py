@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,7 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: neither.
     """
-    from hfkvq.measure.divergence.naming import parse_value
+    from hfkvq.caches.spelling import parse_value
 
     found: dict[str, Any] = {}
     for text in texts:
@@ -104,6 +105,16 @@ def tune(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help=r"Of the study. \[default: scheme, model and objective]")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help=r"Processes that share the trials. \[default: one a GPU in --gpus, or 1]"),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="NUMBERS", help="GPUs of the workers, with commas, or all.")
+    ] = None,
+    search_only: Annotated[
+        bool, typer.Option("--search-only", help="Leave held-out samples and the choice to another machine.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the sampler, and of the reference model's text.")] = 0,
     device: Device = "auto",
     dtype: DTypeName = "auto",
@@ -126,48 +137,69 @@ def tune(
         fail("tune: Optuna is not installed; pip install 'hfkvq[tune]'.")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
+    import torch
+
     from . import search
+    from .storage import hidden
+    from .team import find_places, run_team
     from .tune_report import notes, save_front, table
 
+    kept = storage or "sqlite:///hfkvq-tuning.db"
+    limited = {"total_bits": max_total_bits, "milliseconds": max_milliseconds, "key_bits": max_key_bits}
+    limits: dict[Any, float] = {name: limit for name, limit in limited.items() if limit is not None}
+    asked: dict[str, Any] = {
+        "model": model,
+        "outliers": outliers,
+        "objective": objective,
+        "tasks": split(tasks),
+        "samples": samples,
+        "held_out": samples if held_out is None else held_out,
+        "text": text,
+        "dataset": dataset,
+        "context": context,
+        "prefill": prefill,
+        "chunk": chunk,
+        "batch_size": batch_size,
+        "metadata": metadata,
+        "cost": cost,
+        "milliseconds": cost == "milliseconds" or max_milliseconds is not None,
+        "seed": seed,
+        "dtype": dtype,
+        "sensitivity": sensitivity,
+        "coverage": coverage,
+    }
+    console = make_console()
     try:
-        plan: Plan = search.make_plan(
-            scheme,
-            model=model,
-            outliers=outliers,
-            objective=objective,
-            tasks=split(tasks),
-            samples=samples,
-            held_out=samples if held_out is None else held_out,
-            text=text,
-            dataset=dataset,
-            context=context,
-            prefill=prefill,
-            chunk=chunk,
-            batch_size=batch_size,
-            metadata=metadata,
-            cost=cost,
-            milliseconds=cost == "milliseconds" or max_milliseconds is not None,
-            seed=seed,
-            device=pick_device(device),
-            dtype=dtype,
-            sensitivity=sensitivity,
-            coverage=coverage,
-        )
-        asked = {"total_bits": max_total_bits, "milliseconds": max_milliseconds, "key_bits": max_key_bits}
-        limits: dict[Any, float] = {name: limit for name, limit in asked.items() if limit is not None}
-        study, picked = search.run(
-            plan,
+        where = pick_device(device)
+        places, numbers = find_places(workers, gpus, where.type, torch.cuda.device_count())
+        if numbers and (gpus is not None or len(places) > 1):
+            if where.index is not None:
+                fail(f"device: got {device!r} beside workers or GPUs; choose --device cuda, and GPUs with --gpus.")
+            where = torch.device("cuda", numbers[0])
+        plain = search.Search(
             trials=trials,
             ranges=parse_ranges(space or ()),
             limits=limits,
             single=single,
-            storage=storage or "sqlite:///hfkvq-tuning.db",
+            storage=kept,
             name=name,
             seed=seed,
         )
+        with search.progress(trials) as show:
+            if len(places) > 1:
+                job = partial(search.search_alone, scheme, {**asked, "device": torch.device(where.type)}, plain)
+                run_team(places, job, show, lambda words: typer.echo(words, err=True))
+            if len(places) > 1 and search_only:
+                return
+            plan: Plan = search.make_plan(scheme, **asked, device=where)
+            study = plain.run(plan, show)
+            if search_only:
+                return
+            picked = search.conclude(plan, study, limits)
     except (ValueError, OSError, ImportError) as error:
         fail(error)
-    console = make_console()
+    except KeyboardInterrupt:
+        fail(f"stopped; finished trials are kept in {hidden(kept)}, and the same command goes on from there.", code=130)
     console.print(table(study, picked))
     print_notes(console, notes(plan, study, picked))
     if out is not None:

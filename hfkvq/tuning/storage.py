@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend
-from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError
 
 from hfkvq.bounded import DAMAGE
 
@@ -44,20 +46,36 @@ def open_storage(where: str | None) -> BaseStorage | None:
                 f"storage: {where!r} is no journal of Optuna, or a damaged one ({damage}); choose another file."
             ) from None
     try:
-        return _database(where)
+        return _database(_with_driver(where))
     except ImportError as error:
-        raise ValueError(f"storage: {where!r} needs a driver that is not installed: {error}") from None
+        hint = " pip install 'hfkvq[postgres]' brings one." if where.startswith("postgres") else ""
+        raise ValueError(f"storage: {hidden(where)!r} needs a driver that is not installed: {error}.{hint}") from None
     except Exception as error:
         # SQLAlchemy's errors have many names, and chains of causes.
         reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"storage: {where!r} cannot be reached: {reason}") from None
+        raise ValueError(f"storage: {hidden(where)!r} cannot be reached: {reason}") from None
+
+
+def hidden(where: str) -> str:
+    """A storage's name for the reader, without its password."""
+    try:
+        return make_url(where).render_as_string(hide_password=True) if "://" in where else where
+    except ArgumentError:
+        return where
+
+
+def _with_driver(url: str) -> str:
+    """PostgreSQL's usual prefixes stand for an old driver in SQLAlchemy, or for nothing."""
+    scheme, _, rest = url.partition("://")
+    old = importlib.util.find_spec("psycopg2") is not None
+    return f"postgresql{'' if old else '+psycopg'}://{rest}" if scheme in ("postgres", "postgresql") else url
 
 
 def _database(url: str) -> RDBStorage:
     for attempt in range(10):
         try:
             return RDBStorage(url)
-        except (IntegrityError, OperationalError) as error:
+        except (IntegrityError, OperationalError, ProgrammingError) as error:
             # Workers that start together all create the tables, and all but one find them there.
             if attempt == 9 or not any(words in str(error) for words in ("UNIQUE", "already exists", "Duplicate")):
                 raise

@@ -23,7 +23,7 @@ from hfkvq.caches.scheme import Scheme
 
 from .score import COSTS, Cost, Objective
 from .space import describe, published, space_of
-from .storage import open_storage
+from .storage import hidden, open_storage
 from .trials import BUDGET, FITTED, SCORE, SETUP, Point, TuningStudy, check_score
 from .workers import work
 
@@ -148,6 +148,8 @@ def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[opt
     except optuna.exceptions.DuplicatedStudyError:
         pass
     assert opened is not None
+    assert storage is not None
+    shown = hidden(storage)
     study = optuna.load_study(study_name=name, storage=opened)
     known = study.user_attrs.get(SETUP)
     for _ in range(20):
@@ -158,12 +160,12 @@ def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[opt
         known = study.user_attrs.get(SETUP)
     if known is None:
         raise ValueError(
-            f"storage: the study {name!r} in {storage} was not made by hfkvq; choose another name with --name."
+            f"storage: the study {name!r} in {shown} was not made by hfkvq; choose another name with --name."
         )
     for what, now in setup.items():
         if known.get(what) != now:
             raise ValueError(
-                f"storage: the study {name!r} in {storage} is one of another {what} (there {known.get(what)!r}, here "
+                f"storage: the study {name!r} in {shown} is one of another {what} (there {known.get(what)!r}, here "
                 f"{now!r}); choose another --name or another --storage."
             )
     return study, False
@@ -181,10 +183,10 @@ def load_study(storage: str, name: str) -> TuningStudy:
         study = optuna.load_study(study_name=name, storage=opened)
     except KeyError:
         have = ", ".join(optuna.get_all_study_names(opened))
-        raise ValueError(f"storage: {storage} has no study {name!r}; it has {have or 'none'}.") from None
+        raise ValueError(f"storage: {hidden(storage)} has no study {name!r}; it has {have or 'none'}.") from None
     setup = study.user_attrs.get(SETUP)
     if setup is None:
-        raise ValueError(f"storage: the study {name!r} in {storage} was not made by hfkvq.")
+        raise ValueError(f"storage: the study {name!r} in {hidden(storage)} was not made by hfkvq.")
     try:
         read = optuna.distributions.json_to_distribution
         space = {knob: read(json.dumps(text)) for knob, text in setup["space"].items()}
@@ -192,7 +194,7 @@ def load_study(storage: str, name: str) -> TuningStudy:
         layers = described.pop("layers", None)
         preset = get_preset(Scheme.from_dict(described), layers)
     except DAMAGE as error:
-        raise ValueError(f"storage: the study {name!r} in {storage} is damaged ({error!r}).") from None
+        raise ValueError(f"storage: the study {name!r} in {hidden(storage)} is damaged ({error!r}).") from None
     return TuningStudy(study, preset, space, setup)
 
 
@@ -236,7 +238,7 @@ def _run(
         logger.warning(
             "trial %d was taken for dead and is run by another worker; this result is left out", trial.number
         )
-    except BaseException:
+    except Exception:
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
             study.optuna.tell(trial, state=TrialState.FAIL)
         raise

@@ -7,8 +7,10 @@ from functools import partial
 import pytest
 from lm_eval.tasks import TaskManager
 
+from hfkvq.caches import get_preset
 from hfkvq.lm_eval import runs
-from hfkvq.lm_eval.runs import folder_name
+from hfkvq.lm_eval.board import Board, fingerprint, folder_name
+from hfkvq.measure.models import Source
 from tests.command import assert_refused, invoke
 
 run = partial(invoke, "leaderboard")
@@ -36,6 +38,79 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     again = run(*options)
     assert again.exit_code == 0, again.output
     assert again.output.count("already") == 3
+    assert not list((tmp_path / "board").rglob("answers*"))
+    # A scheme more: only that one is run and measured.
+    more = run(*options[:-1], "kitty:sink_length=4,kivi-2")
+    assert more.exit_code == 0, more.output
+    assert more.output.count("already") == 3
+    rows = {path.name: json.loads(path.read_text())["rows"] for path in (tmp_path / "board").glob("kld*.json")}
+    assert [row["name"] for row in rows["kld.json"]] == ["full", "kitty:sink_length=4"]
+    assert [row["name"] for row in rows["kld-2.json"]] == ["kivi-2"]
+    # Whatever else results depend on.
+    for other in (["--limit", 2], ["--chat"], ["--gen_kwargs", "temperature=0.5"], ["--context", 200]):
+        assert_refused(run(*options, *other), "holds results of other settings")
+
+
+class TestBoard:
+    SETTINGS = {"model": {"name": "m", "fingerprint": "1"}, "limit": None}  # noqa: RUF012
+
+    @pytest.fixture
+    def board(self, tmp_path):
+        return Board(tmp_path / "board", self.SETTINGS)
+
+    def save(self, board, name, scheme, *tasks):
+        folder = board.folder(name) / "model"
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"results": {}, "config": {"kvq": {"scheme": scheme}, "asked_tasks": tasks}}
+        (folder / f"results_{len(list(folder.iterdir()))}.json").write_text(json.dumps(content))
+
+    def test_other_settings(self, board):
+        Board(board.out, self.SETTINGS)
+        other = {"model": {"name": "m", "fingerprint": "2"}, "limit": 0.5}
+        message = r"model \(there .*'1'.*, here .*'2'.*\); limit \(there None, here 0.5\)\. Choose another folder"
+        with pytest.raises(ValueError, match=message):
+            Board(board.out, other)
+
+    def test_results_of_nobody_knows_what(self, tmp_path):
+        (tmp_path / "none").mkdir()
+        (tmp_path / "none" / "results_1.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"holds results, but no manifest\.json"):
+            Board(tmp_path, self.SETTINGS)
+
+    @pytest.mark.parametrize("text", ["", "[]", '{"settings": 3}', "{"])
+    def test_damaged_manifest(self, board, text):
+        (board.out / "manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=r"manifest\.json cannot be read"):
+            Board(board.out, self.SETTINGS)
+
+    def test_tasks_are_added(self, board):
+        kivi, kitty = get_preset("kivi-2"), get_preset("kitty")
+        assert board.missing("kivi-2", kivi, ["a", "b"]) == ["a", "b"]
+        self.save(board, "kivi-2", kivi.to_dict(), "a")
+        assert board.missing("kivi-2", kivi, ["a", "b"]) == ["b"]
+        self.save(board, "kivi-2", kivi.to_dict(), "b", "c")
+        assert board.missing("kivi-2", kivi, ["a", "b"]) == []
+        # A preset's file that was changed in between.
+        with pytest.raises(ValueError, match="is of another scheme than 'kivi-2' is now"):
+            board.missing("kivi-2", kitty, ["a"])
+        self.save(board, "none", None, "a")
+        assert board.missing("none", None, ["a"]) == []
+
+    def test_one_run_at_a_time(self, board):
+        with board.locked(), pytest.raises(ValueError, match="another run is writing"), board.locked():
+            pass
+
+    def test_fingerprint(self, tmp_path):
+        """Of files, not of the folder's name; a byte of a weight counts."""
+        folder = tmp_path / "model"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(1000))
+        first = fingerprint(Source("model", str(folder)))
+        moved = folder.rename(tmp_path / "other")
+        assert fingerprint(Source("other", str(moved))) == first
+        (moved / "model.safetensors").write_bytes(bytes(999) + b"x")
+        assert fingerprint(Source("other", str(moved))) != first
 
 
 @pytest.mark.parametrize(
@@ -44,6 +119,7 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
         (["--schemes", "kity"], "scheme: got 'kity', which is unknown"),
         (["--metadata", "{"], "which is no JSON"),
         (["--metadata", "[1]"], "allowed a JSON object"),
+        (["--gen_kwargs", "temperature"], "gen_kwargs: got 'temperature', allowed NAME=VALUE"),
         (["--device", "tpu"], "device: got 'tpu'"),
     ],
 )

@@ -226,27 +226,11 @@ class TestBill:
         requests = instances("loglikelihood", pairs(1), "one") + instances("loglikelihood", pairs(2), "two")
         mixed = [requests[i] for i in (2, 0, 3, 1, 4, 5)]
         assert lm.loglikelihood(mixed, True) == [lm.loglikelihood([request], True)[0] for request in mixed]
-        lm.open_bill()
+        lm._open((None, 0, 0))
         lm.loglikelihood(mixed, True)
         tasks = lm.bill.summary()["tasks"]
         assert {task: figures["requests"] for task, figures in tasks.items()} == {"two": 4, "one": 2}
         assert tasks["one"]["total_bits"] != tasks["two"]["total_bits"]
-
-    def test_tasks_of_several_processes_share_an_entry(self, make, monkeypatch):
-        """Processes that wait for each other answer all tasks in one call; each task shows the costs of all."""
-        lm = make(**KITTY)
-        monkeypatch.setattr(lm, "_world_size", 2)
-        monkeypatch.setattr(lm, "all_gather", lambda tensor: torch.stack([tensor, tensor]))
-        requests = [
-            *instances("loglikelihood_rolling", [(text,) for text in sentences(1, 20)], "one"),
-            *instances("loglikelihood_rolling", [(text,) for text in sentences(2, 20)], "two"),
-        ]
-        lm.loglikelihood_rolling(requests, True)
-        assert list(lm.bill.tasks) == ["one, two"]
-        found = {"results": {"one": {}, "two": {}, "three": {}}}
-        lm.bill.write_into(found)
-        assert found["results"]["one"] == found["results"]["two"] != {}
-        assert not found["results"]["three"]
 
     def test_shared_pages_are_not_counted_as_savings(self, make):
         """Ten endings of a context hold its pages once; the figure is that of one row."""

@@ -94,7 +94,11 @@ def made(model, name, reader, **options):
 
 
 # Each scheme under one name.
-NAMES = [name for name in {scheme: name for name, scheme in list_schemes().items()}.values() if "r1" not in name]
+NAMES = [
+    name
+    for scheme, name in {x: name for name, x in list_schemes().items() if not x.latents}.items()
+    if "r1" not in name
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -247,6 +251,21 @@ def test_latents_and_linear_attention_by_hand():
     # Convolutions over four tokens of 2 * 16 * 128 + 32 * 128 channels, and states of 32 heads, in three layers.
     assert hybrid.states in {3 * (8192 * 4 * 2 + 32 * 128 * 128 * size) for size in (2, 4)}
     assert cache_bytes(hybrid, None, 1000) == hybrid.states + 1000 * 2 * 2 * 256 * 2
+
+
+def test_presets_of_latents_are_for_latents():
+    from hfkvq.tuning.fit.cli import _presets
+
+    latent = outline(
+        DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
+    )
+    assert {"latent-4", "latent-8"} <= _presets(None, latent).keys()
+    assert not {"latent-4", "latent-8"} & _presets(None, outline(LLAMA_31_8B)).keys()
+    with pytest.raises(ValueError, match="latent-4: it is for models with latent attention"):
+        _presets("latent-4", outline(LLAMA_31_8B))
+    # Two layers of 512 codes of 4 bits and 64 of 8, two numbers of a latent and one of a rotary part.
+    pages = cache_bytes(latent.config, "latent-4", 12800, graphs=False) - cache_bytes(latent.config, "latent-4", 128)
+    assert pages == pytest.approx(2 * (12800 - 128) * (256 + 4 + 64 + 2), rel=0.02)
 
 
 class TestKnownModels:

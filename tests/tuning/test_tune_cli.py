@@ -38,6 +38,10 @@ def test_from_search_to_preset(tmp_path):
     storage, out, png = f"sqlite:///{tmp_path}/tuning.db", tmp_path / "tuned.json", tmp_path / "front.png"
     options = ["kitty:page_size=32:sink_length=4", "--space", "boost_ratio=0,0.125,0.5", "--trials", 4, *SMALL]
     options += ["--storage", storage, "--name", "mine", "--device", "cpu", "--dtype", "float32"]
+    # As on a second machine: trials, and nothing else.
+    done = run(*options, "--search-only")
+    assert (done.exit_code, done.stdout) == (0, ""), done.output
+    assert not load_study(storage, "mine").references()
     done = run(*options, "--out", out, "--png", png)
     assert done.exit_code == 0, done.output
     assert "4 trials measured on 2 samples each" in flat(done.output)

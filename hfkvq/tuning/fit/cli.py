@@ -147,13 +147,17 @@ def _no_room(memory: int, weights: Weights, spare: int) -> str:
 
 def _presets(schemes: str | None, found: Outline) -> dict[str, Any]:
     """Presets by name; by default those that can hold the model's heads."""
+    from hfkvq.caches.model_config import latent_dims, text_config
     from hfkvq.caches.preset import get_preset
 
     chosen: dict[str, Any] = {}
+    latents = latent_dims(text_config(found.config)) is not None
     for name in split(schemes) or _main():
         preset = None if name in ("bf16", "none") else get_preset(name)
         try:
             for scheme in () if preset is None else preset.by_layer(len(found.layers)):
+                if scheme.latents and not latents:
+                    raise ValueError("it is for models with latent attention; choose another, e.g. best-4.3.")
                 for layer in found.layers:
                     if layer.compressed:
                         layout = scheme.layout(layer.key_dim, layer.value_dim)
