@@ -36,6 +36,7 @@ from evals.families import KINDS, VOCABULARY, build, families
 from evals.matrix_report import NOT_OURS, markdown
 from hfkvq import MixedKVCache, Scheme, get_scheme
 from hfkvq.caches.layers import KVLayer
+from hfkvq.caches.model_config import latent_dims
 
 PROMPT, NEW, CAPACITY = 40, 12, 192
 PRESETS = ("kitty-pro", "saw-int4-kv", "kvarn-k4v2", "mixkvq", "arkv", "snapkv")
@@ -315,7 +316,8 @@ def _dense_calls() -> Iterator[list[int]]:
 
 def _described(model: Any) -> dict[str, Any]:
     """What a cache makes of a model's layers, and whether a step dequantizes them."""
-    cache = MixedKVCache(model, small("kitty-pro"))
+    latents = latent_dims(model.config.get_text_config(decoder=True)) is not None
+    cache = MixedKVCache(model, small("latent-4" if latents else "kitty-pro"))
     others = sorted({type(x).__name__ for i, x in enumerate(cache.layers) if i not in cache._compressed})
     why = None if cache.graphs is not None else cache._why_not_captured
     found = {

@@ -16,12 +16,12 @@ from hfkvq.bounded import MOST_LEVELS, parse_json
 from hfkvq.caches import get_preset
 from hfkvq.caches.bit_table import BitTable, Origin
 from hfkvq.caches.preset import Preset
+from hfkvq.caches.spelling import parse_value
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.kernels.triton import configs
 from hfkvq.lm_eval.rows import read_jsonl
 from hfkvq.measure.bench import report as kernels
 from hfkvq.measure.bench.generate import record as generate
-from hfkvq.measure.divergence.naming import parse_value
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.measure.report.results import read_files
 from hfkvq.measure.report.samples import read_run

@@ -1,8 +1,11 @@
 """evals/soak.py in small, without a GPU: both parts run, and say what they have found."""
 
+import pytest
+
 from evals import soak
 
 
+@pytest.mark.slow
 def test_a_short_soak(monkeypatch):
     # Each block collects garbage, of the whole test process.
     monkeypatch.setattr(soak, "BLOCKS", 5)

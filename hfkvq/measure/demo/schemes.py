@@ -47,10 +47,10 @@ def side_words(side: SideLayout, head_dim: int) -> str:
 
 
 def _layers_words(scheme: Scheme, side: Side, head_dim: int) -> str:
-    layouts = [(each.layout(head_dim, head_dim), count) for each, count in _layers(scheme)]
+    dims = _dims(scheme, head_dim)
     words: Counter[str] = Counter()
-    for layout, count in layouts:
-        words[side_words(getattr(layout, side), head_dim)] += count
+    for each, count in _layers(scheme):
+        words[side_words(getattr(each.layout(*dims), side), dims[side == "values"])] += count
     (usual, _), *others = words.most_common()
     return "".join([usual, *(f"; in {count} % of the layers {each}" for each, count in others)])
 
@@ -122,7 +122,12 @@ def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
 
 def long_context_bits(scheme: Scheme, head_dim: int = HEAD_DIM) -> list[float]:
     """Least and most bits an element, scales included, of pages alone: the mean of keys, values and layers."""
-    return _mean_bits(scheme, head_dim, lambda fmt, side: page_bits(fmt, side, head_dim))
+    return _mean_bits(scheme, head_dim, page_bits)
+
+
+def _dims(scheme: Scheme, head_dim: int) -> tuple[int, int]:
+    """Channels of keys and values; of latents and their rotary parts those of DeepSeek's models."""
+    return (512, 64) if scheme.latents else (head_dim, head_dim)
 
 
 def _layers(scheme: Scheme) -> list[tuple[Scheme, int]]:
@@ -130,12 +135,15 @@ def _layers(scheme: Scheme) -> list[tuple[Scheme, int]]:
     return list(Counter(scheme.in_layer(layer, 100) for layer in range(100)).items())
 
 
-def _mean_bits(scheme: Scheme, head_dim: int, bits: Callable[[PageFormat, Side], float]) -> list[float]:
-    ends = []
+def _mean_bits(scheme: Scheme, head_dim: int, bits: Callable[[PageFormat, Side, int], float]) -> list[float]:
+    ends, dims = [], _dims(scheme, head_dim)
     for each, count in _layers(scheme):
-        layout = each.layout(head_dim, head_dim)
+        layout = each.layout(*dims)
         pairs = zip(layout.keys.formats, layout.values.formats, strict=True)
-        total = [(bits(keys, "keys") + bits(values, "values")) / 2 for keys, values in pairs]
+        total = [
+            (bits(keys, "keys", dims[0]) * dims[0] + bits(values, "values", dims[1]) * dims[1]) / sum(dims)
+            for keys, values in pairs
+        ]
         ends.append((count * min(total), count * max(total)))
     return [sum(end) / 100 for end in zip(*ends, strict=True)]
 
@@ -149,7 +157,8 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
     tokens that stay are quantized again; None if they do not. ``stays`` says which tokens do, where others are evicted.
     """
     entry = entry_of(name)[1] if name in presets() else Entry()
-    layout, limits = scheme.layout(head_dim, head_dim), scheme.limits(head_dim, head_dim)
+    dims = _dims(scheme, head_dim)
+    layout, limits = scheme.layout(*dims), scheme.limits(*dims)
     return {
         "name": name,
         "class": type(scheme).__name__,
@@ -161,8 +170,8 @@ def describe(name: str, scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, A
         "keys": _layers_words(scheme, "keys", head_dim),
         "values": _layers_words(scheme, "values", head_dim),
         "whole": whole_words(layout),
-        "head_dim": head_dim,
-        "code_bits": _mean_bits(scheme, head_dim, lambda fmt, side: fmt.code_bits(head_dim)),
+        "head_dim": dims[0],
+        "code_bits": _mean_bits(scheme, head_dim, lambda fmt, _, dim: fmt.code_bits(dim)),
         "long_context_bits": long_context_bits(scheme, head_dim),
         "stays": budget_words(scheme),
         "not_captured": limits.captured,

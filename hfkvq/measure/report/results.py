@@ -15,7 +15,7 @@ from hfkvq.bounded import load_json
 from .metrics import main_metrics
 from .names import model_label, scheme_key, scheme_label
 
-KLD, BENCH, LM_EVAL = "hfkvq kld", "hfkvq bench kernels", "lm-eval"
+KLD, BENCH, BOARD, LM_EVAL = "hfkvq kld", "hfkvq bench kernels", "hfkvq leaderboard", "lm-eval"
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def read_json(path: Path) -> Any:
 
 
 def kind_of(content: Any) -> str | None:
-    """What wrote a file: `KLD`, `BENCH`, `LM_EVAL`, or None."""
+    """What wrote a file: `KLD`, `BENCH`, `BOARD` (a manifest, no results), `LM_EVAL`, or None."""
     if not isinstance(content, dict):
         return None
-    if content.get("kind") in (KLD, BENCH):
+    if content.get("kind") in (KLD, BENCH, BOARD):
         return content["kind"]
     lm_eval = isinstance(content.get("results"), dict) and isinstance(content.get("config"), dict)
     return LM_EVAL if lm_eval else None
@@ -143,7 +143,7 @@ def read_files(paths: Iterable[Path]) -> Collection:
                     raise ValueError(
                         f"files: {file} was not written by lm-eval, `{KLD} --json` or `{BENCH} --json`; leave it out."
                     )
-                else:
+                elif kind != BOARD:
                     found.skipped.append(file.name)
             except (KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise ValueError(

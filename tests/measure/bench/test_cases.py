@@ -13,6 +13,7 @@ from hfkvq.measure.bench.cases import (
     DEFAULT_SHAPES,
     RAW,
     Shape,
+    as_dict,
     bytes_read,
     check,
     default_formats,
@@ -22,6 +23,7 @@ from hfkvq.measure.bench.cases import (
     short,
 )
 from hfkvq.measure.bench.checks import error_of
+from hfkvq.measure.bench.report import shape_of
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 517, heads=4, kv_heads=2, head_dim=64)
@@ -160,3 +162,29 @@ def test_bytes_do_not_count_room():
     exact = fill("kitty", keys, values)
     assert roomy.nbytes().total > exact.nbytes().total
     assert bytes_read(roomy, query) == bytes_read(exact, query)
+
+
+def test_latents():
+    """16 query heads over one latent of 512 channels, and 64 of rotary parts, which other shapes do not tell of."""
+    shape = Shape.of_latents(2, 40, 16)
+    query, latents, rotary = shape.data(CPU)
+    assert (query.shape, latents.shape, rotary.shape) == ((2, 16, 1, 576), (2, 1, 40, 512), (2, 1, 40, 64))
+    assert as_dict(shape)["rope_dim"] == 64
+    assert "rope_dim" not in as_dict(Shape(2, 40))
+    assert shape_of(as_dict(shape)) == shape
+    store = fill("latent-4", latents, rotary)
+    assert store.format.latent
+    # Codes, a scale and a minimum; codes and a scale.
+    assert bytes_read(store, query) == 2 * query.nbytes + 2 * 40 * (256 + 4 + 64 + 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("kitty", Shape.of_latents(1, 8, 4), "not attended to as latents .* allowed latent-4, latent-8, full"),
+        ("latent-4", Shape(1, 8), "not attended to as keys and values .* allowed it with --latents"),
+    ],
+)
+def test_formats_that_do_not_fit_latents(name, shape, message):
+    with pytest.raises(ValueError, match=message):
+        check([name], [shape])

@@ -130,7 +130,7 @@ def test_a_cache_that_lost_tokens_is_found_out(model, monkeypatch):
 
 def test_compiled_and_eager_caches_of_a_scheme_say_the_same(model):
     said = {}
-    for name in ("kitty:compiled", "kitty", "kitty:fixed", "kitty:eager"):
+    for name in ("kitty:compiled", "kitty", "kitty:fixed", "kitty:eager", "kitty:offloaded"):
         with engine(name).cache(model.config, 320) as cache, torch.no_grad():
             filled(model, cache)
             decoder = Decoder(model, cache, 2, SETTINGS.compile if name == "kitty:compiled" else None)
@@ -140,6 +140,7 @@ def test_compiled_and_eager_caches_of_a_scheme_say_the_same(model):
                 tokens.append(decoder.ids[:, 0].tolist())
             said[name] = tokens
     assert said["kitty"] == said["kitty:eager"] == said["kitty:fixed"] == said["kitty:compiled"]
+    assert said["kitty:offloaded"] == said["kitty"]
     assert len({tuple(pair) for pair in said["kitty"]}) > 1
 
 

@@ -132,15 +132,15 @@ def test_a_model_that_cannot_be_filled(tmp_path, config, why):
 
 
 def test_a_scheme_has_a_mode_and_knobs():
-    texts = ("kitty", "kitty:fixed", "arkv:compiled", "kitty:boost_ratio=0.2:eager")
+    texts = ("kitty", "kitty:fixed", "arkv:compiled", "kitty:offloaded", "kitty:boost_ratio=0.2:eager")
     engines = [parse_scheme_engine(text) for text in texts]
     assert [engine.name for engine in engines] == list(texts)
-    assert [engine.mode for engine in engines] == ["graphs", "fixed", "compiled", "eager"]
-    assert [engine.graphs for engine in engines] == [True, True, False, False]
-    assert [engine.fixed for engine in engines] == [False, True, True, False]
-    assert [engine.compiled for engine in engines] == [False, False, True, False]
+    assert [engine.mode for engine in engines] == ["graphs", "fixed", "compiled", "offloaded", "eager"]
+    assert [engine.graphs for engine in engines] == [True, True, False, True, False]
+    assert [engine.fixed for engine in engines] == [False, True, True, False, False]
+    assert [engine.compiled for engine in engines] == [False, False, True, False, False]
     assert engines[-1].preset.scheme.boost_ratio == 0.2
-    assert [scheme_of(text) for text in texts] == ["kitty", "kitty", "arkv", "kitty:boost_ratio=0.2"]
+    assert [scheme_of(text) for text in texts] == ["kitty", "kitty", "arkv", "kitty", "kitty:boost_ratio=0.2"]
 
 
 def test_caches_are_told_of_graphs_only_where_users_would_tell_them():
@@ -148,6 +148,7 @@ def test_caches_are_told_of_graphs_only_where_users_would_tell_them():
     assert cache_options("fixed", 64) == {"max_cache_len": 64}
     assert cache_options("compiled", 64) == {"max_cache_len": 64, "graphs": False}
     assert cache_options("eager", 64) == {"graphs": False}
+    assert cache_options("offloaded", 64) == {"offloading": True}
 
 
 def test_stock_caches_have_modes_too():
@@ -156,7 +157,7 @@ def test_stock_caches_have_modes_too():
         "static-compiled",
         "static-compiled-nocudnn",
     }
-    assert set(found.values()) == {"compiled", "eager"}
+    assert set(found.values()) == {"compiled", "eager", "offloaded"}
     assert [name for name, engine in STOCK.items() if not engine.croppable] == [
         "static",
         "static-compiled",

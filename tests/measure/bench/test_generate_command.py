@@ -236,7 +236,7 @@ def test_help_names_architectures_and_defaults():
     for name in (*ARCHITECTURES, *STOCK):
         assert name in text
     assert f"[default: {DEFAULT_CASES.replace(',', ', ')}]" in text
-    assert set(STOCK) - set(DEFAULT_STOCK) == {"static", "static-compiled-nocudnn"}
+    assert set(STOCK) - set(DEFAULT_STOCK) == {"dynamic-offloaded", "static", "static-compiled-nocudnn"}
 
 
 def test_default_schemes_are_the_registry_s_and_the_default_in_other_modes():

@@ -174,6 +174,7 @@ def order_for(folder: Path, **changes) -> ColdCalls:
     return ColdCalls(**{"engine": "dynamic", "experts": "auto", **where, **sizes, **changes})
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_finds_no_compiled_code(tmp_path, monkeypatch):
     """And says the same as this one."""
     for name in cold.CACHES:
