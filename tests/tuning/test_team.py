@@ -217,33 +217,31 @@ def postgres():
 
 
 class Slow(Known):
-    def __init__(self, log, name):
+    """Takes a moment; the worker named a is killed in the middle of its second trial."""
+
+    def __init__(self, name):
         super().__init__()
-        self.log, self.who = log, name
+        self.name = name
 
     def __call__(self, preset, report=None):
-        with self.log.open("a") as file:
-            file.write(self.who)
         time.sleep(0.05)
-        return super().__call__(preset, report)
+        score = super().__call__(preset, report)
+        if self.name == "a" and len(self.calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return score
 
 
-def test_workers_on_postgres(postgres, tmp_path):
+def test_workers_on_postgres(postgres):
     """Three that start together on an empty database, one killed in the middle: no trial is lost or doubled."""
-    log, context = tmp_path / "calls", multiprocessing.get_context("fork")
-    log.touch()
+    context = multiprocessing.get_context("fork")
 
     def work(name):
-        search(Slow(log, name), trials=15, storage=postgres, beat=0.2, grace=1.5)
+        # Time enough for beats of a busy machine: a worker taken for dead twice would leave its trial failed.
+        search(Slow(name), trials=15, storage=postgres, beat=0.2, grace=4)
 
     workers = [context.Process(target=work, args=(name,)) for name in "abc"]
     for worker in workers:
         worker.start()
-    deadline = time.monotonic() + 60
-    while log.read_text().count("a") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    workers[0].kill()
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL, 0, 0]
@@ -253,7 +251,10 @@ def test_workers_on_postgres(postgres, tmp_path):
     assert len(set(knobs)) == 15
     trials = study.optuna.get_trials()
     assert not {trial.state for trial in trials} & {TrialState.RUNNING, TrialState.WAITING}
-    assert all(json.dumps(trial.params, sort_keys=True) in knobs for trial in trials if trial.state is TrialState.FAIL)
+    # The one that died has all its knobs, so another worker has run just these.
+    died = [json.dumps(trial.params, sort_keys=True) for trial in trials if trial.state is TrialState.FAIL]
+    assert died
+    assert set(died) <= set(knobs)
 
 
 @pytest.mark.slow
