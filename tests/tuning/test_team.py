@@ -30,6 +30,14 @@ from tests.tuning.test_study import Known, search
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Python's own handler: a shell's background jobs ignore the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class TestPlaces:
     def test_a_worker_a_gpu(self, monkeypatch):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -219,14 +227,14 @@ def postgres():
 class Slow(Known):
     """Takes a moment; the worker named a is killed in the middle of its second trial."""
 
-    def __init__(self, name):
+    def __init__(self, who):
         super().__init__()
-        self.name = name
+        self.who = who
 
     def __call__(self, preset, report=None):
         time.sleep(0.05)
         score = super().__call__(preset, report)
-        if self.name == "a" and len(self.calls) == 2:
+        if self.who == "a" and len(self.calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return score
 
