@@ -212,7 +212,7 @@ class MixedKVCache(SavedCache, Cache):
             if self._is_recordable(layer_idx) and not self.attached:
                 layer: Any = self.layers[layer_idx]
                 layer.steps.sync.catch_up()
-                return layer.seen + query_length, 0
+                return layer.sizes(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _is_recordable(self, layer_idx: int) -> bool:

@@ -197,6 +197,7 @@ def visible_probs(
         column = where + counters[START, :, None]
         if window:
             column = column - (counters[:2].sum(0)[:, None] - mask.shape[-1]).clamp(min=0)
+            visible = visible & (column >= 0)[:, None, None, None]
         column = column.clamp(0, mask.shape[-1] - 1).long()
         shown = mask.expand(batch, -1, queries, -1)
         shown = shown.gather(-1, column[:, None, None].expand(-1, shown.shape[1], queries, -1))
@@ -250,7 +251,8 @@ def decode_attention(
     forgotten tokens between them and its tail, with as much added to ``start``.
 
     Of a store with a window the query at row position x sees tokens from ``x - window + 1`` on, whatever the mask
-    shows, and pages before these are not read. A mask that has fewer columns than the row then ends with its newest.
+    shows, and pages before these are not read. A mask that has fewer columns than the row then ends with its newest
+    token, and hides those before its first column.
 
     Args:
         q: (B, Hq, Q, D), after RoPE, not scaled, not rotated; the queries of the newest Q tokens, already appended.

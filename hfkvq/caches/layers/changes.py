@@ -188,7 +188,7 @@ def _finish(layers: Sequence[PagedLayer]) -> None:
 def _crop(layer: PagedLayer, tokens: int) -> None:
     if tokens:
         layer.held().crop(tokens, layer.seen)
-        layer.seen -= tokens
+        layer.seen, layer.newest = layer.seen - tokens, 0
         layer.edition += 1
     layer.uncommitted = True
     if layer.eviction is not None:

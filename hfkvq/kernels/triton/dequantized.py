@@ -61,6 +61,8 @@ def attend(
         m_s = m_t[None, :] & (o_last >= 0)[:, None]
     if WINDOW > 0:
         m_s = m_s & (o_x[None, :] > o_past[:, None])
+        if MASK > 0:
+            m_s = m_s & (o_x + i_start >= 0)[None, :]
     if MASK > 0:
         b_mask = tl.load(p_mask[:, None] + o_column[None, :] * s_mask, mask=m_s, other=0)
         if MASK == 1:

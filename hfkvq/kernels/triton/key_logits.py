@@ -348,6 +348,8 @@ def visible_logits(
     m_s = m_t[:, None] & (o_x[:, None] <= o_last[None, :])
     if WINDOW > 0:
         m_s = m_s & (o_x[:, None] > o_past[None, :])
+        if MASK > 0:
+            m_s = m_s & (o_x + i_start >= 0)[:, None]
     if MASK > 0:
         o_column = tl.minimum(tl.maximum(o_x + i_start, 0), L - 1).to(tl.int64) * s_ml
         if ROWS:
