@@ -114,8 +114,9 @@ def token_shares(state: StoreState) -> TokenShares:
 def elements(state: StoreState) -> int:
     """Key and value elements of all tokens, forgotten ones included, or of those in a window (asks the device)."""
     given = state.counters[LENGTH] + state.dropped
-    tokens = int(given.clamp(max=state.format.window or None).sum())
-    return tokens * state.heads * sum(state.dims.values())
+    if state.format.window:
+        given = given.clamp(max=state.format.window)
+    return int(given.sum()) * state.heads * sum(state.dims.values())
 
 
 class PayloadBits(NamedTuple):

@@ -81,10 +81,10 @@ def _wrong_pages(state: StoreState, run: int) -> Iterator[str]:
         yield f"run {run}: keys and values have different numbers of pages"
     if not blocks:
         return
-    every, table = view.table, view.table[:, : state.format.pages(blocks)].long()
-    if bool((every != in_turn(every[:, : table.shape[1]], every.shape[1])).any()):
+    pages_held = state.format.pages(blocks)
+    if state.format.ring and bool((view.table != in_turn(view.table[:, :pages_held], blocks)).any()):
         yield f"run {run}: blocks do not take a window's pages in turn"
-    counts = state.counters[RUNS + 2 * run : RUNS + 2 * run + 2]
+    table, counts = view.table[:, :pages_held].long(), state.counters[RUNS + 2 * run : RUNS + 2 * run + 2]
     if bool((table < 0).any() | (table >= pages).any()):
         yield f"run {run}: a table names pages that are not among {pages}"
         return
