@@ -26,14 +26,15 @@ def cropped(store: StoreView, tokens: int, seen: int) -> StoreState:
         NotImplementedError: a requantization has forgotten or moved tokens from among them, tokens have widths of
             their own and a page of several would be cut, or a window's pages have been filled again since.
     """
-    held = 0 if seen == tokens else _held_from(store.state, seen)
+    ring = store.format.ring > 0
+    held = _held_from(store.state, seen) if ring and seen > tokens else 0
     if tokens and seen - tokens < held:
         raise NotImplementedError(
             f"crop: cannot remove {tokens} tokens, since a window of {store.format.window} tokens has let go of what "
             "would be in sight then; crop less, or start the conversation again from a copy (copy.deepcopy) of the "
             "cache."
         )
-    if seen - tokens < store.state.settled:
+    if not ring and seen - tokens < store.state.settled:
         raise NotImplementedError(
             f"crop: cannot remove {tokens} tokens, since a trim has evicted tokens from among them or before them; "
             "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
@@ -65,7 +66,7 @@ def cropped(store: StoreView, tokens: int, seen: int) -> StoreState:
     counters[LENGTH] = length
     counters[START] = counters[START].clamp(max=seen - tokens)
     # Pages that have been cut are lost for good.
-    wide, settled = state.wide_most, held if state.format.ring else state.settled
+    wide, settled = state.wide_most, held if ring else state.settled
     state = state.replace(counters=counters, states=frozenset(states), host_counters=None, settled=settled)
     if reopens:
         # The tokens taken back may all have been in other runs, so the last one's bound cannot be lowered. A page that
@@ -75,14 +76,13 @@ def cropped(store: StoreView, tokens: int, seen: int) -> StoreState:
 
 
 def _held_from(state: StoreState, seen: int) -> int:
-    """Fewest of ``seen`` logical columns that may be left, so that pages hold what is in sight then."""
-    form, held = state.format, state.settled if state.format.ring else 0
-    if form.ring:
-        page = form.runs[0][0].page_size
-        for row in state.states:
-            first = (-(-max(row[1:]) // page) - form.ring) * page
-            if first > 0:
-                held = max(held, seen - row.length + form.sink + first + form.window - 1)
+    """Fewest of ``seen`` logical columns that may be left, so that a ring of pages holds what is in sight then."""
+    form, held = state.format, state.settled
+    page = form.runs[0][0].page_size
+    for row in state.states:
+        first = (-(-max(row[1:]) // page) - form.ring) * page
+        if first > 0:
+            held = max(held, seen - row.length + form.sink + first + form.window - 1)
     return held
 
 
