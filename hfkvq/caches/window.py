@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -37,16 +38,22 @@ def in_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Scheme:
     return Full(page_size=PAGE)
 
 
-def window_of(config: PreTrainedConfig, index: int, layer: Any) -> int:
-    """Tokens that a query of a layer sees; 0 where it sees all, or those of a chunk.
+def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int]:
+    """Tokens that a query sees of layers whose windows can be held in pages, by their numbers.
+
+    Not where layers see chunks, or share keys and values.
 
     Args:
         config: of the decoder.
-        index: of the layer.
-        layer: what Transformers makes for it.
+        layers: what Transformers makes for it.
     """
-    if type(layer) is not DynamicSlidingWindowLayer:
-        return 0
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds[index] == "sliding_attention" if kinds else getattr(config, "sliding_window", None) is not None
-    return layer.sliding_window if slides and layer.sliding_window > 0 else 0
+    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+        return {}
+    kinds, plain = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) is not None
+    return {
+        i: layer.sliding_window
+        for i, layer in enumerate(layers)
+        if type(layer) is DynamicSlidingWindowLayer
+        and layer.sliding_window > 0
+        and (kinds[i] == "sliding_attention" if kinds else plain)
+    }

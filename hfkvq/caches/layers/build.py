@@ -12,7 +12,7 @@ from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attenti
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
-from ..window import in_window, window_of
+from ..window import in_window, windows_of
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
@@ -101,9 +101,11 @@ def build_layers(
     schemes = preset.by_layer(len(stock))
     sharing = getattr(text, "kv_sharing_modes", None)
     shares = bool(getattr(text, "num_kv_shared_layers", 0))
-    windows = {} if sharing or shares else {i: window_of(text, i, layer) for i, layer in enumerate(stock)}
     # A window as long as the capacity hides nothing.
-    windows = {i: 0 if max_cache_len is not None and max_cache_len <= w else w for i, w in windows.items() if w}
+    windows = {
+        i: 0 if max_cache_len is not None and max_cache_len <= window else window
+        for i, window in windows_of(text, stock).items()
+    }
     held = tuple(sorted({*full, *windows}))
     evicts = next((scheme.name for scheme in schemes if scheme.evicts), None)
     if evicts and text.model_type in TOUCHES_KEYS and looks_attention_up(text):
