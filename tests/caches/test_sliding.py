@@ -47,7 +47,7 @@ def test_pages_hold_what_may_be_taken_back():
 def test_beyond_the_ring(family, length, graphs, captured):  # noqa: F811
     """Prompt, steps, chunks that are longer than the window and shorter: the logits of `DynamicCache`."""
     model, ids = build(family), prompt(2, 290)
-    parts = [150, *[1] * 12, 60, 7, *[1] * 40]
+    parts = [150, *[1] * 9, 60, 7, *[1] * 12]
     cache = MixedKVCache(model, FULL, max_cache_len=length, graphs=graphs)
     expected = logits_of(model, DynamicCache(config=model.config), parts, ids)
     torch.testing.assert_close(logits_of(model, cache, parts, ids), expected, rtol=1e-4, atol=1e-4)
@@ -92,7 +92,7 @@ def test_captured_steps_are_those_that_dequantize(name, length, captured):  # no
             model = build("mistral-sliding", attention="eager" if "attach" in options else None, sliding_window=64)
         cache = MixedKVCache(model, scheme, max_cache_len=length, **options)
         assert [layer.scheme for layer in cache.compressed_layers] == [scheme] * 2
-        found.append(logits_of(model, cache, [170, *[1] * 25, 30, *[1] * 10], ids))
+        found.append(logits_of(model, cache, [170, *[1] * 10, 30, 1], ids))
         cache.integrity_check()
         assert cache.layers[0].store.layout.sink == 0
     assert PythonGraph.made
@@ -131,20 +131,20 @@ def test_whatever_is_done_to_rows_and_lengths(length, captured):  # noqa: F811
         cache.integrity_check()
 
     same(0, 150)
-    same(150, 30)
+    same(150, 9)
     for rows in (torch.tensor([2, 0, 0]), torch.tensor([1, 2, 0])):
         cache.reorder_cache(rows)
         plain.reorder_cache(rows)
-    same(180, 30)
+    same(159, 9)
     for each in (cache, plain):
         each.batch_select_indices(torch.tensor([1]))
         each.batch_repeat_interleave(2)
-    same(210, 60)
+    same(168, 12)
     copied, was = copy.deepcopy(cache), copy.deepcopy(plain)
-    same(270, 30)
+    same(180, 12)
     # What was copied goes its own way.
     cache, plain = copied, was
-    same(280, 30)
+    same(185, 12)
     cache.reset()
     plain = DynamicCache(config=model.config)
     same(0, 120)
@@ -163,8 +163,8 @@ def test_tokens_are_taken_back_as_long_as_pages_hold_what_is_in_sight():
     assert (cache.get_seq_length(), cache.memory().compressed) == (left, before)
     plain = DynamicCache(config=model.config)
     logits_of(model, plain, [left], ids)
-    expected = logits_of(model, plain, [1] * 50, ids[:, left:])
-    torch.testing.assert_close(logits_of(model, cache, [1] * 50, ids[:, left:]), expected, rtol=1e-4, atol=1e-4)
+    expected = logits_of(model, plain, [1] * 9 + [70], ids[:, left:])
+    torch.testing.assert_close(logits_of(model, cache, [1] * 9 + [70], ids[:, left:]), expected, rtol=1e-4, atol=1e-4)
     # All of them: nothing is in sight then.
     cache.crop(-cache.get_seq_length())
     assert cache.get_seq_length() == 0
@@ -209,7 +209,7 @@ def test_pages_run_out_of_memory(monkeypatch):
     layer = cache.layers[0]
     assert (layer.staged_length, layer.store.longest) == (120, 150)
     for own, was in zip(layer.store.runs[0].flat(), expected.layers[0].store.runs[0].flat(), strict=True):
-        assert torch.equal(own, was)
+        torch.testing.assert_close(own, was, rtol=0, atol=0, equal_nan=True)
     logits_of(model, expected, [120], ids[:, 150:])
     got, same = (logits_of(model, each, [1, 30], ids[:, 270:]) for each in (cache, expected))
     assert torch.equal(got, same)
