@@ -232,8 +232,15 @@ def test_decode(backend, name):
     assert_as_good_as_torch(got, exact, plain)
 
 
-@pytest.mark.parametrize("kind", ["none", "causal", "bool", "short", "softcap-sinks"])
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "none") for name in WINDOWS),
+        *((name, kind) for name in ("16-16", "tiles-2c", "float32") for kind in ("causal", "short", "softcap-sinks")),
+        ("2c-2t", "bool"),
+        ("tiles-16", "bool"),
+    ],
+)
 def test_window(backend, name, kind):
     """A query sees the newest tokens up to its own; what has fallen out of sight is not read, whatever is there now."""
     layer = build(WINDOWS[name])
