@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import (
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
 from transformers.modeling_utils import AttentionInterface
 
 from hfkvq.kernels.arguments import AttentionArguments
@@ -110,13 +115,13 @@ def hfkvq_mask(
 ) -> Tensor | None:
     """The mask of sdpa, with three changes.
 
-    A plain causal decode step gets the 2D padding mask, copied once for all layers: stock code asks the device whether
+    A plain causal decode step, also of a window, gets the 2D padding mask, copied once for all layers: stock code asks the device whether
     it is all ones, a synchronization in every step. And None is never returned for several queries on a longer cache,
     so that None always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets None.
     """
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         # Ours, of fixed capacity. Leading padding is not stored, so plain steps, which must look alike, need no mask.
-        plain = mask_function is causal_mask_function
+        plain = _is_plain(mask_function)
         if plain and q_length == 1 and attention_mask is not None and is_captured():
             # A step that is being captured is shown a mask only where it hides more than leading padding.
             return attention_mask[:, None, None, kv_offset : kv_offset + kv_length]
@@ -124,7 +129,7 @@ def hfkvq_mask(
             return None
         if not is_recorded() and q_length > 1:
             q_offset = kv_offset + kv_length - q_length
-    elif q_length == 1 and mask_function is causal_mask_function and not isinstance(q_offset, Tensor):
+    elif q_length == 1 and _sees_all(mask_function, kv_length, kv_offset, q_offset, kwargs.get("local_size")):
         if attention_mask is None:
             return None
         columns = attention_mask[:, kv_offset : kv_offset + kv_length]
@@ -143,6 +148,34 @@ def hfkvq_mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
+
+
+_WINDOW = sliding_window_causal_mask_function(1)
+
+
+def _codes(mask_function: Any) -> list[Any]:
+    """What a mask function is made of: the code of it, and of the functions that it joins."""
+    cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    joined = next((each for each in cells if isinstance(each, tuple)), ())
+    return [getattr(each, "__code__", each) for each in (mask_function, *joined)]
+
+
+def _is_plain(mask_function: Any) -> bool:
+    """Whether a mask is causal, or that of a window, and nothing else; layers of ours know their windows."""
+    if mask_function is causal_mask_function:
+        return True
+    # Compilers do not follow closures; what they trace gets a mask.
+    return not torch.compiler.is_compiling() and _codes(mask_function) == _codes(_WINDOW)
+
+
+def _sees_all(mask_function: Any, kv_length: int, kv_offset: int, q_offset: Any, window: int | None) -> bool:
+    """Whether the one query sees all columns but padding."""
+    if isinstance(q_offset, Tensor):
+        return False
+    if mask_function is causal_mask_function:
+        return True
+    fits = window is not None and kv_length <= window and kv_offset + kv_length == q_offset + 1
+    return fits and _is_plain(mask_function)
 
 
 def register() -> None:

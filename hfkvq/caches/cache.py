@@ -40,8 +40,8 @@ class MixedKVCache(SavedCache, Cache):
     """A KV cache that stays compressed and is attended in place.
 
     ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
-    Full-attention layers are held in pages by the scheme; sliding-window and linear-attention layers stay as
-    Transformers makes them.
+    Attention layers are held in pages by the scheme, those with a sliding window in a ring of pages (of 16 bits where
+    the window is short, see `hfkvq.caches.window`); linear-attention layers stay as Transformers makes them.
 
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
@@ -73,8 +73,7 @@ class MixedKVCache(SavedCache, Cache):
         headroom: share of what is held by which the buffers of captured steps are ahead of need, where the cache
             grows; 128 tokens at the least.
         offloading: whether pages lie in the host's memory, where a GPU reads them over the bus as it attends; sinks,
-            newest tokens and tables stay on the GPU. True for all layers that are held in pages, or how many of the
-            last ones.
+            newest tokens and tables stay on the GPU. True for all layers that hold all tokens, or how many of the last.
         attach: whether to switch the attention implementation.
         debug: refuse keys and values that are not finite, or that pages cannot hold, and look before each forward
             whether what the cache holds contradicts itself. Steps are not captured then.
@@ -123,7 +122,7 @@ class MixedKVCache(SavedCache, Cache):
         self.config, self._capacity, self._debug = text, max_cache_len, debug
         self._count_by(text)
         self._why_not_captured = made.why_not_captured
-        self._stock_state: dict[int, dict[str, Any]] = {}
+        self._untouched: dict[int, dict[str, Any]] = {}
         self.graphs: StepGraphs | None = None
         if made.captured and made.sync is not None:
             self.graphs = StepGraphs(self, self.preset, made.sync, headroom)
@@ -198,7 +197,7 @@ class MixedKVCache(SavedCache, Cache):
             first.check_capacity(key_states.shape[2])
         if self._debug:
             self.integrity_check()
-            self._stock_state = {i: dict(vars(x)) for i, x in enumerate(self.layers) if i not in self._compressed}
+            self._untouched = changes.untouched(self.layers)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset for the mask of the coming forward.
@@ -212,7 +211,7 @@ class MixedKVCache(SavedCache, Cache):
             if self._is_recordable(layer_idx) and not self.attached:
                 layer: Any = self.layers[layer_idx]
                 layer.steps.sync.catch_up()
-                return layer.seen + query_length, 0
+                return layer.sizes(query_length)
         return super().get_mask_sizes(query_length, layer_idx)
 
     def _is_recordable(self, layer_idx: int) -> bool:
@@ -243,7 +242,7 @@ class MixedKVCache(SavedCache, Cache):
         """Lets the newest tokens be taken back, as assisted decoding does; steps are not compiled from now on.
 
         Raises:
-            ValueError: sliding-window layers of fixed capacity hold tokens already; they cannot take any back.
+            ValueError: layers of fixed capacity that Transformers makes hold tokens already; they take none back.
         """
         draft = None if self.graphs is None else draft_of_caller()
         if draft is not None and next(draft.parameters()).device.type in RECORDERS:
@@ -251,8 +250,9 @@ class MixedKVCache(SavedCache, Cache):
         stock = [i for i, layer in enumerate(self.layers) if hasattr(layer, "max_cache_len")]
         if any(getattr(self.layers[i], "is_initialized", False) for i in stock):
             raise ValueError(
-                "max_cache_len: sliding-window layers of fixed capacity cannot take tokens back, as assisted decoding "
-                "must; make the cache without max_cache_len, or begin with an empty one."
+                "max_cache_len: layers of fixed capacity that Transformers makes (chunked attention, shared windows) "
+                "cannot take tokens back, as assisted decoding must; make the cache without max_cache_len, or begin "
+                "with an empty one."
             )
         if stock:
             fresh = DynamicCache(config=self.config).layers
@@ -365,9 +365,9 @@ def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
     """Takes tokens that a layer has refused out of the earlier ones."""
     known = layer_idx < len(cache.layers)
     refused = seen_by(cache.layers[layer_idx]) if known else cache.get_seq_length() - tokens
-    changes.level(cache.compressed_layers, seen_by, refused or 0)
-    for i, state in cache._stock_state.items():
-        # Their updates bind new tensors, so the old ones are as they were.
+    own = [layer for i, layer in enumerate(cache.layers) if i in cache._compressed and i not in cache._untouched]
+    changes.level(own, seen_by, refused or 0)
+    for i, state in cache._untouched.items():
         vars(cache.layers[i]).update(state)
 
 

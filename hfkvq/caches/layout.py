@@ -53,12 +53,14 @@ class Layout:
         values: the value side.
         sink: first tokens of a row, never quantized.
         latent: whether the key side is of latents and the value side of rotary parts, to be attended to as they are.
+        window: tokens that a query sees, see `hfkvq.kernels.pages.StoreFormat`; 0 for all.
     """
 
     keys: SideLayout
     values: SideLayout
     sink: int = 0
     latent: bool = False
+    window: int = 0
 
     def __post_init__(self) -> None:
         """Checks what the store relies on."""
@@ -71,12 +73,25 @@ class Layout:
                     )
         if len(self.keys.formats) > 1 and (self.keys.local, self.keys.unit) != (self.values.local, self.values.unit):
             raise ValueError("local, unit: keys and values must leave the tail together where tokens have widths.")
+        if self.window and self.own_tokens() > self.window:
+            raise ValueError(
+                f"window: got {self.window} tokens, but the newest {self.own_tokens()} are held outside of pages; take "
+                "shorter local windows and units, or another scheme in this layer."
+            )
 
     @property
     def store(self) -> StoreFormat:
         """The format that kernels see."""
         runs = tuple(zip(self.keys.formats, self.values.formats, strict=True))
-        return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation, self.latent)
+        return StoreFormat(runs, self.sink, self.keys.rotation, self.values.rotation, self.latent, self.window)
+
+    def own_tokens(self) -> int:
+        """Most of the newest tokens that are not in pages yet."""
+        return max(side.local + side.unit for side in (self.keys, self.values))
+
+    def in_window(self, window: int) -> Layout:
+        """The same for a layer whose queries see so many tokens: first tokens fall out of sight like any others."""
+        return replace(self, sink=0, window=window)
 
     def of_latents(self) -> Layout | None:
         """The same for latents that are attended to as they are; None if they cannot be in pages like these."""

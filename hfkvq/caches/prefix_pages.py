@@ -232,7 +232,7 @@ def first_border(cache: SavedCache) -> tuple[int, int] | None:
 def _stands_alone(layer: KVLayer) -> bool:
     layout = layer.held().layout
     plain = not layer.scheme.evicts and not layer.scheme.needs and layout.store.ordered
-    return plain and not layout.keys.local and not layout.values.local
+    return plain and not layout.keys.local and not layout.values.local and not layout.window
 
 
 def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:

@@ -50,13 +50,13 @@ def _attend_prompt(
     """Takes a prompt as an eager forward would: (B, Hq, Q, Dv). A mask may have the capacity's columns."""
     layer.update(keys, values)
     if arguments.mask is not None:
-        arguments = arguments._replace(mask=arguments.mask[..., : layer.seen])
+        arguments = arguments._replace(mask=arguments.mask[..., layer.seen - layer.columns : layer.seen])
 
     def dense() -> Tensor:
         found, _ = dense_attention(None, query, layer.dense("keys"), layer.dense("values"), arguments)
         return found.transpose(1, 2)
 
-    return attend(layer, query, arguments.explicit(query, layer.seen), dense, arguments.mask).contiguous()
+    return attend(layer, query, arguments.explicit(query, layer.columns), dense, arguments.mask).contiguous()
 
 
 def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments) -> Tensor:

@@ -30,10 +30,39 @@ def sealed_count(counters: Tensor, side: Side) -> Tensor:
     return counters[RUNS + (side == "values") :: 2].sum(0, dtype=torch.int32)
 
 
+def newest_pages(
+    store: StoreFormat, counters: Tensor, runs: Sequence[RunView], tokens: int
+) -> tuple[Sequence[RunView], Tensor | None]:
+    """Of a store with a window the run with the blocks alone that the newest ``tokens`` of a row may stand in.
+
+    Others' pages may hold something else by now.
+
+    Returns:
+        The runs, and i32 (B,), run tokens before the first block; None where there is no window, and all is as it was.
+    """
+    if not store.window:
+        return runs, None
+    (run,), page = runs, store.runs[0][0].page_size
+    blocks = run.table.shape[1]
+    first = (counters[LENGTH] - tokens - store.sink).clamp(min=0, max=max(blocks - 1, 0) * page) // page
+    count = min(blocks, 1 + -(-max(tokens - 1, 0) // page))
+    index = first[:, None] + torch.arange(count, dtype=torch.int32, device=counters.device)
+    table = run.table.gather(1, index.clamp(max=max(blocks - 1, 0)).long())
+    return [RunView(table, None, run.keys, run.values)], first * page
+
+
 def column_positions(
-    store: StoreFormat, counters: Tensor, runs: Sequence[RunView], tail_length: int, side: Side
+    store: StoreFormat,
+    counters: Tensor,
+    runs: Sequence[RunView],
+    tail_length: int,
+    side: Side,
+    before: Tensor | None = None,
 ) -> Tensor:
-    """Row position of every column of `sink | runs | tail`: i32 (B, N), `ABSENT` where the row has no such token."""
+    """Row position of every column of `sink | runs | tail`: i32 (B, N), `ABSENT` where the row has no such token.
+
+    ``before``: run tokens before the first block, see `newest_pages`.
+    """
     length = counters[LENGTH, :, None]
     rest = (length - store.sink).clamp(min=0)
 
@@ -44,6 +73,8 @@ def column_positions(
     positions = [torch.where(sink < length, sink, ABSENT)]
     for i, (run, (fmt, _)) in enumerate(zip(runs, store.runs, strict=True)):
         slot = columns(run.table.shape[1] * fmt.page_size)
+        if before is not None:
+            slot = slot + before[:, None]
         where = slot + store.sink if run.pos is None else run.pos
         positions.append(torch.where(slot < run_count(counters, i, side)[:, None], where, ABSENT))
     sealed = sealed_count(counters, side)[:, None]
@@ -92,32 +123,38 @@ def _decode_attention(
     batch, query_heads, queries, head_dim = q.shape
     heads, value_dim = sink_k.shape[1], sink_v.shape[-1]
     share = query_heads // heads
+    longest = form.sink + views[0].table.shape[1] * form.runs[0][0].page_size + max(tail_k.shape[2], tail_v.shape[2])
+    views, before = newest_pages(form, counters, views, form.window + queries - 1)
+
+    def counted(run: int, side: Side) -> Tensor:
+        count = run_count(counters, run, side)
+        return count if before is None else count - before
+
     q_rows = hadamard(q.float(), form.rotate_keys).mul(scaling).reshape(batch, heads, share * queries, head_dim)
 
-    where = column_positions(form, counters, views, tail_k.shape[2], "keys")
+    where = column_positions(form, counters, views, tail_k.shape[2], "keys", before)
     logits = torch.cat(
         [
             q_rows @ sink_k.float().transpose(-1, -2),
             *(
-                qk_pages(q_rows, run.table, run_count(counters, i, "keys"), run.keys, formats[0])
+                qk_pages(q_rows, run.table, counted(i, "keys"), run.keys, formats[0])
                 for i, (run, formats) in enumerate(zip(views, form.runs, strict=True))
             ),
             q_rows @ tail_k.float().transpose(-1, -2),
         ],
         -1,
     )
-    probs = visible_probs(logits.view(batch, heads, share, queries, -1), where, counters, mask, sinks, softcap)
+    logits = logits.view(batch, heads, share, queries, -1)
+    probs = visible_probs(logits, where, counters, mask, sinks, softcap, form.window)
 
     if form.ordered:
         # Keys and values leave the tail at different steps, so probabilities go through row positions.
-        bound = form.sink + views[0].table.shape[1] * form.runs[0][0].page_size
-        bound += max(tail_k.shape[2], tail_v.shape[2])
-        by_row = probs.new_zeros((*probs.shape[:-1], bound + 1))
-        at = torch.where(where > ABSENT, where, bound).long()[:, None, None]
+        by_row = probs.new_zeros((*probs.shape[:-1], longest + 1))
+        at = torch.where(where > ABSENT, where, longest).long()[:, None, None]
         by_row.scatter_(-1, at.expand_as(probs), probs)
-        by_row[..., bound] = 0.0
-        where = column_positions(form, counters, views, tail_v.shape[2], "values")
-        at = torch.where(where > ABSENT, where, bound).long()[:, None, None]
+        by_row[..., longest] = 0.0
+        where = column_positions(form, counters, views, tail_v.shape[2], "values", before)
+        at = torch.where(where > ABSENT, where, longest).long()[:, None, None]
         probs = by_row.gather(-1, at.expand(*probs.shape[:-1], -1))
     elif tail_k.shape[2] != tail_v.shape[2]:
         probs = _ring_to_ring(probs, where, tail_k.shape[2], tail_v.shape[2], form.sink)
@@ -130,27 +167,38 @@ def _decode_attention(
     out = parts[0] @ sink_v.float().masked_fill(~has[:, :, : form.sink], 0.0)
     out = out + parts[-1] @ tail_v.float().masked_fill(~has[:, :, last:], 0.0)
     for i, (run, formats) in enumerate(zip(views, form.runs, strict=True)):
-        count = run_count(counters, i, "values")
-        out = out + sv_pages(parts[1 + i], run.table, count, run.values, formats[1], value_dim)
+        out = out + sv_pages(parts[1 + i], run.table, counted(i, "values"), run.values, formats[1], value_dim)
     return hadamard(out, form.rotate_values, back=True).view(batch, query_heads, queries, value_dim).to(q.dtype)
 
 
 def visible_probs(
-    logits: Tensor, where: Tensor, counters: Tensor, mask: Tensor | None, sinks: Tensor | None, softcap: float
+    logits: Tensor,
+    where: Tensor,
+    counters: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    softcap: float,
+    window: int = 0,
 ) -> Tensor:
     """Probabilities (B, H, share*Q, N), f32, of logits (B, H, share, Q, N) of columns at row positions (B, N).
 
-    For mask, sinks and softcap see `decode_attention`.
+    For mask, sinks and softcap see `decode_attention`, for the window `StoreFormat`.
     """
     batch, heads, share, queries, _ = logits.shape
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     visible = (where > ABSENT)[:, None, None, None]
+    newest = counters[LENGTH, :, None] - queries + torch.arange(queries, device=logits.device)
+    if window:
+        visible = visible & (where[:, None] > (newest - window)[..., None])[:, None, None]
     if mask is None:
-        newest = counters[LENGTH, :, None] - queries + torch.arange(queries, device=logits.device)
         visible = visible & (where[:, None] <= newest[..., None])[:, None, None]
     else:
-        column = (where + counters[START, :, None]).clamp(0, mask.shape[-1] - 1).long()
+        column = where + counters[START, :, None]
+        if window:
+            column = column - (counters[:2].sum(0)[:, None] - mask.shape[-1]).clamp(min=0)
+            visible = visible & (column >= 0)[:, None, None, None]
+        column = column.clamp(0, mask.shape[-1] - 1).long()
         shown = mask.expand(batch, -1, queries, -1)
         shown = shown.gather(-1, column[:, None, None].expand(-1, shown.shape[1], queries, -1))
         shown = shown.unflatten(1, (heads, share)) if shown.shape[1] > 1 else shown[:, :, None]
@@ -201,6 +249,10 @@ def decode_attention(
     ``(x - sink) mod W`` of the tail, whose W may differ between keys and values. Its logical column, by which masks
     are indexed, is ``start + x``. Tokens of runs that have positions may have negative ones: those of a row that has
     forgotten tokens between them and its tail, with as much added to ``start``.
+
+    Of a store with a window the query at row position x sees tokens from ``x - window + 1`` on, whatever the mask
+    shows, and pages before these are not read. A mask that has fewer columns than the row then ends with its newest
+    token, and hides those before its first column.
 
     Args:
         q: (B, Hq, Q, D), after RoPE, not scaled, not rotated; the queries of the newest Q tokens, already appended.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .decode import ABSENT, START, column_positions, dense_columns
+from .decode import ABSENT, START, column_positions, dense_columns, newest_pages
 from .dispatch import define, reference, triton_slot
 from .hadamard import hadamard, saturated
 from .pages import Side, StoreFormat, split_runs
@@ -21,9 +21,13 @@ def _gather_rows(
     which: Side = "keys" if side == "keys" else "values"
     views = split_runs(form, runs)
     sink, tail = (windows[0], windows[2]) if which == "keys" else (windows[1], windows[3])
-    positions = column_positions(form, counters, views, tail.shape[2], which)
+    views, before = newest_pages(form, counters, views, columns)
+    positions = column_positions(form, counters, views, tail.shape[2], which, before)
     batch, count = positions.shape
-    logical = torch.where(positions > ABSENT, positions + counters[START, :, None], columns).long()
+    logical = positions + counters[START, :, None]
+    if form.window:
+        logical = logical - (counters[:2].sum(0)[:, None] - columns)
+    logical = torch.where(positions > ABSENT, logical, columns).long()
     logical = torch.where(logical < 0, columns, logical)
     origin = torch.full((batch, columns + 1), -1, device=sink.device)
     origin.scatter_(1, logical.clamp(max=columns), torch.arange(count, device=sink.device).expand(batch, count))
@@ -61,7 +65,8 @@ def gather_rows(
         counters: i32 (2 + 2*runs, B), see `decode_attention`.
         windows: sink and tail tensors, see `decode_attention`.
         runs: flat tensors of all runs.
-        columns: number of logical columns, padding included.
+        columns: number of logical columns, padding included; of a store with a window the newest ones, which hold
+            no token that has fallen out of its pages.
         store: the layer's format.
         side: "keys" or "values".
         plain: whether PyTorch's own operations do it, for which no kernel has to be compiled.

@@ -25,6 +25,9 @@ RAISED_STEP = 8
 MOST_EXACT = 4
 """Most tokens of a page that are stored whole: kernels take them one by one."""
 
+SPARE = 80
+"""Tokens that a layer with a window holds beyond it: sixteen of a step, and those that may be taken back."""
+
 _SPEC = re.compile(
     r"(?P<bits>\d+)(?P<axis>[ct])(?P<group>\d+)p(?P<page>\d+)(?P<normed>n?)(f(?P<fit>\d))?(e(?P<exact>\d))?"
     r"(?P<raised>(\+\d+x\d+)*)"
@@ -275,6 +278,8 @@ class StoreFormat:
         rotate_values: of the stored values (outputs are rotated back).
         latent: whether the keys' side holds latents, which are key and value at once, and the values' side the rotary
             parts of the keys: see `hfkvq.kernels.latent_attention`.
+        window: tokens that a query sees, itself the last of them; 0 for all. Then a row has `ring` pages at the most,
+            which its table names in turn: what has fallen out of the window makes room for what is sealed next.
     """
 
     runs: tuple[tuple[PageFormat, PageFormat], ...]
@@ -282,9 +287,15 @@ class StoreFormat:
     rotate_keys: int = 0
     rotate_values: int = 0
     latent: bool = False
+    window: int = 0
 
     def __post_init__(self) -> None:
         """Checks that keys and values of a run can share a page table."""
+        if self.window < 0 or (self.window and (len(self.runs) > 1 or self.latent)):
+            raise ValueError(
+                f"window: got {self.window} tokens, {len(self.runs)} runs and latent={self.latent}, allowed 0 or a "
+                "window of one run of keys and values."
+            )
         if not self.runs:
             raise ValueError("runs: got none, at least one pair of page formats is needed.")
         for keys, values in self.runs:
@@ -306,21 +317,42 @@ class StoreFormat:
         return len(self.runs) == 1
 
     @cached_property
+    def ring(self) -> int:
+        """Pages of a row where there is a window: block i of a row lies in the page of block ``i % ring``; else 0.
+
+        As many as hold what the queries of a step see, once `SPARE` tokens at the most have been taken back, beside the
+        page that is being filled.
+        """
+        page = self.runs[0][0].page_size
+        return 1 + -(-(self.window + SPARE - 2) // page) if self.window else 0
+
+    def pages_seen(self, blocks: int, queries: int) -> int:
+        """Most of so many blocks of a row that so many of the newest queries see."""
+        page = self.runs[0][0].page_size
+        return min(blocks, 1 + -(-(self.window + queries - 2) // page)) if self.window else blocks
+
+    def pages(self, blocks: int) -> int:
+        """Pages that so many blocks of a row have."""
+        return min(blocks, self.ring or blocks)
+
+    @cached_property
     def spec(self) -> str:
         """Reversible name; ops take it as their static argument."""
         runs = "|".join(f"{keys.spec}/{values.spec}" for keys, values in self.runs)
-        return f"{'l' * self.latent}s{self.sink};k{self.rotate_keys};v{self.rotate_values};{runs}"
+        window = f"w{self.window};" if self.window else ""
+        return f"{'l' * self.latent}{window}s{self.sink};k{self.rotate_keys};v{self.rotate_values};{runs}"
 
     @staticmethod
     @lru_cache(maxsize=512)
     def parse(spec: str) -> StoreFormat:
         """The store format whose ``spec`` this is."""
-        sink, rotate_keys, rotate_values, runs = spec.removeprefix("l").split(";")
+        *window, sink, rotate_keys, rotate_values, runs = spec.removeprefix("l").split(";")
         pairs = tuple(
             (PageFormat.parse(keys), PageFormat.parse(values))
             for keys, values in (run.split("/") for run in runs.split("|"))
         )
-        return StoreFormat(pairs, int(sink[1:]), int(rotate_keys[1:]), int(rotate_values[1:]), spec[0] == "l")
+        rotate = int(rotate_keys[1:]), int(rotate_values[1:])
+        return StoreFormat(pairs, int(sink[1:]), *rotate, spec[0] == "l", int(window[0][1:]) if window else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, FalconConfig, LlamaConfig, StaticCache
 
 from hfkvq import KittyCache, MixedKVCache, MixKVQCache, SawInt4Cache, get_scheme
 from hfkvq.caches.layers import KVLayer
@@ -393,19 +393,18 @@ def test_saving_a_model_is_not_affected(tmp_path):
     ("family", "compressed"),
     [
         ("llama", [True, True]),
-        ("mistral-sliding", [False, False]),
-        ("gemma2", [False, True]),
-        ("gemma3", [False, True, False]),
-        ("gpt-oss", [False, True]),
+        ("mistral-sliding", [True, True]),
+        ("gemma3", [True, True, True]),
         ("qwen3-next", [False, True]),
         ("deepseek-v3", [True, True]),
     ],
 )
-def test_only_full_attention_is_compressed(family, compressed):
-    """Sliding and linear layers stay what DynamicCache makes them."""
+def test_attention_is_compressed(family, compressed):
+    """Over all tokens or a window; linear layers stay what DynamicCache makes them."""
     model = build(family)
     cache, stock = MixedKVCache(model), DynamicCache(config=model.config)
     assert [isinstance(layer, KVLayer) for layer in cache.layers] == compressed
+    assert cache.is_sliding == stock.is_sliding
     for ours_, theirs in zip(cache.layers, stock.layers, strict=True):
         if not isinstance(ours_, KVLayer):
             assert type(ours_) is type(theirs)
@@ -413,8 +412,9 @@ def test_only_full_attention_is_compressed(family, compressed):
 
 
 def test_models_with_nothing_to_compress_warn(caplog):
-    MixedKVCache(build("mistral-sliding"))
-    assert "MistralConfig has no layer of full attention alone" in caplog.text
+    chunked = LlamaConfig(num_hidden_layers=2, layer_types=["chunked_attention"] * 2, attention_chunk_size=8)
+    MixedKVCache(chunked)
+    assert "LlamaConfig has no layer of attention alone, over all tokens or a window" in caplog.text
     caplog.clear()
     MixedKVCache(build("llama"))
     assert not caplog.text

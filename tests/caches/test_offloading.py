@@ -220,7 +220,7 @@ def test_bad_arguments():
     mixed = MixedKVCache(model, "kitty-pro", layers={"0": "snapkv"}, offloading=1)
     assert [layer.offloaded for layer in mixed.layers] == [False, True]
     sliding = LlamaConfig(num_hidden_layers=2, layer_types=["sliding_attention"] * 2, sliding_window=8)
-    with pytest.raises(ValueError, match="offloading: got True, but LlamaConfig has no layer"):
+    with pytest.raises(ValueError, match="offloading: got True, but LlamaConfig has no layer that holds all tokens"):
         MixedKVCache(sliding, "kitty-pro", offloading=True)
 
 

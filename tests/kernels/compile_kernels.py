@@ -258,6 +258,7 @@ class Pages(Scheme):
             SideLayout(values, unit=unit, rotate=form.rotate_values),
             form.sink,
             form.latent,
+            form.window,
         )
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor:
@@ -411,6 +412,7 @@ STEPS = (
     ("s0;k0;v0;2c32p128+4x32+16x8/2t32p128", range_rule(2.0, 1.0, 1.7), "sum", F32, 5),
     ("s4;k128;v128;4c128p128n/2t128p128n", "", "", F16, 3),
     ("s0;k0;v0;2c32p32/2t32p32|4t32p32/4t32p32", "", "", BF16, 1),
+    ("w128;s0;k0;v0;16t1p32/16t1p32", "", "", BF16, 1),
     ("s4;k0;v128;2c128p128f4+4x32/2t128p128f4", "error", "sum", BF16, 1),
     ("s4;k0;v128;2c128p128f4e2+4x32/2t128p128", "error", "signed", BF16, 1),
 )
@@ -430,7 +432,11 @@ STORES = (
     (128, 128, BF16, "s4;k0;v0;2c32p128n+4x32+16x8/4t128p128n", {"mask": "float"}),
     (128, 128, BF16, "s4;k0;v128;2c128p128e2+4x32/2t128p128", {"queries": 2}),
     (96, 96, F16, "s4;k0;v0;4c32p128e1/2t96p128", {"mask": "float"}),
+    (128, 128, BF16, "w200;s0;k0;v0;2c64p128+4x64/2t128p128", {"queries": 2}),
+    (64, 64, BF16, "w128;s0;k0;v0;16t1p32/16t1p32", {"sinks": True, "mask": "bool"}),
+    (256, 256, BF16, "w200;s0;k128;v0;4t256p128/4t256p128", {"softcap": 5.0}),
     # For `dequantized`.
+    (64, 64, F32, "w100;s0;k0;v0;16t1p32/16t1p32", {"mask": "bool"}),
     (64, 64, F16, "s0;k0;v0;16c64p24/16t64p24", {}),
     (64, 64, BF16, "s0;k0;v0;8t32p32/8t16p32", {"mask": "row"}),
     (72, 48, F32, "s4;k0;v0;2c12p24/4t24p24", {"mask": "bool", "softcap": 5.0}),
@@ -503,7 +509,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
         with case(f"{spec}, heads of {key_dim} and {value_dim}, {dtype}, {asked}"):
             store = fill(Pages(store=spec), key_dim, value_dim, dtype)
             attend(store, **asked)
-            if store.format.runs[0][0].page_size < 128:
+            if store.format.runs[0][0].page_size < 128 or store.format.window:
                 gather(store)
                 multiply(store, dtype, 20)
     for dim, rope_dim, dtype, spec, asked in LATENTS[few]:

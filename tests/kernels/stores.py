@@ -64,11 +64,13 @@ class Case:
     values: list[list[int]] = field(default_factory=lambda: [[70], [32]])
     rotate_keys: int = 0
     rotate_values: int = 0
+    # Tokens that a query sees, 0 for all.
+    window: int = 0
 
     @property
     def store(self) -> StoreFormat:
         formats = tuple(tuple(PageFormat.parse(spec) for spec in pair.split("/")) for pair in self.runs.split("|"))
-        return StoreFormat(formats, self.sink, self.rotate_keys, self.rotate_values)
+        return StoreFormat(formats, self.sink, self.rotate_keys, self.rotate_values, window=self.window)
 
 
 @dataclass
@@ -105,6 +107,8 @@ def _order(case: Case, row: int) -> list[Tensor]:
 
 def build(case: Case, seed: int = 0, change: Callable[[str, Tensor], Tensor] | None = None) -> Layer:
     """Puts random tokens where the case says they are; everything else holds NaN, or see `spoil`.
+
+    So do pages that no query sees anything of.
 
     ``change`` may replace what a side ("keys" or "values") is given, f32 (B, H, L, D).
     """
@@ -154,6 +158,11 @@ def build(case: Case, seed: int = 0, change: Callable[[str, Tensor], Tensor] | N
         windows[side] = (sink, ring)
         dense[side] = rotate(known, case.rotate_keys if side == "keys" else case.rotate_values, back=True)
 
+    for row, length in enumerate(case.lengths):
+        gone = max(length - case.queries - case.window + 1 - case.sink, 0) // store.runs[0][0].page_size
+        for part in (*views[0].keys, *views[0].values) if case.window else ():
+            own = part.view(torch.uint8) if part.element_size() == 1 else part
+            own[views[0].table[row, :gone].long()] = poison(own[:1].clone())
     counters = [case.starts, case.lengths]
     for i in range(len(store.runs)):
         counters += [[row[i] for row in case.keys], [row[i] for row in case.values]]
@@ -229,8 +238,10 @@ def attend(
     rows = []
     for row, (length, start) in enumerate(zip(case.lengths, case.starts, strict=True)):
         own = logits[row, :, :, :length].to(wide)
+        newest = length - case.queries + torch.arange(case.queries)
+        if case.window:
+            own = own.masked_fill(torch.arange(length) <= newest[:, None] - case.window, -torch.inf)
         if mask is None:
-            newest = length - case.queries + torch.arange(case.queries)
             own = own.masked_fill(torch.arange(length) > newest[:, None], -torch.inf)
         else:
             shown = mask.expand(len(case.lengths), -1, -1, -1)[row, :, :, start : start + length]

@@ -200,6 +200,21 @@ CASES = {
 }
 
 
+WINDOWS = {
+    "2c-2t": dataclasses.replace(CASES["2c-2t-raised-4-16"], window=41),
+    "16-16": dataclasses.replace(CASES["16-16"], window=20, queries=3),
+    "16-16-page": dataclasses.replace(CASES["16-16"], window=1),
+    "tiles-2c": dataclasses.replace(CASES["tiles-2c-raised-4"], window=150),
+    "tiles-4t-rotated": dataclasses.replace(CASES["tiles-4t"], window=100, queries=2),
+    "tiles-16": dataclasses.replace(CASES["tiles-16"], window=130, queries=5, share=8),
+    "tiles-q16": dataclasses.replace(CASES["tiles-q16-r4"], window=33),
+    "tiles-all": dataclasses.replace(CASES["tiles-2c"], window=400),
+    "float32": dataclasses.replace(CASES["values-lag"], window=60, queries=2),
+    "float32-page-24": dataclasses.replace(CASES["page-24"], window=30),
+}
+WINDOWS = {name: dataclasses.replace(case, sink=0) for name, case in WINDOWS.items()}
+
+
 def decode(layer, device, scaling, mask=None, sinks=None, softcap=0.0):
     """The operation under test, by the layer's own store."""
     mask = None if mask is None else mask.to(device)
@@ -214,6 +229,41 @@ def test_decode(backend, name):
     got = decode(layer, backend, scaling)
     assert got.dtype == layer.case.dtype
     exact, plain = attend(layer, torch.float64, scaling), attend(layer, layer.case.dtype, scaling)
+    assert_as_good_as_torch(got, exact, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "none") for name in WINDOWS),
+        *((name, kind) for name in ("16-16", "tiles-2c", "float32") for kind in ("causal", "short", "softcap-sinks")),
+        ("2c-2t", "bool"),
+        ("tiles-16", "bool"),
+    ],
+)
+def test_window(backend, name, kind):
+    """A query sees the newest tokens up to its own; what has fallen out of sight is not read, whatever is there now."""
+    layer = build(WINDOWS[name])
+    case, scaling = layer.case, layer.case.head_dim**-0.5
+    mask = shown = sinks = None
+    if kind in ("causal", "bool", "short"):
+        shown = torch.rand(len(case.lengths), 1, case.queries, columns_of(layer)) > (0.0 if kind == "causal" else 0.4)
+        ends = [a + b for a, b in zip(case.starts, case.lengths, strict=True)]
+        newest = torch.tensor(ends)[:, None] - case.queries + torch.arange(case.queries)
+        shown &= (torch.arange(shown.shape[-1]) <= newest[..., None])[:, None]
+        mask = shown
+    if kind == "short":
+        # As many columns as the row that sees most has, the last of which is every row's newest.
+        case = dataclasses.replace(case, starts=[max(ends) - length for length in case.lengths])
+        layer = build(case)
+        newest = max(ends) - case.queries + torch.arange(case.queries)
+        shown &= torch.arange(shown.shape[-1]) <= newest[:, None]
+        mask = shown[..., : max(ends)][..., -(case.window + case.queries - 1) :]
+    if kind == "softcap-sinks":
+        sinks = torch.randn(layer.q.shape[1]).to(case.dtype)
+    softcap = 0.0 if sinks is None else 5.0
+    got = decode(layer, backend, scaling, mask, sinks, softcap)
+    exact, plain = (attend(layer, dtype, scaling, shown, sinks, softcap) for dtype in (torch.float64, case.dtype))
     assert_as_good_as_torch(got, exact, plain)
 
 

@@ -157,6 +157,28 @@ def test_kernel_equals_reference_to_the_bit(triton_backend, name, side):
     assert torch.equal(got, by_reference(layer, side, got.shape[2]))
 
 
+WINDOWS = {
+    "2c64p128": replace(LONG, runs="2c64p128+4x12/4t32p128", dtype=torch.bfloat16, sink=0, window=17),
+    "4t-4t": replace(CASES["4t-4t"], sink=0, window=20),
+    "16": replace(CASES["16"], sink=0, window=40, starts=[3, 0]),
+    "rotated": replace(CASES["rotated"], sink=0, window=1),
+}
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_newest_of_a_window(backend, name, side):
+    """Every row ends with the last column, and pages before the first one may hold anything."""
+    case = WINDOWS[name]
+    end = max(a + b for a, b in zip(case.starts, case.lengths, strict=True))
+    case = replace(case, starts=[end - length for length in case.lengths])
+    layer, columns = build(case), case.window
+    dense = gather(build(replace(case, window=0)), backend, side)
+    got = gather(layer, backend, side, columns)
+    assert torch.equal(got, dense[:, :, end - columns : end])
+    assert torch.equal(got, by_reference(layer, side, columns))
+
+
 @pytest.mark.parametrize("name", ["2c-2t", "two-runs"])
 def test_fewer_columns_than_tokens(backend, name):
     layer = build(CASES[name])

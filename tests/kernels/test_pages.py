@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -120,6 +122,28 @@ def test_spec_is_reversible(fmt):
     assert PageFormat.parse(fmt.spec) == fmt
     store = StoreFormat(((fmt, PageFormat(2, "token", 32, 16)),), 4, 32, 0)
     assert StoreFormat.parse(store.spec) == store
+    window = dataclasses.replace(store, sink=0, window=100)
+    assert StoreFormat.parse(window.spec) == window
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 18, 19, 127, 1000])
+@pytest.mark.parametrize("page", [8, 32])
+def test_a_ring_holds_what_steps_see(window, page):
+    """Of sixteen tokens, sixty-four of which were taken back, beside the page that is being filled."""
+    store = StoreFormat(((PageFormat(16, "token", 1, page),) * 2,), window=window)
+    for length in range(1, 3 * page + window):
+        newest, oldest = (length - 1) // page, max(length - 80 - window + 1, 0) // page
+        assert newest - oldest < store.ring
+        assert newest - max(length - window, 0) // page < store.pages_seen(1000, 1)
+    assert store.pages(5) == min(5, store.ring)
+
+
+def test_windows_are_of_one_run():
+    pair = (PageFormat(16, "token", 1, 16),) * 2
+    with pytest.raises(ValueError, match="window: got 8 tokens, 2 runs"):
+        StoreFormat((pair, pair), window=8)
+    with pytest.raises(ValueError, match="window: got -1 tokens"):
+        StoreFormat((pair,), window=-1)
 
 
 @pytest.mark.parametrize("fmt", FORMATS + NORMED, ids=spec_id)

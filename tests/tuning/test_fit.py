@@ -217,7 +217,9 @@ def test_long_contexts_by_the_store_itself_on_the_meta_device(name):
     assert cache_bytes(QWEN3_8B, name, 131072, 2, graphs=False) == 36 * expected
 
 
-def test_sliding_windows_stay_as_transformers_makes_them():
+@pytest.mark.parametrize("name", ["kitty", "full", "saw-int4"])
+def test_sliding_windows(name):
+    """A ring of pages, or of 16-bit pages where a window is too short for the scheme's own."""
     config = Gemma3TextConfig(
         vocab_size=64,
         hidden_size=32,
@@ -231,14 +233,11 @@ def test_sliding_windows_stay_as_transformers_makes_them():
         dtype=torch.float32,
     )
     model = Gemma3(config).eval()
-    for prompt in (20, 300):
-        cache = MixedKVCache(config, "kitty")
-        with torch.no_grad():
-            model(input_ids=torch.full((2, prompt), 7), past_key_values=cache)
-            # Until then a window is a view of the whole prompt.
-            model(input_ids=torch.full((2, 1), 7), past_key_values=cache)
-        expected = cache_bytes(config, "kitty", prompt + 1, 2, generated=1, graphs=False)
-        assert abs(cache.memory().total - expected) <= 8 * 2 * 2
+    for prompt, generated, chunk in ((20, 1, None), (300, 40, None), (601, 1, 90)):
+        total = held(model, MixedKVCache(config, name), prompt, generated, chunk)
+        options = {"generated": generated, "chunk": chunk}
+        assert total == cache_bytes(config, name, prompt + generated, 2, **options, graphs=False)
+    assert cache_bytes(config, None, 1000, 2) < cache_bytes(config, None, 1001, 2)
 
 
 def test_latents_and_linear_attention_by_hand():

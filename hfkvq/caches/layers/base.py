@@ -66,6 +66,8 @@ class LayerBase:
         edition: grows whenever the layer changes, by which handles know whether they are good.
         buffer: what gives the store fixed addresses; None where no step is recorded.
         offloaded: whether pages lie in the host's memory.
+        window: tokens that a query sees; 0 for all.
+        newest: tokens of the last update, until they are taken back or graphs have run on.
     """
 
     dtype: torch.dtype
@@ -75,7 +77,10 @@ class LayerBase:
     buffer: StepBuffer | None
     latents = False
 
-    def __init__(self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool) -> None:
+    def __init__(
+        self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool, window: int = 0
+    ) -> None:
+        self.window = window
         self.scheme, self.reader, self.capacity, self.defer, self.debug = scheme, reader, capacity, defer, debug
         self.record_past = self.is_initialized = self.offloaded = False
         self.edition = 0
@@ -84,7 +89,7 @@ class LayerBase:
     def forget(self) -> None:
         """Forgets all tokens."""
         self.edition += 1
-        self.seen = self.new_columns = 0
+        self.seen = self.new_columns = self.newest = 0
         self.store: KVStore | None = None
         self.staged: tuple[Tensor, Tensor] | None = None
         self.padding: Padding | None = None
@@ -108,13 +113,24 @@ class LayerBase:
         return 0 if self.staged is None else self.staged[0].shape[2]
 
     @property
+    def columns(self) -> int:
+        """Logical columns that handles have: those that any query of the last update sees."""
+        before = self.seen - self.newest
+        return self.newest + (min(before, self.window - 1) if self.window else before)
+
+    def sizes(self, queries: int) -> tuple[int, int]:
+        """Length and offset of what so many coming queries see, in logical columns."""
+        held = min(self.seen, self.window - 1) if self.window else self.seen
+        return held + queries, self.seen - held
+
+    @property
     def hold(self) -> int:
         """Newest tokens that stay unsealed, beyond what the layout says."""
         return ROLLBACK if self.record_past else 0
 
     def logical_shape(self, side: Side) -> tuple[int, int, int, int]:
-        """(B, H, seen, D) of a side."""
-        return self.batch_size, self.heads, self.seen, self.held().dims[side]
+        """(B, H, columns, D) of a side."""
+        return self.batch_size, self.heads, self.columns, self.held().dims[side]
 
     def check_capacity(self, tokens: int) -> None:
         """Raises ValueError if ``tokens`` more exceed a fixed capacity."""

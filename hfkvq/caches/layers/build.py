@@ -12,6 +12,7 @@ from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attenti
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
+from ..window import in_window, windows_of
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
@@ -33,7 +34,8 @@ class Layers(NamedTuple):
     """The layers of a cache.
 
     Attributes:
-        layers: in the model's order: `KVLayer` for full attention, the others as Transformers makes them.
+        layers: in the model's order: `KVLayer` for full attention and for sliding windows, the others as Transformers
+            makes them.
         compressed: numbers of those that are `KVLayer`.
         sync: of layers whose steps may be recorded; None where none may.
         captured: whether steps are captured as CUDA graphs.
@@ -97,6 +99,14 @@ def build_layers(
             "this model without hfkvq."
         )
     schemes = preset.by_layer(len(stock))
+    sharing = getattr(text, "kv_sharing_modes", None)
+    shares = bool(getattr(text, "num_kv_shared_layers", 0))
+    # A window as long as the capacity hides nothing.
+    windows = {
+        i: 0 if max_cache_len is not None and max_cache_len <= window else window
+        for i, window in windows_of(text, stock).items()
+    }
+    held = tuple(sorted({*full, *windows}))
     evicts = next((scheme.name for scheme in schemes if scheme.evicts), None)
     if evicts and text.model_type in TOUCHES_KEYS and looks_attention_up(text):
         raise ValueError(
@@ -104,57 +114,60 @@ def build_layers(
             "evicted; choose a scheme that keeps every token, e.g. 'kitty-pro'."
         )
     offloaded = _offloaded_layers(offloading, full, schemes, name)
-    sharing = getattr(text, "kv_sharing_modes", None)
-    shares = bool(getattr(text, "num_kv_shared_layers", 0))
+    for i, window in windows.items():
+        if window:
+            schemes[i] = in_window(schemes[i], window, dims or (128, 128))
     # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
     why = "the attention implementation is not switched" if not attach else "debug looks at every token"
     as_they_are = [latents is not None and latent_layout(each, *latents) is not None for each in schemes]
-    if attach and not debug and full:
-        own = [schemes[i] for i in full]
+    if attach and not debug and held:
+        own = [schemes[i] for i in held]
         why = _why_not_recorded(text, own, sharing is not None or shares, dims)
         if latents is not None and not all(as_they_are[i] for i in full):
             why = f"latents are dequantized in each step: {_others(own, *latents)} cannot be attended to as latents"
             say_once(f"{name}: {why}; latent-4, latent-8, full and saw-int4 can.")
-    can = why is None and bool(full)
-    captured = can and capture and len(full) == len(stock)
+    can = why is None and bool(held)
+    captured = can and capture and len(held) == len(stock)
     recordable = captured or (can and max_cache_len is not None)
     layers: list[Any] = list(stock)
     if max_cache_len is not None and recordable:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)
-    reader = PaddingReader()
-    for i in full:
-        defer = sharing[i] == "store" if sharing else shares
-        layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
+    # Masks of windows are others.
+    readers = PaddingReader(), PaddingReader()
+    for i in held:
+        defer, window = sharing[i] == "store" if sharing else shares, windows.get(i, 0)
+        reader = readers[window > 0]
+        layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable, window)
         layer.offloaded = i in offloaded
         layer.latents = attach and as_they_are[i]
         if layer.eviction is not None:
             layer.eviction.place = i, len(layers)
-    if not full:
+    if not held:
         logger.warning(
-            "%s has no layer of full attention alone, so nothing is compressed: all layers stay as Transformers "
-            "makes them.",
+            "%s has no layer of attention alone, over all tokens or a window, so nothing is compressed: all layers "
+            "stay as Transformers makes them.",
             name,
         )
     sharing_heads = text.num_attention_heads if latents is not None else queries_per_head(text)
-    sync = group_layers([layers[i] for i in full], sharing_heads)
+    sync = group_layers([layers[i] for i in held], sharing_heads)
     # Said where a step shows that it matters.
     uncaptured = (why or "layers are of several kinds") if capture and not captured else None
-    return Layers(layers, full, sync, captured, uncaptured)
+    return Layers(layers, held, sync, captured, uncaptured)
 
 
 def _offloaded_layers(
     offloading: bool | int, full: tuple[int, ...], schemes: list[Scheme], name: str
 ) -> tuple[int, ...]:
-    """Numbers of the layers whose pages lie in the host's memory: the last ones, of those that are held in pages."""
+    """Numbers of the layers whose pages lie in the host's memory: the last ones, of those that hold all tokens."""
     if offloading is False:
         return ()
     if not full:
-        raise ValueError(f"offloading: got {offloading}, but {name} has no layer whose tokens are held in pages.")
+        raise ValueError(f"offloading: got {offloading}, but {name} has no layer that holds all tokens in pages.")
     count = len(full) if offloading is True else offloading
     if not isinstance(count, int) or not 1 <= count <= len(full):
         raise ValueError(
-            f"offloading: got {offloading!r}, allowed True, False, or how many of the last layers that are held in "
-            f"pages, from 1 to {len(full)}."
+            f"offloading: got {offloading!r}, allowed True, False, or how many of the last layers that hold all "
+            f"tokens in pages, from 1 to {len(full)}."
         )
     evicts = next((schemes[i].name for i in full[-count:] if schemes[i].evicts), None)
     if evicts:

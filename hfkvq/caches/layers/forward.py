@@ -41,7 +41,7 @@ def attend(
         (B, Hq, Q, Dv).
     """
     tokens, pages = layer.staged_length, layer.begin(padding_mask, query.shape[2])
-    if layer.scheme.quantizes_first and tokens > MAX_STEP and not pages:
+    if layer.scheme.quantizes_first and tokens > MAX_STEP and not pages and not layer.window:
         layer.finish(query, arguments)
         layer.settle()
         return refuse_gradient(layer, dense())

@@ -94,6 +94,11 @@ class LazyKV(torch.Tensor):
         layer = self.hfkvq_layer
         layer.check_complete()
         dense = refuse_gradient(layer, layer.dense(self.side))
+        if dense.shape[2] != self.shape[-2]:
+            raise RuntimeError(
+                "These keys or values have fallen out of the layer's window since they were attended to; take a copy "
+                "(x.clone()) of what is needed later."
+            )
         if self.form == "bh1sd":
             return dense[:, :, None]
         if self.repeats == 1 and self.form == "bhsd":

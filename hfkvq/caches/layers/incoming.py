@@ -113,7 +113,7 @@ def push_staged(layer: LayerBase, mask: Tensor | None, queries: int, waits: bool
     tokens = keys.shape[2]
     # With shared keys and values, a later layer may come without a mask: what was found stays.
     if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
-        layer.padding = layer.reader.read(mask, layer.seen, tokens, store.row_lengths)
+        layer.padding = layer.reader.read(mask, layer.columns, tokens, store.row_lengths)
     if layer.hold:
         store.reserve_tail(layer.hold)
     holes = layer.padding is not None and layer.padding.source is not None
@@ -142,6 +142,9 @@ def store_tokens(
         store.extend(*layer.staged, layer.padding, layer.hold, mean, found)
         # Not earlier: if there was no memory, the tokens are still staged.
         layer.staged = layer.padding = None
+        if layer.window:
+            # What only these tokens' queries saw is gone.
+            layer.newest = 0
         if before is not None and queries is not None:
             queries.forget_sealed(store, before)
     elif layer.uncommitted and commit:

@@ -45,12 +45,16 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
     """
 
-    is_sliding = False
     supports_early_init = True
     is_croppable = True  # type: ignore[assignment]
 
     keys = _Dense("keys")  # type: ignore[assignment]
     values = _Dense("values")  # type: ignore[assignment]
+
+    @property
+    def is_sliding(self) -> bool:  # type: ignore[override]
+        """Whether queries see a window of the newest tokens; masks of such layers are made apart from the others'."""
+        return self.window > 0
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
@@ -73,6 +77,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             layout = self.scheme.layout(key_states.shape[-1], value_states.shape[-1])
             if self.latents:
                 layout = latent_layout(self.scheme, key_states.shape[-1], value_states.shape[-1]) or layout
+            layout = layout.in_window(self.window) if self.window else layout
             capacity = self.capacity if self.buffer is None else None
             self.store = KVStore(layout, self.scheme, key_states, value_states, capacity, self.offloaded)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -91,7 +96,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             **kwargs: ignored.
 
         Returns:
-            Handles of logical shape (B, H, seen, Dk) and (B, H, seen, Dv).
+            Handles of logical shape (B, H, columns, Dk) and (B, H, columns, Dv), of all tokens or those in the window.
 
         Raises:
             ValueError: shape, dtype or device differ from the first update's, the capacity is exceeded, or, in debug
@@ -113,12 +118,12 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             self.tags.requantize(self)
         self.staged, self.padding = (key_states, value_states), None
         batch, heads, tokens, key_dim = key_states.shape
-        self.new_columns = tokens
+        self.new_columns = self.newest = tokens
         self.seen += tokens
         self.edition += 1
         if unseen and self.eviction is not None:
             self.eviction.group.warn_unseen(self.scheme.name)
-        return handles(self, batch, heads, self.seen, key_dim, value_states.shape[3])
+        return handles(self, batch, heads, self.columns, key_dim, value_states.shape[3])
 
     def get_seq_length(self) -> Any:
         """Logical tokens seen, padding included, whatever is still stored.
@@ -149,7 +154,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             if recorded or (query_length == 1 and steps.need_no_mask()):
                 return steps.buffer.room, 0
             steps.sync.catch_up()
-        return self.seen + query_length, 0
+        return self.sizes(query_length)
 
     def activate_past_recording(self) -> None:
         """From now on the newest tokens stay unsealed long enough to be taken back by `crop`."""

@@ -42,6 +42,8 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
     Raises:
         ValueError: it does not fit.
     """
+    if "came" in found:
+        raise ValueError("a layer that was not held in pages when the file was written; compute the prompt again")
     if "store" not in found:
         return
     rows, heads, *dims = map(int, found["shape"])

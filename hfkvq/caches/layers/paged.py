@@ -43,6 +43,7 @@ class PagedLayer(LayerBase):
         defer: later layers attend to this layer's handles too (KV sharing), so sealing waits for the next update.
         debug: refuse keys and values that are not finite, or that pages cannot hold.
         recordable: whether steps may be recorded, over a buffer of fixed addresses.
+        window: tokens that a query sees; 0 for all. What has fallen out of it makes room for what is sealed.
 
     Attributes:
         queries: statistics of queries, where the scheme weighs channels by them, else None.
@@ -66,8 +67,9 @@ class PagedLayer(LayerBase):
         defer: bool = False,
         debug: bool = False,
         recordable: bool = False,
+        window: int = 0,
     ) -> None:
-        super().__init__(scheme, reader, capacity, defer, debug)
+        super().__init__(scheme, reader, capacity, defer, debug, window)
         needs = scheme.needs
         self.queries = QueryStatistics("signs" in needs, "history" in needs) if "query" in needs else None
         self.tags = TokenTags() if "tags" in needs else None
@@ -157,12 +159,12 @@ class PagedLayer(LayerBase):
             self.buffer.bind()
 
     def dense(self, side: Side) -> Tensor:
-        """Dequantized (B, H, seen, D) in logical order; newly staged tokens as they came, 0 where one was evicted."""
+        """Dequantized (B, H, columns, D), in logical order; newly staged tokens as they came, 0 where one was evicted."""
         if self.buffer is not None:
             self.buffer.close()
         store = self.held()
         new = None if self.staged is None else self.staged[side == "values"]
-        before = self.seen - self.staged_length
+        before = self.columns - self.staged_length
         if new is not None and not before:
             return new
         old = store.dense(side, before, self.steps is not None and self.steps.sync.waits)
@@ -192,7 +194,7 @@ class PagedLayer(LayerBase):
         if self.store is not None:
             buffered = self.buffer is not None and self.buffer.tensor is not None
             # A fixed capacity has its own room for all; what copies share is arranged on the device.
-            shares = self.shares_pages and self.capacity is None and not self.offloaded
+            shares = self.shares_pages and self.capacity is None and not self.offloaded and not self.window
             new.store = self.store.shared_copy(buffered) if shares else copy.deepcopy(self.store, memo)
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]

@@ -140,14 +140,13 @@ def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
     for i, (own, new) in enumerate(zip(store.runs, state.runs, strict=True)):
         # Pages that no token is in may be left behind.
         blocks = plan.blocks[i]
-        have = min(own.table.shape[1], blocks)
+        have = store.format.pages(min(own.table.shape[1], blocks))
         pairs = list(zip((*own.keys, *own.values), (*new.keys, *new.values), strict=True))
         if all(a is b for a, b in pairs):
             if own.table is not new.table:
                 new.table.copy_(own.table)
         else:
-            every = torch.arange(plan.rows * blocks, dtype=torch.int32, device=store.device)
-            new.table.copy_(every.view(plan.rows, blocks))
+            new.table.copy_(store.state.own_table(blocks))
             target, source = (x.table[:, :have].flatten().long() for x in (new, own))
             for old, part in pairs:
                 raw, held = (x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x for x in (part, old))

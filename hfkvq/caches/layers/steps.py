@@ -78,6 +78,7 @@ class DeviceSteps(Part):
             then = frozenset(state._replace(length=state.length - (peak - tokens)) for state in then)
         store.replace(states=then)
         layer.seen += tokens
+        layer.newest = 0
         layer.edition += 1
         self.buffer.open = True
 
@@ -97,7 +98,7 @@ class DeviceSteps(Part):
         *counters, flag = numbers
         rows = [counters[i * store.batch : (i + 1) * store.batch] for i in range(len(counters) // store.batch)]
         store.replace(states=row_states(rows))
-        layer.seen = rows[START][0] + rows[LENGTH][0]
+        layer.seen, layer.newest = rows[START][0] + rows[LENGTH][0], 0
         layer.edition += 1
         self.note_rows()
         if flag:

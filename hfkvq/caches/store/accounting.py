@@ -100,6 +100,10 @@ def token_shares(state: StoreState) -> TokenShares:
         for side, fmt in zip(SIDES, formats, strict=True)
         if fmt.bits < 16
     ]
+    if state.format.window:
+        # Of what is in sight; its newest tokens are those that are not sealed.
+        beyond = (state.counters[LENGTH] - state.format.window).clamp(min=0)
+        rows = [rows[0] - beyond, rows[1], *((row - beyond).clamp(min=0) for row in rows[2:])]
     given, evicted, *sealed = torch.stack(rows).sum(1).tolist()
     if not given:
         return TokenShares(math.nan, math.nan, math.nan)
@@ -108,9 +112,11 @@ def token_shares(state: StoreState) -> TokenShares:
 
 
 def elements(state: StoreState) -> int:
-    """Key and value elements of all tokens, forgotten ones included (asks the device)."""
-    tokens = int((state.counters[LENGTH] + state.dropped).sum())
-    return tokens * state.heads * sum(state.dims.values())
+    """Key and value elements of all tokens, forgotten ones included, or of those in a window (asks the device)."""
+    given = state.counters[LENGTH] + state.dropped
+    if state.format.window:
+        given = given.clamp(max=state.format.window)
+    return int(given.sum()) * state.heads * sum(state.dims.values())
 
 
 class PayloadBits(NamedTuple):
@@ -134,6 +140,8 @@ def payload_bits(state: StoreState) -> PayloadBits:
     for i, (view, formats) in enumerate(zip(state.runs, state.format.runs, strict=True)):
         for side, fmt in zip(SIDES, formats, strict=True):
             dim, counts = dims[side], run_count(state.counters, i, side)
+            if state.format.ring:
+                counts = counts.clamp(max=state.format.ring * fmt.page_size)
             size = float(counts.sum()) * dim
             sizes[side] += size
             room[side] += size * _width(fmt, dim, own)

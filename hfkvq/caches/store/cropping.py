@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.decode import LENGTH, RUNS, START, dense_columns, run_count
+from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count
 from hfkvq.kernels.pages import Side
+from hfkvq.kernels.products import table_pages
 
 from ..row_states import RowState
 from ..scheme import SideLayout
@@ -22,10 +23,18 @@ def cropped(store: StoreView, tokens: int, seen: int) -> StoreState:
     Tokens of a page that is cut return to the tail as that page has them (exact for 16-bit pages).
 
     Raises:
-        NotImplementedError: a requantization has forgotten or moved tokens from among them, or tokens have widths of
-            their own and a page of several would be cut.
+        NotImplementedError: a requantization has forgotten or moved tokens from among them, tokens have widths of
+            their own and a page of several would be cut, or a window's pages have been filled again since.
     """
-    if seen - tokens < store.state.settled:
+    ring = store.format.ring > 0
+    held = _held_from(store.state, seen) if ring and seen > tokens else 0
+    if tokens and seen - tokens < held:
+        raise NotImplementedError(
+            f"crop: cannot remove {tokens} tokens, since a window of {store.format.window} tokens has let go of what "
+            "would be in sight then; crop less, or start the conversation again from a copy (copy.deepcopy) of the "
+            "cache."
+        )
+    if not ring and seen - tokens < store.state.settled:
         raise NotImplementedError(
             f"crop: cannot remove {tokens} tokens, since a trim has evicted tokens from among them or before them; "
             "crop less, or start the conversation again from a copy (copy.deepcopy) of the cache."
@@ -56,12 +65,25 @@ def cropped(store: StoreView, tokens: int, seen: int) -> StoreState:
             counters[RUNS + (side == "values")] = kept
     counters[LENGTH] = length
     counters[START] = counters[START].clamp(max=seen - tokens)
-    wide, state = state.wide_most, state.replace(counters=counters, states=frozenset(states), host_counters=None)
+    # Pages that have been cut are lost for good.
+    wide, settled = state.wide_most, held if ring else state.settled
+    state = state.replace(counters=counters, states=frozenset(states), host_counters=None, settled=settled)
     if reopens:
         # The tokens taken back may all have been in other runs, so the last one's bound cannot be lowered. A page that
         # was full, and so may be shared, takes new tokens again.
         state = part_pages(state.replace(wide_bound=(wide, state.longest)), store.layout)
     return state
+
+
+def _held_from(state: StoreState, seen: int) -> int:
+    """Fewest of ``seen`` logical columns that may be left, so that a ring of pages holds what is in sight then."""
+    form, held = state.format, state.settled
+    page = form.runs[0][0].page_size
+    for row in state.states:
+        first = (-(-max(row[1:]) // page) - form.ring) * page
+        if first > 0:
+            held = max(held, seen - row.length + form.sink + first + form.window - 1)
+    return held
 
 
 def _sealed_before(state: StoreState, length: Tensor) -> Tensor:
@@ -94,13 +116,17 @@ def _sealed_before(state: StoreState, length: Tensor) -> Tensor:
 def _reopened(state: StoreState, side: Side, layout: SideLayout, rest: Tensor, limit: int) -> StoreState:
     """The tokens of a page that is cut, all before ``rest`` (i32 (B,)), are in the tail again; nothing is counted."""
     at = 2 + SIDES.index(side)
-    count = run_count(state.counters, 0, side)
+    count, view, fmt = run_count(state.counters, 0, side), state.runs[0], state.format.runs[0][at - 2]
     kept = torch.minimum(count, rest // layout.unit * layout.unit)
-    pages = dense_columns(state.format, state.windows, state.runs, side)
-    pages = pages[:, :, state.sizes.sink : pages.shape[2] - state.windows[at].shape[2]]
+    # The blocks alone that the unit which is cut may stand in.
+    blocks = torch.arange(1 + -(-layout.unit // fmt.page_size), dtype=torch.int32, device=state.device)
+    first = kept // fmt.page_size
+    table = view.table.gather(1, (first[:, None] + blocks).clamp(max=view.table.shape[1] - 1).long())
+    pages = table_pages(view.keys if side == "keys" else view.values, table, fmt, side, state.dims[side])
+    pages = pages.transpose(1, 2).flatten(2, 3)
     state = grow_tail(state, side, layout.unit, limit)
     behind = kept[:, None] + torch.arange(layout.unit, dtype=torch.int32, device=state.device)
-    index = behind.clamp(0, max(pages.shape[2] - 1, 0)).long()
+    index = (behind - (first * fmt.page_size)[:, None]).long()
     back = behind < torch.minimum(count, rest)[:, None]
     tail = state.windows[at]
     values = pages.gather(2, index[:, None, :, None].expand(-1, state.heads, -1, pages.shape[3])).to(state.dtype)

@@ -14,7 +14,7 @@ from hfkvq.kernels.pages import Side, StoreFormat
 from ..lasting import lasting
 from ..scheme import Layout
 from .pool import Pages, backed
-from .state import SIDES, StoreState
+from .state import SIDES, StoreState, in_turn
 
 MAX_STEP = 16
 """Most tokens that a step may append to the tail before attention; longer input is a prompt."""
@@ -65,6 +65,13 @@ def _grown(state: StoreState, run: int, blocks: int, factor: float) -> StoreStat
     have = view.table.shape[1]
     if have and factor > 1:
         blocks = max(blocks, int(have * factor) + 1)
+    if state.format.ring:
+        have, more = state.format.pages(have), state.format.pages(blocks)
+        first = view.keys[0].shape[0]
+        ids = torch.arange(first, first + state.batch * (more - have), dtype=torch.int32, device=state.device)
+        state = enlarge(state, run, ids.numel()) if ids.numel() else state
+        pages = torch.cat([view.table[:, :have], ids.view(state.batch, -1)], 1)
+        return state.with_run(run, table=in_turn(pages, blocks))
     if view.lease is None:
         first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
         ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)

@@ -12,7 +12,7 @@ from ..routing import read_counters
 from ..row_states import row_states
 from .accounting import nbytes
 from .host import is_hosted
-from .state import SIDES, StoreState
+from .state import SIDES, StoreState, in_turn
 
 
 def contradictions(state: StoreState, columns: int) -> Iterator[str]:
@@ -81,17 +81,21 @@ def _wrong_pages(state: StoreState, run: int) -> Iterator[str]:
         yield f"run {run}: keys and values have different numbers of pages"
     if not blocks:
         return
-    table, counts = view.table[:, :blocks].long(), state.counters[RUNS + 2 * run : RUNS + 2 * run + 2]
+    pages_held = state.format.pages(blocks)
+    if state.format.ring and bool((view.table != in_turn(view.table[:, :pages_held], blocks)).any()):
+        yield f"run {run}: blocks do not take a window's pages in turn"
+    table, counts = view.table[:, :pages_held].long(), state.counters[RUNS + 2 * run : RUNS + 2 * run + 2]
     if bool((table < 0).any() | (table >= pages).any()):
         yield f"run {run}: a table names pages that are not among {pages}"
         return
     if bool((counts > blocks * page).any()):
         yield f"run {run}: {int(counts.max())} tokens in {blocks} pages of {page}"
-    is_open = torch.arange(blocks, device=state.device) >= (counts.amin(0) // page)[:, None]
+    full = counts.amin(0) // page if not state.format.ring else counts.new_zeros(state.batch)
+    is_open = torch.arange(table.shape[1], device=state.device) >= full[:, None]
     used = torch.bincount(table.flatten(), minlength=pages)
     if bool((used[table] > 1).logical_and(is_open).any()):
         yield f"run {run}: rows share a page that is not full"
     if lease is not None:
         yield from (f"run {run}: {what}" for what in lease.contradictions(table, is_open))
-    if any(row.unique().numel() < blocks for row in table):
+    if any(row.unique().numel() < table.shape[1] for row in table):
         yield f"run {run}: a row has a page twice"

@@ -209,13 +209,16 @@ class KVStore(StoreView):
             empty: whether nothing that the windows hold is wanted.
         """
         before, counters = self.state, self.counters.clone()
-        windows = () if empty else [window.clone() for window in before.windows]
+        # A window's pages may be filled anew.
+        pages = [part for run in before.runs if before.format.ring for part in (*run.keys, *run.values)]
+        parts = () if empty else (*before.windows, *pages)
+        held = [part.clone() for part in parts]
         try:
             yield counters
         except BaseException:
             before.counters.copy_(counters)
-            for window, was in zip(before.windows, windows, strict=False):
-                window.copy_(was)
+            for part, was in zip(parts, held, strict=True):
+                part.copy_(was)
             self.state = before
             raise
 
@@ -289,13 +292,8 @@ class KVStore(StoreView):
         self.dropped.zero_()
         known = HostCounters.empty(self.counters, EMPTY) if "tags" in self.scheme.needs else None
         state = self.state.unshared()
-        runs = [
-            # No row's pages are another's, or lie behind those of a batch that was larger.
-            replaced(
-                view, table=torch.arange(view.table.numel(), dtype=torch.int32, device=self.device).view_as(view.table)
-            )
-            for view in state.runs
-        ]
+        # No row's pages are another's, or lie behind those of a batch that was larger.
+        runs = [replaced(view, table=state.own_table(view.table.shape[1])) for view in state.runs]
         self.replace(states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> None:

@@ -15,7 +15,7 @@ from ..lasting import lasting
 from ..routing import read_counters
 from ..row_states import RowState
 from .pool import as_bytes
-from .state import SIDES, StoreState
+from .state import SIDES, StoreState, own_table
 
 Packed = tuple[dict[str, Any], dict[str, Tensor]]
 """Plain data, and tensors by name."""
@@ -29,7 +29,7 @@ def packed(state: StoreState) -> Packed:
     for r, (view, formats) in enumerate(zip(state.runs, state.format.runs, strict=True)):
         page = formats[0].page_size
         blocks = -(-max(map(max, counters[RUNS + 2 * r : RUNS + 2 * r + 2])) // page)
-        pages = view.table[:, :blocks].reshape(-1).long()
+        pages = view.table[:, : state.format.pages(blocks)].reshape(-1).long()
         if view.pos is not None:
             tensors[f"run{r}.pos"] = view.pos[:, : blocks * page]
         for side, fmt, parts in zip(SIDES, formats, (view.keys, view.values), strict=True):
@@ -77,7 +77,11 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
         if count % empty.batch:
             raise ValueError(f"run{r} has {count} pages for {empty.batch} rows")
         blocks = count // empty.batch
-        table = torch.arange(count, dtype=torch.int32, device=empty.device).view(empty.batch, blocks)
+        if empty.format.ring:
+            blocks = -(-max(max(map(int, row[1:])) for row in numbers["rows"]) // formats[0].page_size)
+            if count != empty.batch * empty.format.pages(blocks):
+                raise ValueError(f"run{r} has {count} pages, and its rows fill {blocks} blocks each")
+        table = own_table(empty.format, empty.batch, blocks, empty.device)
         slots = (empty.batch, blocks * formats[0].page_size)
         pos = None if empty.format.ordered else take(f"run{r}.pos", slots, torch.int32)
         runs.append(RunView(table, pos, *sides))

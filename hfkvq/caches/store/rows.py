@@ -15,11 +15,16 @@ from ..routing import read_counters
 from ..scheme import Layout
 from .growth import enlarge, fresh_pages
 from .pool import as_bytes, backed, shared, taken
-from .state import PageWrite, StoreState
+from .state import PageWrite, StoreState, in_turn
 
 
 def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
-    """The state whose row b is what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied."""
+    """The state whose row b is what row ``rows[b]`` was (i64 (B',)). Full pages are shared, not copied.
+
+    Those of a window are copied, since every row will write to them again.
+    """
+    if state.format.ring:
+        return selected(state, rows)
     state, grown, slack = state.unshared(), rows.shape[0] - state.batch, _slack(layout)
     for run in range(len(state.runs)):
         if grown > 0:
@@ -33,6 +38,8 @@ def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
 
 def part_pages(state: StoreState, layout: Layout) -> StoreState:
     """The state in which every page that is not full is of one row only."""
+    if state.format.ring:
+        return state
     state, rows, slack = state.unshared(), torch.arange(state.batch, device=state.device), _slack(layout)
     for run in range(len(state.runs)):
         state = share_pages(state, run, rows, slack)
@@ -41,7 +48,12 @@ def part_pages(state: StoreState, layout: Layout) -> StoreState:
 
 def selected(state: StoreState, rows: Tensor) -> StoreState:
     """The state of rows ``rows`` (i64 (B',)) only, without the other rows' pages."""
-    return take_rows(state.replace(runs=[taken(view, rows) for view in state.runs]), rows)
+    runs = []
+    for view in state.runs:
+        blocks = view.table.shape[1]
+        own = taken(replaced(view, table=view.table[:, : state.format.pages(blocks)]), rows)
+        runs.append(replaced(own, table=in_turn(own.table, blocks)))
+    return take_rows(state.replace(runs=runs), rows)
 
 
 def _blocks(state: StoreState, counters: Tensor) -> list[tuple[list[int], list[int]]]:

@@ -112,9 +112,15 @@ def seal_last(
         for at, (side, source) in enumerate(zip(SIDES, sources, strict=True)):
             if most[at]:
                 fmt, parts = store.format.runs[-1][at], (view.keys, view.values)[at]
-                count = found.count[at]
-                index = found.index[at] if from_tail else source.oldest(count, most[at], counters[LENGTH], sink)
-                pages = parts, view.table, count, found.new[at]
+                count, new, span, own = found.count[at], found.new[at], most[at], source
+                room = store.format.ring * fmt.page_size
+                if room and span > room and not from_tail:
+                    # What a window will have let go of has no page: no launch writes two blocks of one page.
+                    end = -(-(count + new) // fmt.page_size) * fmt.page_size
+                    skipped = torch.minimum(new, (end - room - count).clamp(min=0))
+                    count, new, span, own = count + skipped, new - skipped, room, source._replace(first=None)
+                index = found.index[at] if from_tail else own.oldest(count, span, counters[LENGTH], sink)
+                pages = parts, view.table, count, new
                 write_pages(pages, fmt, side, source.tensor, index, store.layout, store.scheme, q_abs)
         if view.pos is not None:
             view.pos[:, : most[0]] = torch.arange(sink, sink + most[0], device=store.device)

@@ -29,6 +29,19 @@ EMPTY = frozenset({RowState(0, 0, 0)})
 _TENSORS = frozenset({"counters", "windows", "runs"})
 
 
+def own_table(store: StoreFormat, rows: int, blocks: int, device: torch.device) -> Tensor:
+    """Table i32 (rows, blocks) of pages that lie row by row; see `StoreFormat.ring`."""
+    pages = store.pages(blocks)
+    table = torch.arange(rows * pages, dtype=torch.int32, device=device).view(rows, pages)
+    return in_turn(table, blocks)
+
+
+def in_turn(table: Tensor, blocks: int) -> Tensor:
+    """A table of so many blocks, whose rows take the pages of a table i32 (B, n) in turn."""
+    have = table.shape[1]
+    return table if have == blocks else table[:, torch.arange(blocks, device=table.device) % have].contiguous()
+
+
 class PageWrite(NamedTuple):
     """Pages that are to be written: ``pages`` (n, H, ...) come to ``part[target]``, target i64 (n,)."""
 
@@ -122,11 +135,15 @@ class StoreState:
     def empty_run(self, run: int, blocks: int = 0) -> RunView:
         """A run of ``blocks`` fresh pages a row, which hold nothing."""
         formats = self.format.runs[run]
-        count = self.batch * blocks
-        table = torch.arange(count, dtype=torch.int32, device=self.device).view(self.batch, blocks)
+        count = self.batch * self.format.pages(blocks)
+        table = self.own_table(blocks)
         pos = None if self.format.ordered else table.new_zeros(self.batch, blocks * formats[0].page_size)
         keys, values = (self.pages(fmt, side, count) for side, fmt in zip(SIDES, formats, strict=True))
         return RunView(table, pos, keys, values)
+
+    def own_table(self, blocks: int) -> Tensor:
+        """i32 (B, blocks): pages row by row, which blocks of a row take in turn where there is a window."""
+        return own_table(self.format, self.batch, blocks, self.device)
 
     def pages(self, fmt: PageFormat, side: Side, count: int) -> list[Tensor]:
         """Tensors of so many pages; see `PageFormat.allocate`."""

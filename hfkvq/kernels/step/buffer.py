@@ -149,7 +149,8 @@ def _parts(plan: StepPlan) -> list[_Part]:
             found.append(((rows, blocks * formats[0].page_size), torch.int32))
         for side, fmt, dim in zip(SIDES, formats, dims, strict=True):
             shapes = fmt.shapes(side, heads, dim).values()
-            found += [((rows * blocks, *shape), kind or own, plan.offloaded) for shape, kind in shapes]
+            pages = rows * form.pages(blocks)
+            found += [((pages, *shape), kind or own, plan.offloaded) for shape, kind in shapes]
     found += [((2, rows), torch.int32), ((rows,), torch.int32)]
     found += [((rows * plan.due(side, MAX_STEP),), torch.int32) for side in (0, 1)]
     found.append(((1,), torch.int32))

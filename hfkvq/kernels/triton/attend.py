@@ -13,7 +13,7 @@ import triton.language as tl
 from . import pair_format as pair
 from .attend_loose import attend_loose
 from .attend_pages import attend_pages
-from .attend_rows import last_visible, loop_tokens, query_rows, row_counters
+from .attend_rows import first_token, last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import fields_of, query_fields, words_of
 
 
@@ -51,7 +51,7 @@ def share_of(n_tokens, SPLITS, FINE, BT: tl.constexpr, G: tl.constexpr):
 @triton.jit
 def ask_for_page(
     run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
 
@@ -62,6 +62,10 @@ def ask_for_page(
     if not FORM[pair.OPEN]:
         n_tokens = n_tokens // G * G
     i_page = i_split * share_of(n_tokens, SPLITS, FINE, FORM[pair.STEP], G) * FORM[pair.STEP] // G
+    if WINDOW > 0:
+        i_base = first_token(tl.load(counters + B + i_b, cache_modifier=".cg"), 1, n_tokens, S, G, WINDOW)
+        n_share = share_of(n_tokens - i_base, SPLITS, FINE, FORM[pair.STEP], G)
+        i_page = (i_base + i_split * n_share * FORM[pair.STEP]) // G
     if i_page * G < n_tokens:
         i_head = tl.load(run[pair.TABLE] + i_b * n_table + i_page, cache_modifier=".cg").to(tl.int64) * H + i_h
         K_META: tl.constexpr = G * D // FORM[pair.KEY_GROUP]
@@ -86,7 +90,7 @@ def attend_split(
     scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, SEVERAL: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
     MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
-    ROTATE: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Split ``i_split`` of SPLITS of a row's pages: whole pages or, if FINE, steps."""
     BT: tl.constexpr = FORM[pair.STEP]
@@ -99,20 +103,24 @@ def attend_split(
     )  # fmt: skip
     if PDL:
         if K_BITS < 8 and FORM[pair.VALUE_BITS] < 8:
-            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORM, RUN, H, D, DV, G)
+            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORM, RUN, H, D, DV, S, G, WINDOW)
         tl.extra.cuda.gdc_wait()
         i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
     n_tokens = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, ORDERED, MASK, FORM[pair.OPEN])
-    n_share = share_of(n_tokens, SPLITS, FINE, BT, G)
-    i_first = i_split * n_share
+    i_base = first_token(i_length, n_q, n_tokens, S, G, WINDOW)
+    n_share = share_of(n_tokens - i_base, SPLITS, FINE, BT, G)
+    i_first = i_base // BT + i_split * n_share
     i_end = tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
     if i_first >= i_end:
         tl.store(outs[1] + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
     else:
         o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
+        o_past = last_past(i_length, o_m, n_q, o_last, WINDOW)
+        i_start = mask_start(i_start, i_length, mask, MASK, WINDOW)
         attend_pages(
             run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last,
-            mask, scaling, softcap, FORM, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
+            o_past, mask, scaling, softcap, FORM, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
+            WINDOW,
         )  # fmt: skip
 
 
@@ -128,7 +136,7 @@ def decode_kernel(
     FORMATS: tl.constexpr, AT: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One split of one row and KV head against BM of the queries that share the head.
 
@@ -165,27 +173,27 @@ def decode_kernel(
         attend_split(
             runs[0], counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0, FINE,
             masks, scaling, softcap, n_q, FORM0, AT, H, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL,
-            DTYPE, ROTATE, PDL,
+            DTYPE, ROTATE, PDL, WINDOW,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
                 runs[1], counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1, B,
                 TABLE1, FINE, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SEVERAL, D, DV, S, G, BM, ORDERED, MASK,
-                ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL,
+                ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(
             runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_s - PAGES0 - PAGES1, B,
             TABLE0, L, WK, WV, scaling, softcap, n_q, LOOSE_FORM, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR,
-            0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
+            0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
         if RESTS0:
             attend_loose(
                 runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
                 i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, L, WK, WV, scaling, softcap, n_q, FORM0, AT, TOTAL, H, SHARE,
-                SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
+                SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
             )  # fmt: skip
     else:
         if RESTS1:
@@ -193,4 +201,5 @@ def decode_kernel(
                 runs[1], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
                 i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, L, WK, WV, scaling, softcap, n_q, FORM1, AT + 1,
                 TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
+                WINDOW,
             )  # fmt: skip

@@ -8,7 +8,7 @@ import triton.language as tl
 from . import key_logits as keys
 from . import pair_format as pair
 from . import value_sums as values
-from .attend_rows import last_visible, loop_tokens, query_rows, row_counters
+from .attend_rows import last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
 from .fields import (
     LOG2E,
     as_operand,
@@ -33,7 +33,7 @@ def attend_loose(
     softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One block of BR loose tokens.
 
@@ -88,6 +88,8 @@ def attend_loose(
             n_v = n_k
         i_from = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, KIND == 0, MASK, FORM[pair.OPEN])
     o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
+    o_past = last_past(i_length, o_m, n_q, o_last, WINDOW)
+    i_start = mask_start(i_start, i_length, masks, MASK, WINDOW)
 
     # Run tokens of the block, and where their keys and values stand.
     i_j = (i_from if KIND == 1 else i_from // BR * BR) + (i_block - SINKS) * BR
@@ -207,7 +209,9 @@ def attend_loose(
                         log2_scaling, D, G, K_BITS, K_GROUP, EK, BR, BM, True,
                     )  # fmt: skip
                 b_s = tl.where(m_page_k[:, None], b_own, b_s)
-        b_s = keys.visible_logits(b_s, o_x, m_t, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP)
+        b_s = keys.visible_logits(
+            b_s, o_x, m_t, o_last, o_past, masks, i_start, softcap, MASK, ROWS, SOFTCAP, WINDOW
+        )
 
         b_top = tl.max(b_s, 0)
         b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])

@@ -13,10 +13,10 @@ from .fields import LOG2E, as_operand, as_product, dotable, fields_of, key_unit,
 
 @triton.jit
 def attend_pages(
-    run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last, mask,
-    scaling, softcap, FORM: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
+    run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last, o_past,
+    mask, scaling, softcap, FORM: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
     G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
-    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
+    SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Steps ``i_first`` to ``i_end`` over the pages of one row's run against the queries of a KV head.
 
@@ -64,10 +64,10 @@ def attend_pages(
     # Raised channels come before this field: a product comes last, since `as_operand` needs what one leaves.
     LATE: tl.constexpr = K_FIELDS - 1
     # Whether logits have to be looked at one by one; they stay raw where nothing but the exponent uses them.
-    LOOKS: tl.constexpr = MASK > 0 or SOFTCAP or CAUSAL
+    LOOKS: tl.constexpr = MASK > 0 or SOFTCAP or CAUSAL or WINDOW > 0
     RAW: tl.constexpr = K_CHANNEL and not LOOKS
     # Whether a part of a step may see nothing.
-    BLIND: tl.constexpr = MASK > 0 or CAUSAL or (OPEN and PART < BT)
+    BLIND: tl.constexpr = MASK > 0 or CAUSAL or WINDOW > 0 or (OPEN and PART < BT)
     o_sub = tl.arange(0, SUB)
     m_sub = o_sub < SUB
     log2_scaling = scaling * LOG2E
@@ -153,7 +153,9 @@ def attend_pages(
                     o_x = i_j + o_sub + S
                     if not ORDERED:
                         o_x = tl.load(pos + i_b * (n_table * G) + i_j + o_sub, mask=m_j, other=0)
-                    b_s = keys.visible_logits(b_s, o_x, m_j, o_last, mask, i_start, softcap, MASK, ROWS, SOFTCAP)
+                    b_s = keys.visible_logits(
+                        b_s, o_x, m_j, o_last, o_past, mask, i_start, softcap, MASK, ROWS, SOFTCAP, WINDOW
+                    )
                 b_logits = b_logits + (b_s,)
 
             # Within lanes first, between them once.

@@ -41,6 +41,33 @@ def last_visible(i_length, o_m, m_m, n_q, MASK: tl.constexpr):
 
 
 @triton.jit
+def last_past(i_length, o_m, n_q, o_last, WINDOW: tl.constexpr):
+    """The last position that each query sees no more; anything without a WINDOW."""
+    if WINDOW > 0:
+        return i_length - n_q + o_m % n_q - WINDOW
+    else:
+        return o_last
+
+
+@triton.jit
+def first_token(i_length, n_q, n_tokens, S: tl.constexpr, G: tl.constexpr, WINDOW: tl.constexpr):
+    """Of the loop's tokens the first one of a page that any query sees."""
+    if WINDOW > 0:
+        return tl.minimum(tl.maximum(i_length - n_q - WINDOW + 1 - S, 0), n_tokens) // G * G
+    else:
+        return 0
+
+
+@triton.jit
+def mask_start(i_start, i_length, mask, MASK: tl.constexpr, WINDOW: tl.constexpr):
+    """Column of a mask at which a row's first token would stand: of a row with a WINDOW its end may be all there is."""
+    if MASK > 0 and WINDOW > 0:
+        return i_start - tl.maximum(i_start + i_length - mask[3], 0)
+    else:
+        return i_start
+
+
+@triton.jit
 def query_rows(
     q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip

@@ -112,9 +112,10 @@ def _plan(
     rows_of_programs = batch * heads * tiles
     loose = cdiv(form.sink, BLOCK) + cdiv(most_behind(form, key_tail, value_tail, queries), BLOCK)
     rests = [page // BLOCK if constants.rests and not form.ordered else 0 for constants, _ in formats]
-    paged = split_counts(blocks, rows_of_programs, resident, loose + sum(rests))
+    blocks_seen = tuple(form.pages_seen(count, queries) for count in blocks)
+    paged = split_counts(blocks_seen, rows_of_programs, resident, loose + sum(rests))
     # Where pages are few and many bytes, steps of one run side by side.
-    steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks, formats, strict=True)]
+    steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
@@ -173,6 +174,7 @@ def _plan(
             "ROTATE": rotate,
             "ROTATED": form.rotate_keys > 0,
             "PDL": dependent,
+            "WINDOW": form.window,
             "num_warps": 1,
             **({"launch_pdl": True} if dependent else {}),
             **({"maxnreg": registers} if registers else {}),

@@ -28,6 +28,7 @@ from ._lib import (
     power,
     words_of,
 )
+from .attend_rows import first_token, last_past, mask_start
 from .fields import LOG2E
 from .key_logits import soft_cap
 from .merge import MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
@@ -45,8 +46,8 @@ def load_ring(ring, o_slot, m_t, o_c, m_c, D: tl.constexpr):
 
 @triton.jit
 def attend(
-    b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_mask, i_start, L, scaling, softcap,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
+    b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_mask, i_start, L, scaling, softcap,
+    MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One block of tokens at row positions ``o_x`` joins the running softmax of all query rows."""
     # [BM, BT]
@@ -58,6 +59,11 @@ def attend(
     else:
         o_column = tl.minimum(tl.maximum(o_x + i_start, 0), L - 1).to(tl.int64)
         m_s = m_t[None, :] & (o_last >= 0)[:, None]
+    if WINDOW > 0:
+        m_s = m_s & (o_x[None, :] > o_past[:, None])
+        if MASK > 0:
+            m_s = m_s & (o_x + i_start >= 0)[None, :]
+    if MASK > 0:
         b_mask = tl.load(p_mask[:, None] + o_column[None, :] * s_mask, mask=m_s, other=0)
         if MASK == 1:
             m_s = m_s & (b_mask != 0)
@@ -122,7 +128,7 @@ def dequantized_pages_kernel(
     NX: tl.constexpr,
     V_BITS: tl.constexpr, V_GROUP: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BEK: tl.constexpr, BEV: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One split of the pages of a row's run RUN against BM of the queries that share a KV head."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -141,8 +147,10 @@ def dequantized_pages_kernel(
 
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     n_blocks = (n_run + G - 1) // G * CHUNKS
-    per_page = (n_blocks + PAGED - 1) // PAGED
-    i_first = tl.minimum(i_s * per_page, n_blocks)
+    # The first one that any query sees anything of.
+    i_base = first_token(i_length, Q, n_run, S, G, WINDOW) // G * CHUNKS
+    per_page = (n_blocks - i_base + PAGED - 1) // PAGED
+    i_first = tl.minimum(i_base + i_s * per_page, n_blocks)
     i_end = tl.minimum(i_first + per_page, n_blocks)
     if i_first >= i_end:
         tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
@@ -155,6 +163,8 @@ def dequantized_pages_kernel(
     b_q, o_last, p_mask = load_queries(
         q, mask, (s_qb, s_qh, s_qt), (s_mb, s_mh, s_mq), i_b, i_h, i_length, o_m, m_m, o_k, m_k, SHARE, Q, MASK, DOT
     )  # fmt: skip
+    o_past = last_past(i_length, o_m, Q, o_last, WINDOW)
+    i_start = mask_start(i_start, i_length, (mask, o_m, s_ml, L), MASK, WINDOW)
     o_t = tl.arange(0, BT)
     b_acc = tl.zeros([BM, FIELDS_V * BEV], tl.float32)
     b_top = tl.full([BM], float("-inf"), tl.float32)
@@ -180,8 +190,8 @@ def dequantized_pages_kernel(
             DV, G, V_BITS, V_GROUP, False, V_BITS >= 8, 0, 0, 0, BT, BEV,
         )  # fmt: skip
         b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
-            MASK, SOFTCAP, DOT,
+            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_ml, i_start, L, scaling, softcap,
+            MASK, SOFTCAP, DOT, WINDOW,
         )  # fmt: skip
 
     # Keys and values are sealed at different steps: between the two counts one side is still in its tail.
@@ -210,8 +220,8 @@ def dequantized_pages_kernel(
             b_tail = load_ring(tail_v + i_wh * (WV * DV), (o_x - S) % WV, m_t & (o_j >= n_v), o_v, m_v, DV)
             b_v += b_tail.to(b_v.dtype)
         b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
-            MASK, SOFTCAP, DOT,
+            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_ml, i_start, L, scaling, softcap,
+            MASK, SOFTCAP, DOT, WINDOW,
         )  # fmt: skip
 
     store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV)
@@ -223,7 +233,7 @@ def dequantized_windows_kernel(
     s_qb, s_qh, s_qt, s_mb, s_mh, s_mq, s_ml, scaling, softcap, B, L, SPLITS, FIRST, WINDOWED, WK, WV,
     H: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, S: tl.constexpr,
     RUNS: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr, BM: tl.constexpr,
-    BT: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
+    BT: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One split of what keys and values both hold unsealed: the sink, and the newest tokens."""
     i_s, i_bh, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -258,6 +268,8 @@ def dequantized_windows_kernel(
     b_q, o_last, p_mask = load_queries(
         q, mask, (s_qb, s_qh, s_qt), (s_mb, s_mh, s_mq), i_b, i_h, i_length, o_m, m_m, o_k, m_k, SHARE, Q, MASK, DOT
     )  # fmt: skip
+    o_past = last_past(i_length, o_m, Q, o_last, WINDOW)
+    i_start = mask_start(i_start, i_length, (mask, o_m, s_ml, L), MASK, WINDOW)
     b_acc = tl.zeros([BM, BDV], tl.float32)
     b_top = tl.full([BM], float("-inf"), tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
@@ -273,21 +285,21 @@ def dequantized_windows_kernel(
             b_k = tl.where(m_sink[:, None], load_ring(sink_k + i_wh * (S * DK), o_u, m_sink, o_k, m_k, DK), b_k)
             b_v = tl.where(m_sink[:, None], load_ring(sink_v + i_wh * (S * DV), o_u, m_sink, o_v, m_v, DV), b_v)
         b_acc, b_top, b_sum = attend(
-            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, p_mask, s_ml, i_start, L, scaling, softcap,
-            MASK, SOFTCAP, DOT,
+            b_q, b_k, b_v, b_acc, b_top, b_sum, o_x, m_t, o_last, o_past, p_mask, s_ml, i_start, L, scaling, softcap,
+            MASK, SOFTCAP, DOT, WINDOW,
         )  # fmt: skip
 
     store_split(out, out_top, out_sum, b_acc, b_top, b_sum, i_row, o_m, m_m, o_v, m_v, DV)
 
 
 def _split_counts(
-    form: StoreFormat, views: Sequence[RunView], window: int, block: int, programs: int, sms: int
+    form: StoreFormat, views: Sequence[RunView], queries: int, window: int, block: int, programs: int, sms: int
 ) -> tuple[list[int], int]:
     """Splits of each run and of the windows, from shapes alone: the lengths are on the device."""
     aim = -(-sms * PROGRAMS_PER_SM // programs)
     runs = []
     for view, (keys, _) in zip(views, form.runs, strict=True):
-        blocks = view.table.shape[1] * -(-keys.page_size // block)
+        blocks = form.pages_seen(view.table.shape[1], queries) * -(-keys.page_size // block)
         runs.append(min(blocks, aim, 128))
     return runs, max(1, min(-(-window // block), aim))
 
@@ -351,7 +363,8 @@ def dequantized_decode(
     block_m = min(32 if wide * 32 <= room else 16, max(16, power(queried)))
     tiles = cdiv(queried, block_m)
     sms = multiprocessors(q.device)
-    paged, windowed = _split_counts(form, views, form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms)
+    own = form.sink + tail_k.shape[2], block_t, batch * heads * tiles, sms
+    paged, windowed = _split_counts(form, views, queries, *own)
     splits = sum(paged) + windowed
     part = torch.empty((batch * heads, splits, queried, value_dim), dtype=torch.float32, device=q.device)
     part_top, part_sum = (torch.empty(part.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
@@ -370,7 +383,7 @@ def dequantized_decode(
         common |= {"B": batch, "L": kind.length, "SPLITS": splits, "WK": tail_k.shape[2], "WV": tail_v.shape[2]}
         common |= {"H": heads, "SHARE": query_heads // heads, "Q": queries, "DK": head_dim, "DV": value_dim}
         common |= {"S": form.sink, "MASK": kind.kind, "SOFTCAP": softcap > 0, "DOT": dot, "BM": block_m, "BT": block_t}
-        common |= {"num_warps": 8 if wide > 256 else 4}
+        common |= {"WINDOW": form.window, "num_warps": 8 if wide > 256 else 4}
         for i, (view, (keys, values)) in enumerate(zip(views, form.runs, strict=True)):
             parts, constants = _page_arguments(view, keys, values, head_dim, value_dim)
             dequantized_pages_kernel[(paged[i], batch * heads, tiles)](

@@ -44,7 +44,8 @@ def store_columns(
 def gather_pages_kernel(
     out, counters, table, pos, codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index,
     rotation, B, N, COLUMNS,
-    H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr, D: tl.constexpr, G: tl.constexpr, BITS: tl.constexpr,
+    H: tl.constexpr, COUNTER: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr, G: tl.constexpr,
+    BITS: tl.constexpr,
     GROUP: tl.constexpr, PER_CHANNEL: tl.constexpr, TOKEN_MAJOR: tl.constexpr, N4: tl.constexpr, N16: tl.constexpr,
     NX: tl.constexpr, ROTATE: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +57,11 @@ def gather_pages_kernel(
     n = tl.load(counters + COUNTER * B + i_b)
     if i_page * G + i_slot >= n:
         return
+    if WINDOW > 0:
+        # Columns are the newest ones. Pages before them may hold other tokens by now.
+        i_start = COLUMNS - tl.load(counters + B + i_b)
+        if i_start + S + i_page * G + i_slot + BT <= 0:
+            return
     o_slot = i_slot + tl.arange(0, BT)
     o_j = i_page * G + o_slot
     m_t = (o_j < n) & (o_slot < G)
@@ -68,7 +74,9 @@ def gather_pages_kernel(
         codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
         D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE, BD,
     )  # fmt: skip
-    o_column = tl.load(counters + i_b) + o_x
+    if WINDOW == 0:
+        i_start = tl.load(counters + i_b)
+    o_column = i_start + o_x
     m_t = m_t & (o_column >= 0) & (o_column < COLUMNS)
     store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
 
@@ -76,7 +84,7 @@ def gather_pages_kernel(
 @triton.jit(do_not_specialize=["B", "W", "COLUMNS"])
 def gather_windows_kernel(
     out, counters, sink, tail, rotation, B, W, COLUMNS,
-    H: tl.constexpr, SIDE: tl.constexpr, RUNS: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, SIDE: tl.constexpr, RUNS: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
     ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """BT logical columns: what they hold of the windows, 0 where they hold nothing; columns of pages are left alone.
@@ -87,6 +95,8 @@ def gather_windows_kernel(
     i_b = i_bh // H
     i_start = tl.load(counters + i_b)
     i_length = tl.load(counters + B + i_b)
+    if WINDOW > 0:
+        i_start = COLUMNS - i_length
     n_sealed = 0
     for i_run in tl.static_range(RUNS):
         n_sealed += tl.load(counters + (SIDE + 2 * i_run) * B + i_b)
@@ -134,7 +144,8 @@ def gather_rows_triton(
     if not out.numel():
         return out.to(sink.dtype)
     common = {"out": out, "counters": counters.contiguous(), "rotation": factor_of(rotate)}
-    common |= {"B": batch, "COLUMNS": columns, "H": heads, "S": form.sink, "ROTATE": rotate, "num_warps": 4}
+    common |= {"B": batch, "COLUMNS": columns, "H": heads, "S": form.sink, "WINDOW": form.window}
+    common |= {"ROTATE": rotate, "num_warps": 4}
     # The reference multiplies and adds, and rounds both.
     common |= {"BD": max(16, power(head_dim)), "enable_fp_fusion": False}
     with on_device(sink):

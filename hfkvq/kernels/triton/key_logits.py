@@ -334,17 +334,22 @@ def soft_cap(b_s, softcap):
 
 @triton.jit
 def visible_logits(
-    b_s, o_x, m_t, o_last, mask, i_start, softcap, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
+    b_s, o_x, m_t, o_last, o_past, mask, i_start, softcap, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Logits [BT, BM] in units of ln 2 of tokens at row positions ``o_x``, capped and masked: -inf where hidden.
 
     MASK: 0 causal (up to ``o_last`` of each query), 1 whether visible, 2 added. ROWS: the mask differs by query.
-    ``mask``: see `query_rows`.
+    ``mask``: see `query_rows`. ``o_past``: if there is a WINDOW, the last position that each query sees no more.
     """
     p_mask, o_mask, s_ml, L = mask[0], mask[1], mask[2], mask[3]
     if SOFTCAP:
         b_s = soft_cap(b_s * (1.0 / LOG2E), softcap) * LOG2E
     m_s = m_t[:, None] & (o_x[:, None] <= o_last[None, :])
+    if WINDOW > 0:
+        m_s = m_s & (o_x[:, None] > o_past[None, :])
+        if MASK > 0:
+            m_s = m_s & (o_x + i_start >= 0)[:, None]
     if MASK > 0:
         o_column = tl.minimum(tl.maximum(o_x + i_start, 0), L - 1).to(tl.int64) * s_ml
         if ROWS:

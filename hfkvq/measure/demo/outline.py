@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
+from hfkvq.caches.window import windows_of
 
 _PROBE = 4
 
@@ -24,7 +25,9 @@ class CachedLayer:
     """What one layer caches.
 
     Attributes:
-        compressed: held in pages by a compressed cache; others stay as Transformers makes them.
+        compressed: held in pages by a compressed cache, for all tokens.
+        window: tokens of a sliding window that a compressed cache holds in pages; 0 for none. Layers without either
+            stay as Transformers makes them.
         heads: KV heads; 0 if it caches no keys.
         key_dim: D of the keys.
         value_dim: D of the values.
@@ -34,6 +37,7 @@ class CachedLayer:
     heads: int
     key_dim: int
     value_dim: int
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Outline:
     states: int
     dtype: torch.dtype
     captured: dict[Any, bool] = field(default_factory=dict, repr=False, compare=False)
-    _stock: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
+    _stock: dict[tuple[int, int, bool], int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def text(self) -> Any:
@@ -75,19 +79,22 @@ class Outline:
             room = max(room, int(scaling["factor"] * original)) if original else room
         return room
 
-    def stock_bytes(self, batch: int, tokens: int, itemsize: int) -> int:
-        """Bytes of the layers that stay as Transformers makes them: windows, and states of linear attention."""
-        key = (tokens, itemsize)
+    def stock_bytes(self, batch: int, tokens: int, itemsize: int, windows: bool = False) -> int:
+        """Bytes of the layers that stay as Transformers makes them: windows, and states of linear attention.
+
+        ``windows``: those are counted too that a compressed cache holds in pages.
+        """
+        key = (tokens, itemsize, windows)
         if key not in self._stock:
-            self._stock[key] = self._windows(tokens, itemsize)
+            self._stock[key] = self._windows(tokens, itemsize, windows)
         return batch * (self._stock[key] + self.states)
 
-    def _windows(self, tokens: int, itemsize: int) -> int:
+    def _windows(self, tokens: int, itemsize: int, windows: bool) -> int:
         dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
         held = 0
         stock: list[Any] = DynamicCache(config=self.text).layers
         for layer, shape in zip(stock, self.layers, strict=True):
-            if shape.compressed or not shape.heads or not tokens:
+            if shape.compressed or not shape.heads or not tokens or (shape.window and not windows):
                 continue
             # A step behind the rest: until then a window is a view of the whole prompt.
             for new in (tokens - 1, 1) if tokens > 1 else (1,):
@@ -130,13 +137,13 @@ def outline(config: Any) -> Outline:
     except Exception as error:
         # Whatever a model's code stumbles over.
         raise ValueError(f"model: {type(config).__name__} cannot be laid out without its weights: {error}") from error
-    layers, states = [], 0
-    for layer in cache.layers:
+    layers, states, windows = [], 0, windows_of(text, cache.layers)
+    for i, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         heads = 0 if keys is None or values is None else keys.shape[1]
         dims = (keys.shape[-1], values.shape[-1]) if heads else (0, 0)  # type: ignore[union-attr]
-        layers.append(CachedLayer(type(layer) is DynamicLayer, heads, *dims))
-        for held in vars(layer).values():
+        layers.append(CachedLayer(type(layer) is DynamicLayer, heads, *dims, windows.get(i, 0) if heads else 0))
+        for held in () if layers[-1].window else vars(layer).values():
             if isinstance(held, dict):
                 states += sum(x.nbytes for x in held.values() if isinstance(x, torch.Tensor))
             elif isinstance(held, torch.Tensor) and not held.dim():

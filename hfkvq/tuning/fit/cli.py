@@ -159,7 +159,7 @@ def _presets(schemes: str | None, found: Outline) -> dict[str, Any]:
                 if scheme.latents and not latents:
                     raise ValueError("it is for models with latent attention; choose another, e.g. best-4.3.")
                 for layer in found.layers:
-                    if layer.compressed:
+                    if layer.compressed or layer.window:
                         layout = scheme.layout(layer.key_dim, layer.value_dim)
                         layout.check(layer.key_dim, layer.value_dim)
         except ValueError as error:
@@ -225,10 +225,10 @@ def _notes(about: dict[str, Any], found: Outline, weights: Weights, plans: list[
         )
     if "triaxial" in names:
         notes.append("triaxial: the most, all tokens in 4 bits, unless --narrow says what share has 2.")
-    if not any(layer.compressed for layer in found.layers):
-        notes.append("This model has no layer of full attention alone: nothing is compressed.")
-    elif any(not layer.compressed for layer in found.layers):
-        count = sum(layer.compressed for layer in found.layers)
+    count = sum(layer.compressed or layer.window > 0 for layer in found.layers)
+    if not count:
+        notes.append("This model has no layer of attention alone: nothing is compressed.")
+    elif count < len(found.layers):
         notes.append(f"{count} of {len(found.layers)} cached layers are compressed; the others stay as they are.")
     if most is None and about["positions"] and about["context"] > about["positions"]:
         notes.append(f"The config has {about['positions']:,} positions: load the model with RoPE scaling.")

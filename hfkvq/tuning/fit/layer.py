@@ -74,6 +74,7 @@ class _Kind:
     captured: bool
     narrow: float
     place: tuple[int, int]
+    window: int
 
     @property
     def evicts(self) -> bool:
@@ -86,13 +87,15 @@ class _Kind:
 
     def fresh(self) -> KVLayer:
         """An empty layer."""
-        layer = KVLayer(self.scheme, PaddingReader(), recordable=self.captured)
+        layer = KVLayer(self.scheme, PaddingReader(), recordable=self.captured, window=self.window)
         layer.shares_pages = False
         if layer.eviction is not None:
             layer.eviction.place = self.place
             return layer
         keys, values = self.tokens(0)
-        store = layer.store = _Rooms(self.scheme.layout(self.key_dim, self.value_dim), self.scheme, keys, values)
+        layout = self.scheme.layout(self.key_dim, self.value_dim)
+        layout = layout.in_window(self.window) if self.window else layout
+        store = layer.store = _Rooms(layout, self.scheme, keys, values)
         layer.dtype, layer.device, layer.heads, layer.batch_size = keys.dtype, keys.device, 0, 1
         layer.is_initialized = True
         for side in SIDES if self.captured else ():
@@ -244,6 +247,7 @@ def layer_bytes(
     come: Arrival,
     share: int = 1,
     place: tuple[int, int] = (0, 1),
+    window: int = 0,
 ) -> int:
     """Bytes that one layer holds when all tokens have come: pages, windows, tables and notes.
 
@@ -260,9 +264,10 @@ def layer_bytes(
         come: how the tokens come.
         share: query heads of a KV head.
         place: of a scheme that evicts, index of the layer in the model and the model's layers.
+        window: tokens that a query sees; 0 for all.
     """
     scheme.layout(key_dim, value_dim).check(key_dim, value_dim)
-    kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.narrow, place)
+    kind = _Kind(scheme, key_dim, value_dim, itemsize, come.headroom is not None, come.narrow, place, window)
     with torch.no_grad():
         prompt = kind.shortened(come)
         layer = kind.fresh() if come.chunk is None else _prompts(kind, come.chunk).layer(prompt)

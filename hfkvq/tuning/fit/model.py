@@ -17,6 +17,7 @@ from hfkvq.caches.model_config import queries_per_head
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
 from hfkvq.caches.token_record import room_for_columns
+from hfkvq.caches.window import in_window
 from hfkvq.measure.demo.outline import Outline, outline
 
 from .layer import Arrival, layer_bytes
@@ -109,18 +110,19 @@ def cache_bytes(
         raise ValueError(f"narrow: got {narrow}, allowed 0 to 1.")
     model = outline_of(config)
     size = (model.dtype if dtype is None else dtype).itemsize
-    stock = model.stock_bytes(batch, context, size)
     if preset is None:
-        return stock + batch * model.full_bytes(context, size)
+        return model.stock_bytes(batch, context, size, windows=True) + batch * model.full_bytes(context, size)
     chosen = get_preset(preset)
     ahead = headroom if wanted(graphs) and _is_captured(model, chosen) else None
     come = Arrival(context - generated, generated, chunk, narrow, ahead)
-    held, share = stock, queries_per_head(model.text)
+    held, share = model.stock_bytes(batch, context, size), queries_per_head(model.text)
     schemes = chosen.by_layer(len(model.layers))
     places = _places(schemes, context)
     for scheme, layer, place in zip(schemes, model.layers, places, strict=True):
-        if layer.compressed:
-            held += layer_bytes(scheme, layer.heads, layer.key_dim, layer.value_dim, size, batch, come, share, place)
+        if layer.compressed or layer.window:
+            dims = layer.key_dim, layer.value_dim
+            own = in_window(scheme, layer.window, dims) if layer.window else scheme
+            held += layer_bytes(own, layer.heads, *dims, size, batch, come, share, place, layer.window)
     return held + (_record_bytes(come) * batch if "tags" in chosen.needs else 0)
 
 
@@ -140,7 +142,7 @@ def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
 
 def _is_captured(model: Outline, preset: Preset) -> bool:
     """Whether steps of such a cache are captured on a GPU, as the cache itself says."""
-    if not any(layer.compressed for layer in model.layers):
+    if not any(layer.compressed or layer.window for layer in model.layers):
         return False
     if preset not in model.captured:
         # A cache leaves its mark on the config that it is made from.
