@@ -21,7 +21,7 @@ from .layers import changes
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.compiled import allocate, update_outside
 from .layers.group import DeviceSync
-from .layers.handle import dense_of
+from .layers.lazy import dense_of
 from .layers.memory import described, memory_of
 from .memory_report import MemoryReport
 from .model_calls import intercept
@@ -115,9 +115,9 @@ class MixedKVCache(SavedCache, Cache):
         # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
         self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
         self._attachable = not self._crosses and is_attachable(text)
-        attach = attach and self._attachable
+        attach, follows = attach and self._attachable, attach and not self._attachable
         name = type(config).__name__
-        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading)
+        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading, follows)
         super().__init__(layers=made.layers)
         self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug

@@ -12,6 +12,7 @@ from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attenti
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
+from .followed import follow
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
@@ -62,6 +63,7 @@ def build_layers(
     debug: bool = False,
     name: str = "",
     offloading: bool | int = False,
+    follows: bool = False,
 ) -> Layers:
     """Makes the layers of an empty cache.
 
@@ -74,6 +76,7 @@ def build_layers(
         debug: see `hfkvq.MixedKVCache`.
         name: of the model, for messages.
         offloading: see `hfkvq.MixedKVCache`.
+        follows: whether handles follow attention that the model computes itself.
 
     Raises:
         ValueError: a head dim that a scheme cannot hold, no attention layers, or layers that cannot be offloaded.
@@ -127,6 +130,8 @@ def build_layers(
         layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
         layer.offloaded = i in offloaded
         layer.latents = attach and as_they_are[i]
+        if follows:
+            follow(layer, text.model_type)
         if layer.eviction is not None:
             layer.eviction.place = i, len(layers)
     if not full:

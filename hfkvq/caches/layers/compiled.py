@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..once import say_once
-from .handle import dense_of
+from .lazy import dense_of
 from .layer import KVLayer
 
 
