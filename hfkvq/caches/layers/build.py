@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attention_up, queries_per_head
+from ..model_config import TOUCHES_KEYS, head_dim_of, hinders_eviction, latent_dims, looks_attention_up, queries_per_head
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
@@ -101,10 +101,11 @@ def build_layers(
         )
     schemes = preset.by_layer(len(stock))
     evicts = next((scheme.name for scheme in schemes if scheme.evicts), None)
-    if evicts and text.model_type in TOUCHES_KEYS and looks_attention_up(text):
+    hinders = hinders_eviction(text) if evicts else None
+    if hinders:
         raise ValueError(
-            f"scheme: got {evicts!r}, but {name} computes with all cached keys or values itself, so none can be "
-            "evicted; choose a scheme that keeps every token, e.g. 'kitty-pro'."
+            f"scheme: got {evicts!r}, but {name} {hinders}, so none can be evicted; choose a scheme that keeps every "
+            "token, e.g. 'kitty-pro'."
         )
     offloaded = _offloaded_layers(offloading, full, schemes, name)
     sharing = getattr(text, "kv_sharing_modes", None)

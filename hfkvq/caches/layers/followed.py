@@ -41,6 +41,15 @@ def follow(layer: LayerBase, model_type: str) -> None:
     layer.follows = model_type
 
 
+def refuse_unseen(layer: LayerBase) -> ValueError:
+    """What to say where tokens are to be evicted, and attention could not be followed."""
+    return ValueError(
+        f"scheme: {layer.scheme.name!r} evicts tokens by the queries that attention shows, but the own attention of "
+        f"this model ({layer.follows}) could not be followed, or was asked for its probabilities (output_attentions); "
+        "choose a scheme that keeps every token, e.g. 'kitty-pro'."
+    )
+
+
 class Scores(NamedTuple):
     """What is known of scores, or of probabilities.
 

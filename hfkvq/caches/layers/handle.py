@@ -29,7 +29,7 @@ class LazyKV(LazyTensor):
     Attributes:
         side: "keys" or "values".
         repeats: query heads per KV head that the shape pretends to.
-        form: "bhsd", or a stage of ``repeat_kv``: "bh1sd", "bhnsd"; with batch and heads in one, "nsd"; transposed,
+        form: "bhsd", or "tiled", or a stage of ``repeat_kv``: "bh1sd", "bhnsd"; with batch and heads in one, "nsd"; transposed,
             "bhds" or "nds".
     """
 
@@ -81,6 +81,11 @@ class LazyKV(LazyTensor):
         repeats = self.repeats if repeats is None else repeats
         return LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, self.dtype)
 
+    @property
+    def tiles(self) -> int:
+        """How many times the heads come, one after another, and not each of them in a row."""
+        return self.repeats if self.form == "tiled" else 1
+
     def materialize(self) -> Tensor:
         """The dequantized tensor, in this handle's shape."""
         layer = self.hfkvq_layer
@@ -88,6 +93,8 @@ class LazyKV(LazyTensor):
         dense = refuse_gradient(layer, layer.dense(self.side))
         if self.form == "bh1sd":
             return dense[:, :, None].to(self.dtype)
+        if self.form == "tiled":
+            return dense.repeat(1, self.repeats, 1, 1)
         if self.repeats != 1 or self.form == "bhnsd":
             batch, heads, length, dim = dense.shape
             dense = dense[:, :, None].expand(batch, heads, self.repeats, length, dim)
@@ -117,7 +124,8 @@ def layer_of(key: Any, value: Any) -> LayerBase | None:
         layer.edition != edition or value._layer is not layer or value._edition != edition
     ) and key.hfkvq_layer is not value.hfkvq_layer:
         return None
-    return layer if key.form == "bhsd" == value.form else None
+    same = key.form == value.form and (key.form == "bhsd" or (key.form == "tiled" and key.repeats == value.repeats))
+    return layer if same else None
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
@@ -158,6 +166,17 @@ def _reshape(handle: Any, *shape: Any) -> Any:
         return NotImplemented
     batch, heads, repeats, length, dim = handle.shape
     return handle.like("bhsd", sizes) if sizes == (batch, heads * repeats, length, dim) else NotImplemented
+
+
+def _repeat(handle: Any, *sizes: Any) -> Any:
+    """Heads as often, one after another; `repeat_kv` has them in a row."""
+    sizes = _sizes(sizes)
+    if not isinstance(handle, LazyKV) or handle.form != "bhsd" or handle.repeats != 1 or len(sizes) != 4:
+        return NotImplemented
+    batch, heads, length, dim = handle.shape
+    if sizes[0] != 1 or tuple(sizes[2:]) != (1, 1):
+        return NotImplemented
+    return handle.like("tiled", (batch, heads * sizes[1], length, dim), sizes[1])
 
 
 _TURNED = {"bhsd": "bhds", "bhds": "bhsd", "nsd": "nds", "nds": "nsd"}
@@ -240,6 +259,7 @@ LazyKV.handlers = {
     Tensor.transpose: _transpose,
     torch.transpose: _transpose,
     Tensor.float: _float,
+    Tensor.repeat: _repeat,
     Tensor.contiguous: _same,
     Tensor.detach: _same,
     Tensor.to: _to,

@@ -13,6 +13,7 @@ from ..recorded import is_captured, is_recorded
 from ..scheme import latent_layout
 from ..store import KVStore
 from . import changes
+from .followed import refuse_unseen
 from .handle import LazyKV, handles
 from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
@@ -95,7 +96,8 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
         Raises:
             ValueError: shape, dtype or device differ from the first update's, the capacity is exceeded, or, in debug
-                mode, an entry is not finite. Nothing is changed then.
+                mode, an entry is not finite; or tokens are to be evicted by queries that attention did not show.
+                Nothing is changed then.
         """
         if self.steps is not None:
             if is_recorded():
@@ -106,6 +108,8 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
         unseen = self.new_columns and self.store is not None
+        if unseen and self.eviction is not None and self.follows:
+            raise refuse_unseen(self)
         if not is_allocated_for(self, key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         self.settle()
