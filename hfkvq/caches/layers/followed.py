@@ -30,6 +30,9 @@ from .lazy import LazyTensor, dense_of
 ADDS_ZEROS = frozenset({"gpt_neox_japanese"})
 """Model types that give ``baddbmm`` a tensor of zeros to add to."""
 
+SHOWS_PADDING = frozenset({"git"})
+"""Model types that hide padding in a prompt and show some of it to later tokens, so that it has to be kept."""
+
 HIDDEN_BELOW = -1e4
 """What takes this or less in place of a score is hidden: its probability is 0 in any dtype."""
 
@@ -305,6 +308,7 @@ def _arguments(layer: LayerBase, known: Scores) -> tuple[AttentionArguments, Ten
     biases = [(x, factor) for x, factor in known.added if x.shape[1] > 1]
     shown = [_shown(x) if where_true else x for x, where_true in known.hidden if x.shape[1] == 1]
     padding_mask = masks[0][0] if masks else shown[0] if shown else None
+    padding_mask = None if layer.follows in SHOWS_PADDING else padding_mask
     mask, bias = _sum(masks), _sum(biases)
     for x, where_true in known.hidden:
         if mask is None:
