@@ -11,32 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hfkvq.kernels.arguments import AttentionArguments
-
 from ..callers import asked_for_probabilities
-from ..store import MAX_STEP
 from .base import LayerBase
 from .forward import attend
 from .handle import LazyKV
 from .lazy import LazyTensor, dense_of
+from .scores import Scores, arguments_of
 
 ADDS_ZEROS = frozenset({"gpt_neox_japanese"})
 """Model types that give ``baddbmm`` a tensor of zeros to add to."""
 
-SHOWS_PADDING = frozenset({"git"})
-"""Model types that hide padding in a prompt and show some of it to later tokens, so that it has to be kept."""
-
 HIDDEN_BELOW = -1e4
 """What takes this or less in place of a score is hidden: its probability is 0 in any dtype."""
-
-_MADE = "hfkvq_made"
 
 
 def follow(layer: LayerBase, model_type: str) -> None:
@@ -51,26 +44,6 @@ def refuse_unseen(layer: LayerBase) -> ValueError:
         f"this model ({layer.follows}) could not be followed, or was asked for its probabilities (output_attentions); "
         "choose a scheme that keeps every token, e.g. 'kitty-pro'."
     )
-
-
-class Scores(NamedTuple):
-    """What is known of scores, or of probabilities.
-
-    Attributes:
-        keys: handle of the keys.
-        query: (B, Hq, Q, D).
-        scaling: factor on the products.
-        added: tensors (B or 1, Hq or 1, Q or 1, T) that are added then, and factors of theirs.
-        hidden: bool tensors of such shapes, and whether they are True where a token is hidden, or where it is not.
-        probabilities: whether the softmax has been taken.
-    """
-
-    keys: LazyKV
-    query: Tensor
-    scaling: float
-    added: tuple[tuple[Tensor, float], ...] = ()
-    hidden: tuple[tuple[Tensor, bool], ...] = ()
-    probabilities: bool = False
 
 
 class LazyScores(LazyTensor):
@@ -238,9 +211,7 @@ def _bounded(func: Any, x: Any, y: Any) -> Any:
     return x.then((func, (x, y), {}))
 
 
-def _softmax(
-    func: Any, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Any:
+def _softmax(func: Any, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     known = _scores_of(x)
     # Who is to see probabilities needs all of them.
     if known is None or dim not in (-1, x.dim() - 1) or asked_for_probabilities():
@@ -296,69 +267,10 @@ def _finished(func: Any, x: Any, values: Any) -> Any:
         return found.unflatten(0, (layer.batch_size, -1)) if flat else found
 
     query = known.query.to(layer.dtype)
-    arguments, padding_mask = _arguments(layer, known)
+    arguments, padding_mask = arguments_of(layer, known)
     out = attend(layer, query, arguments.explicit(query, values.shape[-2]), dense, padding_mask)
     out = out.to(values.dtype).contiguous()
     return out.flatten(0, 1) if flat else out
-
-
-def _arguments(layer: LayerBase, known: Scores) -> tuple[AttentionArguments, Tensor | None]:
-    """Arguments of the call, and the mask in which padding is looked for."""
-    masks = [(x, factor) for x, factor in known.added if x.shape[1] == 1]
-    biases = [(x, factor) for x, factor in known.added if x.shape[1] > 1]
-    shown = [_shown(x) if where_true else x for x, where_true in known.hidden if x.shape[1] == 1]
-    padding_mask = masks[0][0] if masks else shown[0] if shown else None
-    padding_mask = None if layer.follows in SHOWS_PADDING else padding_mask
-    mask, bias = _sum(masks), _sum(biases)
-    for x, where_true in known.hidden:
-        if mask is None:
-            mask = _shown(x) if where_true else x
-        elif mask.is_floating_point():
-            mask = mask.masked_fill(x if where_true else ~x, torch.finfo(mask.dtype).min)
-        else:
-            mask = mask & (~x if where_true else x)
-    arguments = AttentionArguments(known.scaling, mask, bias=bias, causal=False)
-    if bias is None or layer.scheme.evicts or known.query.shape[2] > MAX_STEP:
-        return arguments, padding_mask
-    # All layers of a step have the same.
-    holder = bias if mask is None else mask
-    return arguments._replace(mask=_made(holder, (bias,), lambda: arguments.biased().mask), bias=None), padding_mask
-
-
-def _sum(parts: list[tuple[Tensor, float]]) -> Tensor | None:
-    """The sum of tensors times factors; a single one is made once for all layers."""
-    if not parts:
-        return None
-    (first, factor), *more = parts
-    total = first if factor == 1 else _made(first, (factor,), lambda: first * factor)
-    for x, own in more:
-        total = total + x * own
-    return total
-
-
-def _shown(hidden: Tensor) -> Tensor:
-    """True where a mask is False, made once for all layers."""
-    return _made(hidden, ("shown",), lambda: ~hidden)
-
-
-def _made(holder: Tensor, of: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` makes of a mask and other tensors, kept with the mask: all layers of a forward are given the same.
-
-    Models may make new views of the same tensors in each layer, so tensors count as the same by where they lie.
-    """
-
-    def place(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.data_ptr(), x.shape, x.stride(), x.dtype, 0 if x.is_inference() else x._version
-
-    own, others = place(holder), tuple(map(place, of))
-    found = getattr(holder, _MADE, None)
-    if found is None or found[:2] != (own, others):
-        # The others are kept, that nothing else comes to lie where they are.
-        found = own, others, of, make()
-        setattr(holder, _MADE, found)
-    return found[3]
 
 
 def _with(handler: Callable[..., Any], *functions: Any) -> dict[Any, Callable[..., Any]]:

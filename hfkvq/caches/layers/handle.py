@@ -11,6 +11,7 @@ from torch import Tensor
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
+from ..store import MAX_STEP
 from .base import LayerBase
 from .forward import attend
 from .gradient import refuse_gradient
@@ -29,8 +30,8 @@ class LazyKV(LazyTensor):
     Attributes:
         side: "keys" or "values".
         repeats: query heads per KV head that the shape pretends to.
-        form: "bhsd", or "tiled", or a stage of ``repeat_kv``: "bh1sd", "bhnsd"; with batch and heads in one, "nsd"; transposed,
-            "bhds" or "nds".
+        form: "bhsd", or "tiled", or a stage of ``repeat_kv``: "bh1sd", "bhnsd"; with batch and heads in one, "nsd";
+            transposed, "bhds" or "nds".
     """
 
     _layer: LayerBase
@@ -38,6 +39,8 @@ class LazyKV(LazyTensor):
     side: Side
     repeats: int
     form: str
+    # What has been dequantized of all views of an update's keys, or values.
+    _made: list[Tensor]
 
     @staticmethod
     def __new__(
@@ -52,7 +55,7 @@ class LazyKV(LazyTensor):
         shape = layer.logical_shape(side) if shape is None else shape
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or layer.dtype, device=layer.device)
         handle._layer, handle._edition, handle.side = layer, layer.edition, side
-        handle.repeats, handle.form = repeats, form
+        handle.repeats, handle.form, handle._made = repeats, form, []
         return handle
 
     @property
@@ -76,10 +79,22 @@ class LazyKV(LazyTensor):
         """Side and logical shape; never the data."""
         return f"LazyKV({self.side}, {tuple(self.shape)})"
 
-    def like(self, form: str, shape: tuple[int, ...], repeats: int | None = None) -> LazyKV:
+    def like(
+        self, form: str, shape: tuple[int, ...], repeats: int | None = None, dtype: torch.dtype | None = None
+    ) -> LazyKV:
         """Another view of the same data."""
         repeats = self.repeats if repeats is None else repeats
-        return LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, self.dtype)
+        view = LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, dtype or self.dtype)
+        view._made = self._made
+        return view
+
+    def _dequantized(self, layer: LayerBase) -> Tensor:
+        """(B, H, T, D); of a step made once, as some attention asks for it twice."""
+        if layer.defer or layer.staged_length > MAX_STEP or layer.staged_length == layer.seen:
+            return layer.dense(self.side)
+        if not self._made:
+            self._made.append(layer.dense(self.side))
+        return self._made[0]
 
     @property
     def tiles(self) -> int:
@@ -90,7 +105,7 @@ class LazyKV(LazyTensor):
         """The dequantized tensor, in this handle's shape."""
         layer = self.hfkvq_layer
         layer.check_complete()
-        dense = refuse_gradient(layer, layer.dense(self.side))
+        dense = refuse_gradient(layer, self._dequantized(layer))
         if self.form == "bh1sd":
             return dense[:, :, None].to(self.dtype)
         if self.form == "tiled":
@@ -208,7 +223,7 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
             return NotImplemented
     if dtype == handle.dtype:
         return handle
-    return LazyKV(handle.hfkvq_layer, handle.side, handle.repeats, handle.form, tuple(handle.shape), dtype)
+    return handle.like(handle.form, tuple(handle.shape), dtype=dtype)
 
 
 def _float(handle: Any) -> Any:
