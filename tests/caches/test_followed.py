@@ -14,7 +14,7 @@ from evals.matrix import examine, small
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention import hfkvq_attention
 from hfkvq.caches.layers import KVLayer
-from hfkvq.caches.layers.followed import LazyScores
+from hfkvq.caches.layers.followed import RECORDABLE, LazyScores
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import prompt
 
@@ -293,6 +293,37 @@ def test_arithmetic(own, queries, dense_calls):
     assert type(found) is torch.Tensor
     torch.testing.assert_close(found, own(q, keys, values, mask), rtol=1e-4, atol=1e-5)
     assert bool(dense_calls) == (own in COMPUTED or queries > 16)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("family", sorted(RECORDABLE))
+def test_steps_are_captured(family):
+    """Masks and positions have room for more tokens then; padding that is not given positions stays without."""
+    model, ids = build(family), prompt(BATCH, 40)
+    more = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False}
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    for capacity in (None, 96):
+        for shown in (None, mask):
+            before = PythonGraph.made
+            cache = MixedKVCache(model, "full", max_cache_len=capacity)
+            found = model.generate(ids, attention_mask=shown, past_key_values=cache, **more)
+            assert torch.equal(found, model.generate(ids, attention_mask=shown, **more))
+            # A cache of the same size takes the graphs of the one before.
+            assert shown is not None or PythonGraph.made == before + 1
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("name", ["saw-int4-kv", "kitty-pro", "snapkv"])
+def test_captured_steps_are_those_without_graphs(name):
+    model, ids = build("gptj"), prompt(BATCH, 90)
+    both = []
+    for graphs in (True, False):
+        cache = MixedKVCache(model, small(name), graphs=graphs)
+        steps = [cache.step(model, ids[:, :50]), *(cache.step(model, ids[:, i : i + 1]) for i in range(50, 90))]
+        both.append(torch.cat([step.logits for step in steps], 1))
+        assert PythonGraph.made or not graphs
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

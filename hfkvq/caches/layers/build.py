@@ -19,7 +19,7 @@ from ..model_config import (
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
-from .followed import follow
+from .followed import RECORDABLE, follow
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
@@ -118,9 +118,11 @@ def build_layers(
     sharing = getattr(text, "kv_sharing_modes", None)
     shares = bool(getattr(text, "num_kv_shared_layers", 0))
     # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
-    why = "the attention implementation is not switched" if not attach else "debug looks at every token"
+    why = "the attention implementation is not switched"
     as_they_are = [latents is not None and latent_layout(each, *latents) is not None for each in schemes]
-    if attach and not debug and full:
+    records = attach or (follows and text.model_type in RECORDABLE)
+    why = "debug looks at every token" if records else why
+    if records and not debug and full:
         own = [schemes[i] for i in full]
         why = _why_not_recorded(text, own, sharing is not None or shares, dims)
         if latents is not None and not all(as_they_are[i] for i in full):

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..callers import asked_for_probabilities
+from ..traced import recorded_attention
 from .base import LayerBase
 from .forward import attend
-from .handle import LazyKV
+from .handle import LazyKV, handles
 from .lazy import LazyTensor, dense_of
 from .scores import Scores, arguments_of
+from .steps import StepKV
 
 ADDS_ZEROS = frozenset({"gpt_neox_japanese"})
 """Model types that give ``baddbmm`` a tensor of zeros to add to."""
@@ -35,6 +37,19 @@ HIDDEN_BELOW = -1e4
 def follow(layer: LayerBase, model_type: str) -> None:
     """Lets a layer's handles follow the attention of a model of this type."""
     layer.follows = model_type
+
+
+RECORDABLE = frozenset({"bloom", "codegen", "gpt_neox_japanese", "gptj"})
+"""Model types that ask the host nothing in a step, and take the room for keys as their number: see `recorded`."""
+
+
+def recorded_handles(layer: LayerBase, step: StepKV, room: int) -> tuple[LazyKV, LazyKV]:
+    """What an update returns in a recorded step: handles with columns for all that there is room for."""
+    batch, heads, _, key_dim = step.keys.shape
+    found = handles(layer, batch, heads, room, key_dim, step.values.shape[3])
+    for each in found:
+        each.step = step
+    return found
 
 
 def refuse_unseen(layer: LayerBase) -> ValueError:
@@ -268,7 +283,10 @@ def _finished(func: Any, x: Any, values: Any) -> Any:
 
     query = known.query.to(layer.dtype)
     arguments, padding_mask = arguments_of(layer, known)
-    out = attend(layer, query, arguments.explicit(query, values.shape[-2]), dense, padding_mask)
+    if values.step is None:
+        out = attend(layer, query, arguments.explicit(query, values.shape[-2]), dense, padding_mask)
+    else:
+        out = recorded_attention(values.step, query, arguments)
     out = out.to(values.dtype).contiguous()
     return out.flatten(0, 1) if flat else out
 

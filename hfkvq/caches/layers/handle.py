@@ -16,6 +16,7 @@ from .base import LayerBase
 from .forward import attend
 from .gradient import refuse_gradient
 from .lazy import LazyTensor
+from .steps import StepKV
 
 
 class LazyKV(LazyTensor):
@@ -39,6 +40,8 @@ class LazyKV(LazyTensor):
     side: Side
     repeats: int
     form: str
+    # Of a recorded step, in which there is nothing to dequantize.
+    step: StepKV | None
     # What has been dequantized of all views of an update's keys, or values.
     _made: list[Tensor]
 
@@ -55,7 +58,7 @@ class LazyKV(LazyTensor):
         shape = layer.logical_shape(side) if shape is None else shape
         handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or layer.dtype, device=layer.device)
         handle._layer, handle._edition, handle.side = layer, layer.edition, side
-        handle.repeats, handle.form, handle._made = repeats, form, []
+        handle.repeats, handle.form, handle.step, handle._made = repeats, form, None, []
         return handle
 
     @property
@@ -85,11 +88,13 @@ class LazyKV(LazyTensor):
         """Another view of the same data."""
         repeats = self.repeats if repeats is None else repeats
         view = LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, dtype or self.dtype)
-        view._made = self._made
+        view.step, view._made = self.step, self._made
         return view
 
     def _dequantized(self, layer: LayerBase) -> Tensor:
         """(B, H, T, D); of a step made once, as some attention asks for it twice."""
+        if self.step is not None:
+            raise RuntimeError("A recorded step cannot dequantize: the model's own attention could not be followed.")
         if layer.defer or layer.staged_length > MAX_STEP or layer.staged_length == layer.seen:
             return layer.dense(self.side)
         if not self._made:

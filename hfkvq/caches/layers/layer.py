@@ -13,7 +13,7 @@ from ..recorded import is_captured, is_recorded
 from ..scheme import latent_layout
 from ..store import KVStore
 from . import changes
-from .followed import refuse_unseen
+from .followed import recorded_handles, refuse_unseen
 from .handle import LazyKV, handles
 from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
@@ -101,7 +101,10 @@ class KVLayer(PagedLayer, CacheLayerMixin):
         """
         if self.steps is not None:
             if is_recorded():
-                return self.steps.record(key_states, value_states)  # type: ignore[return-value]
+                found = self.steps.record(key_states, value_states)
+                if self.follows:
+                    return recorded_handles(self, found[0], self.steps.buffer.room)
+                return found  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
         self.differentiated = key_states.requires_grad or value_states.requires_grad
