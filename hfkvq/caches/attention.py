@@ -71,16 +71,17 @@ def hfkvq_attention(
         if key.steps.layer.latents:
             out = valued(module, recorded_attention(key, absorbed(module, query), arguments))
         else:
-            out = recorded_attention(key, query, arguments)
+            out = _in_tiles(recorded_attention(key, _in_rows(query, key.tiles), arguments), key.tiles)
         return out.transpose(1, 2).contiguous(), None
     layer: Any = layer_of(key, value)
     if layer is None:
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
-    latents = layer.latents
-    asked = absorbed(module, query) if latents and query.shape[2] <= MAX_STEP else query
+    latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
+    asked = absorbed(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)
+    after = partial(valued, module) if latents else partial(_in_tiles, tiles=tiles) if tiles > 1 else None
     out = take_step(layer, asked, arguments)
     if out is not None:
-        out = valued(module, out.transpose(1, 2)).transpose(1, 2).contiguous() if latents else out
+        out = out if after is None else after(out.transpose(1, 2)).transpose(1, 2).contiguous()
         return refuse_gradient(layer, out), None
 
     def dense() -> Tensor:
@@ -92,8 +93,17 @@ def hfkvq_attention(
         return found.transpose(1, 2)
 
     told = arguments.explicit(query, key.shape[2])
-    after = partial(valued, module) if latents else None
     return attend(layer, asked, told, dense, attention_mask, after).transpose(1, 2).contiguous(), None
+
+
+def _in_rows(query: Tensor, tiles: int) -> Tensor:
+    """Queries (B, Hq, Q, D) of heads that come ``tiles`` times one after another, those of each KV head in a row."""
+    return query if tiles == 1 else query.unflatten(1, (tiles, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _in_tiles(x: Tensor, tiles: int) -> Tensor:
+    """The inverse, of what attention gives."""
+    return x if tiles == 1 else x.unflatten(1, (-1, tiles)).transpose(1, 2).flatten(1, 2)
 
 
 def _causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from .layers import changes
 from .layers.build import build_layers, is_attachable, seen_by
 from .layers.compiled import allocate, update_outside
 from .layers.group import DeviceSync
-from .layers.handle import dense_of
+from .layers.lazy import dense_of
 from .layers.memory import described, memory_of
 from .memory_report import MemoryReport
 from .model_calls import intercept
@@ -45,9 +45,9 @@ class MixedKVCache(SavedCache, Cache):
 
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
-    lacks a feature). `detach` undoes it. With ``attach=False`` the config is left alone: stock sdpa is intercepted and
-    attends to the pages as well; any other implementation gets dequantized tensors, which is right but slower, and
-    since such an implementation never shows its mask, left padding is then stored as if it were tokens.
+    lacks a feature). `detach` undoes it. Attention that a model computes itself (GPT-J, Bloom) is followed and done over
+    the pages; nothing is switched. With ``attach=False`` neither happens: stock sdpa is intercepted and attends to the
+    pages; others get dequantized tensors, right but slower, and store left padding, of which they show no mask.
 
     Keys and values that are not finite are refused with ``debug=True``, and so are those beyond 65504, the range of
     float16, where pages have scales. Otherwise they are left out of every scale and stored as the nearest end of their
@@ -114,9 +114,9 @@ class MixedKVCache(SavedCache, Cache):
         # Configs of encoder-decoders are copies (`get_text_config`), at which no module looks.
         self._crosses = config.is_encoder_decoder or text.is_encoder_decoder
         self._attachable = not self._crosses and is_attachable(text)
-        attach = attach and self._attachable
+        attach, follows = attach and self._attachable, attach and not self._attachable
         name = type(config).__name__
-        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading)
+        made = build_layers(text, self.preset, max_cache_len, wanted(graphs), attach, debug, name, offloading, follows)
         super().__init__(layers=made.layers)
         self._compressed, self._recordable, self._flex = made.compressed, made.sync is not None, False
         self.config, self._capacity, self._debug = text, max_cache_len, debug

@@ -64,6 +64,20 @@ def refuse_bare(cache: Any) -> None:
         )
 
 
+def asked_for_probabilities() -> bool:
+    """Whether the model that computes attention was asked for probabilities (``output_attentions``)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        names = frame.f_code.co_varnames
+        # An argument of old, and what Transformers' hooks fill now.
+        if "output_attentions" in names and frame.f_locals.get("output_attentions"):
+            return True
+        if "collected_outputs" in names and "attentions" in frame.f_locals.get("collected_outputs", ()):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_drafting() -> bool:
     """Whether a model is called to draft tokens for another one, in assisted decoding."""
     frame = sys._getframe(2)

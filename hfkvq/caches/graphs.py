@@ -126,7 +126,7 @@ class StepGraphs:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
         self.sync.look_for_kernels()
-        step = self._read(model, args, kwargs, cache.attached)
+        step = self._read(model, args, kwargs, cache.attached or bool(self.sync.first.layer.follows))
         if isinstance(step, str):
             say_once(f"{type(model).__name__}: steps are not captured, since {step}; they run as without graphs.")
         if isinstance(step, Step):

@@ -53,8 +53,29 @@ def attention_shape(config: PreTrainedConfig) -> tuple[int, int, int] | None:
     return None if dim is None or not heads else (heads, heads // queries_per_head(text), dim)
 
 
-TOUCHES_KEYS = {"bloom", "diffllama", "doge", "falcon", "gptj", "jetmoe"}
+TOUCHES_KEYS = {"diffllama", "doge"}
 """Between update and attention these compute with keys or values, which no graph of ours can follow."""
+
+_NOT_FOLLOWED = {"prophetnet", "t5gemma2_decoder"}
+"""These join what is cached with other keys before they attend to it."""
+
+_BIASED = {"bloom", "longt5", "mpt", "mt5", "pop2piano", "switch_transformers", "t5", "udop", "umt5"}
+"""These add a bias to logits, by how far apart tokens stand (ALiBi, T5's buckets); Falcon may, too."""
+
+
+def hinders_eviction(config: PreTrainedConfig) -> str | None:
+    """What this config's model does for which no token may be evicted; None where some may.
+
+    Tokens move up where others are evicted, so what attention does by their distance would go wrong.
+    """
+    kind = config.model_type
+    if (kind in TOUCHES_KEYS and looks_attention_up(config)) or kind in _NOT_FOLLOWED:
+        return "computes with all cached keys or values itself"
+    if kind in _BIASED or getattr(config, "alibi", False):
+        return "adds a bias by the distance of tokens, as all of them stand"
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return "has layers with a window over tokens, as all of them stand"
+    return None
 
 
 def looks_attention_up(config: PreTrainedConfig) -> bool:

@@ -63,6 +63,8 @@ class LayerBase:
         differentiated: whether the last update's keys or values would have got a gradient; see `gradient`.
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
+        follows: the model's type, where its own attention's arithmetic on handles is followed; else empty.
+        hides_by_tensor: whether that attention is known to hide tokens by a value that lies on the device.
         edition: grows whenever the layer changes, by which handles know whether they are good.
         buffer: what gives the store fixed addresses; None where no step is recorded.
         offloaded: whether pages lie in the host's memory.
@@ -76,6 +78,8 @@ class LayerBase:
     batch_size: int
     buffer: StepBuffer | None
     latents = False
+    follows = ""
+    hides_by_tensor = False
 
     def __init__(
         self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool, window: int = 0

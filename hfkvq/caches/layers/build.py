@@ -8,11 +8,19 @@ from typing import Any, NamedTuple
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attention_up, queries_per_head
+from ..model_config import (
+    TOUCHES_KEYS,
+    head_dim_of,
+    hinders_eviction,
+    latent_dims,
+    looks_attention_up,
+    queries_per_head,
+)
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
 from ..window import in_window, windows_of
+from .followed import RECORDABLE, follow
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader
@@ -64,6 +72,7 @@ def build_layers(
     debug: bool = False,
     name: str = "",
     offloading: bool | int = False,
+    follows: bool = False,
 ) -> Layers:
     """Makes the layers of an empty cache.
 
@@ -76,6 +85,7 @@ def build_layers(
         debug: see `hfkvq.MixedKVCache`.
         name: of the model, for messages.
         offloading: see `hfkvq.MixedKVCache`.
+        follows: whether handles follow attention that the model computes itself.
 
     Raises:
         ValueError: a head dim that a scheme cannot hold, no attention layers, or layers that cannot be offloaded.
@@ -108,19 +118,22 @@ def build_layers(
     }
     held = tuple(sorted({*full, *windows}))
     evicts = next((scheme.name for scheme in schemes if scheme.evicts), None)
-    if evicts and text.model_type in TOUCHES_KEYS and looks_attention_up(text):
+    hinders = hinders_eviction(text) if evicts else None
+    if hinders:
         raise ValueError(
-            f"scheme: got {evicts!r}, but {name} computes with all cached keys or values itself, so none can be "
-            "evicted; choose a scheme that keeps every token, e.g. 'kitty-pro'."
+            f"scheme: got {evicts!r}, but {name} {hinders}, so none can be evicted; choose a scheme that keeps every "
+            "token, e.g. 'kitty-pro'."
         )
     offloaded = _offloaded_layers(offloading, full, schemes, name)
     for i, window in windows.items():
         if window:
             schemes[i] = in_window(schemes[i], window, dims or (128, 128))
     # Steps are recorded with "hfkvq" attention only, and need every layer to be of a kind that can be.
-    why = "the attention implementation is not switched" if not attach else "debug looks at every token"
+    why = "the attention implementation is not switched"
     as_they_are = [latents is not None and latent_layout(each, *latents) is not None for each in schemes]
-    if attach and not debug and held:
+    records = attach or (follows and text.model_type in RECORDABLE)
+    why = "debug looks at every token" if records else why
+    if records and not debug and held:
         own = [schemes[i] for i in held]
         why = _why_not_recorded(text, own, sharing is not None or shares, dims)
         if latents is not None and not all(as_they_are[i] for i in full):
@@ -140,6 +153,8 @@ def build_layers(
         layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable, window)
         layer.offloaded = i in offloaded
         layer.latents = attach and as_they_are[i]
+        if follows:
+            follow(layer, text.model_type)
         if layer.eviction is not None:
             layer.eviction.place = i, len(layers)
     if not held:

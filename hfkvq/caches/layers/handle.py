@@ -7,39 +7,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
+from ..store import MAX_STEP
 from .base import LayerBase
 from .forward import attend
 from .gradient import refuse_gradient
-
-# Reading these does not touch the data.
-_METADATA = {
-    getattr(Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "grad", "is_cuda",
-                 "is_sparse", "is_quantized", "is_meta", "is_mps", "is_xpu", "is_nested", "names", "itemsize", "nbytes")
-    if hasattr(getattr(Tensor, name, None), "__get__")
-} | {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.element_size, Tensor.get_device, Tensor.__len__,
-}  # fmt: skip
+from .lazy import LazyTensor
+from .steps import StepKV
 
 
-class LazyKV(torch.Tensor):
+class LazyKV(LazyTensor):
     """Stands for a layer's keys or values: (B, H, T, D) in logical shape, no storage.
 
     The "hfkvq" attention, and PyTorch's `scaled_dot_product_attention`, attend to the pages behind it. ``repeat_kv``
-    and no-op conversions give another handle. Any other function gets the dequantized tensor: right, only slower.
+    and no-op conversions give another handle; where a layer `LayerBase.follows` the model's own attention, other views
+    and dtypes do so, too. Any other function gets the dequantized tensor: right, only slower.
 
     A handle is good until the layer changes: the next update, a crop, a reorder or a reset.
 
     Attributes:
         side: "keys" or "values".
         repeats: query heads per KV head that the shape pretends to.
-        form: "bhsd", or a stage of ``repeat_kv``: "bh1sd", "bhnsd".
+        form: "bhsd", or "tiled", or a stage of ``repeat_kv``: "bh1sd", "bhnsd"; with batch and heads in one, "nsd";
+            transposed, "bhds" or "nds".
     """
 
     _layer: LayerBase
@@ -47,15 +40,25 @@ class LazyKV(torch.Tensor):
     side: Side
     repeats: int
     form: str
+    # Of a recorded step, in which there is nothing to dequantize.
+    step: StepKV | None
+    # What has been dequantized of all views of an update's keys, or values.
+    _made: list[Tensor]
 
     @staticmethod
     def __new__(
-        cls, layer: LayerBase, side: Side, repeats: int = 1, form: str = "bhsd", shape: tuple[int, ...] | None = None
+        cls,
+        layer: LayerBase,
+        side: Side,
+        repeats: int = 1,
+        form: str = "bhsd",
+        shape: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> LazyKV:
         shape = layer.logical_shape(side) if shape is None else shape
-        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=layer.device)
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or layer.dtype, device=layer.device)
         handle._layer, handle._edition, handle.side = layer, layer.edition, side
-        handle.repeats, handle.form = repeats, form
+        handle.repeats, handle.form, handle.step, handle._made = repeats, form, None, []
         return handle
 
     @property
@@ -75,61 +78,56 @@ class LazyKV(torch.Tensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything happens in ``__new__``."""
 
-    # ``x += y`` binds x anew, to a plain tensor.
-    __iadd__ = Tensor.__add__  # type: ignore[assignment]
-    __isub__ = Tensor.__sub__  # type: ignore[assignment]
-    __imul__ = Tensor.__mul__  # type: ignore[assignment]
-    __itruediv__ = Tensor.__truediv__  # type: ignore[assignment]
-
     def __repr__(self) -> str:  # type: ignore[override]
         """Side and logical shape; never the data."""
         return f"LazyKV({self.side}, {tuple(self.shape)})"
 
-    def like(self, form: str, shape: tuple[int, ...], repeats: int | None = None) -> LazyKV:
+    def like(
+        self, form: str, shape: tuple[int, ...], repeats: int | None = None, dtype: torch.dtype | None = None
+    ) -> LazyKV:
         """Another view of the same data."""
-        return LazyKV(self.hfkvq_layer, self.side, self.repeats if repeats is None else repeats, form, shape)
+        repeats = self.repeats if repeats is None else repeats
+        view = LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, dtype or self.dtype)
+        view.step, view._made = self.step, self._made
+        return view
+
+    def _dequantized(self, layer: LayerBase) -> Tensor:
+        """(B, H, T, D); of a step made once, as some attention asks for it twice."""
+        if self.step is not None:
+            raise RuntimeError("A recorded step cannot dequantize: the model's own attention could not be followed.")
+        if layer.defer or layer.staged_length > MAX_STEP or layer.staged_length == layer.seen:
+            return layer.dense(self.side)
+        if not self._made:
+            self._made.append(layer.dense(self.side))
+        return self._made[0]
+
+    @property
+    def tiles(self) -> int:
+        """How many times the heads come, one after another, and not each of them in a row."""
+        return self.repeats if self.form == "tiled" else 1
 
     def materialize(self) -> Tensor:
         """The dequantized tensor, in this handle's shape."""
         layer = self.hfkvq_layer
         layer.check_complete()
-        dense = refuse_gradient(layer, layer.dense(self.side))
-        if dense.shape[2] != self.shape[-2]:
+        dense = refuse_gradient(layer, self._dequantized(layer))
+        transposed = self.form in ("bhds", "nds")
+        if dense.shape[2] != self.shape[-1 if transposed else -2]:
             raise RuntimeError(
                 "These keys or values have fallen out of the layer's window since they were attended to; take a copy "
                 "(x.clone()) of what is needed later."
             )
         if self.form == "bh1sd":
-            return dense[:, :, None]
-        if self.repeats == 1 and self.form == "bhsd":
-            return dense
-        batch, heads, length, dim = dense.shape
-        dense = dense[:, :, None].expand(batch, heads, self.repeats, length, dim)
-        return dense if self.form == "bhnsd" else dense.reshape(batch, heads * self.repeats, length, dim)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Metadata, then what handles know how to do, then dequantize on touch."""
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            result = handler(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if _in_place(func, args, kwargs):
-            raise RuntimeError(
-                f"{func.__name__}: cached keys and values cannot be changed in place, the change would be lost; work "
-                "on a copy (x.clone())."
-            )
-        return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached from C++ (custom attention kernels): dequantize."""
-        return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs or {}))
+            return dense[:, :, None].to(self.dtype)
+        if self.form == "tiled":
+            return dense.repeat(1, self.repeats, 1, 1)
+        if self.repeats != 1 or self.form == "bhnsd":
+            batch, heads, length, dim = dense.shape
+            dense = dense[:, :, None].expand(batch, heads, self.repeats, length, dim)
+            dense = dense if self.form == "bhnsd" else dense.reshape(batch, heads * self.repeats, length, dim)
+        if self.form in ("nsd", "nds"):
+            dense = dense.flatten(0, 1)
+        return (dense.transpose(-1, -2) if transposed else dense).to(self.dtype)
 
 
 def handles(layer: LayerBase, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
@@ -152,22 +150,8 @@ def layer_of(key: Any, value: Any) -> LayerBase | None:
         layer.edition != edition or value._layer is not layer or value._edition != edition
     ) and key.hfkvq_layer is not value.hfkvq_layer:
         return None
-    return layer if key.form == "bhsd" == value.form else None
-
-
-def dense_of(x: Any) -> Any:
-    """What a handle stands for; anything else as it is."""
-    return x.materialize() if isinstance(x, LazyKV) else x
-
-
-def _in_place(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function would write to a handle."""
-    name = getattr(func, "__name__", "")
-    writes = name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
-    first = args[0] if args else None
-    return ((writes or kwargs.get("inplace") is True) and isinstance(first, LazyKV)) or isinstance(
-        kwargs.get("out"), LazyKV
-    )
+    same = key.form == value.form and (key.form == "bhsd" or (key.form == "tiled" and key.repeats == value.repeats))
+    return layer if same else None
 
 
 def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
@@ -199,10 +183,38 @@ def _expand(handle: Any, *shape: Any) -> Any:
 
 def _reshape(handle: Any, *shape: Any) -> Any:
     sizes = _sizes(shape)
+    if isinstance(handle, LazyKV) and handle.form == "bhsd" and len(sizes) == 3 and handle._layer.follows:
+        batch, heads, length, dim = handle.shape
+        own = batch * heads, length, dim
+        fits = all(asked in (-1, size) for asked, size in zip(sizes, own, strict=True)) and sizes.count(-1) < 2
+        return handle.like("nsd", own) if fits else NotImplemented
     if not isinstance(handle, LazyKV) or handle.form != "bhnsd" or len(sizes) != 4:
         return NotImplemented
     batch, heads, repeats, length, dim = handle.shape
     return handle.like("bhsd", sizes) if sizes == (batch, heads * repeats, length, dim) else NotImplemented
+
+
+def _repeat(handle: Any, *sizes: Any) -> Any:
+    """Heads as often, one after another; `repeat_kv` has them in a row."""
+    sizes = _sizes(sizes)
+    if not isinstance(handle, LazyKV) or handle.form != "bhsd" or handle.repeats != 1 or len(sizes) != 4:
+        return NotImplemented
+    batch, heads, length, dim = handle.shape
+    if sizes[0] != 1 or tuple(sizes[2:]) != (1, 1):
+        return NotImplemented
+    return handle.like("tiled", (batch, heads * sizes[1], length, dim), sizes[1])
+
+
+_TURNED = {"bhsd": "bhds", "bhds": "bhsd", "nsd": "nds", "nds": "nsd"}
+
+
+def _transpose(handle: Any, first: int, second: int) -> Any:
+    turned = _TURNED.get(handle.form) if isinstance(handle, LazyKV) and handle._layer.follows else None
+    dims = handle.dim()
+    if turned is None or {first % dims, second % dims} != {dims - 2, dims - 1}:
+        return NotImplemented
+    *outer, rows, columns = handle.shape
+    return handle.like(turned, (*outer, columns, rows))
 
 
 def _same(handle: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,14 +222,23 @@ def _same(handle: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
+    layer, dtype = handle._layer, handle.dtype
     for x in (*args, *kwargs.values()):
-        if isinstance(x, torch.dtype) and x != handle.dtype:
-            return NotImplemented
+        if isinstance(x, torch.dtype) and x != dtype:
+            if not layer.follows:
+                return NotImplemented
+            dtype = x
         if isinstance(x, (str, torch.device)) and torch.device(x) != handle.device:
             return NotImplemented
         if isinstance(x, Tensor):
             return NotImplemented
-    return handle
+    if dtype == handle.dtype:
+        return handle
+    return handle.like(handle.form, tuple(handle.shape), dtype=dtype)
+
+
+def _float(handle: Any) -> Any:
+    return _to(handle, torch.float32)
 
 
 def _attend(
@@ -255,11 +276,16 @@ def _attend(
     return attend(layer, query, arguments, dense, attn_mask)
 
 
-_HANDLERS: dict[Any, Any] = {
+LazyKV.handlers = {
     Tensor.__getitem__: _getitem,
     Tensor.expand: _expand,
     Tensor.reshape: _reshape,
     torch.reshape: _reshape,
+    Tensor.view: _reshape,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.float: _float,
+    Tensor.repeat: _repeat,
     Tensor.contiguous: _same,
     Tensor.detach: _same,
     Tensor.to: _to,

@@ -13,6 +13,7 @@ from ..recorded import is_captured, is_recorded
 from ..scheme import latent_layout
 from ..store import KVStore
 from . import changes
+from .followed import recorded_handles, refuse_unseen
 from .handle import LazyKV, handles
 from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
@@ -100,17 +101,23 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
         Raises:
             ValueError: shape, dtype or device differ from the first update's, the capacity is exceeded, or, in debug
-                mode, an entry is not finite. Nothing is changed then.
+                mode, an entry is not finite; or tokens are to be evicted by queries that attention did not show.
+                Nothing is changed then.
         """
         if self.steps is not None:
             if is_recorded():
-                return self.steps.record(key_states, value_states)  # type: ignore[return-value]
+                found = self.steps.record(key_states, value_states)
+                if self.follows:
+                    return recorded_handles(self, found[0], self.steps.buffer.room)
+                return found  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
         self.differentiated = key_states.requires_grad or value_states.requires_grad
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
         unseen = self.new_columns and self.store is not None
+        if unseen and self.eviction is not None and self.follows:
+            raise refuse_unseen(self)
         if not is_allocated_for(self, key_states, value_states):
             self.lazy_initialization(key_states, value_states)
         self.settle()

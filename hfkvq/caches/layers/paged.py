@@ -167,8 +167,14 @@ class PagedLayer(LayerBase):
         before = self.columns - self.staged_length
         if new is not None and not before:
             return new
-        old = store.dense(side, before, self.steps is not None and self.steps.sync.waits)
-        return old if new is None else torch.cat([old, new], 2)
+        waits = self.steps is not None and self.steps.sync.waits
+        if new is None or waits:
+            old = store.dense(side, before, waits)
+            return old if new is None else torch.cat([old, new], 2)
+        # Not joined behind: that would copy all that has been dequantized.
+        dense = store.dense(side, self.seen)
+        dense[:, :, before:] = new
+        return dense
 
     def tensors(self) -> list[Tensor]:
         """Small tensors beside the store: statistics, scores, the padding last found, token ids and tags."""

@@ -20,10 +20,19 @@ from .group import DeviceSync
 
 
 class StepKV:
-    """What `KVLayer.update` returns in a recorded step: the layer's steps and the new tokens; no tensor."""
+    """What `KVLayer.update` returns in a recorded step: the layer's steps and the new tokens; no tensor.
 
-    def __init__(self, steps: DeviceSteps, keys: Tensor, values: Tensor) -> None:
-        self.steps, self.keys, self.values = steps, keys, values
+    ``tiles`` is how many times its heads are said to come, one after another.
+    """
+
+    def __init__(self, steps: DeviceSteps, keys: Tensor, values: Tensor, tiles: int = 1) -> None:
+        self.steps, self.keys, self.values, self.tiles = steps, keys, values, tiles
+
+    def repeat(self, *sizes: int) -> StepKV:
+        """Heads as often as the second size says, one after another, as JetMoe has them; see `LazyKV.tiles`."""
+        if len(sizes) != 4 or sizes[0] != 1 or sizes[2:] != (1, 1):
+            raise RuntimeError(f"A recorded step can repeat heads only, and was asked for {sizes}.")
+        return StepKV(self.steps, self.keys, self.values, self.tiles * sizes[1])
 
 
 class DeviceSteps(Part):
