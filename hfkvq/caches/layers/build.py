@@ -5,7 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticSlidingWindowLayer,
+)
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attention_up, queries_per_head
@@ -13,8 +20,10 @@ from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
 from .group import DeviceSync
+from .hybrid import HybridLayer
 from .layer import KVLayer
 from .padding import PaddingReader
+from .states import StateLayer
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +38,16 @@ _KNOWN_LAYERS = {
 }
 
 
+_FULL = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+"""Those whose keys and values are held in pages."""
+
+
 class Layers(NamedTuple):
     """The layers of a cache.
 
     Attributes:
-        layers: in the model's order: `KVLayer` for full attention, the others as Transformers makes them.
+        layers: in the model's order: `KVLayer` for full attention, `StateLayer` for recurrent states, the others as
+            Transformers makes them.
         compressed: numbers of those that are `KVLayer`.
         sync: of layers whose steps may be recorded; None where none may.
         captured: whether steps are captured as CUDA graphs.
@@ -90,7 +104,7 @@ def build_layers(
             each.layout(*dims).check(*dims)
             warn_of_limits(each, *dims)
     stock = DynamicCache(config=text).layers
-    full = tuple(i for i, layer in enumerate(stock) if type(layer) is DynamicLayer)
+    full = tuple(i for i, layer in enumerate(stock) if type(layer) in _FULL)
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
         raise ValueError(
             f"model_or_config: {name} has no attention layers, so there is no KV cache to compress; run "
@@ -116,15 +130,18 @@ def build_layers(
             why = f"latents are dequantized in each step: {_others(own, *latents)} cannot be attended to as latents"
             say_once(f"{name}: {why}; latent-4, latent-8, full and saw-int4 can.")
     can = why is None and bool(full)
-    captured = can and capture and len(full) == len(stock)
+    captured = can and capture and all(i in full or _stays_in_place(layer) for i, layer in enumerate(stock))
     recordable = captured or (can and max_cache_len is not None)
     layers: list[Any] = list(stock)
     if max_cache_len is not None and recordable:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)
+    layers = [StateLayer(x.number_of_states) if type(x) is LinearAttentionLayer else x for x in layers]
     reader = PaddingReader()
     for i in full:
         defer = sharing[i] == "store" if sharing else shares
-        layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable)
+        count = getattr(stock[i], "number_of_states", 0)
+        options = schemes[i], reader, max_cache_len, defer, debug, recordable
+        layers[i] = layer = HybridLayer(*options, count) if count else KVLayer(*options)
         layer.offloaded = i in offloaded
         layer.latents = attach and as_they_are[i]
         if layer.eviction is not None:
@@ -140,6 +157,11 @@ def build_layers(
     # Said where a step shows that it matters.
     uncaptured = (why or "layers are of several kinds") if capture and not captured else None
     return Layers(layers, full, sync, captured, uncaptured)
+
+
+def _stays_in_place(layer: Any) -> bool:
+    """Whether steps write into what this layer of Transformers holds, or it holds nothing."""
+    return type(layer) is LinearAttentionLayer or type(layer).__name__ == "DummyLayer"
 
 
 def _offloaded_layers(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
@@ -135,7 +135,8 @@ def outline(config: Any) -> Outline:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         heads = 0 if keys is None or values is None else keys.shape[1]
         dims = (keys.shape[-1], values.shape[-1]) if heads else (0, 0)  # type: ignore[union-attr]
-        layers.append(CachedLayer(type(layer) is DynamicLayer, heads, *dims))
+        compressed = type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
+        layers.append(CachedLayer(compressed, heads, *dims))
         for held in vars(layer).values():
             if isinstance(held, dict):
                 states += sum(x.nbytes for x in held.values() if isinstance(x, torch.Tensor))
