@@ -101,7 +101,7 @@ def test_classes_of_one_scheme(tmp_path):
         KittyCache.load(tmp_path / "other", model)
 
 
-def test_sliding_windows_come_back_and_recurrent_layers_are_refused(tmp_path):
+def test_sliding_windows_come_back_and_those_of_fixed_capacity_are_refused(tmp_path):
     model = build("gemma2")
     cache, ids = filled(model, tokens=50)
     cache.save(tmp_path / "cache")
@@ -268,7 +268,7 @@ def _cut_table(head, description, tensors):
 
 
 CHANGES = {
-    "a later version": lambda head, _, __: head.update(version=2, hfkvq="9.9"),
+    "a later version": lambda head, _, __: head.update(version=3, hfkvq="9.9"),
     "another kind": lambda head, _, __: head.update(kind="recipe"),
     "no version": lambda head, _, __: head.pop("version"),
     "no scheme": lambda _, description, __: description.pop("scheme"),
