@@ -14,7 +14,7 @@ from hfkvq.bounded import DAMAGE
 from .bit_table import config_hash
 from .lasting import lasting
 from .layers.packing import packed_layer, unpack_layer
-from .layers.states import StateLayer
+from .layers.states import RecurrentLayer
 from .preset import Preset, get_preset
 from .saved_file import read_file, write_file
 from .store.packing import Packed
@@ -211,14 +211,14 @@ def check_named(preset: Preset) -> None:
         )
 
 
-def _states_of(layer: Any) -> StateLayer | None:
+def _states_of(layer: Any) -> RecurrentLayer | None:
     """A layer's recurrent states, or None: it is nothing else, or has attention beside."""
     states = getattr(layer, "states", layer)
-    return states if isinstance(states, StateLayer) else None
+    return states if isinstance(states, RecurrentLayer) else None
 
 
 def _packed_stock(i: int, layer: Any) -> Packed:
-    if isinstance(layer, StateLayer) or type(layer).__name__ == "DummyLayer":
+    if isinstance(layer, RecurrentLayer) or type(layer).__name__ == "DummyLayer":
         return {}, {}
     if type(layer).__name__ not in _STOCK:
         raise ValueError(
@@ -234,7 +234,7 @@ def _packed_stock(i: int, layer: Any) -> Packed:
 def _unpack_stock(
     i: int, layer: Any, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> None:
-    if isinstance(layer, StateLayer) or type(layer).__name__ == "DummyLayer":
+    if isinstance(layer, RecurrentLayer) or type(layer).__name__ == "DummyLayer":
         return
     if type(layer).__name__ not in _STOCK:
         raise ValueError(f"layer {i} is a {type(layer).__name__} here, which cannot be loaded")

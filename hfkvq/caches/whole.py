@@ -11,7 +11,7 @@ from .layers.base import uneven
 from .layers.build import seen_by
 from .layers.integrity import check_layers
 from .layers.layer import KVLayer
-from .layers.states import StateLayer, StatePlaces
+from .layers.states import RecurrentLayer, StatePlaces
 
 
 class WholeCache:
@@ -48,7 +48,7 @@ class WholeCache:
     @property
     def states(self) -> StatePlaces:
         """Recurrent states of all layers."""
-        return StatePlaces([part for part in self._parts if isinstance(part, StateLayer)])
+        return StatePlaces([part for part in self._parts if isinstance(part, RecurrentLayer)])
 
     def _catch_up(self) -> None:
         for layer in self.compressed_layers:

@@ -14,7 +14,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from evals.families import build
 from hfkvq import MixedKVCache, PrefixStore
 from hfkvq.caches import placement, saved_file
-from hfkvq.caches.layers import HybridLayer, KVLayer, StateLayer
+from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer
 from hfkvq.tuning.fit import cache_bytes
 from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
@@ -70,7 +70,7 @@ def test_attention_beside_states_is_compressed(family):
         assert torch.equal(states(cache)[0][0], states(stock)[0][0])
         for kind, layer in zip(kinds, cache.layers, strict=True):
             assert isinstance(layer, HybridLayer) == (kind == "LinearAttentionAndFullAttentionLayer")
-            assert isinstance(layer, StateLayer) == (kind == "LinearAttentionLayer")
+            assert isinstance(layer, RecurrentLayer) == (kind == "LinearAttentionLayer")
     cache = MixedKVCache(model, small("kitty-pro"))
     assert isinstance(cache.compressed_layers[0], LinearAttentionAndFullAttentionLayer)
     steps(model, cache, ids, tokens)
@@ -225,7 +225,7 @@ class TestFailures:
     def test_states_in_new_tensors_are_not_captured(self, begun, caplog):
         """As of a model that replaces them in place of writing into them."""
         model, cache, ids = begun
-        layer = next(x for x in cache.layers if isinstance(x, StateLayer))
+        layer = next(x for x in cache.layers if isinstance(x, RecurrentLayer))
         forward = model.model.layers[0].forward
 
         def replacing(*args, **kwargs):

@@ -13,7 +13,7 @@ from .group import DeviceSync, EvictingGroup
 from .hybrid import HybridLayer
 from .layer import KVLayer
 from .padding import PaddingReader
-from .states import StateLayer
+from .states import RecurrentLayer
 
 __all__ = [
     "ROLLBACK",
@@ -23,5 +23,5 @@ __all__ = [
     "HybridLayer",
     "KVLayer",
     "PaddingReader",
-    "StateLayer",
+    "RecurrentLayer",
 ]

@@ -23,7 +23,7 @@ from .group import DeviceSync
 from .hybrid import HybridLayer
 from .layer import KVLayer
 from .padding import PaddingReader
-from .states import StateLayer
+from .states import RecurrentLayer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Layers(NamedTuple):
     """The layers of a cache.
 
     Attributes:
-        layers: in the model's order: `KVLayer` for full attention, `StateLayer` for recurrent states, the others as
+        layers: in the model's order: `KVLayer` for full attention, `RecurrentLayer` for recurrent states, the others as
             Transformers makes them.
         compressed: numbers of those that are `KVLayer`.
         sync: of layers whose steps may be recorded; None where none may.
@@ -135,7 +135,7 @@ def build_layers(
     layers: list[Any] = list(stock)
     if max_cache_len is not None and recordable:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)
-    layers = [StateLayer(x.number_of_states) if type(x) is LinearAttentionLayer else x for x in layers]
+    layers = [RecurrentLayer(x.number_of_states) if type(x) is LinearAttentionLayer else x for x in layers]
     reader = PaddingReader()
     for i in full:
         defer = sharing[i] == "store" if sharing else shares

@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from ..scheme import Scheme
 from .layer import KVLayer
 from .padding import PaddingReader
-from .states import StateLayer
+from .states import RecurrentLayer
 
 
 class HybridLayer(KVLayer):
@@ -41,7 +41,7 @@ class HybridLayer(KVLayer):
         number_of_states: int = 1,
     ) -> None:
         super().__init__(scheme, reader, capacity, defer, debug, recordable)
-        self.states = StateLayer(number_of_states)
+        self.states = RecurrentLayer(number_of_states)
 
     @property
     def parts(self) -> list[Any]:
@@ -71,11 +71,11 @@ class HybridLayer(KVLayer):
         return self.states.has_previous_state
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """See `StateLayer.update_conv_state`."""
+        """See `RecurrentLayer.update_conv_state`."""
         return self.states.update_conv_state(conv_states, state_idx, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """See `StateLayer.update_recurrent_state`."""
+        """See `RecurrentLayer.update_recurrent_state`."""
         return self.states.update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     @property

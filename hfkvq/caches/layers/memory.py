@@ -13,7 +13,7 @@ from ..store import StoreBytes
 from ..store.accounting import token_shares
 from ..store.host import is_hosted
 from .layer import KVLayer
-from .states import StateLayer, places_of
+from .states import RecurrentLayer, places_of
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -48,8 +48,8 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
     # What steps need for themselves, statistics, and memory of which tensors show a part.
     parts += StoreBytes(tables=held_bytes(ours) - parts.total - parts.foreign)
-    states = [place.tensor for place in places_of([layer for layer in pieces if isinstance(layer, StateLayer)])]
-    stock = [layer for layer in pieces if not isinstance(layer, (KVLayer, StateLayer))]
+    states = [place.tensor for place in places_of([layer for layer in pieces if isinstance(layer, RecurrentLayer)])]
+    stock = [layer for layer in pieces if not isinstance(layer, (KVLayer, RecurrentLayer))]
     # Windows with recurrent states beside them keep these in dicts.
     others = [
         each for layer in stock for x in vars(layer).values() for each in (x.values() if type(x) is dict else [x])

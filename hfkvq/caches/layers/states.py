@@ -20,7 +20,7 @@ _KINDS = ("conv", "recurrent")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class StateLayer(LinearAttentionLayer):
+class RecurrentLayer(LinearAttentionLayer):
     """Transformers' layer of states, of which rows can be repeated and selected too, and that can be saved.
 
     Attributes:
@@ -137,7 +137,7 @@ class Place(NamedTuple):
         return self.held[self.index]
 
 
-def places_of(layers: Sequence[StateLayer]) -> list[Place]:
+def places_of(layers: Sequence[RecurrentLayer]) -> list[Place]:
     """All states that layers hold, in an order that does not change."""
     return [
         Place(f"{kind}{index}", held, index)
@@ -155,7 +155,7 @@ class StatePlaces:
         layers: of the cache, without those that hold keys and values alone.
     """
 
-    def __init__(self, layers: Sequence[StateLayer]) -> None:
+    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
         self.layers = list(layers)
 
     def tensors(self) -> list[Tensor]:
