@@ -57,6 +57,10 @@ TOUCHES_KEYS = {"bloom", "diffllama", "doge", "falcon", "gptj", "jetmoe"}
 """Between update and attention these compute with keys or values, which no graph of ours can follow."""
 
 
+SINKS_BY_TOKEN = {"inkling2", "inkling2_text"}
+"""Each query of these brings an attention sink of its own; ours belong to heads, so their caches stay as they are."""
+
+
 def looks_attention_up(config: PreTrainedConfig) -> bool:
     """Whether every attention of this config's model that is given a cache is taken from Transformers' table.
 

@@ -72,10 +72,11 @@ class PrefixStore:
         store.put(cache, answer)
 
     A prompt is stored as files of full pages, which prompts that share pages share, and an end: windows, open pages,
-    counters, statistics and recurrent states. What is matched is the end of a stored prompt, and holds bit for bit what was put; with
-    schemes whose pages stand alone (no window of new tokens, and a choice of bits by nothing but a page's own tokens:
-    int4, saw-int4, kvarn, full) and models without recurrent states, also any number of full pages of one. Such pages are told by their tokens, so those
-    that were stored first serve all prompts; elsewhere they are told by their bytes.
+    counters, statistics, recurrent states. What is matched is the end of a stored prompt, and holds bit for bit what
+    was put; with schemes whose pages stand alone (no window of new tokens, and a choice of bits by nothing but a page's
+    own tokens: int4, saw-int4, kvarn, full) and models without recurrent states, also any number of full pages of one.
+    Such pages are told by their tokens, so those that were stored first serve all prompts; elsewhere they are told by
+    their bytes.
 
     Any number of processes may read and write a folder. Files that are damaged are removed, and what they held is not
     found. Files of other models, weights, adapters, schemes or formats never match.

@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attention_up, queries_per_head
+from ..model_config import SINKS_BY_TOKEN, TOUCHES_KEYS, head_dim_of, latent_dims, looks_attention_up, queries_per_head
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
@@ -36,10 +36,6 @@ _KNOWN_LAYERS = {
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "DummyLayer",
 }
-
-
-_FULL = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-"""Those whose keys and values are held in pages."""
 
 
 class Layers(NamedTuple):
@@ -65,6 +61,12 @@ def is_attachable(text: PreTrainedConfig) -> bool:
     """Whether a model of this text config takes its attention from Transformers' table, in all its layers."""
     known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in DynamicCache(config=text).layers)
     return known and looks_attention_up(text)
+
+
+def is_held_in_pages(layer: Any, text: PreTrainedConfig) -> bool:
+    """Whether this layer of Transformers, in the cache of a model of this text config, becomes a `KVLayer`."""
+    kind = type(layer)
+    return kind in (DynamicLayer, LinearAttentionAndFullAttentionLayer) and text.model_type not in SINKS_BY_TOKEN
 
 
 def build_layers(
@@ -104,7 +106,7 @@ def build_layers(
             each.layout(*dims).check(*dims)
             warn_of_limits(each, *dims)
     stock = DynamicCache(config=text).layers
-    full = tuple(i for i, layer in enumerate(stock) if type(layer) in _FULL)
+    full = tuple(i for i, layer in enumerate(stock) if is_held_in_pages(layer, text))
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
         raise ValueError(
             f"model_or_config: {name} has no attention layers, so there is no KV cache to compress; run "
@@ -218,6 +220,8 @@ def _why_not_recorded(
         return "heads have no one dimension (layers of several kinds)"
     if shares:
         return "layers share keys and values"
+    if "hybrid_sliding" in (getattr(text, "layer_types", None) or ()):
+        return "layers have recurrent states beside sliding windows"
     if text.model_type in TOUCHES_KEYS:
         return f"{text.model_type} computes with the cached keys itself"
     reasons = (scheme.limits(*dims).captured for scheme in schemes)

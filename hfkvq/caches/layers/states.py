@@ -34,13 +34,13 @@ class RecurrentLayer(LinearAttentionLayer):
         """Allocates as Transformers does; a prompt in inference mode may be followed by steps in another."""
         super().lazy_initialization(*args, **kwargs)
 
-    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
         """Adds columns (B, C, t) to a convolution's state; see Transformers."""
         held = self.conv_states[state_idx]
         if held is not None and not self.has_previous_state[state_idx] and held.shape[0] != conv_states.shape[0]:
             # Of before a reset, and of another batch.
             self.is_conv_states_initialized[state_idx] = False
-        return super().update_conv_state(conv_states, state_idx, **kwargs)
+        return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Replaces a state (B, ...), in place; see Transformers."""
@@ -68,7 +68,7 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def _take_rows(self, take: Callable[[Tensor], Tensor]) -> None:
         for place in places_of([self]):
-            place.held[place.index] = take(place.tensor)
+            place.held[place.number] = take(place.tensor)
 
     # Files.
 
@@ -124,17 +124,17 @@ class Place(NamedTuple):
     Attributes:
         name: of the state within its layer.
         held: the layer's states of this kind, by number.
-        index: its number.
+        number: its own.
     """
 
     name: str
     held: dict[int, Any]
-    index: int
+    number: int
 
     @property
     def tensor(self) -> Tensor:
         """The state (B, ...)."""
-        return self.held[self.index]
+        return self.held[self.number]
 
 
 def places_of(layers: Sequence[RecurrentLayer]) -> list[Place]:
@@ -183,14 +183,14 @@ class StatePlaces:
         if moved:
             torch._foreach_copy_([own for own, _ in moved], [place.tensor for _, place in moved])  # pyright: ignore[reportPrivateImportUsage]
         for own, place in moved:
-            place.held[place.index] = own
+            place.held[place.number] = own
         return True
 
     @lasting
     def leave(self) -> None:
         """States leave the tensors in which recorded steps look for them."""
         for place in places_of(self.layers):
-            place.held[place.index] = place.tensor.clone()
+            place.held[place.number] = place.tensor.clone()
 
     def lie_in(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the states are these tensors."""

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
+from hfkvq.caches.layers.build import is_held_in_pages
 
 _PROBE = 4
 
@@ -135,8 +136,7 @@ def outline(config: Any) -> Outline:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         heads = 0 if keys is None or values is None else keys.shape[1]
         dims = (keys.shape[-1], values.shape[-1]) if heads else (0, 0)  # type: ignore[union-attr]
-        compressed = type(layer) in (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-        layers.append(CachedLayer(compressed, heads, *dims))
+        layers.append(CachedLayer(is_held_in_pages(layer, text), heads, *dims))
         for held in vars(layer).values():
             if isinstance(held, dict):
                 states += sum(x.nbytes for x in held.values() if isinstance(x, torch.Tensor))
