@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import pickle
 
 import pytest
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from evals.families import build
+from evals.families import build, families
 from hfkvq import MixedKVCache, PrefixStore
 from hfkvq.caches import placement, saved_file
 from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer
@@ -28,6 +29,8 @@ BESIDE = ("falcon_h1", "zamba", "zamba2", "zaya", "inkling_text")
 
 @functools.cache
 def model_of(family):
+    if family not in families():
+        pytest.skip(f"this Transformers has no {family}")
     model = build(family)
     model.generation_config.eos_token_id = None
     return model
@@ -154,6 +157,16 @@ def test_caches_take_turns_in_the_same_graph(taped):  # noqa: F811
     torch.testing.assert_close(found, steps(model, fresh, ids[:1], tokens[:1]), rtol=1e-4, atol=2e-5)
 
 
+def test_a_pickled_cache_goes_on():
+    model, ids, tokens = model_of("zamba2"), prompt(1, 20) % 100, prompt(1, 4, 3) % 100
+    cache = MixedKVCache(model, FULL)
+    steps(model, cache, ids, tokens)
+    again = pickle.loads(pickle.dumps(cache))
+    with torch.no_grad():
+        assert torch.equal(*[model(tokens[:, :1], past_key_values=x).logits for x in (cache, again)])
+    assert_same_states(cache, again)
+
+
 def test_rows_are_selected_and_repeated_with_their_states():
     model, ids, tokens = model_of("falcon_h1"), prompt(3, 20) % 100, prompt(3, 4, 3) % 100
     cache = MixedKVCache(model, FULL)
@@ -258,6 +271,17 @@ class TestFailures:
             cache.reset()
             plain = DynamicCache(config=model.config)
             assert torch.allclose(*[steps(model, x, ids, ids[:, :3]) for x in (cache, plain)], rtol=1e-4, atol=2e-5)
+
+    def test_refused_tokens_are_in_states_already(self):
+        model, ids = build("falcon_h1"), prompt(1, 20) % 100
+        cache = MixedKVCache(model, FULL, debug=True)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+            with pytest.raises(ValueError, match="not finite"):
+                model(ids[:, :1], past_key_values=cache)
+            with pytest.raises(RuntimeError, match=r"reset\(\)"):
+                model(ids[:, :1], past_key_values=cache)
 
     def test_tokens_are_not_leveled_out_of_states(self, begun):
         _, cache, _ = begun
