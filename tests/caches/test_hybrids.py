@@ -278,7 +278,7 @@ class TestFailures:
         with torch.no_grad():
             model(ids, past_key_values=cache)
             model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
-            with pytest.raises(ValueError, match="not finite"):
+            with pytest.raises(ValueError, match="NaN or infinity"):
                 model(ids[:, :1], past_key_values=cache)
             with pytest.raises(RuntimeError, match=r"reset\(\)"):
                 model(ids[:, :1], past_key_values=cache)
