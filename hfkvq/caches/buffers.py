@@ -59,8 +59,13 @@ class Recording(NamedTuple):
 class BufferSet:
     """Buffers of all layers of a cache, and what was captured over them.
 
+    Args:
+        buffers: of the layers.
+        states: recurrent ones, of all layers: tensors that steps write into.
+
     Attributes:
         allocations: of the layers, in their order.
+        states: see there.
         room: most logical columns.
         recordings: captured steps.
         runs: how often each step has run in Python, or failed to be captured.
@@ -68,7 +73,8 @@ class BufferSet:
         last: thread and stream of the last cache that has.
     """
 
-    def __init__(self, buffers: Sequence[StepBuffer]) -> None:
+    def __init__(self, buffers: Sequence[StepBuffer], states: Sequence[Tensor] = ()) -> None:
+        self.states = list(states)
         self.allocations = [_allocation(buffer) for buffer in buffers]
         self.room = buffers[0].room
         self.recordings: dict[Any, Recording] = {}

@@ -170,7 +170,7 @@ class MixedKVCache(SavedCache, Cache):
             self._check_even()
             if self._expanding and self.attached:
                 _pass_over(self, calling_model(self.config))
-        if layer_idx == 0:
+        if layer_idx == max(self._first, 0):
             self._before_first_layer(key_states)
         try:
             _check_layer(self, layer_idx)
@@ -305,8 +305,7 @@ class MixedKVCache(SavedCache, Cache):
     def memory(self) -> MemoryReport:
         """Exact memory: every tensor that the cache holds is counted (asks the device for the rows' lengths)."""
         self._catch_up()
-        stock = [layer for i, layer in enumerate(self.layers) if i not in self._compressed]
-        return memory_of(self.compressed_layers, stock, int(self.get_seq_length()))
+        return memory_of(self._parts, int(self.get_seq_length()))
 
     def __repr__(self) -> str:
         """Scheme, tokens and memory in a line."""
@@ -363,10 +362,11 @@ def _check_layer(cache: MixedKVCache, layer_idx: int) -> None:
 
 def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
     """Takes tokens that a layer has refused out of the earlier ones."""
-    known = layer_idx < len(cache.layers)
-    refused = seen_by(cache.layers[layer_idx]) if known else cache.get_seq_length() - tokens
-    own = [layer for i, layer in enumerate(cache.layers) if i in cache._compressed and i not in cache._untouched]
+    layers = cache.layers
+    refused = seen_by(layers[layer_idx]) if layer_idx < len(layers) else cache.get_seq_length() - tokens
+    own = [layer for i, layer in enumerate(layers) if i in cache._compressed and i not in cache._untouched]
     changes.level(own, seen_by, refused or 0)
+    cache.states.spoil()
     for i, state in cache._untouched.items():
         vars(cache.layers[i]).update(state)
 

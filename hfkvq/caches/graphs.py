@@ -89,7 +89,7 @@ class StepGraphs:
         self._preset = repr(preset)
         offloaded = [member.layer.offloaded for member in sync.members]
         pool = BufferPool.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
-        self.placement = Placement(sync, pool, headroom)
+        self.placement = Placement(sync, pool, headroom, cache.states)
         release = weakref.finalize(cache, Placement.release, self.placement)
         release.atexit = False
 
@@ -125,6 +125,7 @@ class StepGraphs:
     def call(self, model: Any, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's call: replayed, captured, or as it is."""
         cache = kwargs["past_key_values"]
+        self.placement.states.check()
         self.sync.look_for_kernels()
         step = self._read(model, args, kwargs, cache.attached or bool(self.sync.first.layer.follows))
         if isinstance(step, str):
@@ -149,8 +150,12 @@ class StepGraphs:
         if not isinstance(main, Tensor) or main.dim() < 2 or main.device.type not in RECORDERS:
             return None
         rows, tokens = main.shape[:2]
-        if first.store is None or not sync.ready or not 1 <= tokens <= MAX_STEP or rows != first.batch_size:
+        states = self.placement.states
+        most = 1 if states.layers else MAX_STEP
+        if first.store is None or not sync.ready or not 1 <= tokens <= most or rows != first.batch_size:
             return None
+        if states.reason is not None:
+            return states.reason
         if not cache_attached:
             return None
         if tokens > 1 and any(steps.most_tokens() < tokens for steps in sync.members):
@@ -226,6 +231,7 @@ class StepGraphs:
         if reason is not None:
             self._give_up(model, kind, reason)
             return False, None
+        states = self.placement.states
         runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
         if runs > 1 or (self._preset, key) in interceptor.captured:
             recorded = self._capture(model, interceptor, cache, tensors, step)
@@ -236,7 +242,10 @@ class StepGraphs:
             if runs > TRIES:
                 self._give_up(model, kind, self._why)
         try:
-            return True, self._first(model, cache, tensors, step)
+            out = self._first(model, cache, tensors, step)
+            if not states.lie_in(buffers.states):
+                self._give_up(model, kind, "its layers keep recurrent states in new tensors at each step")
+            return True, out
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -268,7 +277,8 @@ class StepGraphs:
             with inside_call(), recording():
                 return model._call_impl(**tensors, **step.rest, past_key_values=cache)
 
-        return self._whole(cache, tensors, step, run)
+        with self.placement.states.undone_on_error():
+            return self._whole(cache, tensors, step, run)
 
     def _whole(self, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
         """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""
@@ -283,7 +293,7 @@ class StepGraphs:
             sync.stale = False
         except BaseException:
             sync.stale = True
-            cache.level(before)
+            cache._level(before)
             raise
         return out
 
@@ -304,7 +314,7 @@ class StepGraphs:
         cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
-            with inside_call(), recording():
+            with inside_call(), recording(), self.placement.states.as_before():
                 graph = RECORDERS[device.type](self._devices(device), run, cache)
         except Exception as error:
             # Nothing was carried out.
@@ -317,10 +327,12 @@ class StepGraphs:
 
     def _devices(self, first: torch.device) -> list[torch.device]:
         """Where a step runs, the device of its input first."""
-        return list(dict.fromkeys([first, *(steps.layer.device for steps in self.sync.members)]))
+        held = [steps.layer.device for steps in self.sync.members]
+        return list(dict.fromkeys([first, *held, *(x.device for x in self.placement.states.tensors())]))
 
     def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: MixedKVCache, step: Step) -> Any:
-        return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
+        with self.placement.states.spoiled_on_error():
+            return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 
     # Tokens come and go.
 
@@ -334,7 +346,7 @@ class StepGraphs:
         """Takes back the newest tokens of graph steps, if nothing of them is sealed; whether it has."""
         sync = self.sync
         buffers, held = sync.buffers, all(steps.layer.record_past for steps in sync.members)
-        if sync.stale or not held or buffers is None or tokens > sync.ahead:
+        if sync.stale or not held or buffers is None or tokens > sync.ahead or self.placement.states.layers:
             return False
         if not buffers.is_of(self.placement.buffers):
             return False

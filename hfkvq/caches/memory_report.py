@@ -24,7 +24,7 @@ class MemoryReport:
     Attributes:
         compressed: bytes of compressed layers, by kind (`StoreBytes`).
         staged: bytes of tokens that are not in the store yet (between update and attention).
-        stock: bytes of layers left to Transformers (sliding windows, linear attention), of whole storages.
+        stock: bytes of layers left to Transformers (sliding windows), of whole storages.
         elements: key and value elements of the tokens that compressed layers were given, evicted ones included.
         code_bits: payload bits an element of sealed pages, all room for raised channels included.
         used_bits: the same without room that no channel was raised into.
@@ -32,6 +32,7 @@ class MemoryReport:
         seen: logical tokens of the cache.
         tokens: of each compressed layer that holds any, in order: shares of tokens whole, quantized and evicted.
         offloaded: bytes of compressed layers that lie in the host's memory; all others are on the model's device.
+        states: bytes of recurrent states (Mamba, linear attention, convolutions), which do not grow with tokens.
     """
 
     compressed: StoreBytes
@@ -44,11 +45,12 @@ class MemoryReport:
     seen: int
     tokens: tuple[TokenShares, ...] = ()
     offloaded: int = 0
+    states: int = 0
 
     @property
     def total(self) -> int:
-        """All bytes the cache holds: codes, metadata, windows, tables, staged and stock."""
-        return self.compressed.total + self.staged + self.stock
+        """All bytes the cache holds: codes, metadata, windows, tables, staged, stock and states."""
+        return self.compressed.total + self.staged + self.stock + self.states
 
     @property
     def bf16(self) -> int:
@@ -84,6 +86,8 @@ class MemoryReport:
             rows.append(("staged", format_bytes(self.staged)))
         if self.stock:
             rows.append(("stock layers", format_bytes(self.stock)))
+        if self.states:
+            rows.append(("recurrent states", format_bytes(self.states)))
         shares = [sum(share) / len(self.tokens) for share in zip(*self.tokens, strict=True)]
         if shares and shares[-1] > 0:
             names = ("tokens whole", "tokens quantized", "tokens evicted")

@@ -78,6 +78,10 @@ def hinders_eviction(config: PreTrainedConfig) -> str | None:
     return None
 
 
+SINKS_BY_TOKEN = {"inkling2", "inkling2_text"}
+"""Each query of these brings an attention sink of its own; ours belong to heads, so their caches stay as they are."""
+
+
 def looks_attention_up(config: PreTrainedConfig) -> bool:
     """Whether every attention of this config's model that is given a cache is taken from Transformers' table.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .buffers import BufferPool, BufferSet
 from .layers.buffer import StepBuffer
 from .layers.group import DeviceSync
+from .layers.states import StatePlaces
 from .once import say_once
 
 LEAST_HEADROOM = 128
@@ -35,14 +36,15 @@ class Placement:
         buffers: of the layers.
         pool: of caches that may take over each other's buffers.
         headroom: share of what is needed by which buffers of a cache that grows are ahead.
+        states: recurrent ones, of the cache.
 
     Attributes:
         moved: whether another cache has taken over what this one lay in: its next buffers are its own.
         last: thread and stream of the last step.
     """
 
-    def __init__(self, sync: DeviceSync, pool: BufferPool, headroom: float) -> None:
-        self.sync, self.pool, self.headroom = sync, pool, headroom
+    def __init__(self, sync: DeviceSync, pool: BufferPool, headroom: float, states: StatePlaces) -> None:
+        self.sync, self.pool, self.headroom, self.states = sync, pool, headroom, states
         self.moved = False
         self.last: Any = None
         pool.caches += 1
@@ -66,7 +68,7 @@ class Placement:
         buffers = self.buffers
         need, found = sync.seen + tokens, sync.buffers
         self.last = _where(buffers[0].layer.device)
-        if found is not None and need <= found.room and found.is_of(buffers):
+        if found is not None and need <= found.room and found.is_of(buffers) and self.states.move_in(found.states):
             return found
         sync.settle()
         sync.buffers = found = None
@@ -74,7 +76,7 @@ class Placement:
         if any(buffer.tensor is None for buffer in buffers) or need > buffers[0].room:
             found = self._move(buffers, need)
         elif len({buffer.room for buffer in buffers}) == 1:
-            found = BufferSet(buffers)
+            found = BufferSet(buffers, self.states.tensors())
         if found is not None:
             sync.buffers = found
             self.pool.occupy(found, self)
@@ -86,6 +88,7 @@ class Placement:
             if found is not None:
                 for buffer, allocation in zip(buffers, found.allocations, strict=True):
                     buffer.move_in(allocation, found.room)
+                self.states.move_in(found.states)
                 return found
             room = room_ahead(buffers, need, self.headroom)
             try:
@@ -99,7 +102,8 @@ class Placement:
         else:
             for buffer in buffers:
                 buffer.bind()
-        return None if any(buffer.tensor is None for buffer in buffers) else BufferSet(buffers)
+        lost = any(buffer.tensor is None for buffer in buffers)
+        return None if lost else BufferSet(buffers, self.states.tensors())
 
     def _find(self, buffers: list[StepBuffer], need: int) -> BufferSet | None:
         """Buffers of another cache of this thread and stream that is not in use, made vacant."""
@@ -109,6 +113,8 @@ class Placement:
             if owner is self or (owner is not None and (owner.last != self.last or owner.moved)):
                 continue
             if (owner is None and found.last != self.last) or not found.suits(buffers, need):
+                continue
+            if not self.states.fit(found.states):
                 continue
             if owner is not None:
                 owner.give_up()
@@ -121,6 +127,7 @@ class Placement:
         self.sync.catch_up()
         for buffer in self.buffers:
             buffer.leave()
+        self.states.leave()
 
     def before_prompt(self, keys: Tensor) -> None:
         """An empty cache is about to be filled: it moves into what another one has left, or that is given up."""

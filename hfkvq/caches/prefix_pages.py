@@ -220,13 +220,18 @@ def first_border(cache: SavedCache) -> tuple[int, int] | None:
     """
     layers = cache.compressed_layers
     sinks = {layer.held().layout.sink for layer in layers}
-    if len(layers) < len(cache.layers) or len(sinks) != 1 or not all(map(_stands_alone, layers)):
+    if not _in_pages_alone(cache) or len(sinks) != 1 or not all(map(_stands_alone, layers)):
         return None
     rope = json.dumps(getattr(cache.config, "rope_parameters", None), default=str)
     if "dynamic" in rope or "longrope" in rope:
         # Keys are rotated by the length of the prompt that they came in.
         return None
     return sinks.pop(), math.lcm(*(_unit(layer.held(), 0) for layer in layers))
+
+
+def _in_pages_alone(cache: SavedCache) -> bool:
+    """Whether nothing is held but pages: recurrent states are of the last token alone, and cannot be taken back."""
+    return len(cache.compressed_layers) == len(cache.layers) and not cache.states.layers
 
 
 def _stands_alone(layer: KVLayer) -> bool:
@@ -272,7 +277,7 @@ def gives_back(cache: SavedCache) -> bool:
 
     Its query stays among those that weigh channels; evictions and tags that it had a say in cannot be undone.
     """
-    return len(cache.compressed_layers) == len(cache.layers) and all(map(_layer_gives_back, cache.compressed_layers))
+    return _in_pages_alone(cache) and all(map(_layer_gives_back, cache.compressed_layers))
 
 
 def _layer_gives_back(layer: KVLayer) -> bool:

@@ -23,13 +23,13 @@ from .prefix_files import Missing, path_of
 from .prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
 from .preset import Preset, get_preset
 from .saved import device_of
-from .saved_file import VERSION, checksum, digest_of
+from .saved_file import FIRST, checksum, digest_of
 from .scheme import Scheme
 from .tags.tagger import placeholders
 from .transfer import Reader, in_groups
 from .triaxial import TriAxialCache
 
-FORMAT = [2, VERSION]
+FORMAT = [2, FIRST]
 """Of the store's files, and of files of caches: those of another format are in another folder."""
 
 DEFAULT_BYTES = 2**35
@@ -72,10 +72,11 @@ class PrefixStore:
         store.put(cache, answer)
 
     A prompt is stored as files of full pages, which prompts that share pages share, and an end: windows, open pages,
-    counters and statistics. What is matched is the end of a stored prompt, and holds bit for bit what was put; with
-    schemes whose pages stand alone (no window of new tokens, and a choice of bits by nothing but a page's own tokens:
-    int4, saw-int4, kvarn, full), also any number of full pages of one. Such pages are told by their tokens, so those
-    that were stored first serve all prompts; elsewhere they are told by their bytes.
+    counters, statistics, recurrent states. What is matched is the end of a stored prompt, and holds bit for bit what
+    was put; with schemes whose pages stand alone (no window of new tokens, and a choice of bits by nothing but a page's
+    own tokens: int4, saw-int4, kvarn, full) and models without recurrent states, also any number of full pages of one.
+    Such pages are told by their tokens, so those that were stored first serve all prompts; elsewhere they are told by
+    their bytes.
 
     Any number of processes may read and write a folder. Files that are damaged are removed, and what they held is not
     found. Files of other models, weights, adapters, schemes or formats never match.

@@ -14,6 +14,7 @@ from hfkvq.bounded import DAMAGE
 from .bit_table import config_hash
 from .lasting import lasting
 from .layers.packing import packed_layer, unpack_layer
+from .layers.states import RecurrentLayer
 from .preset import Preset, get_preset
 from .saved_file import read_file, write_file
 from .store.packing import Packed
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 _STOCK = ("DynamicLayer", "DynamicSlidingWindowLayer")
 """Layers of Transformers that can be saved: their state is keys, values, and how many tokens came."""
+
+STATES = "states"
+"""Of a layer's numbers and tensors: those of its recurrent states."""
 
 
 class SavedCache(WholeCache):
@@ -58,7 +62,8 @@ class SavedCache(WholeCache):
 
         Raises:
             ValueError: token ids of another shape than the cache has, a scheme of your own without a name, or layers
-                that cannot be saved: recurrent ones, and sliding windows of a fixed capacity.
+                that cannot be saved: sliding windows of a fixed capacity.
+            RuntimeError: a step was interrupted while it wrote recurrent states.
             OSError: the file cannot be written.
         """
         write_file(path, *self.packed(token_ids))
@@ -76,6 +81,10 @@ class SavedCache(WholeCache):
         layers, tensors = [], {}
         for i, layer in enumerate(self.layers):
             numbers, held = packed_layer(layer) if i in self._compressed else _packed_stock(i, layer)
+            states = _states_of(layer)
+            if states is not None:
+                own, more = states.pack()
+                numbers, held = numbers | {STATES: own}, held | {f"{STATES}.{name}": x for name, x in more.items()}
             layers.append(numbers | {"record_past": getattr(layer, "record_past", False)})
             tensors |= {f"layer{i}.{name}": x for name, x in held.items()}
         beside = self._packed_beside()
@@ -142,10 +151,20 @@ class SavedCache(WholeCache):
             own = _below(f"layer{i}", tensors)
             # First: tails are longer, so that tokens can be taken back.
             layer.record_past = numbers["record_past"] is True
+            states = _states_of(layer)
+            if (states is None) == (STATES in numbers):
+                raise ValueError(f"layer {i}: recurrent states in the file or in the model, not in both")
+            if states is not None:
+                states.record_past = layer.record_past
+                states.unpack(numbers[STATES], _below(STATES, own), device)
+                own = {name: x for name, x in own.items() if not name.startswith(f"{STATES}.")}
             if i in self._compressed:
                 unpack_layer(layer, numbers, own, device)
             else:
                 _unpack_stock(i, layer, numbers, own, device)
+        rows = {layer.batch_size for layer in self.compressed_layers if layer.store is not None}
+        if len({*rows, *(x.shape[0] for x in self.states.tensors())}) > 1:
+            raise ValueError(f"recurrent states of other rows than keys and values have, which are {max(rows)}")
         self._unpack_beside(description["beside"], _beside_layers(tensors))
         for layer in self.compressed_layers:
             if layer.steps is not None:
@@ -192,7 +211,15 @@ def check_named(preset: Preset) -> None:
         )
 
 
+def _states_of(layer: Any) -> RecurrentLayer | None:
+    """A layer's recurrent states, or None: it is nothing else, or has attention beside."""
+    states = getattr(layer, "states", layer)
+    return states if isinstance(states, RecurrentLayer) else None
+
+
 def _packed_stock(i: int, layer: Any) -> Packed:
+    if isinstance(layer, RecurrentLayer) or type(layer).__name__ == "DummyLayer":
+        return {}, {}
     if type(layer).__name__ not in _STOCK:
         raise ValueError(
             f"path: layer {i} is a {type(layer).__name__}, which cannot be saved; allowed are pages and layers that "
@@ -207,6 +234,8 @@ def _packed_stock(i: int, layer: Any) -> Packed:
 def _unpack_stock(
     i: int, layer: Any, numbers: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> None:
+    if isinstance(layer, RecurrentLayer) or type(layer).__name__ == "DummyLayer":
+        return
     if type(layer).__name__ not in _STOCK:
         raise ValueError(f"layer {i} is a {type(layer).__name__} here, which cannot be loaded")
     if "came" in numbers:

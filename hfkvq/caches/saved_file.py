@@ -24,8 +24,11 @@ from hfkvq.version import __version__
 from .lasting import lasting
 from .transfer import Reader, side_by_side
 
-KIND, VERSION = "hfkvq cache", 1
-"""What the description begins with. A file of a later version is refused: it may hold what is unknown here."""
+KIND, VERSION, FIRST = "hfkvq cache", 2, 1
+"""What the description begins with. A file of a later version is refused: it may hold what is unknown here.
+
+Files of the first version hold no recurrent states; such are written of that version still.
+"""
 
 FIELD = "hfkvq"
 """Of safetensors' metadata: where the description is."""
@@ -76,7 +79,9 @@ def write_file(
     if digests is None:
         held, digests = _on_host(tensors)
     text = json.dumps(description)
-    head = {"kind": KIND, "version": VERSION, "hfkvq": __version__, "sha256": checksum(text, digests)}
+    layers = description.get("layers", ())
+    number = VERSION if any("states" in layer for layer in layers) else FIRST
+    head = {"kind": KIND, "version": number, "hfkvq": __version__, "sha256": checksum(text, digests)}
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
     try:
         save_file(held, part, metadata={FIELD: json.dumps(head), "description": text})

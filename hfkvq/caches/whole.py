@@ -11,6 +11,7 @@ from .layers.base import uneven
 from .layers.build import seen_by
 from .layers.integrity import check_layers
 from .layers.layer import KVLayer
+from .layers.states import RecurrentLayer, StatePlaces
 
 
 class WholeCache:
@@ -39,6 +40,16 @@ class WholeCache:
         """The layers that are held in pages."""
         return [self.layers[i] for i in self._compressed]  # type: ignore[misc]
 
+    @property
+    def _parts(self) -> list[Any]:
+        """The layers, and the recurrent states of those with attention beside."""
+        return [part for layer in self.layers for part in getattr(layer, "parts", (layer,))]
+
+    @property
+    def states(self) -> StatePlaces:
+        """Recurrent states of all layers."""
+        return StatePlaces([part for part in self._parts if isinstance(part, RecurrentLayer)])
+
     def _catch_up(self) -> None:
         for layer in self.compressed_layers:
             if layer.steps is not None:
@@ -46,6 +57,7 @@ class WholeCache:
 
     def _check_even(self) -> None:
         """Raises RuntimeError if a forward has not reached the last layer: tokens come layer by layer."""
+        self.states.check()
         layers = self.layers
         first, last = seen_by(layers[self._first]), seen_by(layers[self._counting[-1]])
         if first != last:
@@ -64,8 +76,14 @@ class WholeCache:
             seen: tokens to go back to; None for as many as all layers have.
 
         Raises:
-            NotImplementedError: a layer has evicted tokens since. Nothing is changed then; call `reset`.
+            NotImplementedError: a layer has evicted tokens since, or recurrent states have them. Nothing is changed
+                then; call `reset`.
         """
+        if self.states.tensors():
+            raise NotImplementedError("level: tokens cannot be taken out of recurrent states; call reset().")
+        self._level(seen)
+
+    def _level(self, seen: int | None = None) -> None:
         self._catch_up()
         counting = [self.layers[i] for i in self._counting]
         least = min((seen_by(layer) or 0 for layer in counting), default=0) if seen is None else seen
@@ -75,22 +93,22 @@ class WholeCache:
         """Takes back the newest tokens; see `KVLayer.crop`. Nothing is changed if that cannot be done in any layer."""
         tokens, beside = changes.tokens_of(tokens_to_remove), self._beside("crop")
         if tokens < 0 or self.graphs is None or not self.graphs.take_back(tokens):
-            changes.crop(self.layers, -tokens, beside)
+            changes.crop(self._parts, -tokens, beside)
             return
         for _, act in beside:
             act()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:  # type: ignore[override]
         """Row b becomes what row ``beam_idx[b]`` was (i64 (B',)), or nothing is changed."""
-        changes.reorder(self.layers, beam_idx, self._beside("reorder_cache", beam_idx))
+        changes.reorder(self._parts, beam_idx, self._beside("reorder_cache", beam_idx))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, or nothing is changed."""
-        changes.repeat(self.layers, repeats, self._beside("batch_repeat_interleave", repeats))
+        changes.repeat(self._parts, repeats, self._beside("batch_repeat_interleave", repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows only (indices or a boolean mask), or nothing is changed."""
-        changes.select(self.layers, indices, self._beside("batch_select_indices", indices))
+        changes.select(self._parts, indices, self._beside("batch_select_indices", indices))
 
     def reset(self) -> None:
         """Forgets everything, whatever has been before; a cache of fixed capacity keeps its allocation."""

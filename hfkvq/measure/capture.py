@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hfkvq.caches.cache import MixedKVCache
-from hfkvq.caches.layers import KVLayer
+from hfkvq.caches.layers import HybridLayer, KVLayer
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import PageFormat, Side
 from hfkvq.kernels.quantize import dequantize_pages, quantize_pages
@@ -99,6 +99,10 @@ class _CaptureLayer(KVLayer):
         self.staged, self.new_columns = None, 0
 
 
+class _CaptureHybridLayer(_CaptureLayer, HybridLayer):
+    """The same, of a layer with recurrent states beside."""
+
+
 def spread_layers(candidates: Sequence[int], count: int) -> list[int]:
     """``count`` of the layers, evenly spread from the first to the last; all of them if there are not more."""
     if count < 1:
@@ -145,7 +149,10 @@ def capture(
     for i in layers:
         old = cache.layers[i]
         assert isinstance(old, KVLayer)
-        layer = cache.layers[i] = _CaptureLayer(old.scheme, old.reader)
+        kind = _CaptureHybridLayer if isinstance(old, HybridLayer) else _CaptureLayer
+        layer = cache.layers[i] = kind(old.scheme, old.reader)
+        if isinstance(old, HybridLayer):
+            layer.states = old.states  # pyright: ignore[reportAttributeAccessIssue]
         layer.first_query = first_query
     try:
         device = next(model.parameters()).device

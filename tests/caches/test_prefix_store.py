@@ -527,7 +527,6 @@ def test_stores_that_cannot_be(model, tmp_path):
         ((tmp_path, model, "zip"), {}, "zip"),
         ((tmp_path, model, "kitty-pro"), {"max_bytes": 0}, "max_bytes: got 0, allowed a positive number"),
         ((tmp_path, model, "kitty-pro"), {"max_bytes": 1e9}, "max_bytes: got 1000000000.0"),
-        ((tmp_path, build("qwen3-next"), "kitty-pro"), {}, r"layer \d is a Linear.* cannot be saved"),
         ((file, model, "kitty-pro"), {}, "path: .* is a file"),
         ((tmp_path, model, "triaxial"), {}, "tokenizer: got None"),
     )

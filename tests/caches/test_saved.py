@@ -277,7 +277,7 @@ def _cut_table(head, description, tensors):
 
 
 CHANGES = {
-    "a later version": lambda head, _, __: head.update(version=2, hfkvq="9.9"),
+    "a later version": lambda head, _, __: head.update(version=3, hfkvq="9.9"),
     "another kind": lambda head, _, __: head.update(kind="recipe"),
     "no version": lambda head, _, __: head.pop("version"),
     "no scheme": lambda _, description, __: description.pop("scheme"),
@@ -298,7 +298,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_files_that_say_something_else(change, file):
     _rewritten(file, CHANGES[change])
-    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 2|is no saved cache)"):
+    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 3|is no saved cache)"):
         MixedKVCache.load(file, build("llama"))
 
 

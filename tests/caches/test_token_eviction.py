@@ -327,4 +327,4 @@ def test_the_budget_is_the_room(name, capacity):
             assert store.runs[-1].table.shape[1] <= -(-most // page) + 1
             if scheme.pages.name == "full":
                 most += 2 * page + store.windows[2].shape[2]
-                assert memory_of([layer], [], seen).total_bits <= 16.5 * most / seen
+                assert memory_of([layer], seen).total_bits <= 16.5 * most / seen

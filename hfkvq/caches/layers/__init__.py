@@ -10,14 +10,18 @@ and rows change in all layers of a cache or in none, in `changes`.
 from .base import ROLLBACK
 from .eviction import Eviction
 from .group import DeviceSync, EvictingGroup
+from .hybrid import HybridLayer
 from .layer import KVLayer
 from .padding import PaddingReader
+from .states import RecurrentLayer
 
 __all__ = [
     "ROLLBACK",
     "DeviceSync",
     "EvictingGroup",
     "Eviction",
+    "HybridLayer",
     "KVLayer",
     "PaddingReader",
+    "RecurrentLayer",
 ]

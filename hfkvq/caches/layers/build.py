@@ -5,10 +5,18 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticSlidingWindowLayer,
+)
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..model_config import (
+    SINKS_BY_TOKEN,
     TOUCHES_KEYS,
     head_dim_of,
     hinders_eviction,
@@ -22,8 +30,10 @@ from ..scheme import Scheme, latent_layout, warn_of_limits
 from ..window import in_window, windows_of
 from .followed import RECORDABLE, follow
 from .group import DeviceSync
+from .hybrid import HybridLayer
 from .layer import KVLayer
 from .padding import PaddingReader
+from .states import RecurrentLayer
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +52,8 @@ class Layers(NamedTuple):
     """The layers of a cache.
 
     Attributes:
-        layers: in the model's order: `KVLayer` for full attention and for sliding windows, the others as Transformers
-            makes them.
+        layers: in the model's order: `KVLayer` for full attention and for sliding windows, `RecurrentLayer` for
+            recurrent states, the others as Transformers makes them.
         compressed: numbers of those that are `KVLayer`.
         sync: of layers whose steps may be recorded; None where none may.
         captured: whether steps are captured as CUDA graphs.
@@ -61,6 +71,12 @@ def is_attachable(text: PreTrainedConfig) -> bool:
     """Whether a model of this text config takes its attention from Transformers' table, in all its layers."""
     known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in DynamicCache(config=text).layers)
     return known and looks_attention_up(text)
+
+
+def is_held_in_pages(layer: Any, text: PreTrainedConfig) -> bool:
+    """Whether this layer of Transformers, in the cache of a model of this text config, becomes a `KVLayer`."""
+    kind = type(layer)
+    return kind in (DynamicLayer, LinearAttentionAndFullAttentionLayer) and text.model_type not in SINKS_BY_TOKEN
 
 
 def build_layers(
@@ -102,7 +118,7 @@ def build_layers(
             each.layout(*dims).check(*dims)
             warn_of_limits(each, *dims)
     stock = DynamicCache(config=text).layers
-    full = tuple(i for i, layer in enumerate(stock) if type(layer) is DynamicLayer)
+    full = tuple(i for i, layer in enumerate(stock) if is_held_in_pages(layer, text))
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
         raise ValueError(
             f"model_or_config: {name} has no attention layers, so there is no KV cache to compress; run "
@@ -140,17 +156,19 @@ def build_layers(
             why = f"latents are dequantized in each step: {_others(own, *latents)} cannot be attended to as latents"
             say_once(f"{name}: {why}; latent-4, latent-8, full and saw-int4 can.")
     can = why is None and bool(held)
-    captured = can and capture and len(held) == len(stock)
+    captured = can and capture and all(i in held or _stays_in_place(layer) for i, layer in enumerate(stock))
     recordable = captured or (can and max_cache_len is not None)
     layers: list[Any] = list(stock)
     if max_cache_len is not None and recordable:
         layers = list(StaticCache(config=text, max_cache_len=max_cache_len).layers)
+    layers = [RecurrentLayer(x.number_of_states) if type(x) is LinearAttentionLayer else x for x in layers]
     # Masks of windows are others.
     readers = PaddingReader(), PaddingReader()
     for i in held:
         defer, window = sharing[i] == "store" if sharing else shares, windows.get(i, 0)
-        reader = readers[window > 0]
-        layers[i] = layer = KVLayer(schemes[i], reader, max_cache_len, defer, debug, recordable, window)
+        count = getattr(stock[i], "number_of_states", 0)
+        options = schemes[i], readers[window > 0], max_cache_len, defer, debug, recordable
+        layers[i] = layer = HybridLayer(*options, count) if count else KVLayer(*options, window)
         layer.offloaded = i in offloaded
         layer.latents = attach and as_they_are[i]
         if follows:
@@ -168,6 +186,11 @@ def build_layers(
     # Said where a step shows that it matters.
     uncaptured = (why or "layers are of several kinds") if capture and not captured else None
     return Layers(layers, held, sync, captured, uncaptured)
+
+
+def _stays_in_place(layer: Any) -> bool:
+    """Whether steps write into what this layer of Transformers holds, or it holds nothing."""
+    return type(layer) is LinearAttentionLayer or type(layer).__name__ == "DummyLayer"
 
 
 def _offloaded_layers(
@@ -224,6 +247,8 @@ def _why_not_recorded(
         return "heads have no one dimension (layers of several kinds)"
     if shares:
         return "layers share keys and values"
+    if "hybrid_sliding" in (getattr(text, "layer_types", None) or ()):
+        return "layers have recurrent states beside sliding windows"
     if text.model_type in TOUCHES_KEYS:
         return f"{text.model_type} computes with the cached keys itself"
     reasons = (scheme.limits(*dims).captured for scheme in schemes)

@@ -68,6 +68,11 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             return False
         return not self.record_past and not steps.sync.holes
 
+    @property
+    def parts(self) -> list[Any]:
+        """What changes together where lengths and rows do."""
+        return [self]
+
     # What Transformers calls.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -183,19 +188,19 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             ValueError: positive, no whole number, or more tokens than the layer has seen. Nothing is changed then.
             NotImplementedError: older tokens of a layer that has evicted some. Nothing is changed then.
         """
-        changes.crop([self], tokens_to_remove)
+        changes.crop(self.parts, tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes what row ``beam_idx[b]`` was."""
-        changes.reorder([self], beam_idx)
+        changes.reorder(self.parts, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times; the copies share the pages that are full."""
-        changes.repeat([self], repeats)
+        changes.repeat(self.parts, repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps these rows only (indices or a boolean mask)."""
-        changes.select([self], indices)
+        changes.select(self.parts, indices)
 
     def reset(self) -> None:
         """Forgets everything, whatever has been before.

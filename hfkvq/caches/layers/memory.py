@@ -13,6 +13,7 @@ from ..store import StoreBytes
 from ..store.accounting import token_shares
 from ..store.host import is_hosted
 from .layer import KVLayer
+from .states import RecurrentLayer, places_of
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -21,16 +22,16 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> MemoryReport:
+def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     """Exact memory of layers: every tensor that they hold is counted (asks the device for the rows' lengths).
 
     Of tensors in which deep copies share pages, the pages that only others hold are left out.
 
     Args:
-        layers: those that are held in pages.
-        stock: the others.
+        pieces: layers of a cache, and the recurrent states of those with attention beside.
         seen: logical tokens of the cache.
     """
+    layers = [layer for layer in pieces if isinstance(layer, KVLayer)]
     stores = [layer.store for layer in layers if layer.store is not None]
     parts = sum((store.nbytes() for store in stores), StoreBytes())
     elements = [store.elements() for store in stores]
@@ -47,7 +48,9 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
     ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
     # What steps need for themselves, statistics, and memory of which tensors show a part.
     parts += StoreBytes(tables=held_bytes(ours) - parts.total - parts.foreign)
-    # Linear attention keeps its states in dicts.
+    states = [place.tensor for place in places_of([layer for layer in pieces if isinstance(layer, RecurrentLayer)])]
+    stock = [layer for layer in pieces if not isinstance(layer, (KVLayer, RecurrentLayer))]
+    # Windows with recurrent states beside them keep these in dicts.
     others = [
         each for layer in stock for x in vars(layer).values() for each in (x.values() if type(x) is dict else [x])
     ]
@@ -62,6 +65,7 @@ def memory_of(layers: Sequence[KVLayer], stock: Iterable[Any], seen: int) -> Mem
         key_bits=mean(bits.keys for bits in payload),
         seen=seen,
         tokens=tuple(token_shares(store.state) for store in stores),
+        states=held_bytes(states),
     )
 
 

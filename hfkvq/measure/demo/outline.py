@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
+from hfkvq.caches.layers.build import is_held_in_pages
 from hfkvq.caches.window import windows_of
 
 _PROBE = 4
@@ -142,8 +143,9 @@ def outline(config: Any) -> Outline:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         heads = 0 if keys is None or values is None else keys.shape[1]
         dims = (keys.shape[-1], values.shape[-1]) if heads else (0, 0)  # type: ignore[union-attr]
-        layers.append(CachedLayer(type(layer) is DynamicLayer, heads, *dims, windows.get(i, 0) if heads else 0))
-        for held in () if layers[-1].window else vars(layer).values():
+        window = windows.get(i, 0) if heads else 0
+        layers.append(CachedLayer(is_held_in_pages(layer, text), heads, *dims, window))
+        for held in () if window else vars(layer).values():
             if isinstance(held, dict):
                 states += sum(x.nbytes for x in held.values() if isinstance(x, torch.Tensor))
             elif isinstance(held, torch.Tensor) and not held.dim():

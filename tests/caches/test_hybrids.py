@@ -1,0 +1,397 @@
+"""Models with recurrent states: attention beside them is compressed, steps are captured, and files hold the states."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
+
+from evals.families import build, families
+from hfkvq import MixedKVCache, PrefixStore
+from hfkvq.caches import placement, saved_file
+from hfkvq.caches.layers import HybridLayer, KVLayer, RecurrentLayer
+from hfkvq.tuning.fit import cache_bytes
+from tests.caches.driver import small
+from tests.caches.graph_recorder import PythonGraph, captured, taped  # noqa: F401
+from tests.caches.models import prompt
+from tests.caches.test_generate import FULL, beams, greedy, padding, turns
+
+# Mamba and attention in one layer; shared attention with Mamba of the second kind; Mamba of the first; delta rule.
+KINDS = ("falcon_h1", "zamba2", "jamba", "qwen3_next")
+BESIDE = ("falcon_h1", "zamba", "zamba2", "zaya", "inkling_text")
+
+
+@functools.cache
+def model_of(family):
+    if family not in families():
+        pytest.skip(f"this Transformers has no {family}")
+    model = build(family)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def states(cache):
+    """All states of a cache, Transformers' or ours, layer by layer."""
+    found = []
+    for layer in cache.layers:
+        kinds = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
+        found.append([x for held in kinds for x in held.values() if x is not None])
+    return found
+
+
+@torch.no_grad()
+def steps(model, cache, ids, tokens):
+    """Logits (B, n, vocabulary) of given tokens (B, n), one by one after a prompt."""
+    model(ids, past_key_values=cache)
+    return torch.cat([model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(tokens.shape[1])], 1)
+
+
+def assert_same_states(one, other, **tolerance):
+    for mine, theirs in zip(states(one), states(other), strict=True):
+        assert len(mine) == len(theirs)
+        for x, y in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(x, y, **tolerance or {"rtol": 0, "atol": 0})
+
+
+@pytest.mark.parametrize("family", [*BESIDE, pytest.param("inkling2_text", marks=pytest.mark.slow)])
+def test_attention_beside_states_is_compressed(family):
+    model, ids, tokens = model_of(family), prompt(2, 30) % 100, prompt(2, 12, 3) % 100
+    stock = DynamicCache(config=model.config)
+    expected = steps(model, stock, ids, tokens)
+    kinds = [type(layer).__name__ for layer in stock.layers]
+    for length in (None, 64):
+        cache = MixedKVCache(model, FULL, max_cache_len=length)
+        torch.testing.assert_close(steps(model, cache, ids, tokens), expected, rtol=1e-4, atol=2e-5)
+        assert_same_states(cache, stock, rtol=1e-4, atol=2e-5)
+        # What no attention of ours has had a say in.
+        assert torch.equal(states(cache)[0][0], states(stock)[0][0])
+        for kind, layer in zip(kinds, cache.layers, strict=True):
+            assert isinstance(layer, HybridLayer) == (kind == "LinearAttentionAndFullAttentionLayer")
+            assert isinstance(layer, RecurrentLayer) == (kind == "LinearAttentionLayer")
+    cache = MixedKVCache(model, small("kitty-pro"))
+    assert isinstance(cache.compressed_layers[0], LinearAttentionAndFullAttentionLayer)
+    steps(model, cache, ids, tokens)
+    assert all(share.quantized > 0.3 for share in cache.memory().tokens)
+
+
+@pytest.mark.parametrize("scheme", ["kitty-pro", "saw-int4"])
+@pytest.mark.parametrize("family", ["falcon_h1", "zamba2"])
+def test_presets_give_what_dequantized_pages_give(family, scheme):
+    model, ids, tokens = build(family), prompt(2, 60) % 100, prompt(2, 40, 3) % 100
+    fused = steps(model, MixedKVCache(model, small(scheme)), ids, tokens)
+    model = build(family)
+    model.set_attn_implementation("eager")
+    dense = steps(model, MixedKVCache(model, small(scheme), attach=False), ids, tokens)
+    assert (fused - dense).abs().max() < 1e-3 * dense.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "count"),
+    [("falcon_h1", None, 60), ("qwen3_next", 90, 60)]
+    + [pytest.param(family, length, 200, marks=pytest.mark.slow) for family in KINDS for length in (None, 220)],
+)
+def test_replayed_operations_give_what_steps_in_python_give(family, length, count, taped, monkeypatch):  # noqa: F811
+    """Bit for bit over one buffer; through several, where attention is shared out otherwise, but for rounding."""
+    monkeypatch.setattr(placement, "LEAST_HEADROOM", count // 4)
+    model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, count, 3) % 100
+    options = {"max_cache_len": length, "headroom": 0}
+    scheme = small("saw-int4") if length else FULL
+    caches = [MixedKVCache(model, scheme, graphs=on, **options) for on in (True, False)]
+    found, expected = (steps(model, cache, ids, tokens) for cache in caches)
+    near = {"rtol": 0, "atol": 0} if length else {"rtol": 1e-4, "atol": 2e-5}
+    torch.testing.assert_close(found, expected, **near)
+    assert_same_states(*caches, **near)
+    assert taped.made == (1 if length else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    "bailing_hybrid bamba granitemoehybrid kimi_linear lfm2_moe minicpmv4_6 nemotron_h olmo_hybrid qwen3_5_moe_text "
+    "qwen3_5_text zamba zaya".split(),
+)
+def test_replayed_operations_of_more_families(family, taped):  # noqa: F811
+    model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, 150, 3) % 100
+    caches = [MixedKVCache(model, FULL), DynamicCache(config=model.config)]
+    found, expected = (steps(model, cache, ids, tokens) for cache in caches)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+    assert_same_states(*caches, rtol=1e-4, atol=2e-5)
+    assert taped.made == 2
+
+
+@pytest.mark.parametrize("mode", [greedy, padding, beams, turns], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+def test_modes_of_generate_are_captured(family, mode, taped):  # noqa: F811
+    """Rows of beams are moved between replays, so their states go back to where the graph looks for them."""
+    model = model_of(family)
+    expected = mode(model, lambda: DynamicCache(config=model.config))
+    assert torch.equal(mode(model, lambda: MixedKVCache(model.config, FULL)), expected)
+    assert taped.made
+
+
+def test_caches_take_turns_in_the_same_graph(taped):  # noqa: F811
+    """One is copied, one is reset and given another batch, and each goes on with its own states."""
+    model, ids, tokens = model_of("falcon_h1"), prompt(2, 20) % 100, prompt(2, 9, 3) % 100
+    first, second = MixedKVCache(model, FULL), MixedKVCache(model, FULL)
+    expected = [DynamicCache(config=model.config) for _ in range(3)]
+    steps(model, first, ids, tokens)
+    steps(model, second, ids.flip(1), tokens)
+    third = copy.deepcopy(first)
+    for cache, given in zip(expected, (ids, ids.flip(1), ids), strict=True):
+        steps(model, cache, given, tokens)
+    with torch.no_grad():
+        for i in range(4):
+            for mine, theirs in zip((first, second, third), expected, strict=True):
+                new = tokens[:, i : i + 1] + (mine is third)
+                logits = [model(new, past_key_values=cache).logits for cache in (mine, theirs)]
+                torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
+    second.reset()
+    fresh = DynamicCache(config=model.config)
+    found = steps(model, second, ids[:1], tokens[:1])
+    torch.testing.assert_close(found, steps(model, fresh, ids[:1], tokens[:1]), rtol=1e-4, atol=2e-5)
+
+
+def test_a_pickled_cache_goes_on():
+    model, ids, tokens = model_of("zamba2"), prompt(1, 20) % 100, prompt(1, 4, 3) % 100
+    cache = MixedKVCache(model, FULL)
+    steps(model, cache, ids, tokens)
+    again = pickle.loads(pickle.dumps(cache))
+    with torch.no_grad():
+        assert torch.equal(*[model(tokens[:, :1], past_key_values=x).logits for x in (cache, again)])
+    assert_same_states(cache, again)
+
+
+def test_rows_are_selected_and_repeated_with_their_states():
+    model, ids, tokens = model_of("falcon_h1"), prompt(3, 20) % 100, prompt(3, 4, 3) % 100
+    cache = MixedKVCache(model, FULL)
+    steps(model, cache, ids, tokens)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    with pytest.raises(ValueError, match="batch_select_indices"):
+        cache.batch_select_indices(torch.tensor([7]))
+    rows, plain = torch.tensor([2, 2, 0, 0]), DynamicCache(config=model.config)
+    steps(model, plain, ids[rows], tokens[rows])
+    assert_same_states(cache, plain, rtol=1e-4, atol=2e-5)
+    assert [layer.batch_size for layer in cache.compressed_layers] == [4, 4]
+
+
+def test_a_prompt_in_inference_mode_and_steps_in_another():
+    model, tokens = model_of("falcon_h1"), prompt(1, 3, 3) % 100
+    cache = MixedKVCache(model, FULL)
+    with torch.inference_mode():
+        model(prompt(1, 20) % 100, past_key_values=cache)
+    with torch.no_grad():
+        for i in range(3):
+            model(tokens[:, i : i + 1], past_key_values=cache)
+    assert cache.get_seq_length() == 23
+
+
+class TestFailures:
+    """A step that fails is in no state, or the cache says so."""
+
+    @pytest.fixture
+    def begun(self, captured):  # noqa: F811
+        model, ids = build("zamba2"), prompt(1, 20) % 100
+        cache = MixedKVCache(model, FULL)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        return model, cache, ids
+
+    def test_a_forward_that_cannot_be_recorded_runs_without(self, begun, monkeypatch):
+        """Its states have been written when it fails, and the same step is run again."""
+        model, cache, ids = begun
+        stock, last = DynamicCache(config=model.config), model.lm_head
+        with torch.no_grad():
+            model(ids, past_key_values=stock)
+
+        def forward(x, own=last.forward):
+            from hfkvq.caches.recorded import is_captured
+
+            if is_captured():
+                raise ValueError("not here")
+            return own(x)
+
+        monkeypatch.setattr(last, "forward", forward)
+        with torch.no_grad():
+            for i in range(4):
+                pair = [model(ids[:, i : i + 1], past_key_values=x).logits for x in (cache, stock)]
+                torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-5)
+        assert_same_states(cache, stock, rtol=1e-4, atol=2e-5)
+        assert not PythonGraph.made
+
+    def test_a_capture_that_fails_changes_no_state(self, begun):
+        model, cache, ids = begun
+        PythonGraph.failing = True
+        with torch.no_grad():
+            found = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(5)]
+            plain = DynamicCache(config=model.config)
+            model(ids, past_key_values=plain)
+            expected = [model(ids[:, i : i + 1], past_key_values=plain).logits for i in range(5)]
+        torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=2e-5)
+
+    def test_states_in_new_tensors_are_not_captured(self, begun, caplog):
+        """As of a model that replaces them in place of writing into them."""
+        model, cache, ids = begun
+        layer = next(x for x in cache.layers if isinstance(x, RecurrentLayer))
+        forward = model.model.layers[0].forward
+
+        def replacing(*args, **kwargs):
+            layer.recurrent_states[0] = layer.recurrent_states[0].clone()
+            return forward(*args, **kwargs)
+
+        model.model.layers[0].forward = replacing
+        with torch.no_grad():
+            for i in range(4):
+                model(ids[:, i : i + 1], past_key_values=cache)
+        assert not PythonGraph.made
+        assert "recurrent states in new tensors" in caplog.text
+
+    def test_an_interrupted_replay_is_said_until_reset(self, begun, monkeypatch, tmp_path):
+        model, cache, ids = begun
+        with torch.no_grad():
+            for i in range(3):
+                model(ids[:, i : i + 1], past_key_values=cache)
+
+            def interrupted(*_):
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(PythonGraph, "replay", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    model(ids[:, :1], past_key_values=cache)
+            for call in (lambda: model(ids[:, :1], past_key_values=cache), lambda: cache.save(tmp_path / "file")):
+                with pytest.raises(RuntimeError, match=r"interrupted while it wrote recurrent states.*reset\(\)"):
+                    call()
+            cache.reset()
+            plain = DynamicCache(config=model.config)
+            assert torch.allclose(*[steps(model, x, ids, ids[:, :3]) for x in (cache, plain)], rtol=1e-4, atol=2e-5)
+
+    def test_refused_tokens_are_in_states_already(self):
+        model, ids = build("falcon_h1"), prompt(1, 20) % 100
+        cache = MixedKVCache(model, FULL, debug=True)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+            with pytest.raises(ValueError, match="NaN or infinity"):
+                model(ids[:, :1], past_key_values=cache)
+            with pytest.raises(RuntimeError, match=r"reset\(\)"):
+                model(ids[:, :1], past_key_values=cache)
+
+    def test_tokens_are_not_leveled_out_of_states(self, begun):
+        _, cache, _ = begun
+        with pytest.raises(NotImplementedError, match="recurrent states"):
+            cache.level()
+        assert cache.get_seq_length() == 20
+
+
+class TestFiles:
+    def saved(self, family, path, **options):
+        model, ids = model_of(family), prompt(2, 40) % 100
+        cache = MixedKVCache(model, small("kitty-pro"), **options)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+        cache.save(path)
+        return model, cache, ids
+
+    @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next", "nemotron_h", "lfm2_moe"])
+    @pytest.mark.parametrize("length", [None, 80])
+    def test_states_come_back(self, family, length, tmp_path, captured):  # noqa: F811
+        model, cache, ids = self.saved(family, tmp_path / "file", max_cache_len=length)
+        loaded = MixedKVCache.load(tmp_path / "file", model)
+        assert_same_states(cache, loaded)
+        with torch.no_grad():
+            for i in range(4):
+                pair = [model(ids[:, i : i + 1], past_key_values=x).logits for x in (cache, loaded)]
+                torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
+
+    def test_versions(self, tmp_path):
+        """Files without states are of the version that earlier releases read."""
+        self.saved("qwen3_next", tmp_path / "states")
+        model = model_of("llama")
+        cache = MixedKVCache(model, small("kitty-pro"))
+        with torch.no_grad():
+            model(prompt(1, 20) % 100, past_key_values=cache)
+        cache.save(tmp_path / "none")
+        heads = []
+        for name in ("states", "none"):
+            with saved_file.opened(tmp_path / name) as file, saved_file.safe_open(file.path, framework="pt") as header:
+                heads.append(json.loads(header.metadata()[saved_file.FIELD])["version"])
+        assert heads == [2, 1]
+
+    def rewritten(self, path, change):
+        """The file with other contents, and the checksum of these."""
+        description, tensors = saved_file.read_file(path)
+        change(description, tensors)
+        saved_file.write_file(path, description, tensors)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda d, t: t.pop("layer0.states.conv0"), "conv0"),
+            (lambda d, t: t.update({"layer0.states.conv7": t["layer0.states.conv0"].clone()}), "states"),
+            (lambda d, t: t.update({"layer0.states.conv0": t["layer0.states.conv0"][:1]}), "rows"),
+            (lambda d, t: t.update({"layer0.states.conv0": t["layer0.states.conv0"][..., :2]}), "columns"),
+            (lambda d, t: t.update({"layer0.states.conv0": t["layer0.states.conv0"].int()}), "rows"),
+            (lambda d, t: t.update({"layer0.states.recurrent0": torch.zeros(())}), "rows"),
+            (lambda d, t: t.update({name: x[:1].clone() for name, x in t.items() if "states." in name}), "other rows"),
+            (lambda d, t: d["layers"][0]["states"].update(begun=[5]), "widths"),
+            (lambda d, t: d["layers"][0]["states"].update(begun=None), "cannot be loaded"),
+            (lambda d, t: d["layers"][0]["states"].update(widths=[-1]), "widths"),
+            (lambda d, t: d["layers"][0]["states"].update(widths=[1, 2]), "widths"),
+            (lambda d, t: d["layers"][0]["states"].update(states=["conv0", "conv0"]), "states"),
+            (lambda d, t: d["layers"][0]["states"].update(states=["conv0", "else0"]), "else0"),
+            (lambda d, t: d["layers"][0].pop("states"), "not in both"),
+            (lambda d, t: d["layers"][1].update(states={}), "not in both"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, change, message, tmp_path):
+        model, _, _ = self.saved("qwen3_next", tmp_path / "file")
+        self.rewritten(tmp_path / "file", change)
+        with pytest.raises(ValueError, match=message):
+            MixedKVCache.load(tmp_path / "file", model)
+
+    def test_a_store_finds_whole_prompts(self, tmp_path):
+        """No page begins a cache of its own, and nothing can be taken back."""
+        model, ids = model_of("falcon_h1"), prompt(1, 60) % 100
+        store = PrefixStore(tmp_path, model, small("saw-int4"))
+        cache, known = store.match(ids[:, :40])
+        assert known == 0
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache)
+        store.put(cache, ids[:, :40])
+        assert store.match(ids[:, :40]).tokens == store.match(ids[:, :39]).tokens == 0
+        found, known = store.match(ids)
+        assert known == 40
+        assert_same_states(found, cache)
+        with torch.no_grad():
+            pair = [model(ids[:, 40:], past_key_values=x).logits for x in (cache, found)]
+        assert torch.equal(*pair)
+
+
+def test_states_are_counted_as_what_they_are():
+    model = build("falcon_h1")
+    model.config.dtype = torch.float32
+    cache = MixedKVCache(model, "kitty")
+    with torch.no_grad():
+        model(prompt(2, 30) % 100, past_key_values=cache)
+        memory = cache.memory()
+    held = sum(x.nbytes for layer in states(cache) for x in layer)
+    assert (memory.states, memory.stock) == (held, 0)
+    assert memory.total == memory.compressed.total + held
+    assert "recurrent states" in str(memory)
+    expected = cache_bytes(model.config, "kitty", 30, 2, torch.float32, graphs=False)
+    assert memory.total == expected
+
+
+def test_layers_are_known_by_their_class():
+    cache = MixedKVCache(model_of("zamba2"), FULL)
+    assert cache.is_linear == [True, False]
+    assert [isinstance(layer, KVLayer) for layer in cache.layers] == [False, True]
+    assert not cache.has_previous_state()
