@@ -233,32 +233,39 @@ def tag(
     generation_prompt: Annotated[bool, typer.Option(help="End with the header of the next answer.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of colours.")] = False,
 ) -> None:
-    """Show the triaxial tag of every token of a conversation."""
+    """Show the triaxial tag of every token of a conversation; of one with images, as the model's processor makes them."""
     from jinja2 import TemplateError
     from transformers.utils import logging
 
     from hfkvq import tagging_cli
     from hfkvq.caches.tags import Tagger
+    from hfkvq.measure.models import find_model, load_processor
+    from hfkvq.tuning.conversations import encode
 
     form = _chat_format(chat_format)
     conversations = tagging_cli.read_conversations(messages, tools)
     logging.set_verbosity_error()
     reader = _load_tokenizer(tokenizer)
-    if not reader.chat_template:
-        fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
     try:
-        tagger = Tagger.from_tokenizer(reader, form)
+        shown = [tagging_cli.with_images(one) for one in conversations]
+        maker = load_processor(find_model(tokenizer)) if any(shown) else reader
+        if not (maker.chat_template or reader.chat_template):
+            fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
+        tagger = Tagger.from_tokenizer(maker, form)
     except ValueError as error:
         fail(error)
     found = []
-    for one in conversations:
+    for one, seen in zip(conversations, shown, strict=True):
         try:
-            text = reader.apply_chat_template(
-                one.messages, tools=one.tools, tokenize=False, add_generation_prompt=generation_prompt
-            )
+            if seen is not None:
+                ids, _ = encode(seen, maker, generation_prompt)
+            else:
+                text = maker.apply_chat_template(
+                    one.messages, tools=one.tools, tokenize=False, add_generation_prompt=generation_prompt
+                )
+                ids = reader.encode(str(text), add_special_tokens=False)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             fail(f"messages: the chat template refuses them: {error}")
-        ids = reader.encode(str(text), add_special_tokens=False)
         found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
     if as_json:
         name = tagger.grammar.format.name if tagger.grammar else None

@@ -18,6 +18,8 @@ from hfkvq.terminal import fail
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hfkvq.tuning.conversations import Conversation as ShownConversation
+
 # The semantic axis is the colour, the temporal axis how strong it is.
 _COLOURS = {
     "inst": "magenta",
@@ -107,6 +109,20 @@ def _read_json(option: str, path: Path) -> Iterator[Any]:
                     fail(f"{option}: line {number} of {path} is no JSON: {error}")
     else:
         yield from whole if isinstance(whole, list) else [whole]
+
+
+def with_images(given: Conversation) -> ShownConversation | None:
+    """The conversation for a processor if it shows images or videos, else None.
+
+    Raises:
+        ValueError: it is no conversation.
+    """
+    from hfkvq.tuning.conversations import parse_conversation
+
+    if not any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in given.messages):
+        return None
+    found = parse_conversation({"messages": given.messages, "tools": given.tools})
+    return found if found.images else None
 
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:

@@ -56,8 +56,8 @@ FAMILIES: dict[str, tuple[str, str, str, tuple[str, str], bool]] = {
     "gemma3": ("Gemma3", "gemma3", GEMMA, ("<start_of_image>", ""), False),
     "llava": ("Llava", "qwen3", CHATML, ("<|image_pad|>", ""), False),
 }
-# Attributes of a tokenizer that its processor asks for.
-_SPECIAL = {
+# Markers that a processor asks its tokenizer for by name.
+_NAMED = {
     "internvl": {
         "start_image_token": "<img>",
         "end_image_token": "</img>",
@@ -155,13 +155,8 @@ def processor(family: str) -> Any:
     """The family's processor, with a tokenizer of bytes and the family's markers."""
     prefix, kind, template, (image, video), videos = FAMILIES[family]
     template = template.replace("IMAGE", image).replace("VIDEO", video)
-    tokenizer = byte_tokenizer(kind, template)
+    tokenizer = byte_tokenizer(kind, template, named=_NAMED.get(family))
     tokenizer.padding_side = "left"
-    if family == "internvl":
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<video>"]}, replace_extra_special_tokens=False)
-    for name, token in _SPECIAL.get(family, {}).items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     base = getattr(transformers, f"{prefix}Processor")
     more: dict[str, Any] = {"image_seq_length": (SIDE // PATCH // MERGE) ** 2}
     if family == "llava":
