@@ -125,6 +125,28 @@ def with_images(given: Conversation) -> ShownConversation | None:
     return found if found.images else None
 
 
+def token_ids(given: Conversation, tokenizer: Any, generation_prompt: bool) -> list[int]:
+    """Token ids of a conversation; of one with images ``tokenizer`` is the model's processor.
+
+    Raises:
+        ValueError: the chat template refuses the messages, or this is no processor, or an image cannot be read.
+    """
+    from jinja2 import TemplateError
+
+    from hfkvq.tuning.conversations import encode
+
+    shown = with_images(given)
+    if shown is not None:
+        return encode(shown, tokenizer, generation_prompt)[0]
+    options = {"tools": given.tools, "tokenize": False, "add_generation_prompt": generation_prompt}
+    try:
+        text = tokenizer.apply_chat_template(given.messages, **options)
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"messages: the chat template refuses them: {error}") from error
+    ids: list[int] = getattr(tokenizer, "tokenizer", tokenizer).encode(str(text), add_special_tokens=False)
+    return ids
+
+
 def _tool(given: dict[str, Any]) -> dict[str, Any]:
     """A schema as templates take it; benchmarks often store the inner part alone."""
     return given if "function" in given else {"type": "function", "function": given}

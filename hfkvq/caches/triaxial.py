@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .bit_table import BitTable
+from .callers import inputs_of_positions
 from .layers.changes import Beside
 from .named import NamedCache
 from .recorded import is_recorded
@@ -154,6 +155,19 @@ class TriAxialCache(NamedCache):
         """See `MixedKVCache.note_step`: the ids of generated tokens, which the next prompt's tags depend on."""
         if input_ids is not None and input_ids.dim() == 2:
             self.tokens.note_step(input_ids, self.compressed_layers[0].get_seq_length())
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See `MixedKVCache.get_seq_length`.
+
+        Raises:
+            ValueError: `generate` asks ahead of a prompt with images whose placeholders nobody has expanded. Qwen's
+                models would fail in words of their own before they are called.
+        """
+        if not torch.compiler.is_compiling():
+            given = inputs_of_positions()
+            if isinstance(given.get("input_ids"), Tensor):
+                self.images.check(given["input_ids"], given)
+        return super().get_seq_length(layer_idx)
 
     @property
     def _seen(self) -> int:

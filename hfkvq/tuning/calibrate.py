@@ -34,9 +34,9 @@ def distortion(captured: Capture, columns: Tensor, exact: Tensor, bits: int, gro
     Returns:
         f64 (Hq,), the mean over the n positions of the captured queries.
     """
-    layout = get_scheme("triaxial", group_size=group_size, page_size=group_size).layout(
-        captured.keys.shape[-1], captured.values.shape[-1]
-    )
+    dims = captured.keys.shape[-1], captured.values.shape[-1]
+    layout = get_scheme("triaxial", group_size=group_size, page_size=group_size).layout(*dims)
+    layout.check(*dims)
     run = WIDTHS.index(bits)
     keys = quantized(captured.keys, layout.keys.formats[run], "keys", columns)
     values = quantized(captured.values, layout.values.formats[run], "values", columns)

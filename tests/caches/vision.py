@@ -25,9 +25,7 @@ PATCH, MERGE = 8, 2
 SIDE = 32
 """Of a picture, in pixels: two by two tokens of Qwen's, InternVL's and Gemma's, four by four of LLaVA's."""
 
-_PART = (
-    "{% if part.type == 'image' %}IMAGE{% elif part.type == 'video' %}VIDEO{% else %}{{ part.text }}{% endif %}"
-)
+_PART = "{% if part.type == 'image' %}IMAGE{% elif part.type == 'video' %}VIDEO{% else %}{{ part.text }}{% endif %}"
 _CONTENT = (
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
     + _PART
@@ -74,12 +72,12 @@ _TEXT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
     "initializer_range": 0.3,
 }
-_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
 _MROPE = {"rope_parameters": _ROPE}
 _QWEN_TOWER = {
     "depth": 1,
@@ -178,7 +176,7 @@ def processor(family: str) -> Any:
 
 def config(family: str) -> Any:
     """The family's config at a tiny size, with the ids of the processor's tokens."""
-    prefix, kind, *_ = FAMILIES[family]
+    prefix = FAMILIES[family][0]
     tokenizer = processor(family).tokenizer
     token = tokenizer.convert_tokens_to_ids
     text: dict[str, Any] = _TEXT | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
@@ -195,8 +193,8 @@ def config(family: str) -> Any:
         else:
             tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
         if family != "qwen3-vl":
-            text = {key: value for key, value in text.items() if key != "head_dim"} | {"hidden_size": 64}
-            tower |= {"out_hidden_size": 64} if family == "qwen2.5-vl" else {"hidden_size": 64}
+            text = {key: value for key, value in text.items() if key != "head_dim"} | {"hidden_size": 128}
+            tower |= {"out_hidden_size" if family == "qwen2.5-vl" else "hidden_size": 128}
         made = getattr(transformers, f"{prefix}Config")(text_config=text | _MROPE, vision_config=tower, **ids)
     elif family == "internvl":
         square = {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}
@@ -209,7 +207,7 @@ def config(family: str) -> Any:
     elif family == "gemma3":
         layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
         made = transformers.Gemma3Config(
-            text_config=text | layers | {"query_pre_attn_scalar": 16},
+            text_config=text | layers | {"query_pre_attn_scalar": 32},
             vision_config=_TOWER,
             mm_tokens_per_image=(SIDE // PATCH // MERGE) ** 2,
             image_token_index=token("<image_soft_token>"),
@@ -232,9 +230,12 @@ def config(family: str) -> Any:
 def weights(family: str) -> Any:
     """The family's weights, made once."""
     torch.manual_seed(0)
-    made = config(family)
-    auto = transformers.AutoModelForImageTextToText.from_config(made)
-    return auto.eval().float().state_dict()
+    model = transformers.AutoModelForImageTextToText.from_config(config(family)).eval().float()
+    for name, parameter in model.named_parameters():
+        # Gemma's begins with zeros, and no pixel would go through.
+        if name.endswith("mm_input_projection_weight"):
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.state_dict()
 
 
 def build(family: str, attention: str | None = None) -> Any:

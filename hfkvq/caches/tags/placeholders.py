@@ -62,9 +62,9 @@ class ImageTokens:
         # More than one for each: expanded, if to another number, then the model knows better.
         if found < wanted and found <= shown:
             raise ValueError(
-                f"input_ids: got {found} placeholders of images and videos (token {' or '.join(map(str, self.ids))}), "
-                f"but the {shown} that are shown take {wanted}: nobody has expanded them. Make ids and pixels together "
-                "with the model's processor: processor(text=..., images=...), or "
+                f"input_ids: got {found} placeholders (token {' or '.join(map(str, self.ids))}), but the images and "
+                f"videos that are shown, {shown}, take {wanted}: nobody has expanded them. Make ids and pixels "
+                "together with the model's processor: processor(text=..., images=...), or "
                 "processor.apply_chat_template(messages, tokenize=True, return_dict=True)."
             )
 
