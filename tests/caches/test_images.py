@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import hfkvq
 from hfkvq import MixedKVCache, TriAxialCache
+from hfkvq.caches.recorded import is_recorded
 from hfkvq.caches.tags import PAD, TAGS, Tagger
 from tests.caches import vision
 from tests.caches.driver import assert_same_bits, small, stored
@@ -147,7 +148,14 @@ def test_answers_are_about_the_pixels(family):
 def test_a_graph_serves_prompts_whose_images_move_positions(family):
     """M-RoPE: how far positions lag behind tokens is another number for each prompt, and the model's to remember."""
     model, stock = build(family), build(family)
-    deltas = set()
+    deltas, ask = set(), model.model.compute_3d_position_ids
+
+    def asked(**kwargs):
+        # A graph would go on with the number of the prompt that it was recorded behind.
+        assert not is_recorded()
+        return ask(**kwargs)
+
+    model.model.compute_3d_position_ids = asked
     for width in (32, 96):
         inputs = prompts(family, [says("user", picture(3, width, 32), "x" * (40 - width // 4), "what is it?")])
         expected = generate(stock, DynamicCache(config=stock.config.get_text_config()), inputs)
@@ -200,6 +208,23 @@ def test_presets_attend_to_what_they_hold(family, preset):
         found.append(torch.cat(logits))
         assert cache.memory().code_bits < 16
     assert torch.allclose(*found, atol=2e-4)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("preset", ["kitty-pro", "triaxial"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "internvl"])
+def test_captured_steps_are_those_in_python(family, preset):
+    """Over pages that are sealed while images are in them and behind them."""
+    model = build(family)
+    found = []
+    for graphs in (False, True):
+        if preset == "triaxial":
+            cache = TriAxialCache(model, processor(family), graphs=graphs)
+        else:
+            cache = MixedKVCache(model, small(preset), graphs=graphs)
+        found.append(generate(model, cache, two_rows(family), max_new_tokens=20, min_new_tokens=20))
+        assert (PythonGraph.made > 0) == graphs
+    assert torch.equal(*found)
 
 
 # The modal axis.
@@ -284,6 +309,20 @@ def test_images_go_into_two_bits(family):
         assert narrow == own[: len(own) // 8 * 8]
         assert_same_bits(stored(held, row), stored(shown.compressed_layers[0], row))
     assert len(stored(held, 0)["0 keys positions"]) == 8
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "internvl"])
+def test_a_prompt_in_pieces_is_tagged_as_a_whole(family):
+    """A piece may end in the middle of an image, whose features come in parts."""
+    model, inputs = build(family), one_row(family)
+    cache = TriAxialCache(model, processor(family), **SHORT)
+    cache.see(**inputs)
+    stock = runs(family, "chunks", lambda model: DynamicCache(config=model.config.get_text_config()))
+    if isinstance(stock, Exception):
+        pytest.skip(f"stock generation fails: {stock}")
+    MODES["chunks"](family, model, cache)
+    count = inputs["input_ids"].shape[1]
+    assert torch.equal(cache.tokens.tags[:, :count], tags_of(family, inputs))
 
 
 def test_images_age_with_their_turns():
