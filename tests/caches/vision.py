@@ -52,7 +52,7 @@ FAMILIES: dict[str, tuple[str, str, str, tuple[str, str], bool]] = {
     "qwen3-vl": ("Qwen3VL", "qwen3", CHATML, _QWEN, True),
     "internvl": ("InternVL", "internvl", CHATML, ("<IMG_CONTEXT>", "<video>"), True),
     "gemma3": ("Gemma3", "gemma3", GEMMA, ("<start_of_image>", ""), False),
-    "llava": ("Llava", "qwen3", CHATML, ("<|image_pad|>", ""), False),
+    "llava": ("Llava", "qwen3", CHATML, ("<image>", ""), False),
 }
 # Markers that a processor asks its tokenizer for by name.
 _NAMED = {
@@ -63,7 +63,8 @@ _NAMED = {
         "video_token": "<video>",
     },
     "gemma3": {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
-    "llava": {"image_token": "<|image_pad|>"},
+    # Which no chat format names.
+    "llava": {"image_token": "<image>"},
 }
 
 _TEXT = {
@@ -218,7 +219,7 @@ def config(family: str) -> Any:
         made = transformers.LlavaConfig(
             text_config={"model_type": "llama"} | text,
             vision_config={"model_type": "clip_vision_model", "projection_dim": 32} | _TOWER,
-            image_token_index=token("<|image_pad|>"),
+            image_token_index=token("<image>"),
             image_seq_length=(SIDE // PATCH) ** 2 + 1,
             vision_feature_layer=-1,
             vision_feature_select_strategy="full",
