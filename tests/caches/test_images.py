@@ -12,13 +12,27 @@ import torch
 from transformers import DynamicCache
 
 import hfkvq
+from evals import families
 from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.recorded import is_recorded
-from hfkvq.caches.tags import PAD, TAGS, Tagger, placeholders
+from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, placeholders
 from tests.caches import vision
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
-from tests.caches.vision import FAMILIES, SIDE, build, config, film, picture, processor, prompts, says
+from tests.caches.vision import (
+    FAMILIES,
+    OTHERS,
+    SIDE,
+    build,
+    build_other,
+    config,
+    film,
+    other_inputs,
+    picture,
+    processor,
+    prompts,
+    says,
+)
 
 NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 VIDEOS = [family for family in FAMILIES if FAMILIES[family][4]]
@@ -134,6 +148,27 @@ def test_a_later_turn_is_the_conversation_at_once(family):
     turn, whole = goes_on(model, family, inputs, generate(model, cache, inputs), "and", picture(7), "?")
     got = generate(model, cache, turn)
     assert torch.equal(got, generate(model, DynamicCache(config=model.config.get_text_config()), whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_with_pixels(name):
+    """Patches and images without a processor: the tokens of a dynamic cache, which depend on the image."""
+    if name not in families.families():
+        pytest.skip("Transformers of this version does not have it")
+    model = build_other(name)
+    inputs, count = other_inputs(model)
+    expected = generate(model, DynamicCache(config=model.config.get_text_config(decoder=True)), inputs)
+    cache = MixedKVCache(model, "full")
+    assert torch.equal(generate(model, cache, inputs), expected)
+    assert cache.compressed_layers
+    with torch.no_grad():
+        others = inputs | {"pixel_values": -1.5 * inputs["pixel_values"]}
+        one, other = (model(**given).logits[0, -1] for given in (inputs, others))
+    assert (one - other).abs().max() > 1e-2
+    if count > 1:
+        # What a config says of an image's tokens may not be what it takes.
+        ImageTokens.of(model.config).check(inputs["input_ids"], inputs)
 
 
 @pytest.mark.parametrize("family", USUAL)
