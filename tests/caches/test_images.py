@@ -120,13 +120,19 @@ def runs(family, mode, make):
         logging.disable(logging.NOTSET)
 
 
+def cells():
+    """Families and modes. What is much like another is a slow test: text models like Qwen3-VL's, in less used modes."""
+    for family in FAMILIES:
+        for mode in (mode for mode in MODES if mode != "video" or family in VIDEOS):
+            alike = family in ("qwen2.5-vl", "llava") and mode not in ("greedy", "turns", "video")
+            slow = [pytest.mark.slow] if alike or family == "qwen2-vl" else []
+            yield pytest.param(family, mode, marks=slow, id=f"{family}-{mode}")
+
+
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", USUAL)
+@pytest.mark.parametrize(("family", "mode"), cells())
 def test_generate_gives_the_tokens_of_a_dynamic_cache(family, mode):
     """Growing with captured steps, and of fixed capacity without."""
-    if mode == "video" and family not in VIDEOS:
-        pytest.skip("takes no videos")
     expected = runs(family, mode, lambda model: DynamicCache(config=model.config.get_text_config()))
     if isinstance(expected, Exception):
         # 5.17 does not cut Qwen's grids into pieces.
