@@ -233,33 +233,29 @@ def tag(
     generation_prompt: Annotated[bool, typer.Option(help="End with the header of the next answer.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of colours.")] = False,
 ) -> None:
-    """Show the triaxial tag of every token of a conversation."""
-    from jinja2 import TemplateError
+    """Show the triaxial tag of every token of a conversation; images are the tokens that the processor makes."""
     from transformers.utils import logging
 
     from hfkvq import tagging_cli
     from hfkvq.caches.tags import Tagger
+    from hfkvq.measure.models import find_model, load_processor
 
     form = _chat_format(chat_format)
     conversations = tagging_cli.read_conversations(messages, tools)
     logging.set_verbosity_error()
     reader = _load_tokenizer(tokenizer)
-    if not reader.chat_template:
-        fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
+    found = []
     try:
-        tagger = Tagger.from_tokenizer(reader, form)
+        shown = any(tagging_cli.with_images(one) for one in conversations)
+        maker = load_processor(find_model(tokenizer)) if shown else reader
+        if not maker.chat_template:
+            fail(f"tokenizer: {tokenizer!r} has no chat template, so it cannot write a conversation.")
+        tagger = Tagger.from_tokenizer(maker, form)
+        for one in conversations:
+            ids = tagging_cli.token_ids(one, maker, generation_prompt)
+            found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
     except ValueError as error:
         fail(error)
-    found = []
-    for one in conversations:
-        try:
-            text = reader.apply_chat_template(
-                one.messages, tools=one.tools, tokenize=False, add_generation_prompt=generation_prompt
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            fail(f"messages: the chat template refuses them: {error}")
-        ids = reader.encode(str(text), add_special_tokens=False)
-        found.append(tagging_cli.tagged(ids, [tagger.names[k] for k in tagger.tag(ids)[0].tolist()], reader))
     if as_json:
         name = tagger.grammar.format.name if tagger.grammar else None
         typer.echo(json.dumps(tagging_cli.as_json(tokenizer, name, found)))

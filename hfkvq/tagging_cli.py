@@ -18,6 +18,8 @@ from hfkvq.terminal import fail
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hfkvq.tuning.conversations import Conversation as ShownConversation
+
 # The semantic axis is the colour, the temporal axis how strong it is.
 _COLOURS = {
     "inst": "magenta",
@@ -107,6 +109,42 @@ def _read_json(option: str, path: Path) -> Iterator[Any]:
                     fail(f"{option}: line {number} of {path} is no JSON: {error}")
     else:
         yield from whole if isinstance(whole, list) else [whole]
+
+
+def with_images(given: Conversation) -> ShownConversation | None:
+    """The conversation for a processor if it shows images or videos, else None.
+
+    Raises:
+        ValueError: it is no conversation.
+    """
+    from hfkvq.tuning.conversations import parse_conversation
+
+    if not any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in given.messages):
+        return None
+    found = parse_conversation({"messages": given.messages, "tools": given.tools})
+    return found if found.images else None
+
+
+def token_ids(given: Conversation, tokenizer: Any, generation_prompt: bool) -> list[int]:
+    """Token ids of a conversation; of one with images ``tokenizer`` is the model's processor.
+
+    Raises:
+        ValueError: the chat template refuses the messages, or this is no processor, or an image cannot be read.
+    """
+    from jinja2 import TemplateError
+
+    from hfkvq.tuning.conversations import encode
+
+    shown = with_images(given)
+    if shown is not None:
+        return encode(shown, tokenizer, generation_prompt)[0]
+    options = {"tools": given.tools, "tokenize": False, "add_generation_prompt": generation_prompt}
+    try:
+        text = tokenizer.apply_chat_template(given.messages, **options)
+    except (TemplateError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"messages: the chat template refuses them: {error}") from error
+    ids: list[int] = getattr(tokenizer, "tokenizer", tokenizer).encode(str(text), add_special_tokens=False)
+    return ids
 
 
 def _tool(given: dict[str, Any]) -> dict[str, Any]:

@@ -95,3 +95,12 @@ def draft_of_caller() -> torch.nn.Module | None:
         return None
     found = frame.f_locals.get("assistant_model")
     return found if isinstance(found, torch.nn.Module) else None
+
+
+def inputs_of_positions() -> dict[str, Any]:
+    """What the `generate` that works out positions was given, by name; nothing if something else asks."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_prepare_position_ids_for_generation":
+        return {}
+    given = frame.f_locals.get("model_kwargs") or {}
+    return {"input_ids": frame.f_locals.get("inputs_tensor"), **given}

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 TRIES = 2
 """Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
 
+_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""Arguments that say of each token whether it is text or of an image."""
+
 # One thread at a time: graphs share the memory of what they compute in between.
 _LOCK = threading.RLock()
 
@@ -183,6 +186,10 @@ class StepGraphs:
                 return f"its argument {name} is a {type(x).__name__}"
         if rest.get("output_attentions") or getattr(model.config, "output_attentions", False):
             return "it returns attention weights"
+        for name in _KINDS_OF_TOKENS if "position_ids" in tensors else ():
+            # Of all tokens so far, as Transformers 5.17 has it: each step would be of another shape.
+            if name in tensors:
+                tensors[name] = tensors[name][..., -tokens:]
         mask = tensors.pop("attention_mask", None)
         if mask is not None and (mask.dim() != 2 or mask.shape[1] != first.seen + sync.ahead + tokens):
             # Of four dimensions, say: of another shape in each step.
@@ -250,7 +257,8 @@ class StepGraphs:
             raise
         except Exception as error:
             # The cache is as it was: a forward that cannot do with what a recorded step is given runs without.
-            self._give_up(model, kind, f"its forward cannot be recorded ({type(error).__name__}: {error})")
+            said = str(error).strip().partition("\n")[0]
+            self._give_up(model, kind, f"its forward cannot be recorded ({type(error).__name__}: {said})")
             return False, None
 
     def _setting(self, model: Any) -> Any:

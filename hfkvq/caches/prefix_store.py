@@ -25,7 +25,7 @@ from .preset import Preset, get_preset
 from .saved import device_of
 from .saved_file import FIRST, checksum, digest_of
 from .scheme import Scheme
-from .tags.tagger import placeholders
+from .tags import placeholders
 from .transfer import Reader, in_groups
 from .triaxial import TriAxialCache
 

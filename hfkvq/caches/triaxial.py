@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from .bit_table import BitTable
+from .callers import inputs_of_positions
 from .layers.changes import Beside
 from .named import NamedCache
 from .recorded import is_recorded
 from .store.packing import Packed
-from .tags import Tagger
+from .tags import ImageTokens, Tagger
 from .token_record import TokenRecord
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class _Hook:
         ids = kwargs.get("input_ids", args[0] if args else None)
         mask = kwargs.get("attention_mask")
         if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
-            cache.arrive(ids, mask if isinstance(mask, Tensor) else None)
+            cache.arrive(ids, mask if isinstance(mask, Tensor) else None, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook()
@@ -75,7 +76,8 @@ class TriAxialCache(NamedCache):
 
     Args:
         model_or_config: the model, or its config.
-        tokenizer: the model's, with its chat template.
+        tokenizer: the model's, with its chat template; of models that see images the processor. Placeholders of images
+            and videos are known by the config and the processor.
         tagger: a `hfkvq.caches.tags.Tagger`, in place of the tokenizer's.
         table: bits of each tag: a mapping ``{"older|text|obs": 2}``, a `BitTable`, or the file of one, as ``hfkvq
             allocate`` writes it. None takes the scheme's default.
@@ -107,15 +109,17 @@ class TriAxialCache(NamedCache):
                 "tokenizer: got None, but roles and turns are read from token ids; pass the model's tokenizer, or "
                 "tagger=Tagger.from_tokenizer(tokenizer)."
             )
+        config = getattr(model_or_config, "config", model_or_config)
+        self.images = ImageTokens.of(config)
         if isinstance(table, (str, Path)):
             table = BitTable.load(table)
         if isinstance(table, BitTable):
-            table.check(getattr(model_or_config, "config", model_or_config), tokenizer)
+            table.check(config, tokenizer)
             table = table.bits
         if table is not None:
             knobs["table"] = table
         if tagger is None:
-            tagger = Tagger.from_tokenizer(tokenizer, config=getattr(model_or_config, "config", model_or_config))
+            tagger = Tagger.from_tokenizer(tokenizer, config=config)
         super().__init__(
             model_or_config,
             layers=layers,
@@ -152,25 +156,41 @@ class TriAxialCache(NamedCache):
         if input_ids is not None and input_ids.dim() == 2:
             self.tokens.note_step(input_ids, self.compressed_layers[0].get_seq_length())
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """See `MixedKVCache.get_seq_length`.
+
+        Raises:
+            ValueError: `generate` asks ahead of a prompt with images whose placeholders nobody has expanded. Qwen's
+                models would fail in words of their own before they are called.
+        """
+        if not torch.compiler.is_compiling():
+            given = inputs_of_positions()
+            if isinstance(given.get("input_ids"), Tensor):
+                self.images.check(given["input_ids"], given)
+        return super().get_seq_length(layer_idx)
+
     @property
     def _seen(self) -> int:
         self._catch_up()
         layers = self.compressed_layers
         return layers[0].get_seq_length() if layers else self.get_seq_length()
 
-    def see(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> None:
+    def see(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> None:
         """Shows the conversation before the model is given its newest part.
 
         Needed where the cache was made from a config, or where the model is given embeddings or chunks of a prompt.
-        Cached tokens whose ids were not shown so far become known.
+        Cached tokens whose ids were not shown so far become known. What a processor makes goes in as it is:
+        ``cache.see(**processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt"))``.
 
         Args:
             input_ids: (B, n), all tokens of the conversation, those that are cached included.
             attention_mask: (B, n), 0 at padding, or None.
+            **inputs: what else the processor made. Placeholders of images are counted against it, see
+                `hfkvq.caches.tags.ImageTokens`; nothing of it is kept.
 
         Raises:
-            ValueError: not of that shape, no more tokens than are cached, or others than are cached. Nothing is changed
-                then.
+            ValueError: not of that shape, no more tokens than are cached, others than are cached, or images whose
+                placeholders nobody has expanded. Nothing is changed then.
         """
         seen, layers = self._seen, self.compressed_layers
         held = layers[0].batch_size if seen and layers else input_ids.shape[0]
@@ -190,17 +210,20 @@ class TriAxialCache(NamedCache):
                 f"input_ids: got {input_ids.shape[1]} tokens, but {seen} are cached; give all tokens of the "
                 "conversation, those that are cached included, and the new ones."
             )
+        self.images.check(input_ids, inputs)
         self.tokens.expect(input_ids, attention_mask, seen)
 
-    def arrive(self, ids: Tensor, mask: Tensor | None = None) -> None:
+    def arrive(self, ids: Tensor, mask: Tensor | None = None, inputs: Mapping[str, Any] | None = None) -> None:
         """Takes note of what the model is about to be given; the model's hook calls this.
 
         Args:
             ids: (B, t), the new tokens.
             mask: (B, seen + t), 0 at padding, or None.
+            inputs: all that the model is given, pixels of images among it.
 
         Raises:
-            ValueError: other tokens than `see` was shown. Nothing is changed then.
+            ValueError: other tokens than `see` was shown, or images whose placeholders nobody has expanded. Nothing is
+                changed then.
         """
         seen = self._seen
         layers = self.compressed_layers
@@ -212,6 +235,7 @@ class TriAxialCache(NamedCache):
             # One token, or a few that are guessed (assisted decoding): generated.
             self.tokens.note_step(ids, seen)
         else:
+            self.images.check(ids, inputs or {})
             self.tokens.tag_prompt(ids, mask, seen)
 
     def update(

@@ -127,7 +127,7 @@ def capture(
     ids: Sequence[int],
     layers: Sequence[int],
     first_query: int = 0,
-    inputs: Mapping[str, Tensor] | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> list[Capture]:
     """One prefill of a prompt.
 
@@ -156,7 +156,7 @@ def capture(
         layer.first_query = first_query
     try:
         device = next(model.parameters()).device
-        more = {name: x.to(device) for name, x in (inputs or {}).items()}
+        more = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in (inputs or {}).items()}
         model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, **more)
     finally:
         attached.detach()

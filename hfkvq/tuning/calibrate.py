@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfkvq.caches.bit_table import Origin, config_hash, template_hash
 from hfkvq.caches.scheme import get_scheme
-from hfkvq.caches.tags import PAD, TAGS, Tagger, tag_axes
+from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, tag_axes
 from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
 
 from .conversations import Conversation, data_hash, make_request
@@ -34,9 +34,9 @@ def distortion(captured: Capture, columns: Tensor, exact: Tensor, bits: int, gro
     Returns:
         f64 (Hq,), the mean over the n positions of the captured queries.
     """
-    layout = get_scheme("triaxial", group_size=group_size, page_size=group_size).layout(
-        captured.keys.shape[-1], captured.values.shape[-1]
-    )
+    dims = captured.keys.shape[-1], captured.values.shape[-1]
+    layout = get_scheme("triaxial", group_size=group_size, page_size=group_size).layout(*dims)
+    layout.check(*dims)
     run = WIDTHS.index(bits)
     keys = quantized(captured.keys, layout.keys.formats[run], "keys", columns)
     values = quantized(captured.values, layout.values.formats[run], "values", columns)
@@ -104,7 +104,7 @@ def calibrate(
 
     Raises:
         ValueError: no conversation has an answer, all are too long, a template that does not take them, images and no
-            processor, or a head dim that the formats cannot hold.
+            processor or one that does not expand them, or a head dim that the formats cannot hold.
     """
     conversations = list(conversations)
     requests = [x for x in (make_request(conversation, tokenizer) for conversation in conversations) if x is not None]
@@ -117,6 +117,9 @@ def calibrate(
     if not chosen:
         shortest = min(len(x.ids) for x in requests)
         raise ValueError(f"max_tokens: got {max_tokens}, but the shortest request has {shortest} tokens.")
+    images = ImageTokens.of(model.config)
+    for request in chosen:
+        images.check(torch.tensor([request.ids]), request.inputs)
     tagger = Tagger.from_tokenizer(tokenizer, config=model.config) if tagger is None else tagger
     which = spread_layers(compressed_layers(model), layers)
     raw: dict[tuple[int, int], dict[tuple[int, int], Tensor]] = {}

@@ -53,7 +53,7 @@ def calibrate(
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         source = find_model(model)
         subject = load(source, device=where)
-        shown = any(conversation.shows_images for conversation in conversations)
+        shown = any(conversation.images for conversation in conversations)
         with progress_bar() as show:
             result = measure(
                 subject.model,

@@ -6,13 +6,14 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hfkvq.bounded import parse_json, read_bounded
+from hfkvq.caches.tags import placeholders
 
 # Where agent frameworks keep the messages of a trace, and ShareGPT its roles.
 _FIELDS = ("messages", "conversation", "conversations", "trajectory", "history")
@@ -32,11 +33,11 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] | None = None
 
     @property
-    def shows_images(self) -> bool:
-        """Whether a message has an image or a video beside its text."""
+    def images(self) -> int:
+        """How many images and videos the messages show beside their text."""
         contents = [message.get("content") for message in self.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        return any(isinstance(part, Mapping) and part.get("type") in ("image", "video") for part in parts)
+        return sum(isinstance(part, Mapping) and part.get("type") in ("image", "video") for part in parts)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Request:
 
     ids: tuple[int, ...]
     first_new: int
-    inputs: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def load_conversations(path: str | Path) -> list[Conversation]:
@@ -156,49 +157,67 @@ def data_hash(conversations: Iterable[Conversation]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def make_request(conversation: Conversation, tokenizer: Any) -> Request | None:
-    """The request that the conversation's last answer was given to; None if there is no such answer.
+def encode(conversation: Conversation, tokenizer: Any, prompt: bool = True) -> tuple[list[int], dict[str, Any]]:
+    """Token ids of a conversation, and what else the model is given: pixels of images, and where they stand.
 
-    For images, ``tokenizer`` is the model's processor: it loads them, and knows how many tokens each takes.
-
-    ``first_new`` is where what the previous answer ended with is followed by something new: what a cache kept from turn
-    to turn would not hold yet.
+    Args:
+        conversation: what was said.
+        tokenizer: with a chat template; for images the model's processor, which loads them, and knows how many tokens
+            each takes.
+        prompt: end with the header of the next answer.
 
     Raises:
-        ValueError: the chat template does not take the messages, or they show images and this is no processor.
+        ValueError: the chat template does not take the messages, or they show images and this is no processor, or
+            one that makes no pixels of them.
     """
-    shown = conversation.shows_images
+    shown = conversation.images
     if shown and getattr(tokenizer, "image_processor", None) is None:
         raise ValueError(
             f"tokenizer: got a {type(tokenizer).__name__}, which makes no tokens of a conversation's images; "
             "give the model's processor, AutoProcessor.from_pretrained(...)."
         )
+    # Processors write into the messages that they are given.
+    messages = copy.deepcopy(list(conversation.messages))
+    options = {
+        "tools": list(conversation.tools) if conversation.tools else None,
+        "add_generation_prompt": prompt,
+        "tokenize": bool(shown),
+    }
+    try:
+        if not shown:
+            text = tokenizer.apply_chat_template(messages, **options)
+            return getattr(tokenizer, "tokenizer", tokenizer)(text, add_special_tokens=False).input_ids, {}
+        inputs = dict(tokenizer.apply_chat_template(messages, **options, return_dict=True, return_tensors="pt"))
+    except Exception as error:
+        # Templates raise whatever Jinja does, and images whatever their file or address does.
+        raise ValueError(f"data: the chat template does not take these messages: {error}") from error
+    inputs.pop("attention_mask", None)
+    ids = inputs.pop("input_ids")[0]
+    if not any(isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values()):
+        found = sum(int((ids == token).sum()) for token in placeholders(tokenizer))
+        raise ValueError(
+            f"data: the conversation shows {shown} images or videos, of which the {type(tokenizer).__name__} made "
+            f"{found} placeholders and no pixels; give the processor that belongs to the model, with its chat template."
+        )
+    return ids.tolist(), inputs
+
+
+def make_request(conversation: Conversation, tokenizer: Any) -> Request | None:
+    """The request that the conversation's last answer was given to; None if there is no such answer.
+
+    ``first_new`` is where what the previous answer ended with is followed by something new: what a cache kept from turn
+    to turn would not hold yet.
+
+    Raises:
+        ValueError: see `encode`.
+    """
     answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant" and i]
     if not answers:
         return None
-
-    def encode(end: int, prompt: bool) -> tuple[list[int], dict[str, Tensor]]:
-        # Processors write into the messages that they are given.
-        messages = copy.deepcopy(list(conversation.messages[:end]))
-        options = {
-            "tools": list(conversation.tools) if conversation.tools else None,
-            "add_generation_prompt": prompt,
-            "tokenize": shown,
-        }
-        try:
-            if shown:
-                options |= {"return_dict": True, "return_tensors": "pt"}
-                inputs = dict(tokenizer.apply_chat_template(messages, **options))
-                inputs.pop("attention_mask", None)
-                return inputs.pop("input_ids")[0].tolist(), inputs
-            text = tokenizer.apply_chat_template(messages, **options)
-        except Exception as error:
-            # Templates raise whatever Jinja does, and images whatever their file or address does.
-            raise ValueError(f"data: the chat template does not take these messages: {error}") from error
-        return getattr(tokenizer, "tokenizer", tokenizer)(text, add_special_tokens=False).input_ids, {}
-
-    whole, inputs = encode(answers[-1], True)
-    before = encode(answers[-2] + 1, False)[0] if len(answers) > 1 else []
+    whole, inputs = encode(replace(conversation, messages=conversation.messages[: answers[-1]]), tokenizer)
+    before: list[int] = []
+    if len(answers) > 1:
+        before, _ = encode(replace(conversation, messages=conversation.messages[: answers[-2] + 1]), tokenizer, False)
     same = next(
         (i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), min(len(whole), len(before))
     )

@@ -80,8 +80,13 @@ _BOS = {
 }
 
 
-def byte_tokenizer(family: str, template: str | None, merges: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
-    """One token a byte, the family's markers, and tokens for ``merges``, each built from left to right."""
+def byte_tokenizer(
+    family: str, template: str | None, merges: tuple[str, ...] = (), named: dict[str, str] | None = None
+) -> PreTrainedTokenizerFast:
+    """One token a byte, the family's markers, and tokens for ``merges``, each built from left to right.
+
+    ``named`` are markers that are attributes of the tokenizer too, as processors ask for them.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(letters)}
     pairs = []
@@ -101,6 +106,7 @@ def byte_tokenizer(family: str, template: str | None, merges: tuple[str, ...] = 
         bos_token=_BOS.get(family),
         eos_token="<|endoftext|>" if "<|endoftext|>" in TOKENS[family] else None,
         chat_template=template,
+        extra_special_tokens=named or {},
         clean_up_tokenization_spaces=False,
     )
 

@@ -1,108 +1,58 @@
-"""Calibration with images: real pixels through a tiny Qwen3-VL, whose processor says how many tokens an image takes."""
+"""Calibration with images: real pixels through tiny models, whose processors say how many tokens an image takes."""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
 
 import pytest
 import torch
-from PIL import Image
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hfkvq.caches import TriAxialCache
 from hfkvq.caches.tags import TAGS, Tagger
 from hfkvq.measure.capture import Capture, capture
-from hfkvq.tuning import Conversation, calibrate, parse_conversation
+from hfkvq.tuning import Conversation, Sensitivity, calibrate, parse_conversation
 from hfkvq.tuning.conversations import data_hash, make_request
 from tests.caches.chats import byte_tokenizer
+from tests.caches.vision import FAMILIES, build, film, picture, says
+from tests.caches.vision import processor as processor_of
+from tests.command import assert_refused, invoke
 
-TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}\
-<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 IMAGE = "current|image|user"
-SIDE, PATCH = 64, 8
-TOKENS = (SIDE // (2 * PATCH)) ** 2
-"""Of an image: a token for two by two patches."""
-
-
-class Processor(Qwen3VLProcessor):
-    """Without videos, which torchvision would be needed for."""
-
-    def __init__(self, image_processor, tokenizer, chat_template=None):
-        self.video_processor = None
-        super().__init__(image_processor, tokenizer, None, chat_template)
-
-    def check_argument_for_proper_class(self, name, value):
-        return type(value) if name == "video_processor" else super().check_argument_for_proper_class(name, value)
+TOKENS = 4
+"""Of a picture of Qwen3-VL's: a token for two by two patches."""
 
 
 @pytest.fixture(scope="module")
 def processor():
-    tokenizer = byte_tokenizer("qwen3", TEMPLATE)
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]}
-    )
-    pixels = Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=2, size={"shortest_edge": SIDE * SIDE, "longest_edge": SIDE * SIDE}
-    )
-    return Processor(pixels, tokenizer, TEMPLATE)
+    return processor_of("qwen3-vl")
 
 
 @pytest.fixture(scope="module")
-def model(processor):
-    token = processor.tokenizer.convert_tokens_to_ids
-    config = Qwen3VLConfig(
-        text_config={
-            "vocab_size": len(processor.tokenizer),
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "patch_size": PATCH,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-    )
-    torch.manual_seed(0)
-    return Qwen3VLForConditionalGeneration(config).eval()
+def model():
+    return build("qwen3-vl")
 
 
-def picture(seed):
+def url(seed):
     """A file's content, as OpenAI's messages carry it."""
-    torch.manual_seed(seed)
     file = io.BytesIO()
-    Image.fromarray(torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8).numpy()).save(file, "PNG")
+    picture(seed).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+def messages(seed=0):
+    shown = [{"type": "image_url", "image_url": {"url": url(seed)}}, {"type": "text", "text": "what is it?"}]
+    return [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "good day"},
+        {"role": "user", "content": shown},
+        {"role": "assistant", "content": "noise"},
+    ]
+
+
 def talk(seed=0):
-    shown = [{"type": "image_url", "image_url": {"url": picture(seed)}}, {"type": "text", "text": "what is it?"}]
-    return parse_conversation(
-        [
-            {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": "good day"},
-            {"role": "user", "content": shown},
-            {"role": "assistant", "content": "noise"},
-        ]
-    )
+    return parse_conversation(messages(seed))
 
 
 def test_an_image_has_the_tokens_that_the_model_sees(processor, model):
@@ -151,9 +101,7 @@ def test_a_processor_serves_conversations_of_text(processor):
 
 def test_pictures_that_are_no_files_have_one_hash():
     def shown(seed):
-        torch.manual_seed(seed)
-        image = Image.fromarray(torch.randint(0, 256, (4, 4, 3), dtype=torch.uint8).numpy())
-        return Conversation(({"role": "user", "content": [{"type": "image", "image": image}]},))
+        return Conversation((says("user", picture(seed)),))
 
     assert data_hash([shown(0)]) == data_hash([shown(0)]) != data_hash([shown(1)])
 
@@ -168,6 +116,79 @@ def test_placeholders_of_the_config_are_images(processor, model):
     assert tags == ["current|text|user", IMAGE, IMAGE, "current|text|user"]
     named = Tagger.from_tokenizer(tokenizer, "chatml", config=model.config).tag(ids)[0]
     assert [TAGS[tag].split("|")[1] for tag in named.tolist()] == ["text", "image", "image", "text"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_measured(family):
+    """Several images, in an older turn too, and a video where the family takes one."""
+    new = ["c", picture(1), *([film(1)] if FAMILIES[family][4] else [])]
+    messages = (says("user", "a", picture(0)), says("assistant", "b"), says("user", *new), says("assistant", "d"))
+    found = calibrate(build(family), processor_of(family), [Conversation(messages)], layers=2)
+    assert found.counts["turn_m1|image|user"] >= 4
+    assert found.counts[IMAGE] >= 4 * (1 + 2 * FAMILIES[family][4])
+    assert all(found.distortion[tag][0] > 0 for tag in found.counts if "|image|" in tag)
+
+
+# Bad input.
+
+
+def test_a_processor_that_expands_no_images_is_refused(processor, model, monkeypatch):
+    """Before anything is measured."""
+    monkeypatch.setattr(type(processor), "replace_image_token", lambda self, *args, **kwargs: self.image_token)
+    with pytest.raises(ValueError, match=r"got 1 placeholders .* shown, 1, take 4: nobody has expanded them"):
+        calibrate(model, processor, [talk()])
+
+
+def test_a_processor_that_makes_no_pixels_is_refused(processor, model, monkeypatch):
+    plain = processor.tokenizer.apply_chat_template
+    monkeypatch.setattr(type(processor), "apply_chat_template", lambda self, *args, **kwargs: plain(*args, **kwargs))
+    with pytest.raises(ValueError, match=r"shows 1 images or videos, of which .* made 1 placeholders and no pixels"):
+        calibrate(model, processor, [talk()])
+
+
+def test_a_picture_that_is_no_file_is_refused(processor, model):
+    shown = {"role": "user", "content": [{"type": "image", "path": "/nowhere/picture.png"}]}
+    with pytest.raises(ValueError, match="nowhere"):
+        calibrate(model, processor, [Conversation((shown, {"role": "assistant", "content": "noise"}))])
+
+
+# The commands, with a model whose processor is loaded without torchvision.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llava")
+    build("llava").save_pretrained(path)
+    processor_of("llava").save_pretrained(path)
+    (path / "talk.jsonl").write_text(json.dumps(messages()) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_command_measures_pixels(folder):
+    out = folder / "sensitivity.json"
+    done = invoke("calibrate", folder / "talk.jsonl", "--model", folder, "--out", out, "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    found = Sensitivity.load(out)
+    # Four by four patches and one for all.
+    assert found.counts[IMAGE] == 17
+    assert found.distortion[IMAGE][0] > found.distortion[IMAGE][1] > 0
+
+
+def test_the_command_shows_tags_of_images(folder):
+    done = invoke("tag", "--tokenizer", folder, "--messages", folder / "talk.jsonl", "--json")
+    assert done.exit_code == 0, done.output
+    (one,) = json.loads(done.output)["conversations"]
+    assert one["counts"][IMAGE] == 17
+    text = folder / "text.jsonl"
+    text.write_text(json.dumps(messages()[:2]) + "\n", encoding="utf-8")
+    plain = invoke("tag", "--tokenizer", folder, "--messages", text, "--json")
+    assert not any("|image|" in tag for tag in json.loads(plain.output)["conversations"][0]["counts"])
+
+
+def test_the_command_wants_a_processor_for_images(folder, tmp_path):
+    byte_tokenizer("qwen3", processor_of("llava").chat_template).save_pretrained(tmp_path)
+    done = invoke("tag", "--tokenizer", tmp_path, "--messages", folder / "talk.jsonl")
+    assert_refused(done, "give the model's processor")
 
 
 def test_tokens_of_an_image_may_see_each_other():

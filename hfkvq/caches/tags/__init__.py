@@ -2,6 +2,7 @@
 
 from .axes import MODAL, PAD, SEMANTIC, TAGS, TEMPORAL, age_tags, parse_tag, tag_axes, tag_number
 from .formats import FORMATS, find_format, get_format
+from .placeholders import ImageTokens, placeholders
 from .tagger import Extension, Tagger, TagState
 from .templates import ChatFormat, Opening, Span
 
@@ -14,6 +15,7 @@ __all__ = [
     "TEMPORAL",
     "ChatFormat",
     "Extension",
+    "ImageTokens",
     "Opening",
     "Span",
     "TagState",
@@ -22,6 +24,7 @@ __all__ = [
     "find_format",
     "get_format",
     "parse_tag",
+    "placeholders",
     "tag_axes",
     "tag_number",
 ]

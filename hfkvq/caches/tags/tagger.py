@@ -13,6 +13,7 @@ from torch import Tensor
 from .axes import KINDS, PAD, TAGS, TEMPORAL, age_tags, parse_tag
 from .formats import find_format, get_format
 from .grammar import Grammar
+from .placeholders import placeholders
 from .scan import Place, Scan
 from .templates import ChatFormat
 
@@ -131,12 +132,13 @@ class Tagger:
         Args:
             tokenizer: A Transformers tokenizer, or a processor that holds one.
             chat_format: The format, or its name in `FORMATS`, instead of finding it out.
-            config: The model's, which names the placeholders of images and videos (``image_token_id``).
+            config: The model's, which names the placeholders of images and videos (``image_token_id``); a processor
+                names them too.
 
         Raises:
             ValueError: No known format fits the chat template, or none has that name.
         """
-        template = getattr(tokenizer, "chat_template", None)
+        processor, template = tokenizer, getattr(tokenizer, "chat_template", None)
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         template = template or getattr(tokenizer, "chat_template", None)
         if isinstance(chat_format, str):
@@ -145,7 +147,7 @@ class Tagger:
             # Some tokenizers have several templates by name, e.g. one for tools.
             text = template if isinstance(template, str) else "\n".join(template.values())
             chat_format = find_format(text, tokenizer.get_added_vocab())
-        images = placeholders(config)
+        images = sorted({*placeholders(config), *placeholders(processor)})
         grammar = None if chat_format is None else Grammar(tokenizer, chat_format, images)
         return cls(grammar, tokenizer.pad_token_id, tokenizer.bos_token_id, images)
 
@@ -236,13 +238,6 @@ class Tagger:
         last = place.turns + len(scan.beginnings)
         temporal = np.where(turns == 0, 0, np.maximum(_CURRENT - (last - turns), 0))
         return scan.settled_place, (temporal * KINDS + scan.kinds).astype(np.uint8), scan.settled
-
-
-def placeholders(config: Any, kinds: Iterable[str] = ("image", "video")) -> list[int]:
-    """Ids that stand for images and for frames of videos in a model's prompts, as its config says; none for None."""
-    names = [f"{kind}_token_{what}" for kind in kinds for what in ("id", "index")]
-    found = {getattr(config, name, None) for name in names}
-    return sorted(x for x in found if isinstance(x, int))
 
 
 def _array(name: str, given: Any) -> np.ndarray:

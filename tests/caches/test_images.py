@@ -1,0 +1,471 @@
+"""Images and videos end to end: real pixels, the families' own processors, every mode that stock generation has."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import hfkvq
+from evals import families
+from hfkvq import MixedKVCache, TriAxialCache
+from hfkvq.caches.recorded import is_recorded
+from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, placeholders
+from tests.caches import vision
+from tests.caches.driver import assert_same_bits, small, stored
+from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
+from tests.caches.vision import (
+    FAMILIES,
+    OTHERS,
+    SIDE,
+    build,
+    build_other,
+    config,
+    film,
+    other_inputs,
+    picture,
+    processor,
+    prompts,
+    says,
+)
+
+NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+VIDEOS = [family for family in FAMILIES if FAMILIES[family][4]]
+# Qwen2-VL is Qwen2.5-VL's elder brother, with another vision tower.
+USUAL = [pytest.param(family, marks=[pytest.mark.slow] * (family == "qwen2-vl")) for family in FAMILIES]
+# Layers of several kinds: steps are not captured.
+EAGER = {"gemma3"}
+SHORT = {"group_size": 8, "page_size": 8, "seal_unit": 8}
+
+
+@functools.cache
+def two_rows(family):
+    """Rows of several lengths: two pictures and a second turn, and one picture; padding at the left."""
+    first = [says("user", "ab", picture(0), "what?", picture(1, 48, 32)), says("assistant", "hm"), says("user", "ok?")]
+    return prompts(family, first, [says("user", picture(2), "hi")])
+
+
+@functools.cache
+def one_row(family, seed=0):
+    return prompts(family, [says("user", "ab", picture(seed), "what is it?")])
+
+
+def generate(model, cache, inputs, **kwargs):
+    # As a trained model would not: a placeholder without an image behind it.
+    never = {"suppress_tokens": placeholders(model.config)}
+    return model.generate(**inputs, past_key_values=cache, **(NEW | never | kwargs))
+
+
+def goes_on(model, family, inputs, out, *parts):
+    """The conversation so far and a message of new parts: for a cache that holds the former, and for one that is empty.
+
+    A cache is given all ids, and the pixels of new images.
+    """
+    more = prompts(family, [says("user", *parts)])
+    ids = torch.cat([out, more["input_ids"]], 1)
+    whole = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in more:
+            answered = out.shape[1] - inputs[name].shape[1]
+            whole[name] = torch.cat([torch.nn.functional.pad(inputs[name], (0, answered)), more[name]], 1)
+    for name in ("pixel_values", "image_grid_thw"):
+        if name in more:
+            whole[name] = torch.cat([inputs[name], more[name]])
+    turn = whole | {name: more[name] for name in ("pixel_values", "image_grid_thw") if name in more}
+    if "image_grid_thw" in more:
+        given = {name: whole[name] for name in ("mm_token_type_ids", "image_grid_thw")}
+        turn["position_ids"], _ = model.model.get_rope_index(ids, **given)
+    return turn, whole
+
+
+def second_turn(family, model, cache):
+    inputs = one_row(family)
+    out = generate(model, cache, inputs)
+    return generate(model, cache, goes_on(model, family, inputs, out, "and", picture(7), "?")[0])
+
+
+def sampled(family, model, cache):
+    torch.manual_seed(1)
+    return generate(model, cache, two_rows(family), do_sample=True, num_return_sequences=2)
+
+
+MODES = {
+    "greedy": lambda family, model, cache: generate(model, cache, two_rows(family)),
+    "beams": lambda family, model, cache: generate(model, cache, two_rows(family), num_beams=2),
+    "sequences": sampled,
+    "chunks": lambda family, model, cache: generate(model, cache, one_row(family), prefill_chunk_size=7),
+    "lookup": lambda family, model, cache: generate(model, cache, one_row(family), prompt_lookup_num_tokens=3),
+    "assisted": lambda family, model, cache: generate(model, cache, one_row(family), assistant_model=build(family)),
+    "turns": second_turn,
+    "video": lambda family, model, cache: generate(
+        model, cache, prompts(family, [says("user", film(0), "what?", picture(1))])
+    ),
+}
+
+
+def runs(family, mode, make):
+    """Tokens, or the error that stock generation raises."""
+    model = build(family)
+    logging.disable(logging.WARNING)
+    try:
+        return MODES[mode](family, model, make(model))
+    except (RuntimeError, ValueError, StopIteration) as error:
+        return error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def cells():
+    """Families and modes. What is much like another is a slow test: text models like Qwen3-VL's, in less used modes."""
+    for family in FAMILIES:
+        for mode in (mode for mode in MODES if mode != "video" or family in VIDEOS):
+            alike = family in ("qwen2.5-vl", "llava") and mode not in ("greedy", "turns", "video")
+            slow = [pytest.mark.slow] if alike or family == "qwen2-vl" else []
+            yield pytest.param(family, mode, marks=slow, id=f"{family}-{mode}")
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize(("family", "mode"), cells())
+def test_generate_gives_the_tokens_of_a_dynamic_cache(family, mode):
+    """Growing with captured steps, and of fixed capacity without."""
+    expected = runs(family, mode, lambda model: DynamicCache(config=model.config.get_text_config()))
+    if isinstance(expected, Exception):
+        # 5.17 does not cut Qwen's grids into pieces.
+        assert mode == "chunks", expected
+        pytest.skip(f"stock generation fails: {expected}")
+    got = runs(family, mode, lambda model: MixedKVCache(model, "full"))
+    assert torch.equal(got, expected), got
+    # Drafts are made in steps too; beams in recorded ones need no graph of their own.
+    assert (PythonGraph.made > 0) == (family not in EAGER)
+    if mode in ("greedy", "turns", "video"):
+        fixed = runs(family, mode, lambda model: MixedKVCache(model, "full", max_cache_len=160, graphs=False))
+        assert torch.equal(fixed, expected), fixed
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "internvl", "gemma3", "llava"])
+def test_a_later_turn_is_the_conversation_at_once(family):
+    model, inputs = build(family), one_row(family)
+    cache = MixedKVCache(model, "full")
+    turn, whole = goes_on(model, family, inputs, generate(model, cache, inputs), "and", picture(7), "?")
+    got = generate(model, cache, turn)
+    assert torch.equal(got, generate(model, DynamicCache(config=model.config.get_text_config()), whole))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_with_pixels(name):
+    """Patches and images without a processor: the tokens of a dynamic cache, which depend on the image."""
+    if name not in families.families():
+        pytest.skip("Transformers of this version does not have it")
+    model = build_other(name)
+    inputs, count = other_inputs(model)
+    expected = generate(model, DynamicCache(config=model.config.get_text_config(decoder=True)), inputs)
+    cache = MixedKVCache(model, "full")
+    assert torch.equal(generate(model, cache, inputs), expected)
+    assert cache.compressed_layers
+    with torch.no_grad():
+        others = inputs | {"pixel_values": -1.5 * inputs["pixel_values"]}
+        one, other = (model(**given).logits[0, -1] for given in (inputs, others))
+    assert (one - other).abs().max() > 1e-2
+    if count > 1:
+        # What a config says of an image's tokens may not be what it takes.
+        ImageTokens.of(model.config).check(inputs["input_ids"], inputs)
+
+
+@pytest.mark.parametrize("family", USUAL)
+def test_answers_are_about_the_pixels(family):
+    """What the tests above compare depends on them."""
+    model = build(family)
+    with torch.no_grad():
+        one, other = (model(**one_row(family, seed)).logits[0, -1] for seed in (0, 5))
+    assert (one - other).abs().max() > 1e-2
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+def test_a_graph_serves_prompts_whose_images_move_positions(family):
+    """M-RoPE: how far positions lag behind tokens is another number for each prompt, and the model's to remember."""
+    model, stock = build(family), build(family)
+    deltas, ask = set(), model.model.compute_3d_position_ids
+
+    def asked(**kwargs):
+        # A graph would go on with the number of the prompt that it was recorded behind.
+        assert not is_recorded()
+        return ask(**kwargs)
+
+    model.model.compute_3d_position_ids = asked
+    for width in (32, 96):
+        inputs = prompts(family, [says("user", picture(3, width, 32), "x" * (40 - width // 4), "what is it?")])
+        expected = generate(stock, DynamicCache(config=stock.config.get_text_config()), inputs)
+        assert torch.equal(generate(model, MixedKVCache(model, "full", graphs=True), inputs), expected)
+        deltas.add(int(model.model.rope_deltas))
+    assert len(deltas) == 2
+    assert PythonGraph.made > 0
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl"])
+def test_a_loop_of_ones_own_gives_positions(family):
+    """Without them Qwen's models ask how many tokens are cached, which a recorded step cannot tell."""
+    model = build(family)
+    found = []
+    for cache in (
+        DynamicCache(config=model.config.get_text_config()),
+        *(MixedKVCache(model, "full") for _ in range(2)),
+    ):
+        placed = len(found) == 2
+        with torch.no_grad():
+            logits = [model(**one_row(family), past_key_values=cache).logits[:, -1:]]
+            for token in range(5):
+                seen = cache.get_seq_length()
+                position = (torch.tensor([[seen]]) + model.model.rope_deltas).expand(3, 1, 1)
+                step = {"position_ids": position} if placed else {}
+                logits.append(model(torch.tensor([[40 + token]]), past_key_values=cache, **step).logits)
+        assert (PythonGraph.made > 0) == placed
+        found.append(torch.cat(logits))
+    for got in found[1:]:
+        assert torch.allclose(got, found[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("preset", ["kitty-pro", "saw-int4", "kvarn-k4v2", "triaxial"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
+def test_presets_attend_to_what_they_hold(family, preset):
+    """Steps, and a later turn with an image: the same logits as with stock attention over dequantized tensors."""
+    found = []
+    for attention in (None, "eager"):
+        model = build(family, attention)
+        cache = MixedKVCache(model if attention is None else model.config, small(preset), attach=attention is None)
+        inputs = one_row(family)
+        with torch.no_grad():
+            logits = [model(**inputs, past_key_values=cache).logits[0]]
+            for token in range(3):
+                logits.append(model(torch.tensor([[40 + token]]), past_key_values=cache).logits[0])
+            more = prompts(family, [says("user", picture(4), "?")])
+            more.pop("attention_mask")
+            logits.append(model(**more, past_key_values=cache).logits[0])
+        found.append(torch.cat(logits))
+        assert cache.memory().code_bits < 16
+    assert torch.allclose(*found, atol=2e-4)
+
+
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("preset", ["kitty-pro", "triaxial"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "internvl"])
+def test_captured_steps_are_those_in_python(family, preset):
+    """Over pages that are sealed while images are in them and behind them."""
+    model = build(family)
+    found = []
+    for graphs in (False, True):
+        if preset == "triaxial":
+            cache = TriAxialCache(model, processor(family), graphs=graphs)
+        else:
+            cache = MixedKVCache(model, small(preset), graphs=graphs)
+        found.append(generate(model, cache, two_rows(family), max_new_tokens=20, min_new_tokens=20))
+        assert (PythonGraph.made > 0) == graphs
+    assert torch.equal(*found)
+
+
+# The modal axis.
+
+
+def tags_of(family, inputs):
+    tagger = Tagger.from_tokenizer(processor(family), config=config(family))
+    return tagger.tag(inputs["input_ids"], inputs["attention_mask"])
+
+
+def placeholders_of(family, ids):
+    """Where features go."""
+    return torch.isin(ids, torch.tensor(placeholders(config(family))))
+
+
+def modal(tags):
+    return torch.tensor([[TAGS[tag].split("|")[1:2] == ["image"] for tag in row] for row in tags.tolist()])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_images_are_tagged_as_images(family):
+    """In rows with padding, of several images, in older turns: the placeholders, and the marks around them."""
+    inputs = two_rows(family)
+    tags, ids = tags_of(family, inputs), inputs["input_ids"]
+    assert bool((tags == PAD).eq(inputs["attention_mask"] == 0).all())
+    images, features = modal(tags), placeholders_of(family, ids)
+    assert bool((images | ~features).all())
+    around = processor(family).tokenizer.convert_ids_to_tokens(ids[images & ~features])
+    assert set(around) <= {
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<img>",
+        "</img>",
+        "<start_of_image>",
+        "<end_of_image>",
+    }
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in inputs:
+            # The processor's own word.
+            assert bool((images | (inputs[name] == 0)).all())
+    names = [{TAGS[tag] for tag in row.tolist()} for row in tags]
+    assert "turn_m1|image|user" in names[0]
+    assert "current|image|user" not in names[0]
+    assert "current|image|user" in names[1]
+
+
+def test_config_or_processor_name_what_the_chat_format_does_not():
+    inputs = one_row("llava")
+    features = placeholders_of("llava", inputs["input_ids"])
+    assert int(features.sum()) == 17
+    tokenizer = processor("llava").tokenizer
+    for source, known in ((processor("llava"), None), (tokenizer, config("llava"))):
+        tags = Tagger.from_tokenizer(source, config=known).tag(inputs["input_ids"])
+        assert torch.equal(modal(tags), features)
+
+
+@pytest.mark.parametrize("family", VIDEOS)
+def test_frames_of_videos_are_images(family):
+    inputs = prompts(family, [says("user", film(0), "what?")])
+    images, features = modal(tags_of(family, inputs)), placeholders_of(family, inputs["input_ids"])
+    assert int(features.sum()) == (16 if family == "internvl" else 8)
+    assert bool((images | ~features).all())
+    # Times of frames are text.
+    assert "what?" in processor(family).tokenizer.decode(inputs["input_ids"][~images])
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "internvl"])
+def test_what_tools_show_is_an_observation(family):
+    talk = [says("user", "go"), says("assistant", "so"), says("tool", "seen:", picture(0)), says("assistant", "done")]
+    inputs = prompts(family, [*talk, says("user", "and?")])
+    tags, features = tags_of(family, inputs), placeholders_of(family, inputs["input_ids"])
+    assert {TAGS[tag] for tag in tags[features].tolist()} == {"turn_m1|image|obs"}
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "gemma3"])
+def test_images_go_into_two_bits(family):
+    """The model and its processor are all that it takes; a config is shown what the processor made."""
+    model, inputs = build(family), two_rows(family)
+    table = {tag: 2 for tag in TAGS if "|image|" in tag}
+    hooked = TriAxialCache(model, processor(family), table=table, **SHORT)
+    shown = TriAxialCache(model.config, processor(family), table=table, **SHORT)
+    shown.see(**inputs)
+    out = generate(model, hooked, inputs)
+    assert torch.equal(generate(model, shown, inputs), out)
+    images, held = modal(tags_of(family, inputs)), hooked.compressed_layers[0]
+    for row, mask in enumerate(inputs["attention_mask"]):
+        own = images[row][mask.bool()].nonzero()[:, 0].tolist()
+        narrow = stored(held, row).get("0 keys positions", torch.empty(0)).tolist()
+        # In order, whole pages.
+        assert narrow == own[: len(own) // 8 * 8]
+        assert_same_bits(stored(held, row), stored(shown.compressed_layers[0], row))
+    assert len(stored(held, 0)["0 keys positions"]) == 8
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "internvl"])
+def test_a_prompt_in_pieces_is_tagged_as_a_whole(family):
+    """A piece may end in the middle of an image, whose features come in parts."""
+    model, inputs = build(family), one_row(family)
+    cache = TriAxialCache(model, processor(family), **SHORT)
+    cache.see(**inputs)
+    stock = runs(family, "chunks", lambda model: DynamicCache(config=model.config.get_text_config()))
+    if isinstance(stock, Exception):
+        pytest.skip(f"stock generation fails: {stock}")
+    MODES["chunks"](family, model, cache)
+    count = inputs["input_ids"].shape[1]
+    assert torch.equal(cache.tokens.tags[:, :count], tags_of(family, inputs))
+
+
+def test_images_age_with_their_turns():
+    """An image of a later turn is tagged in its turn; the older one comes to 2 bits once its turn is over."""
+    family = "qwen3-vl"
+    model, inputs = build(family), one_row(family, 0)
+    inputs = prompts(family, [says("user", picture(0, 64, 64), "what is it?")])
+    table = {"turn_m1|image|user": 2}
+    cache = TriAxialCache(model, processor(family), table=table, requantize_on_turn_end=True, **SHORT)
+    out = generate(model, cache, inputs)
+    images = modal(tags_of(family, inputs))[0].nonzero()[:, 0].tolist()
+
+    def narrow():
+        return stored(cache.compressed_layers[0], 0).get("0 keys positions", torch.empty(0)).tolist()
+
+    assert narrow() == []
+    generate(model, cache, goes_on(model, family, inputs, out, "and", picture(7), "?")[0])
+    assert len(narrow()) == 16
+    assert set(narrow()) <= set(images)
+
+
+# Images that nobody expanded.
+
+
+def unexpanded(family, inputs):
+    """One placeholder for each image, as the chat template writes it."""
+    ids = inputs["input_ids"][0]
+    features = placeholders_of(family, ids)
+    keep = torch.ones_like(features)
+    keep[1:] = ~(features[1:] & features[:-1])
+    length = len(ids)
+    return {k: x[:, keep] if x.dim() == 2 and x.shape[1] == length else x for k, x in inputs.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_images_that_nobody_expanded_are_refused(family):
+    """With the count found and the count wanted, before anything is cached or noted."""
+    model, inputs = build(family), one_row(family)
+    wanted = int(placeholders_of(family, inputs["input_ids"]).sum())
+    message = rf"got 1 placeholders \(token .*shown, 1, take {wanted}: nobody has expanded them.*processor\(text="
+    cache = TriAxialCache(model, processor(family), **SHORT)
+    given = unexpanded(family, inputs)
+    with pytest.raises(ValueError, match=message):
+        generate(model, cache, given)
+    with pytest.raises(ValueError, match=message), torch.no_grad():
+        model(**given, past_key_values=cache)
+    with pytest.raises(ValueError, match=message):
+        cache.see(**given)
+    # Others have stock's own word.
+    plain = MixedKVCache(model, "full")
+    with pytest.raises(ValueError, match="tokens: 1, features"), torch.no_grad():
+        model(**given, past_key_values=plain)
+    assert cache.get_seq_length() == cache.tokens.length == cache.tokens.expected == plain.get_seq_length() == 0
+    fresh = TriAxialCache(model, processor(family), **SHORT)
+    assert torch.equal(generate(model, cache, inputs), generate(model, fresh, inputs))
+
+
+@pytest.mark.parametrize("family", ["qwen3-vl", "internvl"])
+def test_a_later_turn_that_is_refused_loses_nothing(family):
+    model, inputs = build(family), one_row(family)
+    cache = TriAxialCache(model, processor(family), **SHORT)
+    out = generate(model, cache, inputs)
+    length, held = cache.tokens.length, stored(cache.compressed_layers[0], 0)
+    tags = cache.tokens.tags[:, :length].clone()
+    more = prompts(family, [says("user", picture(7))])
+    with pytest.raises(ValueError, match="got 1 placeholders"), torch.no_grad():
+        model(**(unexpanded(family, more) | {"attention_mask": None}), past_key_values=cache)
+    assert cache.get_seq_length() == cache.tokens.length == length == out.shape[1] - 1
+    assert torch.equal(cache.tokens.tags[:, :length], tags)
+    assert_same_bits(stored(cache.compressed_layers[0], 0), held)
+
+
+def test_a_picture_of_one_token_is_no_mistake():
+    family, side = "qwen3-vl", SIDE // 2
+    inputs = prompts(family, [says("user", picture(0, side, side), "hi")])
+    assert int(placeholders_of(family, inputs["input_ids"]).sum()) == 1
+    model = build(family)
+    cache = TriAxialCache(model, processor(family), **SHORT)
+    stock = generate(model, DynamicCache(config=model.config.get_text_config()), inputs)
+    assert generate(model, cache, inputs).shape == stock.shape
+
+
+# The guide.
+
+
+def test_the_recipe_of_the_guide():
+    text = (Path(hfkvq.__file__).parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(from hfkvq.*?)^```", text, re.MULTILINE | re.DOTALL)
+    screenshot = picture(0, 64, 64)
+    names = {"model": build("qwen3-vl"), "processor": vision.processor("qwen3-vl"), "screenshot": screenshot}
+    exec(code, names)
+    cache = names["cache"]
+    assert cache.get_seq_length() > 16
+    kept = {TAGS[tag] for tag in cache.tokens.tags[0, : cache.tokens.tagged].tolist() if tag < len(TAGS)}
+    assert "current|image|user" in kept
