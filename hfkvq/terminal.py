@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from hfkvq.sizes import parse_count
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,6 +37,18 @@ def fail(message: object, code: int = 2) -> NoReturn:
 def split(text: str | None) -> tuple[str, ...]:
     """The parts between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
+
+
+def tokens_option(help: str, least: int = 1) -> Any:
+    """An option of a number of tokens, ``32k`` or ``32768``; its errors are those of a wrong argument."""
+
+    def read(text: str | int) -> int:
+        try:
+            return parse_count(text, least=least)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(parser=read, metavar="TOKENS", help=help)
 
 
 class DType(str, Enum):

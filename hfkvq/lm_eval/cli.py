@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hfkvq.bounded import parse_json
-from hfkvq.terminal import Device, DType, Model, ModelDType, check_folder, fail, make_console, pick_device, split
+from hfkvq.terminal import (
+    Device,
+    DType,
+    Model,
+    ModelDType,
+    check_folder,
+    fail,
+    make_console,
+    pick_device,
+    split,
+    tokens_option,
+)
 
 # torch, Transformers and lm-eval are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -99,7 +110,7 @@ def leaderboard(
         list[Path] | None, typer.Option(metavar="FILE", help="Text for KL divergence, as for hfkvq kld.")
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of it.")] = 16,
-    context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
+    context: Annotated[int, tokens_option("Tokens of a window.", 3)] = 2048,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
 ) -> None:

@@ -20,6 +20,7 @@ from hfkvq.terminal import (
     print_notes,
     print_saved,
     split,
+    tokens_option,
 )
 
 # torch, Transformers and Optuna are imported inside the command, so that help comes at once.
@@ -66,9 +67,9 @@ def tune(
     ] = None,
     text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as for hfkvq kld.")] = None,
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set of the Hub, as for hfkvq kld.")] = None,
-    context: Annotated[int, typer.Option(min=4, help="Tokens of a window.")] = 1024,
+    context: Annotated[int, tokens_option("Tokens of a window.", 4)] = 1024,
     prefill: Annotated[
-        int | None, typer.Option(min=2, help=r"Of these, the prompt. \[default: three quarters]")
+        int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)
     ] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time behind it.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,

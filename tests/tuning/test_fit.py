@@ -20,7 +20,8 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
-from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
+from hfkvq.sizes import parse_size
+from hfkvq.tuning.fit import cache_bytes, fits, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.command import assert_refused, invoke

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from hfkvq.sizes import parse_count
 from hfkvq.terminal import check_files, fail, make_console, print_notes, print_saved, progress_bar, split
 
 from .device import bench_device
@@ -64,8 +65,8 @@ def _bench_cases(
                 raise ValueError("sweep: it has batches and contexts of its own; leave --batch and --context out.")
             sizes = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
         elif batch or context:
-            batches = [cases.parse_count(part) for part in split(batch or "1")]
-            sizes = [(rows, cases.parse_count(part)) for rows in batches for part in split(context or "8k")]
+            batches = [parse_count(part) for part in split(batch or "1")]
+            sizes = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
             sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
         if latents:

@@ -22,6 +22,7 @@ from hfkvq.terminal import (
     progress_bar,
     save_json,
     split,
+    tokens_option,
 )
 
 # torch, Transformers and datasets are imported inside the command, so that help comes at once.
@@ -54,9 +55,9 @@ def kld(
     ] = None,
     part: Annotated[str, typer.Option("--split", help="Split of the data set.")] = "test",
     field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
-    context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
+    context: Annotated[int, tokens_option("Tokens of a window.", 3)] = 2048,
     prefill: Annotated[
-        int | None, typer.Option(min=2, help=r"Of these, how many are the prompt, not scored. \[default: half]")
+        int | None, tokens_option(r"Of these, how many are the prompt, not scored. \[default: half]", 2)
     ] = None,
     chunk: Annotated[
         int,

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import DType, fail, make_console, split
+from hfkvq.sizes import parse_size
+from hfkvq.terminal import DType, fail, make_console, split, tokens_option
 
 # torch and Transformers are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -42,17 +43,15 @@ def fit(
     gpu_memory: Annotated[str, typer.Option(help="Memory of the device: 24GiB (1024) or 24GB (1000).")] = "24GiB",
     context: Annotated[
         int | None,
-        typer.Option(min=1, help=r"Tokens of a row, generated ones included. \[default: 32768, or the model's]"),
+        tokens_option(r"Tokens of a row, generated ones included, e.g. 32k. \[default: 32k, or the model's]"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     generated: Annotated[
-        int, typer.Option(min=0, help="Of the context, tokens that are generated: pages that grow have room to spare.")
+        int, tokens_option("Of the context, tokens that are generated: pages that grow have room to spare.", 0)
     ] = 0,
     prefill_chunk: Annotated[
         int,
-        typer.Option(
-            min=0, help="Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 is a prompt in one piece."
-        ),
+        tokens_option("Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 is a prompt in one piece.", 0),
     ] = 2048,
     schemes: Annotated[
         str | None,
@@ -78,7 +77,7 @@ def fit(
     from hfkvq.measure.models import find_model, read_config
 
     from .layer import Arrival
-    from .model import parse_size, plan
+    from .model import plan
     from .weights import weights_of
 
     try:

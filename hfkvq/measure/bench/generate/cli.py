@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from hfkvq.terminal import check_files, check_folder, fail, make_console, print_notes, print_saved, split
+from hfkvq.sizes import parse_count
+from hfkvq.terminal import check_files, check_folder, fail, make_console, print_notes, print_saved, split, tokens_option
 
 from ..device import bench_device
 
@@ -48,7 +49,6 @@ def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
 
 def _sizes(cases: str | None, batch: str | None, context: str | None) -> dict[str, Any]:
     """``cases`` and ``contexts`` of a `Plan`. Raises ValueError if they make no sense."""
-    from ..cases import parse_count
     from .cases import DEFAULT_CASES, parse_cases
 
     if cases and (batch or context):
@@ -162,7 +162,7 @@ def generate_command(
     prefill: Annotated[bool, typer.Option("--prefill", help="Time prefills as well, at every context.")] = False,
     prefill_batch: Annotated[int, typer.Option(min=1, help="Rows of a prefill.")] = 1,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help=r"Tokens of a prefill's forward. \[default: all]")
+        int | None, tokens_option(r"Tokens of a prefill's forward. \[default: all]")
     ] = None,
     whole: Annotated[
         bool, typer.Option("--whole", help="Time generate from end to end as well, prefill included.")
