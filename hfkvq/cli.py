@@ -79,26 +79,37 @@ def _main(
 
 @app.command()
 def schemes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A preset, also with knobs or as a file: explain it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/schemes.md.")] = False,
 ) -> None:
-    """List every preset: whom it is for, layout, bits, knobs, and what steps lose by its choices."""
-    from hfkvq.measure.demo.schemes import HEAD_DIM, describe_all, eviction_markdown, schemes_markdown, schemes_table
+    """List every preset in a line: bits, loss, speed, for whom; with a NAME explain it and its knobs."""
+    from hfkvq.caches.preset import get_preset
+    from hfkvq.measure.demo import preset_page, schemes
 
+    if name is not None:
+        if as_markdown:
+            fail("markdown: it is the table of all presets; leave the name out.")
+        try:
+            item = preset_page.explain(name, get_preset(name))
+        except ValueError as error:
+            fail(error)
+        if as_json:
+            typer.echo(json.dumps(item, indent=2))
+        else:
+            make_console().print(preset_page.preset_page(item))
+        return
     if as_markdown:
-        typer.echo(f"{schemes_markdown()}\n\n{eviction_markdown()}")
+        typer.echo(f"{schemes.schemes_markdown()}\n\n{schemes.eviction_markdown()}")
         return
     if as_json:
-        typer.echo(json.dumps(describe_all(), indent=2))
+        typer.echo(json.dumps(schemes.describe_all(), indent=2))
         return
-    console = make_console()
-    console.print(schemes_table())
-    note = (
-        f"Bits an element for heads of {HEAD_DIM} channels, keys and values together. Code bits are the payload; total "
-        "bits count all of a page, scales included, which is what a long context comes to. Knobs are given by name: "
-        'get_scheme("kitty", boost_ratio=0.2).'
-    )
-    print_notes(console, [note])
+    console = make_console(piped=160)
+    console.print(preset_page.schemes_table(console.width))
+    print_notes(console, preset_page.schemes_notes())
 
 
 def _pick_device(name: str) -> torch.device:

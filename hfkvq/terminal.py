@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _PIPED_WIDTH, _UNKNOWN_WIDTH = 120, 80
 
 
-def make_console() -> Console:
-    """Standard output, wide enough for a table."""
+def make_console(piped: int = _PIPED_WIDTH) -> Console:
+    """Standard output, wide enough for a table; ``piped`` is the width where none is known."""
     console = Console()
-    return console if console.is_terminal or console.width != _UNKNOWN_WIDTH else Console(width=_PIPED_WIDTH)
+    return console if console.is_terminal or console.width != _UNKNOWN_WIDTH else Console(width=piped)
 
 
 def fail(message: object, code: int = 2) -> NoReturn:

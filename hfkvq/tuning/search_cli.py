@@ -68,9 +68,7 @@ def tune(
     text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as for hfkvq kld.")] = None,
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set of the Hub, as for hfkvq kld.")] = None,
     context: Annotated[int, tokens_option("Tokens of a window.", 4)] = 1024,
-    prefill: Annotated[
-        int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)
-    ] = None,
+    prefill: Annotated[int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time behind it.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,
     metadata: Annotated[str | None, typer.Option(help="For lm-eval's tasks, as JSON.")] = None,

@@ -51,7 +51,7 @@ def fit(
     ] = 0,
     prefill_chunk: Annotated[
         int,
-        tokens_option("Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 is a prompt in one piece.", 0),
+        tokens_option("Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 for one piece.", 0),
     ] = 2048,
     schemes: Annotated[
         str | None,

@@ -161,9 +161,7 @@ def generate_command(
     ] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Time prefills as well, at every context.")] = False,
     prefill_batch: Annotated[int, typer.Option(min=1, help="Rows of a prefill.")] = 1,
-    prefill_chunk: Annotated[
-        int | None, tokens_option(r"Tokens of a prefill's forward. \[default: all]")
-    ] = None,
+    prefill_chunk: Annotated[int | None, tokens_option(r"Tokens of a prefill's forward. \[default: all]")] = None,
     whole: Annotated[
         bool, typer.Option("--whole", help="Time generate from end to end as well, prefill included.")
     ] = False,
