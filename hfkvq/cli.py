@@ -13,6 +13,7 @@ from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.measure.bench.cli import app as bench_app
 from hfkvq.measure.divergence.cli import app as divergence_app
 from hfkvq.measure.report.cli import app as report_app
+from hfkvq.progress import progress_bar, stoppable
 from hfkvq.serve_cli import app as serve_app
 from hfkvq.terminal import (
     ChatModel,
@@ -27,7 +28,6 @@ from hfkvq.terminal import (
     pick_device,
     print_notes,
     print_saved,
-    progress_bar,
     save_json,
     split,
 )
@@ -134,7 +134,8 @@ def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, ou
 def _run(subject: Subject, settings: Settings) -> Result:
     from hfkvq.measure.demo import run_demo
 
-    with progress_bar() as show:
+    words = "nothing is saved, and the same command begins anew; fewer --samples, --tasks or --schemes take less time."
+    with stoppable(words), progress_bar() as show:
         return run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -127,14 +126,3 @@ def print_saved(console: Console, *paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             console.print(f"Saved {path}", highlight=False)
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error; is told what is being done, and the share that is."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as view:
-        bar = view.add_task("", total=1.0)
-        yield lambda what, share: view.update(bar, description=what, completed=share)

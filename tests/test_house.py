@@ -15,6 +15,7 @@ LAYERS = (
     "hfkvq.kernels",
     "hfkvq.caches",
     "hfkvq.terminal",
+    "hfkvq.progress",
     "hfkvq.measure",
     "hfkvq.serving",
     "hfkvq.lm_eval",

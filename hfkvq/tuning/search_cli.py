@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfkvq.progress import stop
 from hfkvq.terminal import (
     Device,
     DTypeName,
@@ -198,7 +199,7 @@ def tune(
     except (ValueError, OSError, ImportError) as error:
         fail(error)
     except KeyboardInterrupt:
-        fail(f"stopped; finished trials are kept in {hidden(kept)}, and the same command goes on from there.", code=130)
+        stop(f"finished trials are kept in {hidden(kept)}, and the same command goes on from there.")
     console.print(table(study, picked))
     print_notes(console, notes(plan, study, picked))
     if out is not None:

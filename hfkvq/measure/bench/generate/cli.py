@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from hfkvq.progress import status_line, stoppable
 from hfkvq.sizes import parse_count
 from hfkvq.terminal import check_files, check_folder, fail, make_console, print_notes, print_saved, split, tokens_option
 
@@ -297,7 +297,13 @@ def generate_command(
         fail(error)
 
     console = make_console()
-    with Console(stderr=True).status("making weights") as status:
+
+    def kept() -> str:
+        if json_file is None:
+            return "nothing is saved; with --json FILE, --resume goes on where it stopped."
+        return f"figures so far are in {json_file}; the same command with --json {json_file} --resume goes on."
+
+    with stoppable(kept), status_line("making weights") as tell:
         # Before the weights take the room that it wants.
         copied = describe_copy(*timing.copy_bandwidth(device))
         # Weights come after first calls, whose processes have their own.
@@ -326,10 +332,10 @@ def generate_command(
             orders = {name: ColdCalls(name, *where, sizes, cold_tokens, settings.compile) for name in plan.cold}
             # The copy's room, for the processes.
             sweep(device)
-            console.print(report.view(cold_rows(plan, orders, record, keep, status.update)))
+            console.print(report.view(cold_rows(plan, orders, record, keep, tell)))
         try:
             if plan.warm:
-                status.update("making weights")
+                tell("making weights")
                 built = _build(config, device, dtype, seed, experts)
                 if liger:
                     try:
@@ -338,7 +344,7 @@ def generate_command(
                         fail(error)
                 guesses = None if draft_config is None else _build(draft_config, device, dtype, seed, Experts.auto)
                 bench = Bench(built, settings, meeting, guesses)
-                for rows in Session(bench, chosen, plan, record, keep, status.update).groups():
+                for rows in Session(bench, chosen, plan, record, keep, tell).groups():
                     console.print(report.view(rows))
         finally:
             if meeting is not None:
