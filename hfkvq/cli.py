@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, warm, serve, bench, tune, fit, calibrate, kld, reports."""
+"""The command line: ``hfkvq`` with recommend, fit, schemes, demo, kld, tune, bench, serve and others."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from hfkvq.terminal import (
 )
 from hfkvq.tuning.cli import app as tuning_app
 from hfkvq.tuning.fit.cli import app as fit_app
+from hfkvq.tuning.fit.recommend_cli import app as recommend_app
 from hfkvq.tuning.search_cli import app as search_app
 from hfkvq.warm_cli import app as warm_app
 
@@ -51,6 +52,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
 app.add_typer(tuning_app)
+app.add_typer(recommend_app)
 app.add_typer(fit_app)
 app.add_typer(divergence_app)
 app.add_typer(report_app)

@@ -160,8 +160,11 @@ def leaderboard(
         import lm_eval  # noqa: F401
     except ImportError:
         fail("leaderboard: lm-eval is not installed; pip install 'hfkvq[eval]'.")
+    from transformers.utils import logging
+
     from hfkvq.measure.models import find_model
 
+    logging.disable_progress_bar()
     extra, generation = _metadata(metadata), _gen_kwargs(gen_kwargs)
     try:
         chosen = _presets(schemes)
