@@ -42,7 +42,10 @@ def recommend(
         int | None,
         typer.Option(min=1, help=r"Users at a time that must fit. \[default: as many as fit, at a small loss]"),
     ] = None,
-    max_loss: Annotated[float, typer.Option(min=0, help="Without --users: most that perplexity may grow, in %.")] = 1.0,
+    max_loss: Annotated[
+        float,
+        typer.Option(min=0, help="Without --users: most that perplexity may grow, in %; KLD at most 0.02 for each."),
+    ] = 1.0,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Measure the loss on the model itself, on this text; as for hfkvq kld."),
@@ -218,7 +221,7 @@ def _notes(done: Computed, record: Record | None) -> list[str]:
         said.append("What is lost on latents has not been measured; --text measures it on the model itself.")
     else:
         said.append(
-            f"Perplexity and KLD (95 %) are those of {loss['model']} at {loss['context']:,} tokens, against DynamicCache. "
+            f"Perplexity and KLD (95 %) are those of {loss['model']} at {loss['context']:,} tokens. "
             "Large models have not been measured; --text does it on the model itself."
         )
     if not done.latents:
@@ -232,13 +235,14 @@ def _notes(done: Computed, record: Record | None) -> list[str]:
 def _nothing_fits(rows: list[Row], users: int | None) -> str:
     from hfkvq.caches.memory_report import format_bytes
 
-    best = max(rows, key=lambda row: (row.plan.left, row.plan.context))
-    missing = f"{best.plan.name} lacks {format_bytes(-best.plan.left)}" if best.plan.left < 0 else "too many users"
-    longest = max(row.plan.context for row in rows)
+    best = max(rows, key=lambda row: (row.plan.batch, row.plan.left))
+    many = f"the most users at this context are {best.plan.batch:,} ({best.plan.name})"
+    long = max(rows, key=lambda row: row.plan.context)
+    one = f"the longest context of one user is {long.plan.context:,} tokens ({long.plan.name})"
     return (
-        f"gpu-memory: nothing fits; {missing}. Give more memory, a --context of up to {longest:,} (one user)"
-        + (", fewer --users" if users and users > 1 else "")
-        + ", or a scheme that evicts: --schemes snapkv+kitty-pro,arkv."
+        f"gpu-memory: nothing holds {users or 1} of this context, {best.plan.name} lacks "
+        f"{format_bytes(-best.plan.left)}; {many if best.plan.batch else one}. Give more memory, or a scheme "
+        "that evicts: --schemes snapkv+kitty-pro,arkv."
     )
 
 
@@ -252,7 +256,7 @@ def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) 
     return [
         f"{plan.name}: {choice.reason}. It holds {users}.",
         f"Python:  {python_line(plan.name)}",
-        f"Command: {command_line(model, choice.row, done.latents)}",
+        f"Command: {command_line(model, choice.row, done)}",
     ]
 
 
@@ -277,6 +281,6 @@ def _as_json(
             "cache": choice.row.plan.name,
             "reason": choice.reason,
             "python": python_line(choice.row.plan.name),
-            "command": command_line(model, choice.row, done.latents),
+            "command": command_line(model, choice.row, done),
         }
     return {**done.about, "caches": caches, "measured": record, "recommended": found}
