@@ -52,18 +52,20 @@ def compare(
     save_json(console, record, json_file)
 
 
-def _told(files: list[Path]) -> list[list[telling.Telling]]:
-    """What the boards among the files tell, if their samples are there and SciPy is."""
-    boards = [path for path in files if (path / "manifest.json").is_file()]
-    if not boards or importlib.util.find_spec("scipy") is None:
-        return []
+def _told(files: list[Path]) -> tuple[list[list[telling.Telling]], list[str]]:
+    """What the boards among the files tell, if their samples are there and SciPy is; and what cannot be read."""
+    if importlib.util.find_spec("scipy") is None:
+        return [], []
     from . import telling
 
-    try:
-        found = [telling.tell(path) for path in boards]
-    except ValueError as error:
-        fail(error)
-    return [one for one in found if one]
+    found, odd = [], []
+    for path in files:
+        if (path / "manifest.json").is_file():
+            try:
+                found.append(telling.tell(path))
+            except ValueError as error:
+                odd.append(f"Answers in {path} are not compared: {error}")
+    return [one for one in found if one], odd
 
 
 def _slug(name: str) -> str:
@@ -120,7 +122,7 @@ def report(
     out.mkdir(exist_ok=True)
     shown = _plots(boards, found, out) if plots else {}
     text = tables.markdown(boards, title, shown)
-    told = _told(files)
+    told, odd = _told(files)
     text += "".join(f"\n{telling.telling_markdown(found)}" for found in told)
     (out / "report.md").write_text(text, encoding="utf-8")
     console = make_console()
@@ -130,6 +132,7 @@ def report(
     for found_here in told:
         console.print(telling.telling_table(found_here))
         print_notes(console, [telling.telling_note(found_here)])
+    print_notes(console, odd)
     if found.skipped:
         print_notes(console, [f"Left out, no results: {', '.join(found.skipped)}"])
     names = [name for pictures in shown.values() for _, name in pictures]

@@ -51,6 +51,9 @@ def save_quality(board: Board, path: Path) -> bool:
     def accuracy(row: Row) -> float | None:
         return row.accuracy(columns)
 
+    def held(row: Row) -> float | None:
+        return row.divergent("held_bytes")
+
     def spread(row: Row) -> tuple[float, float] | None:
         return row.accuracy_interval(columns)
 

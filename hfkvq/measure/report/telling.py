@@ -33,6 +33,7 @@ class Telling:
         points: difference of right answers, in points.
         interval: of it, 95 %.
         differs: whether it is more than chance.
+        needed: questions that would tell `FINE` points, about.
     """
 
     cache: str
@@ -40,6 +41,7 @@ class Telling:
     points: float
     interval: tuple[float, float]
     differs: bool
+    needed: float
 
     @property
     def half(self) -> float:
@@ -52,8 +54,8 @@ class Telling:
         if self.differs:
             return "worse" if self.points < 0 else "better"
         if self.half <= FINE:
-            return f"no difference of {self.half:.1f} points or more"
-        return f"too few questions to tell: {self.half:.1f} points may be chance"
+            return f"alike within {self.half:.1f} points"
+        return f"too few to tell, ±{self.half:.0f}"
 
 
 def make_telling(cache: str, verdict: Verdict) -> Telling:
@@ -63,7 +65,10 @@ def make_telling(cache: str, verdict: Verdict) -> Telling:
     low, high = min(low, verdict.difference - least), max(high, verdict.difference + least)
     ends = (100 * max(low, -1.0), 100 * min(high, 1.0))
     differs = verdict.p < 0.05 and (ends[0] > 0) == (ends[1] > 0)
-    return Telling(cache, verdict.samples, 100 * verdict.difference, ends, differs)
+    # Intervals shrink with the root of the number, but for answers that never differ.
+    wide = 50 * (high - low) / FINE
+    needed = verdict.samples * (wide**2 if verdict.better + verdict.worse else wide)
+    return Telling(cache, verdict.samples, 100 * verdict.difference, ends, differs, needed)
 
 
 def _runs(folder: Path) -> Run | None:
@@ -130,15 +135,14 @@ def telling_markdown(found: Sequence[Telling]) -> str:
 
 def telling_note(found: Sequence[Telling]) -> str:
     """How to read it."""
-    few = [one.cache for one in found if not one.differs and one.half > FINE]
+    few = [one for one in found if not one.differs and one.half > FINE]
     said = (
         "Both caches answered the same questions; intervals are bootstrapped over them, and reach at least three "
         "questions' worth to either side. What `full` differs by is noise."
     )
     if few:
-        needed = max(one.samples * (one.half / FINE) ** 2 for one in found if one.cache in few)
         said += (
-            f" Too few questions to tell {', '.join(few)} from {BASELINE}: about {round(needed, -2) or needed:,.0f} would "
-            f"tell {FINE:g} points; raise --limit, or add tasks."
+            f" Too few questions to tell {', '.join(one.cache for one in few)} from {BASELINE}: about "
+            f"{max(one.needed for one in few):,.0f} would tell {FINE:g} points. Raise --limit, or add tasks."
         )
     return said
