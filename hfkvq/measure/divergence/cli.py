@@ -79,11 +79,9 @@ def kld(
         fail("text: got files and a data set; choose --text or --dataset.")
 
     import torch
-    from transformers.utils import logging
 
     from . import naming, report, run
 
-    logging.disable_progress_bar()
     stopped = None
     try:
         run.check_prompt(context, prefill)

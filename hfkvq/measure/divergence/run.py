@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
 
 from hfkvq.caches.preset import Preset
 
@@ -89,6 +90,8 @@ def measure_text(
         ImportError: a package is missing; its extra is named.
         StoppedRun: Ctrl-C.
     """
+    # Of loading weights, beside the command's own.
+    logging.disable_progress_bar()
     where = torch.device("cpu") if device is None else device
     intervals.check_scipy(command)
     prompt = check_prompt(context, prefill)

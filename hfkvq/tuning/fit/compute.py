@@ -102,7 +102,7 @@ def compute(
         raise ValueError(_no_room(memory, weights, spare))
     come = Arrival(0, generated, prefill_chunk or None, narrow)
     most = None if beyond else found.positions
-    presets = _presets(schemes, found, default)
+    presets = presets_for(found, schemes, default)
     plans = [
         plan(found, name, what, weights, memory, tokens, batch, kind, spare, come, most)
         for name, what in presets.items()
@@ -143,7 +143,9 @@ def _no_room(memory: int, weights: Weights, spare: int) -> str:
     )
 
 
-def _presets(schemes: str | None, found: Outline, default: Sequence[str] | None) -> dict[str, Preset | None]:
+def presets_for(
+    found: Outline, schemes: str | None = None, default: Sequence[str] | None = None
+) -> dict[str, Preset | None]:
     """Presets by name; those that nobody named only if they can hold the heads."""
     chosen: dict[str, Preset | None] = {}
     latents = latent_dims(text_config(found.config)) is not None

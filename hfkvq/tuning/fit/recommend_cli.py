@@ -67,12 +67,9 @@ def recommend(
     Bytes are computed from the model's config. The loss is SmolLM2's, as the package brings it along, or with --text
     that of the model itself on your text.
     """
-    from transformers.utils import logging
-
     from .compute import compute
     from .recommend import candidates, choose, fits_users, make_rows, measured_losses
 
-    logging.disable_progress_bar()
     try:
         done = compute(
             model,
