@@ -1,4 +1,4 @@
-"""The command line: ``hfkvq`` with demo, schemes, tag, warm, serve, bench, tune, fit, calibrate, kld, reports."""
+"""The command line: ``hfkvq`` with recommend, fit, schemes, demo, kld, tune, bench, serve and others."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.measure.bench.cli import app as bench_app
 from hfkvq.measure.divergence.cli import app as divergence_app
 from hfkvq.measure.report.cli import app as report_app
+from hfkvq.progress import progress_bar, stoppable
 from hfkvq.serve_cli import app as serve_app
 from hfkvq.terminal import (
     ChatModel,
@@ -27,12 +28,12 @@ from hfkvq.terminal import (
     pick_device,
     print_notes,
     print_saved,
-    progress_bar,
     save_json,
     split,
 )
 from hfkvq.tuning.cli import app as tuning_app
 from hfkvq.tuning.fit.cli import app as fit_app
+from hfkvq.tuning.fit.recommend_cli import app as recommend_app
 from hfkvq.tuning.search_cli import app as search_app
 from hfkvq.warm_cli import app as warm_app
 
@@ -51,6 +52,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
 app.add_typer(tuning_app)
+app.add_typer(recommend_app)
 app.add_typer(fit_app)
 app.add_typer(divergence_app)
 app.add_typer(report_app)
@@ -79,26 +81,37 @@ def _main(
 
 @app.command()
 def schemes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A preset, also with knobs or as a file: explain it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/schemes.md.")] = False,
 ) -> None:
-    """List every preset: whom it is for, layout, bits, knobs, and what steps lose by its choices."""
-    from hfkvq.measure.demo.schemes import HEAD_DIM, describe_all, eviction_markdown, schemes_markdown, schemes_table
+    """List every preset in a line: bits, loss, speed, for whom; with a NAME explain it and its knobs."""
+    from hfkvq.caches.preset import get_preset
+    from hfkvq.measure.demo import preset_page, schemes
 
+    if name is not None:
+        if as_markdown:
+            fail("markdown: it is the table of all presets; leave the name out.")
+        try:
+            item = preset_page.explain(name, get_preset(name))
+        except ValueError as error:
+            fail(error)
+        if as_json:
+            typer.echo(json.dumps(item, indent=2))
+        else:
+            make_console().print(preset_page.preset_page(item))
+        return
     if as_markdown:
-        typer.echo(f"{schemes_markdown()}\n\n{eviction_markdown()}")
+        typer.echo(f"{schemes.schemes_markdown()}\n\n{schemes.eviction_markdown()}")
         return
     if as_json:
-        typer.echo(json.dumps(describe_all(), indent=2))
+        typer.echo(json.dumps(schemes.describe_all(), indent=2))
         return
-    console = make_console()
-    console.print(schemes_table())
-    note = (
-        f"Bits an element for heads of {HEAD_DIM} channels, keys and values together. Code bits are the payload; total "
-        "bits count all of a page, scales included, which is what a long context comes to. Knobs are given by name: "
-        'get_scheme("kitty", boost_ratio=0.2).'
-    )
-    print_notes(console, [note])
+    console = make_console(piped=160)
+    console.print(preset_page.schemes_table(console.width))
+    print_notes(console, preset_page.schemes_notes())
 
 
 def _pick_device(name: str) -> torch.device:
@@ -123,7 +136,8 @@ def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, ou
 def _run(subject: Subject, settings: Settings) -> Result:
     from hfkvq.measure.demo import run_demo
 
-    with progress_bar() as show:
+    words = "nothing is saved, and the same command begins anew; fewer --samples, --tasks or --schemes take less time."
+    with stoppable(words), progress_bar() as show:
         return run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hfkvq.terminal import ChatModel, Device, DType, ModelDType, fail, make_console, pick_device
+from hfkvq.terminal import ChatModel, Device, DType, ModelDType, fail, make_console, pick_device, tokens_option
 
 app = typer.Typer()
 
@@ -27,7 +27,7 @@ def serve(
         int | None,
         typer.Option(min=1, help=r"Requests at a time; the others wait. \[default: what there is memory for]"),
     ] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a batch.")] = None,
+    max_batch_tokens: Annotated[int | None, tokens_option("Tokens of a batch.")] = None,
     max_memory_percent: Annotated[
         float | None, typer.Option(min=0.01, max=1.0, help="Share of the GPU's free memory for the cache.")
     ] = None,

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+
+from hfkvq.sizes import parse_count
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 _PIPED_WIDTH, _UNKNOWN_WIDTH = 120, 80
 
 
-def make_console() -> Console:
-    """Standard output, wide enough for a table."""
+def make_console(piped: int = _PIPED_WIDTH) -> Console:
+    """Standard output, wide enough for a table; ``piped`` is the width where none is known."""
     console = Console()
-    return console if console.is_terminal or console.width != _UNKNOWN_WIDTH else Console(width=_PIPED_WIDTH)
+    return console if console.is_terminal or console.width != _UNKNOWN_WIDTH else Console(width=piped)
 
 
 def fail(message: object, code: int = 2) -> NoReturn:
@@ -35,6 +36,18 @@ def fail(message: object, code: int = 2) -> NoReturn:
 def split(text: str | None) -> tuple[str, ...]:
     """The parts between commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
+
+
+def tokens_option(help: str, least: int = 1) -> Any:
+    """An option of a number of tokens, ``32k`` or ``32768``; its errors are those of a wrong argument."""
+
+    def read(text: str | int) -> int:
+        try:
+            return parse_count(text, least=least)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(parser=read, metavar="TOKENS", help=help)
 
 
 class DType(str, Enum):
@@ -113,14 +126,3 @@ def print_saved(console: Console, *paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             console.print(f"Saved {path}", highlight=False)
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error; is told what is being done, and the share that is."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as view:
-        bar = view.add_task("", total=1.0)
-        yield lambda what, share: view.update(bar, description=what, completed=share)

@@ -10,10 +10,12 @@ MODULE_LINES, TRITON_LINES, CLASS_LINES, CLASS_METHODS, README_LINES = 400, 500,
 # Each may import itself and the ones before it.
 LAYERS = (
     "hfkvq.bounded",
+    "hfkvq.sizes",
     "hfkvq.version",
     "hfkvq.kernels",
     "hfkvq.caches",
     "hfkvq.terminal",
+    "hfkvq.progress",
     "hfkvq.measure",
     "hfkvq.serving",
     "hfkvq.lm_eval",

@@ -10,6 +10,16 @@ import hfkvq
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
+    "ExpectedAttentionCache",
+    "FullCache",
+    "H2OCache",
+    "KIVICache",
+    "KVarNCache",
+    "LatentCache",
+    "PyramidKVCache",
+    "SnapKVCache",
+    "StreamingLLMCache",
+    "TOVACache",
     "ARKVCache",
     "MixedKVCache",
     "KittyCache",

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from torch import Tensor
 from .bit_table import BitTable
 from .callers import inputs_of_positions
 from .layers.changes import Beside
-from .named import NamedCache
+from .named import CacheOptions, NamedCache, own_knobs
 from .recorded import is_recorded
 from .store.packing import Packed
 from .tags import ImageTokens, Tagger
 from .token_record import TokenRecord
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +73,6 @@ class TriAxialCache(NamedCache):
     A prompt that the model is given in several chunks is tagged chunk by chunk, as if each ended the conversation;
     ``see`` the whole of it first, and its turns are told right.
 
-    Knobs are the fields of `hfkvq.caches.schemes.TriAxial`: ``group_size`` (32), ``seal_unit`` (16), ``sink_length``
-    (0), ``local_length`` (0), ``page_size`` (32), ``requantize_on_turn_end`` (False). Other arguments and errors:
-    `NamedCache`.
-
     Args:
         model_or_config: the model, or its config.
         tokenizer: the model's, with its chat template; of models that see images the processor. Placeholders of images
@@ -95,15 +94,18 @@ class TriAxialCache(NamedCache):
         *,
         tagger: Tagger | None = None,
         table: Table | None = None,
-        layers: Mapping[str | int, Any] | None = None,
-        max_cache_len: int | None = None,
-        graphs: bool | None = None,
-        headroom: float = 0.25,
-        offloading: bool | int = False,
-        attach: bool = True,
-        debug: bool = False,
-        **knobs: Any,
+        group_size: int = 32,
+        seal_unit: int = 16,
+        sink_length: int = 0,
+        local_length: int = 0,
+        page_size: int = 32,
+        requantize_on_turn_end: bool = False,
+        fit: int = 0,
+        fit_values: int = 0,
+        **options: Unpack[CacheOptions],
     ) -> None:
+        knobs = own_knobs(locals())
+        del knobs["tokenizer"], knobs["tagger"], knobs["table"]
         if tokenizer is None and tagger is None:
             raise ValueError(
                 "tokenizer: got None, but roles and turns are read from token ids; pass the model's tokenizer, or "
@@ -120,17 +122,7 @@ class TriAxialCache(NamedCache):
             knobs["table"] = table
         if tagger is None:
             tagger = Tagger.from_tokenizer(tokenizer, config=config)
-        super().__init__(
-            model_or_config,
-            layers=layers,
-            max_cache_len=max_cache_len,
-            graphs=graphs,
-            headroom=headroom,
-            offloading=offloading,
-            attach=attach,
-            debug=debug,
-            **knobs,
-        )
+        super().__init__(model_or_config, **knobs, **options)
         needs = [layer.scheme.needs for layer in self.compressed_layers]
         self.tokens = TokenRecord(tagger, any("turns" in own for own in needs), sum("tags" in own for own in needs))
         for layer in self.compressed_layers:

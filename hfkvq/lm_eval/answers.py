@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ class AnswerLog:
 
     Args:
         folder: of the logs of all runs and processes; None keeps nothing.
+
+    Attributes:
+        task: whose answers come.
+        on_answer: is called for each.
     """
 
     # lm-eval looks for a store of its own.
@@ -34,11 +38,13 @@ class AnswerLog:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder, self.task = folder, ""
+        self.on_answer: Callable[[], object] = lambda: None
         self._path: Path | None = None
         self._waiting: list[tuple[str, Any]] = []
 
     def add_partial(self, kind: str, arguments: tuple[Any, ...], answer: Any) -> None:
         """Takes an answer."""
+        self.on_answer()
         if self.folder is not None:
             self._waiting.append((key_of(kind, self.task, arguments), answer))
 

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hfkvq.bounded import parse_json
-from hfkvq.terminal import Device, DType, Model, ModelDType, check_folder, fail, make_console, pick_device, split
+from hfkvq.progress import progress_bar, stop
+from hfkvq.terminal import (
+    Device,
+    DType,
+    Model,
+    ModelDType,
+    check_folder,
+    fail,
+    make_console,
+    pick_device,
+    split,
+    tokens_option,
+)
 
 # torch, Transformers and lm-eval are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
+    import torch
+
     from hfkvq.caches import Preset
 
 app = typer.Typer()
@@ -67,6 +82,37 @@ def _gen_kwargs(text: str | None) -> dict[str, Any]:
     return simple_parse_args_string(text)
 
 
+def _divergence(
+    model: str | None,
+    schemes: list[str],
+    text: list[Path] | None,
+    windows: int,
+    context: int,
+    device: torch.device,
+    dtype: DType,
+    path: Path,
+) -> None:
+    """Measures the divergence of schemes, and writes it when it is whole. Raises ValueError."""
+    import torch
+
+    from hfkvq.measure.divergence.naming import parse_schemes
+    from hfkvq.measure.divergence.run import measure_text
+
+    with progress_bar() as show:
+        record = measure_text(
+            model,
+            parse_schemes(schemes),
+            text=text,
+            windows=windows,
+            context=context,
+            dtype=None if dtype is DType.auto else getattr(torch, dtype.value),
+            device=device,
+            command="leaderboard",
+            on_progress=lambda name, share: show(f"KL divergence: {name:<13}", share),
+        )
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
 @app.command()
 def leaderboard(
     out: Annotated[Path, typer.Option(file_okay=False, metavar="FOLDER", help="Where to write results and report.")],
@@ -99,7 +145,7 @@ def leaderboard(
         list[Path] | None, typer.Option(metavar="FILE", help="Text for KL divergence, as for hfkvq kld.")
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of it.")] = 16,
-    context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
+    context: Annotated[int, tokens_option("Tokens of a window.", 3)] = 2048,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
 ) -> None:
@@ -114,8 +160,11 @@ def leaderboard(
         import lm_eval  # noqa: F401
     except ImportError:
         fail("leaderboard: lm-eval is not installed; pip install 'hfkvq[eval]'.")
+    from transformers.utils import logging
+
     from hfkvq.measure.models import find_model
 
+    logging.disable_progress_bar()
     extra, generation = _metadata(metadata), _gen_kwargs(gen_kwargs)
     try:
         chosen = _presets(schemes)
@@ -124,7 +173,6 @@ def leaderboard(
     except ValueError as error:
         fail(error)
 
-    from hfkvq.measure.divergence.cli import kld
     from hfkvq.measure.report.cli import report
 
     from .board import Board, fingerprint, texts_hash
@@ -165,18 +213,9 @@ def leaderboard(
                 ):
                     console.print(f"{name}: {done}", highlight=False)
             if left:
-                kld(
-                    model=model,
-                    schemes=",".join(left),
-                    text=text,
-                    windows=windows,
-                    context=context,
-                    device=device,
-                    dtype=dtype,
-                    json_file=divergence,
-                )
+                _divergence(model, left, text, windows, context, where, dtype, divergence)
         except (ValueError, OSError, RankError) as error:
             fail(error)
         except KeyboardInterrupt:
-            fail(f"stopped; what was answered is kept in {out}, and the same command goes on from there.", code=130)
+            stop(f"what was answered is kept in {out}, and the same command goes on from there.")
     report([out], out=out)

@@ -47,7 +47,7 @@ def run_tasks(
         loading: of the model.
 
     Yields:
-        A preset's name, and what came of it.
+        A preset's name, and what is asked, or came of it.
 
     Raises:
         ValueError: see `Board.missing`; before anything is loaded.
@@ -73,8 +73,7 @@ def run_tasks(
         answers = folder / "answers"
         answers.mkdir(parents=True, exist_ok=True)
         known = subject.keep_answers(answers)
-        if known:
-            yield name, f"{known} answers are there already"
+        yield name, f"asks {', '.join(missing)}" + (f"; {known} answers are there already" if known else "")
         # lm-eval names folders by this; of a path only the last part is for the record.
         arguments = {"pretrained": source.name, "scheme": name}
         tracker = EvaluationTracker(output_path=str(folder))

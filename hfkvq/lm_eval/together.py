@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models import huggingface
 from transformers.utils import logging as transformers_logging
+
+from hfkvq.progress import progress_bar
 
 from .answers import AnswerLog, Known
 from .bill import Bill
@@ -118,12 +123,23 @@ class TogetherLM(HFLM):
         """Answers task by task, so that each task's costs are its own."""
         kind, asked, quiet = part
         answer, found = getattr(super(), kind), {}
-        for task in dict.fromkeys(task for task, _ in asked):
-            self._task = self.cache_hook.task = task
-            mine = [i for i, (other, _) in enumerate(asked) if other == task]
-            requests = [Instance(kind, {}, asked[i][1], n, (task, n, 1)) for n, i in enumerate(mine)]  # type: ignore[arg-type]
-            try:
-                found |= zip(mine, answer(requests, quiet or bool(self.rank)), strict=True)
-            finally:
-                self.cache_hook.flush(self.bill)
+        # Its bars are for terminals.
+        plain = not (quiet or self.ranks.rank or sys.stderr.isatty())
+        with progress_bar() if plain else contextlib.nullcontext() as show:
+            for task in dict.fromkeys(task for task, _ in asked):
+                self._task = self.cache_hook.task = task
+                mine = [i for i, (other, _) in enumerate(asked) if other == task]
+                requests = [Instance(kind, {}, asked[i][1], n, (task, n, 1)) for n, i in enumerate(mine)]  # type: ignore[arg-type]
+                if show is not None:
+                    self._tell(show, task, len(found), len(asked))
+                try:
+                    found |= zip(mine, answer(requests, quiet or plain or bool(self.rank)), strict=True)
+                finally:
+                    self.cache_hook.flush(self.bill)
         return [found[i] for i in range(len(asked))]
+
+    def _tell(self, show: Callable[[str, float], None], task: str, done: int, of: int) -> None:
+        """Has progress shown with each answer of a task."""
+        show(task, done / of)
+        numbers = itertools.count(done + 1)
+        self.cache_hook.on_answer = lambda: show(task, next(numbers) / of)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,14 @@ class Panel:
         y_title: the quality.
         points: (name, x, y) each.
         logarithmic: whether the quality's axis is.
+        intervals: of the quality, by name, where they are known.
     """
 
     x_title: str
     y_title: str
     points: Sequence[tuple[str, float, float]]
     logarithmic: bool = False
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def round_numbers(low: float, high: float) -> list[float]:
@@ -55,12 +57,16 @@ def limit_x(axes: Any, low: float, high: float, ticks: Sequence[float] | None = 
 def _draw(axes: Any, panel: Panel, colors: Mapping[str, str]) -> None:
     for name, x, y in panel.points:
         axes.scatter(x, y, s=42, color=colors[name], zorder=3)
+        if name in panel.intervals:
+            low, high = panel.intervals[name]
+            axes.errorbar(x, y, [[max(y - low, 0)], [max(high - y, 0)]], color=colors[name], capsize=3, zorder=2)
     axes.set_xlabel(panel.x_title)
     axes.set_ylabel(panel.y_title)
     axes.grid(alpha=0.25)
     in_bits = panel.x_title == BITS
     axes.set_xscale("log", base=2 if in_bits else 10)
     costs, values = [x for _, x, _ in panel.points], [y for _, _, y in panel.points]
+    values += [end for name, _, _ in panel.points for end in panel.intervals.get(name, ()) if end > 0]
     # Room for names beside the outermost points.
     limit_x(axes, min(costs) / 1.5, max(costs) * 1.5, _BITS_TICKS if in_bits else None)
     if panel.logarithmic:

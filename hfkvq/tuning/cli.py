@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfkvq.terminal import ChatModel, Device, check_folder, fail, make_console, print_notes, progress_bar
+from hfkvq.progress import progress_bar, stoppable
+from hfkvq.terminal import ChatModel, Device, check_folder, fail, make_console, print_notes, tokens_option
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def calibrate(
     model: ChatModel = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Take the first conversations only.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers to measure, evenly spread.")] = 6,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Leave out longer requests.")] = None,
+    max_tokens: Annotated[int | None, tokens_option("Leave out longer requests.")] = None,
     all_queries: Annotated[
         bool, typer.Option("--all-queries", help="Measure at every token, not only at what is new in a request.")
     ] = False,
@@ -54,7 +55,8 @@ def calibrate(
         source = find_model(model)
         subject = load(source, device=where)
         shown = any(conversation.images for conversation in conversations)
-        with progress_bar() as show:
+        words = "nothing is saved, and the same command begins anew; fewer --samples or --layers take less time."
+        with stoppable(words), progress_bar() as show:
             result = measure(
                 subject.model,
                 load_processor(source) if shown else subject.tokenizer,

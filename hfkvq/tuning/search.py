@@ -12,9 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
@@ -22,6 +19,7 @@ from hfkvq.measure.divergence.naming import parse_scheme
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.reference import with_outliers
+from hfkvq.progress import progress_bar
 from hfkvq.version import __version__
 
 from .objectives import LmEvalTasks, ReferenceTasks, TextKLD, Timed
@@ -286,16 +284,15 @@ def search_alone(scheme: str, asked: Mapping[str, Any], search: Search, tell: Ca
 
 @contextlib.contextmanager
 def progress(trials: int) -> Iterator[Callable[[tuple[int, str]], None]]:
-    """A bar on standard error, for `Search.run`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[best]}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as view:
-        bar = view.add_task("trials", total=trials, best="")
+    """Shown on standard error, for `Search.run`."""
+    with progress_bar() as show:
 
-        def show(news: tuple[int, str]) -> None:
+        def tell(news: tuple[int, str]) -> None:
             done, best = news
-            view.update(bar, completed=done, best=best, description="held-out samples" if done >= trials else "trials")
+            what = f"{done} of {trials} trials" + (", held-out samples" if done >= trials else "")
+            show(f"{what}; {best}" if best else what, min(done / trials, 1.0))
 
-        yield show
+        yield tell
 
 
 def conclude(plan: Plan, study: TuningStudy, limits: Mapping[Any, float], confirm: int = 5) -> Point:

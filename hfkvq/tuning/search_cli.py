@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfkvq.progress import stop
 from hfkvq.terminal import (
     Device,
     DTypeName,
@@ -20,6 +21,7 @@ from hfkvq.terminal import (
     print_notes,
     print_saved,
     split,
+    tokens_option,
 )
 
 # torch, Transformers and Optuna are imported inside the command, so that help comes at once.
@@ -66,10 +68,8 @@ def tune(
     ] = None,
     text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as for hfkvq kld.")] = None,
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set of the Hub, as for hfkvq kld.")] = None,
-    context: Annotated[int, typer.Option(min=4, help="Tokens of a window.")] = 1024,
-    prefill: Annotated[
-        int | None, typer.Option(min=2, help=r"Of these, the prompt. \[default: three quarters]")
-    ] = None,
+    context: Annotated[int, tokens_option("Tokens of a window.", 4)] = 1024,
+    prefill: Annotated[int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time behind it.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,
     metadata: Annotated[str | None, typer.Option(help="For lm-eval's tasks, as JSON.")] = None,
@@ -199,7 +199,7 @@ def tune(
     except (ValueError, OSError, ImportError) as error:
         fail(error)
     except KeyboardInterrupt:
-        fail(f"stopped; finished trials are kept in {hidden(kept)}, and the same command goes on from there.", code=130)
+        stop(f"finished trials are kept in {hidden(kept)}, and the same command goes on from there.")
     console.print(table(study, picked))
     print_notes(console, notes(plan, study, picked))
     if out is not None:

@@ -127,6 +127,15 @@ def test_bad_input(tmp_path, arguments, message):
     assert_refused(run("--out", tmp_path / "board", *arguments), message)
 
 
+def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "run_tasks", interrupted)
+    done = run("--out", tmp_path / "board", "--device", "cpu")
+    assert_refused(done, f"Stopped: what was answered is kept in {tmp_path}/board, and the same command goes on", 130)
+
+
 def test_folders_of_typed_schemes():
     assert folder_name("kitty:boost_ratio=0.2") == "kitty-boost_ratio-0.2"
     assert folder_name("presets/tuned.json") == "tuned.json"

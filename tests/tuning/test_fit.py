@@ -20,7 +20,9 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
-from hfkvq.tuning.fit import cache_bytes, fits, parse_size, plan, weights_of
+from hfkvq.sizes import parse_size
+from hfkvq.tuning.fit import cache_bytes, fits, plan, weights_of
+from hfkvq.tuning.fit.compute import presets_for
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
 from tests.command import assert_refused, invoke
@@ -253,15 +255,13 @@ def test_latents_and_linear_attention_by_hand():
 
 
 def test_presets_of_latents_are_for_latents():
-    from hfkvq.tuning.fit.cli import _presets
-
     latent = outline(
         DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
     )
-    assert {"latent-4", "latent-8"} <= _presets(None, latent).keys()
-    assert not {"latent-4", "latent-8"} & _presets(None, outline(LLAMA_31_8B)).keys()
+    assert {"latent-4", "latent-8"} <= presets_for(latent).keys()
+    assert not {"latent-4", "latent-8"} & presets_for(outline(LLAMA_31_8B)).keys()
     with pytest.raises(ValueError, match="latent-4: it is for models with latent attention"):
-        _presets("latent-4", outline(LLAMA_31_8B))
+        presets_for(outline(LLAMA_31_8B), "latent-4")
     # Two layers of 512 codes of 4 bits and 64 of 8, two numbers of a latent and one of a rotary part.
     pages = cache_bytes(latent.config, "latent-4", 12800, graphs=False) - cache_bytes(latent.config, "latent-4", 128)
     assert pages == pytest.approx(2 * (12800 - 128) * (256 + 4 + 64 + 2), rel=0.02)

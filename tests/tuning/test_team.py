@@ -285,7 +285,7 @@ def test_tune_with_two_workers(tmp_path):
     os.killpg(first.pid, signal.SIGINT)
     _, errors = first.communicate(timeout=60)
     assert first.returncode == 130
-    assert f"stopped; finished trials are kept in {tmp_path}/tuning.log" in " ".join(errors.split())
+    assert f"Stopped: finished trials are kept in {tmp_path}/tuning.log" in " ".join(errors.split())
     study = load_study(f"{tmp_path}/tuning.log", "mine")
     done = len(study.points())
     assert done >= 1

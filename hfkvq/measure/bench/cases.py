@@ -93,14 +93,6 @@ def short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
 
 
-def parse_count(text: str) -> int:
-    """``32k`` or ``32768`` as a number."""
-    digits, factor = (text[:-1], 1024) if text[-1:] in ("k", "K") else (text, 1)
-    if not digits.isdigit() or not int(digits):
-        raise ValueError(f"got {text!r}, allowed numbers like 8192 or 8k.")
-    return int(digits) * factor
-
-
 DEFAULT_SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024))
 LATENT_SHAPES = ((32, 32768), (1, 131072), (1, 8192))
 LATENT_FORMATS = ("latent-4", "latent-8")

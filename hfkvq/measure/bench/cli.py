@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from hfkvq.terminal import check_files, fail, make_console, print_notes, print_saved, progress_bar, split
+from hfkvq.progress import progress_bar, stoppable
+from hfkvq.sizes import parse_count
+from hfkvq.terminal import check_files, fail, make_console, print_notes, print_saved, split
 
 from .device import bench_device
 from .generate.cli import generate_command
@@ -64,8 +65,8 @@ def _bench_cases(
                 raise ValueError("sweep: it has batches and contexts of its own; leave --batch and --context out.")
             sizes = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
         elif batch or context:
-            batches = [cases.parse_count(part) for part in split(batch or "1")]
-            sizes = [(rows, cases.parse_count(part)) for rows in batches for part in split(context or "8k")]
+            batches = [parse_count(part) for part in split(batch or "1")]
+            sizes = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
             sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
         if latents:
@@ -152,16 +153,18 @@ def bench_kernels(
     )
 
     console = make_console()
-    with Console(stderr=True).status("") as status:
+    done, work = 0, len(shapes) * (len(names) + 1)
+    kept = "nothing is saved" if json_file is None else f"{json_file} has the shapes that were finished"
+    words = f"{kept}; the same command begins anew, --batch and --context choose what is left."
+    with stoppable(words), progress_bar() as show:
         for shape in shapes:
-            rows = measure_shape(
-                shape,
-                names,
-                device,
-                record["copy"]["tb_per_s"] * 1e12,
-                replays,
-                lambda name, shape=shape: status.update(f"{shape.title}: {name}"),
-            )
+
+            def tell(name: str, shape: Shape = shape) -> None:
+                nonlocal done
+                show(f"{shape.title}: {name}", done / work)
+                done += 1
+
+            rows = measure_shape(shape, names, device, record["copy"]["tb_per_s"] * 1e12, replays, tell)
             record["rows"] += rows
             console.print(report.table(rows))
             # What is measured is kept, even if a later shape ends the run.
@@ -200,7 +203,7 @@ def bench_tune(
     shapes, names = _bench_cases(
         batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
-    with progress_bar() as show:
+    with stoppable("nothing is saved; fewer --formats or sizes take less time."), progress_bar() as show:
         try:
             findings = tune.tune(names, shapes, device, show)
         except torch.OutOfMemoryError as error:

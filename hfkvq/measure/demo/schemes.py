@@ -9,15 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from rich.table import Table
-
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.eviction import EvictionScheme, TokenEviction
 from hfkvq.caches.registry import Entry, entry_of, in_order, presets
 from hfkvq.caches.scheme import Layout, Limits, Scheme, SideLayout, get_scheme, list_schemes
 from hfkvq.kernels.pages import PageFormat, Side
 
-from ..tables import markdown_table, narrow_table
+from ..tables import markdown_table
 
 HEAD_DIM = 128
 
@@ -197,12 +195,14 @@ def widest_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=place)
 
 
-def _bits(least_most: list[float]) -> str:
+def bits_words(least_most: list[float]) -> str:
+    """Least and most, or one figure."""
     least, most = least_most
     return f"{least:.2f}" if least == most else f"{least:.2f}–{most:.2f}"
 
 
-def _knob_words(name: str, value: Any) -> str:
+def knob_words(name: str, value: Any) -> str:
+    """A knob as it is printed."""
     # A table of widths by tag would take the whole screen.
     if isinstance(value, tuple):
         return f"{name}: {len(value)} entries"
@@ -217,31 +217,6 @@ def step_words(item: dict[str, Any]) -> list[str]:
         by_reason.setdefault(reason, []).append(choice)
     lines += [f"not captured with {' or '.join(choices)}: {reason}" for reason, choices in by_reason.items()]
     return lines
-
-
-def schemes_table() -> Table:
-    """All presets."""
-    view = narrow_table()
-    view.add_column("preset\nscheme\npaper", no_wrap=True)
-    view.add_column("what is held", min_width=24)
-    view.add_column("code\nbits", justify="right")
-    view.add_column("total\nbits", justify="right")
-    view.add_column("knobs", no_wrap=True)
-    items = describe_all()
-    for number, item in enumerate(items):
-        same = item["keys"] == item["values"]
-        held = [f"keys, values: {item['keys']}"] if same else [f"keys: {item['keys']}", f"values: {item['values']}"]
-        stays = [f"stays: {item['stays']}"] if item["stays"] else []
-        view.add_row(
-            f"{item['name']}\n{item['class']}\n{item['paper'].removeprefix('arXiv:')}",
-            "\n".join([item["purpose"], *stays, *held, f"whole: {item['whole']}", *step_words(item)]),
-            _bits(item["code_bits"]),
-            _bits(item["long_context_bits"]),
-            "\n".join(_knob_words(name, value) for name, value in item["knobs"].items()),
-        )
-        if number < len(items) - 1:
-            view.add_row()
-    return view
 
 
 def _paper_words(item: dict[str, Any]) -> str:
@@ -262,7 +237,7 @@ def _markdown_rows() -> Iterator[tuple[str, ...]]:
         # An alias says nothing of its own.
         purpose = next((text for name in own if (text := entry_of(name)[1].purpose)), item["purpose"])
         values = "as the keys" if item["values"] == item["keys"] else item["values"]
-        bits = _bits(item["long_context_bits"])
+        bits = bits_words(item["long_context_bits"])
         yield known, purpose, bits, item["keys"], values, item["whole"], _paper_words(item)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from hfkvq.progress import progress_bar, stop
 from hfkvq.terminal import (
     Device,
     DType,
@@ -19,9 +19,9 @@ from hfkvq.terminal import (
     make_console,
     pick_device,
     print_notes,
-    progress_bar,
     save_json,
     split,
+    tokens_option,
 )
 
 # torch, Transformers and datasets are imported inside the command, so that help comes at once.
@@ -54,9 +54,9 @@ def kld(
     ] = None,
     part: Annotated[str, typer.Option("--split", help="Split of the data set.")] = "test",
     field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
-    context: Annotated[int, typer.Option(min=3, help="Tokens of a window.")] = 2048,
+    context: Annotated[int, tokens_option("Tokens of a window.", 3)] = 2048,
     prefill: Annotated[
-        int | None, typer.Option(min=2, help=r"Of these, how many are the prompt, not scored. \[default: half]")
+        int | None, tokens_option(r"Of these, how many are the prompt, not scored. \[default: half]", 2)
     ] = None,
     chunk: Annotated[
         int,
@@ -77,59 +77,49 @@ def kld(
     check_files("png", json_file, None)
     if text and dataset is not None:
         fail("text: got files and a data set; choose --text or --dataset.")
-    prompt = context // 2 if prefill is None else prefill
-    if not 2 <= prompt < context:
-        fail(f"prefill: got {prompt}, allowed 2 to {context - 1}, fewer than --context: what follows is scored.")
 
     import torch
-    from transformers.utils import logging
 
-    from ..models import load_model
-    from ..records import device_name
-    from . import intervals, measurement, naming, report, subject
-    from .windows import cut, find_texts
+    from . import naming, report, run
 
-    logging.disable_progress_bar()
+    stopped = None
     try:
-        intervals.check_scipy("kld")
+        run.check_prompt(context, prefill)
         chosen = naming.parse_measured(split(schemes))
         where = pick_device(device)
-        plan = subject.find_checkpoint(model)
-        texts = find_texts(text, dataset, part, field, plan.source.reference, seed)
-        subject.check_lengths(plan, context, prompt)
-        subject.check_schemes(plan, chosen)
-        given = cut(texts, plan.tokenizer, context, windows)
-        loaded = load_model(plan.source, where, None if dtype is DType.auto else getattr(torch, dtype.value))
         with progress_bar() as show:
-            measured = measurement.measure(
-                loaded,
-                given.tokens,
+            record = run.measure_text(
+                model,
                 chosen,
-                prefill=prompt,
+                text=text,
+                dataset=dataset,
+                part=part,
+                field=field,
+                context=context,
+                prefill=prefill,
                 chunk=chunk,
+                windows=windows,
                 batch_size=batch_size,
-                tokenizer=plan.tokenizer,
+                dtype=None if dtype is DType.auto else getattr(torch, dtype.value),
+                device=where,
+                seed=seed,
                 on_progress=lambda name, share: show(f"{name:<13}", share),
             )
     except (ValueError, ImportError) as error:
         fail(error)
-    about = {
-        "model": plan.source.name,
-        "model_file": plan.source.origin or None,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": device_name(where),
-        "device_type": where.type,
-        "settings": {"context": context, "prefill": prompt, "chunk": chunk, "batch_size": batch_size, "seed": seed},
-        "text": {
-            "source": ", ".join(dict.fromkeys(given.names)),
-            "windows": Counter(given.names),
-            "tokens_sha256": given.sha256,
-            "first_token": given.first_token,
-        },
-    }
-    about["settings"] |= {"schemes": list(chosen), "windows": windows}
-    record = report.as_record(measured, seed, about, given.names)
+    except run.StoppedRun as stop_of:
+        stopped, record = stop_of, stop_of.record
+        if record is None:
+            stop("no window was finished; fewer --schemes, or a smaller --context, take less time. It begins anew.")
+    except KeyboardInterrupt:
+        stop("nothing was measured yet; the same command begins anew.")
     console = make_console()
     console.print(report.table(record, wide=console.width >= 112))
     print_notes(console, report.notes(record))
     save_json(console, record, json_file)
+    if stopped is not None:
+        done = record["windows"]
+        stop(
+            f"{done} of {stopped.windows} windows were finished, and the figures are of those. The same command begins "
+            f"anew; with --windows {done} it measures what is here."
+        )

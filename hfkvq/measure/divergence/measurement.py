@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,6 +109,12 @@ class _Collected:
         self.bits, self.computed = self.bits + rows * code_bits, self.computed + rows * total_bits
         self.held, self.bf16 = self.held + rival.held_bytes(cache), self.bf16 + rows * base.bf16_bytes
 
+    def so_far(self) -> _Collected:
+        """What is collected by now, whatever comes."""
+        found = copy.copy(self)
+        found.batches = list(self.batches)
+        return found
+
     def tensors(self) -> list[Tensor]:
         return [torch.cat(column) for column in zip(*self.batches, strict=True)]
 
@@ -117,6 +124,26 @@ class _Collected:
         # What is only simulated holds nothing that could be counted.
         total = self.computed / n if math.isnan(total) else total
         return Bill(self.bits / n, total, self.held / n, self.bf16 / n, self.key_bits / n)
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C in the middle of a measurement.
+
+    Attributes:
+        measured: of the batches that all schemes had been measured on; None if there is none.
+    """
+
+    def __init__(self, measured: Measured | None) -> None:
+        super().__init__()
+        self.measured = measured
+
+
+def _measured(base: _Collected, collected: Mapping[str, _Collected], chosen: Mapping[str, Preset | Rival]) -> Measured:
+    found = []
+    for name, one in collected.items():
+        kld, loss, agrees = one.tensors()
+        found.append(Divergence(loss, one.bill(), name, chosen[name], kld, agrees))
+    return Measured(Perplexity(base.tensors()[0], base.bill()), tuple(found))
 
 
 def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int) -> None:
@@ -175,6 +202,7 @@ def measure(
 
     Raises:
         ValueError: wrong arguments, a scheme that cannot hold the model's heads, or logits that are not numbers.
+        Stopped: Ctrl-C; it has what whole batches have brought.
     """
     _check(model, tokens, prefill, chunk, batch_size)
     if isinstance(schemes, Mapping):
@@ -191,6 +219,7 @@ def measure(
     element = torch.finfo(model.dtype).bits // 8
     kept_bytes = batch_size * (tokens.shape[1] - prefill) * config.vocab_size * element
     work, done = len(tokens) * (1 + len(chosen)), 0
+    finished: tuple[_Collected, dict[str, _Collected]] | None = None
 
     def run(cache: Cache, batch: Tensor, name: str) -> Iterator[Tensor]:
         found = _predictions(model, batch, cache, prefill, chunk)
@@ -237,17 +266,15 @@ def measure(
                     else:
                         collected[name].add_memory(cache, rows)
                     done += rows
+                finished = base.so_far(), {name: one.so_far() for name, one in collected.items()}
+    except KeyboardInterrupt:
+        raise Stopped(None if finished is None else _measured(*finished, chosen)) from None
     finally:
         if not attached:
             for cache in caches:
                 if isinstance(cache, MixedKVCache):
                     cache.detach()
-    baseline = Perplexity(base.tensors()[0], base.bill())
-    found = []
-    for name, one in collected.items():
-        kld, loss, agrees = one.tensors()
-        found.append(Divergence(loss, one.bill(), name, chosen[name], kld, agrees))
-    return Measured(baseline, tuple(found))
+    return _measured(base, collected, chosen)
 
 
 def nll(logits: Tensor, labels: Tensor) -> Tensor:

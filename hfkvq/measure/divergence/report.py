@@ -138,14 +138,15 @@ def table(record: Record, wide: bool = True) -> Table:
 def notes(record: Record) -> list[str]:
     """How to read the table, a sentence or two each."""
     settings, text = record["settings"], record["text"]
+    has_floor = any(row["name"] == "full" for row in record["rows"])
     count = f"{record['windows']} window{'s' if record['windows'] > 1 else ''}"
     said = [
         f"{record['model']}, {record['dtype']}, on {record['device_type']}: {record['tokens']:,} scored tokens in "
         f"{count} of {settings['context']:,} of {text['source']}, behind prompts of {settings['prefill']:,}; "
         f"{settings['chunk']} tokens fed at a time"
         + (", as generate does." if settings["chunk"] == 1 else ", which see each other unquantized."),
-        f"KLD is in nats, of the scheme's predictions from {BASELINE}'s, which is fed the same chunks. The row of "
-        "`full`, which holds 16 bits, is what rounding alone does.",
+        f"KLD is in nats, of the scheme's predictions from {BASELINE}'s, which is fed the same chunks."
+        + (" The row of `full`, which holds 16 bits, is what rounding alone does." if has_floor else ""),
     ]
     if record["windows"] > 1:
         said.append(

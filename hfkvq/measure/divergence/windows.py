@@ -50,6 +50,14 @@ class Windows:
     first_token: int | None
     names: tuple[str, ...]
 
+    def first(self, count: int) -> Windows:
+        """The first windows alone."""
+        return Windows(self.tokens[:count], _digest(self.tokens[:count]), self.first_token, self.names[:count])
+
+
+def _digest(tokens: Tensor) -> str:
+    return hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
+
 
 def read_file(path: Path, field: str) -> list[str]:
     """Documents of a text file, or of a JSON Lines file (``.jsonl``) by a field of theirs.
@@ -162,8 +170,9 @@ def cut(texts: Sequence[Text], tokenizer: Any, context: int, limit: int) -> Wind
             rows += [(at, place, ids[at * room : (at + 1) * room]) for at in range(min(len(ids) // room, share))]
     rows.sort(key=lambda row: row[:2])
     tokens = torch.tensor([start + ids for _, _, ids in rows], dtype=torch.long)
-    digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
-    return Windows(tokens, digest, start[0] if start else None, tuple(texts[place].name for _, place, _ in rows))
+    return Windows(
+        tokens, _digest(tokens), start[0] if start else None, tuple(texts[place].name for _, place, _ in rows)
+    )
 
 
 def _tokens(text: Text, tokenizer: Any, room: int, windows: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ from hfkvq.terminal import JsonFile, check_files, check_folder, fail, make_conso
 
 # Torch comes with the schemes' names, matplotlib with the plots; both are imported inside the commands.
 if TYPE_CHECKING:
+    from . import telling
     from .leaderboard import Board
     from .results import Collection
 
@@ -48,6 +50,22 @@ def compare(
     console.print(comparison.table(record))
     print_notes(console, comparison.notes(record))
     save_json(console, record, json_file)
+
+
+def _told(files: list[Path]) -> tuple[list[list[telling.Telling]], list[str]]:
+    """What the boards among the files tell, if their samples are there and SciPy is; and what cannot be read."""
+    if importlib.util.find_spec("scipy") is None:
+        return [], []
+    from . import telling
+
+    found, odd = [], []
+    for path in files:
+        if (path / "manifest.json").is_file():
+            try:
+                found.append(telling.tell(path))
+            except ValueError as error:
+                odd.append(f"Answers in {path} are not compared: {error}")
+    return [one for one in found if one], odd
 
 
 def _slug(name: str) -> str:
@@ -93,7 +111,7 @@ def report(
     check_files("plots", None, Path("x.png") if plots else None)
     check_folder("out", out)
 
-    from . import leaderboard, tables
+    from . import leaderboard, tables, telling
     from .results import read_files
 
     try:
@@ -104,11 +122,17 @@ def report(
     out.mkdir(exist_ok=True)
     shown = _plots(boards, found, out) if plots else {}
     text = tables.markdown(boards, title, shown)
+    told, odd = _told(files)
+    text += "".join(f"\n{telling.telling_markdown(found)}" for found in told)
     (out / "report.md").write_text(text, encoding="utf-8")
     console = make_console()
     for board in boards:
         console.print(tables.console_table(board))
         print_notes(console, board.notes)
+    for found_here in told:
+        console.print(telling.telling_table(found_here))
+        print_notes(console, [telling.telling_note(found_here)])
+    print_notes(console, odd)
     if found.skipped:
         print_notes(console, [f"Left out, no results: {', '.join(found.skipped)}"])
     names = [name for pictures in shown.values() for _, name in pictures]

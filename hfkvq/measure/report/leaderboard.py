@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -10,6 +11,9 @@ from typing import Any
 from ..records import BASELINE
 from .metrics import SHARES, split_key
 from .results import Bill, Score, Source, TaskResult
+
+NORMAL = 1.96
+"""Standard errors to either side of a mean that make a 95 % interval."""
 
 Column = tuple[str, str]
 """Task, and "metric,filter"."""
@@ -57,6 +61,15 @@ class Row:
         found = [self.score(column) for column in columns]
         values = [score.value for score in found if score is not None]
         return 100 * fmean(values) if values and len(values) == len(columns) else None
+
+    def accuracy_interval(self, columns: Sequence[Column]) -> tuple[float, float] | None:
+        """95 % interval of `accuracy` by the standard errors of its columns; None where one is unknown."""
+        mean, found = self.accuracy(columns), [self.score(column) for column in columns]
+        errors = [score.stderr for score in found if score is not None and score.stderr is not None]
+        if mean is None or len(errors) != len(columns):
+            return None
+        half = 100 * NORMAL * math.sqrt(sum(error**2 for error in errors)) / len(errors)
+        return max(mean - half, 0.0), min(mean + half, 100.0)
 
 
 @dataclass

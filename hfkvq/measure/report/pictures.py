@@ -19,17 +19,24 @@ def _panel(
     x: Callable[[Row], float | None],
     y: Callable[[Row], float | None],
     logarithmic: bool = False,
+    interval: Callable[[Row], tuple[float, float] | None] = lambda row: None,
 ) -> Panel:
     unit = 1 if x_title == BITS else _MIB
     found = ((row.label, x(row), y(row)) for row in rows)
     points = [(label, a / unit, b) for label, a, b in found if a is not None and b is not None and a > 0]
-    return Panel(x_title, y_title, points, logarithmic)
+    intervals = {row.label: ends for row in rows if (ends := interval(row)) is not None}
+    return Panel(x_title, y_title, points, logarithmic, intervals)
 
 
 def _mean_kld(row: Row) -> float | None:
     # On a logarithmic axis there is no nothing.
     mean = None if row.divergence is None else row.divergence["kld"]["mean"]
     return mean if mean else None
+
+
+def _kld_interval(row: Row) -> tuple[float, float] | None:
+    found = None if row.divergence is None else row.divergence["kld"]["interval"]
+    return None if found is None else (found[0], found[1])
 
 
 def save_quality(board: Board, path: Path) -> bool:
@@ -44,14 +51,28 @@ def save_quality(board: Board, path: Path) -> bool:
     def accuracy(row: Row) -> float | None:
         return row.accuracy(columns)
 
+    def held(row: Row) -> float | None:
+        return row.divergent("held_bytes")
+
+    def spread(row: Row) -> tuple[float, float] | None:
+        return row.accuracy_interval(columns)
+
     panels = [
         [
-            _panel(BITS, right, rows, lambda row: board.bits(row, "total_bits"), accuracy),
-            _panel("peak of the cache, MiB", right, rows, lambda row: row.peak_bytes, accuracy),
+            _panel(BITS, right, rows, lambda row: board.bits(row, "total_bits"), accuracy, False, spread),
+            _panel("peak of the cache, MiB", right, rows, lambda row: row.peak_bytes, accuracy, False, spread),
         ],
         [
-            _panel(BITS, KLD, rows, lambda row: row.divergent("total_bits"), _mean_kld, True),
-            _panel("cache of a window, MiB", KLD, rows, lambda row: row.divergent("held_bytes"), _mean_kld, True),
+            _panel(BITS, KLD, rows, lambda row: row.divergent("total_bits"), _mean_kld, True, _kld_interval),
+            _panel(
+                "cache of a window, MiB",
+                KLD,
+                rows,
+                lambda row: row.divergent("held_bytes"),
+                _mean_kld,
+                True,
+                _kld_interval,
+            ),
         ],
     ]
     return save_panels(panels, [row.label for row in rows], board.model, path)

@@ -8,26 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import DType, fail, make_console, split
+from hfkvq.terminal import DType, fail, make_console, tokens_option
 
 # torch and Transformers are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hfkvq.measure.demo.outline import Outline
-
+    from .compute import Computed
     from .model import Plan
     from .weights import Weights
 
 app = typer.Typer()
-
-
-def _main() -> tuple[str, ...]:
-    """Caches shown by default: the stock one, and a preset or two of each scheme."""
-    from hfkvq.caches.registry import listed
-    from hfkvq.measure.demo.schemes import widest_first
-
-    return "bf16", *widest_first(listed("fit"))
 
 
 @app.command()
@@ -42,17 +33,15 @@ def fit(
     gpu_memory: Annotated[str, typer.Option(help="Memory of the device: 24GiB (1024) or 24GB (1000).")] = "24GiB",
     context: Annotated[
         int | None,
-        typer.Option(min=1, help=r"Tokens of a row, generated ones included. \[default: 32768, or the model's]"),
+        tokens_option(r"Tokens of a row, generated ones included, e.g. 32k. \[default: 32k, or the model's]"),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     generated: Annotated[
-        int, typer.Option(min=0, help="Of the context, tokens that are generated: pages that grow have room to spare.")
+        int, tokens_option("Of the context, tokens that are generated: pages that grow have room to spare.", 0)
     ] = 0,
     prefill_chunk: Annotated[
         int,
-        typer.Option(
-            min=0, help="Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 is a prompt in one piece."
-        ),
+        tokens_option("Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 for one piece.", 0),
     ] = 2048,
     schemes: Annotated[
         str | None,
@@ -69,105 +58,32 @@ def fit(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Compute what fits into a GPU: weights, cache by scheme, largest batch and context. Needs a config only."""
-    if 0 < prefill_chunk <= 16:
-        fail(f"prefill-chunk: got {prefill_chunk}, allowed more than 16 tokens, or 0 for one piece.")
-
-    import torch
-
-    from hfkvq.measure.demo.outline import checkpoint_bytes, outline
-    from hfkvq.measure.models import find_model, read_config
-
-    from .layer import Arrival
-    from .model import parse_size, plan
-    from .weights import weights_of
+    from .compute import compute
 
     try:
-        source = find_model(model)
-        memory = parse_size(gpu_memory, "gpu-memory")
-        spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")
-        found = outline(read_config(source))
-        tokens = _context(found, context, beyond)
-        if generated > tokens:
-            raise ValueError(f"generated: got {generated}, allowed no more than the context of {tokens} tokens.")
-        kind = found.dtype if dtype is DType.auto else getattr(torch, dtype.value)
-        weights = weights_of(found, kind, checkpoint_bytes(source.path))
-        if weights.total + spare >= memory:
-            raise ValueError(_no_room(memory, weights, spare))
-        come = Arrival(0, generated, prefill_chunk or None, narrow)
-        most = None if beyond else found.positions
-        plans = [
-            plan(found, name, what, weights, memory, tokens, batch, kind, spare, come, most)
-            for name, what in _presets(schemes, found).items()
-        ]
+        done = compute(
+            model,
+            gpu_memory,
+            context=context,
+            batch=batch,
+            generated=generated,
+            prefill_chunk=prefill_chunk,
+            schemes=schemes,
+            dtype=None if dtype is DType.auto else dtype.value,
+            overhead=overhead,
+            narrow=narrow,
+            beyond=beyond,
+        )
     except ValueError as error:
         fail(error)
-    about = {
-        "model": source.name,
-        "dtype": str(kind).removeprefix("torch."),
-        "gpu_memory": memory,
-        "overhead": spare,
-        "context": tokens,
-        "batch": batch,
-        "generated": generated,
-        "prefill_chunk": prefill_chunk or None,
-        "positions": found.positions,
-        "weights": asdict(weights),
-    }
+    about, plans = done.about, done.plans
     if as_json:
         typer.echo(json.dumps({**about, "caches": [asdict(each) for each in plans]}, indent=2))
         return
     console = make_console()
-    console.print(_table(about, plans, weights))
-    for note in _notes(about, found, weights, plans, most):
+    console.print(_table(about, plans, done.weights))
+    for note in _notes(done, plans):
         console.print(note, style="dim", highlight=False)
-
-
-def _context(found: Outline, asked: int | None, beyond: bool) -> int:
-    room = found.positions
-    if asked is None:
-        return min(32768, room or 32768)
-    if room and asked > room and not beyond:
-        raise ValueError(
-            f"context: got {asked}, but the model has {room} positions; use --context {room}, or --beyond if you will "
-            "load it with RoPE scaling (rope_parameters in its config), as its model card may say."
-        )
-    return asked
-
-
-def _no_room(memory: int, weights: Weights, spare: int) -> str:
-    from hfkvq.caches.memory_report import format_bytes
-
-    return (
-        f"gpu-memory: got {format_bytes(memory)}, but the weights take {format_bytes(weights.total)} "
-        f"({weights.source}) and --overhead {format_bytes(spare)}: "
-        f"{format_bytes(weights.total + spare - memory)} too much before any cache. Use a quantized "
-        "checkpoint, a smaller model, or more memory."
-    )
-
-
-def _presets(schemes: str | None, found: Outline) -> dict[str, Any]:
-    """Presets by name; by default those that can hold the model's heads."""
-    from hfkvq.caches.model_config import latent_dims, text_config
-    from hfkvq.caches.preset import get_preset
-
-    chosen: dict[str, Any] = {}
-    latents = latent_dims(text_config(found.config)) is not None
-    for name in split(schemes) or _main():
-        preset = None if name in ("bf16", "none") else get_preset(name)
-        try:
-            for scheme in () if preset is None else preset.by_layer(len(found.layers)):
-                if scheme.latents and not latents:
-                    raise ValueError("it is for models with latent attention; choose another, e.g. best-4.3.")
-                for layer in found.layers:
-                    if layer.compressed or layer.window:
-                        layout = scheme.layout(layer.key_dim, layer.value_dim)
-                        layout.check(layer.key_dim, layer.value_dim)
-        except ValueError as error:
-            if schemes is not None:
-                raise ValueError(f"{name}: {error}") from None
-            continue
-        chosen[name] = preset
-    return chosen
 
 
 def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
@@ -200,12 +116,13 @@ def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
     return table
 
 
-def _notes(about: dict[str, Any], found: Outline, weights: Weights, plans: list[Plan], most: int | None) -> list[str]:
+def _notes(done: Computed, plans: list[Plan]) -> list[str]:
     from hfkvq.caches.memory_report import format_bytes
     from hfkvq.caches.scheme import get_scheme, list_schemes
 
     from .weights import PEAK, peak
 
+    about, found, weights, most = done.about, done.found, done.weights, done.most
     size = 4 if about["dtype"] == "float32" else 2
     whole = format_bytes(peak(found, about["batch"], about["context"] - about["generated"], size, None))
     how = f"in pieces of {about['prefill_chunk']}" if about["prefill_chunk"] else "in one piece"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,33 +18,13 @@ from hfkvq.caches.scheme import Scheme
 from hfkvq.caches.token_record import room_for_columns
 from hfkvq.caches.window import in_window
 from hfkvq.measure.demo.outline import Outline, outline
+from hfkvq.sizes import parse_size
 
 from .layer import Arrival, layer_bytes
 from .weights import Weights, peak
 
-_UNITS = {"b": 1, "": 1} | {
-    f"{letter}{end}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
-
 MOST_TOKENS = 1 << 24
 """No context beyond this is looked for."""
-
-
-def parse_size(size: str | int, name: str = "size") -> int:
-    """Bytes of ``"24GiB"`` (1024), ``"24GB"`` (1000), ``"24G"`` (1024), or a number of bytes.
-
-    Raises:
-        ValueError: anything else, or nothing.
-    """
-    match = None if isinstance(size, int) else _SIZE.fullmatch(size)
-    unit = None if match is None else _UNITS.get(match[2].lower())
-    found = size if isinstance(size, int) else 0 if match is None or unit is None else int(float(match[1]) * unit)
-    if found < 1:
-        raise ValueError(f"{name}: got {size!r}, allowed a size such as '24GiB', '24GB' or '500MiB'.")
-    return found
 
 
 _OUTLINES: dict[str, Outline] = {}

@@ -18,23 +18,25 @@ from hfkvq.measure.bench.cases import (
     check,
     default_formats,
     fill,
-    parse_count,
     scheme_of,
     short,
 )
 from hfkvq.measure.bench.checks import error_of
 from hfkvq.measure.bench.report import shape_of
+from hfkvq.sizes import parse_count
 
 CPU = torch.device("cpu")
 SMALL = Shape(2, 517, heads=4, kv_heads=2, head_dim=64)
 
 
 def test_numbers_of_tokens():
-    assert [parse_count(text) for text in ("8192", "8k", "1K", "100")] == [8192, 8192, 1024, 100]
+    assert [parse_count(text) for text in ("8192", "8k", "1K", "100", "1m")] == [8192, 8192, 1024, 100, 2**20]
     assert [short(count) for count in (8192, 131072, 100)] == ["8k", "128k", "100"]
     for text in ("", "k", "0", "-1", "8kk", "1.5k"):
         with pytest.raises(ValueError, match="allowed numbers like 8192 or 8k"):
             parse_count(text)
+    with pytest.raises(ValueError, match="context: got '1k', allowed numbers like 8192 or 8k, from 2000 on"):
+        parse_count("1k", "context", least=2000)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hfkvq
+from hfkvq.caches.registry import in_order
 from hfkvq.measure.demo.schemes import describe
 from tests.command import assert_refused, invoke
 
@@ -21,19 +22,49 @@ def test_help_and_version() -> None:
     assert invoke("--version").output.strip() == hfkvq.__version__
 
 
-@pytest.mark.parametrize("columns", [100, 120])
-def test_schemes_lists_every_preset(columns: int) -> None:
+@pytest.mark.parametrize("columns", [70, 120])
+def test_schemes_are_a_line_each(columns: int) -> None:
     done = invoke("schemes", columns=columns)
     assert done.exit_code == 0
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= columns
-    first = [line.split()[0] for line in lines if line.strip()]
-    for name, scheme in hfkvq.list_schemes().items():
-        assert name in first
-        for knob, value in scheme.to_dict().items():
-            shown = f"{knob}: {len(value)} entries" if isinstance(value, tuple) else f"{knob}={value!r}"
-            shown = f"{knob}={value:.4g}" if isinstance(value, float) else shown
-            assert knob == "scheme" or shown in done.output
+    first = [line.split()[0] for line in lines[2:] if line.strip()]
+    assert [name for name in first if name in hfkvq.list_schemes()] == list(in_order())
+    found = {line.split()[0]: line.split() for line in lines if line.strip()}
+    assert found["best-3.4"][1:5] == ["(default)", "3.39", "+0.6", "%"]
+    assert found["kitty-pro"][1:5] == ["2.51", "+6.9", "%", "9.0"]
+    # Nobody has measured it.
+    assert found["kvarn-k2v2"][1:4] == ["2.38", "–", "–"]
+    assert found["snapkv"][1] == "16.00*"
+
+
+@pytest.mark.parametrize("columns", [79, 120])
+def test_schemes_explains_each_knob(columns: int) -> None:
+    done = invoke("schemes", "kitty-pro:sink_length=4", columns=columns)
+    assert done.exit_code == 0
+    assert max(map(len, done.output.splitlines())) <= columns
+    words = " ".join(done.output.split())
+    for knob in hfkvq.get_scheme("kitty").knobs():
+        assert f" {knob} " in words
+    assert "sink_length 4 S, first tokens kept whole. Default 32; 0 to 1024." in words
+    assert "not measured loss, speed" in words
+    assert 'MixedKVCache(model.config, "kitty-pro", boost_ratio=0.25)' in words
+    assert "KittyCache(model.config, boost_ratio=0.25)" in words
+    assert "perplexity +6.9 %, KLD 0.0705 nats" in " ".join(invoke("schemes", "kitty-pro").output.split())
+    assert_refused(invoke("schemes", "kity"), "did you mean 'kitty'")
+    assert_refused(invoke("schemes", "kitty", "--markdown"), "leave the name out")
+
+
+def test_a_page_about_a_scheme_as_json() -> None:
+    item = json.loads(invoke("schemes", "snapkv+kitty-pro", "--json").output)
+    assert item["explained"]["kernel"] | {"about": ""} == {
+        "value": 5,
+        "default": "5",
+        "allowed": "1, 3, 5, 7, 9, 11, 13",
+        "about": "",
+    }
+    assert item["class_name"] == "SnapKVCache"
+    assert item["measured"] == {"loss": None, "steps": None, "attention": None}
 
 
 def test_schemes_as_json() -> None:

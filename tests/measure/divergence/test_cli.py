@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hfkvq import get_scheme
+from hfkvq.progress import PlainLines
 from tests.command import assert_refused, flat, invoke
 
 run = partial(invoke, "kld")
@@ -54,6 +55,38 @@ def test_a_table_and_json(stand_in: Path, text: Path, tmp_path: Path) -> None:
     again = run(*arguments, "--dtype", "float32", "--json", str(saved))
     assert again.exit_code == 0
     assert json.loads(saved.read_text(encoding="utf-8"))["rows"] == record["rows"]
+
+
+def test_ctrl_c(stand_in: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows that were finished are shown and saved, and it is said how to go on."""
+    saved = tmp_path / "kld.json"
+    arguments = ["--model", str(stand_in), "--text", str(text), "--schemes", "kivi-2", "--context", "0k"]
+    assert_refused(run(*arguments), "got '0k', allowed numbers like 8192 or 8k, from 3 on")
+    arguments[-1] = "200"
+    arguments += ["--windows", "2", "--device", "cpu", "--json", str(saved)]
+
+    def stop_at(call: int) -> str:
+        left = iter(range(call))
+
+        def tell(self: PlainLines, what: str, share: float = 0.0) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(PlainLines, "__call__", tell)
+        done = run(*arguments)
+        assert done.exit_code == 130, done.output
+        return flat(done.output)
+
+    assert "Stopped: no window was finished" in stop_at(1)
+    assert not saved.exists()
+    said = stop_at(3)
+    assert "Stopped: 1 of 2 windows were finished, and the figures are of those." in said
+    assert "with --windows 1 it measures what is here" in said
+    part = json.loads(saved.read_text(encoding="utf-8"))
+    monkeypatch.undo()
+    assert run(*arguments, "--windows", "1").exit_code == 0
+    whole = json.loads(saved.read_text(encoding="utf-8"))
+    assert (part["rows"], part["text"]) == (whole["rows"], whole["text"])
 
 
 def test_several_texts(stand_in: Path, text: Path, tmp_path: Path) -> None:

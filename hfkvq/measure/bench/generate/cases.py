@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cases import parse_count, short
+from hfkvq.sizes import parse_count
+
+from ..cases import short
 
 
 @dataclass(frozen=True, slots=True)

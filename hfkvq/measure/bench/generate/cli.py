@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from hfkvq.terminal import check_files, check_folder, fail, make_console, print_notes, print_saved, split
+from hfkvq.progress import status_line, stoppable
+from hfkvq.sizes import parse_count
+from hfkvq.terminal import check_files, check_folder, fail, make_console, print_notes, print_saved, split, tokens_option
 
 from ..device import bench_device
 
@@ -48,7 +49,6 @@ def _names(given: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
 
 def _sizes(cases: str | None, batch: str | None, context: str | None) -> dict[str, Any]:
     """``cases`` and ``contexts`` of a `Plan`. Raises ValueError if they make no sense."""
-    from ..cases import parse_count
     from .cases import DEFAULT_CASES, parse_cases
 
     if cases and (batch or context):
@@ -161,9 +161,7 @@ def generate_command(
     ] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Time prefills as well, at every context.")] = False,
     prefill_batch: Annotated[int, typer.Option(min=1, help="Rows of a prefill.")] = 1,
-    prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help=r"Tokens of a prefill's forward. \[default: all]")
-    ] = None,
+    prefill_chunk: Annotated[int | None, tokens_option(r"Tokens of a prefill's forward. \[default: all]")] = None,
     whole: Annotated[
         bool, typer.Option("--whole", help="Time generate from end to end as well, prefill included.")
     ] = False,
@@ -299,7 +297,13 @@ def generate_command(
         fail(error)
 
     console = make_console()
-    with Console(stderr=True).status("making weights") as status:
+
+    def kept() -> str:
+        if json_file is None:
+            return "nothing is saved; with --json FILE, --resume goes on where it stopped."
+        return f"figures so far are in {json_file}; the same command with --json {json_file} --resume goes on."
+
+    with stoppable(kept), status_line("making weights") as tell:
         # Before the weights take the room that it wants.
         copied = describe_copy(*timing.copy_bandwidth(device))
         # Weights come after first calls, whose processes have their own.
@@ -328,10 +332,10 @@ def generate_command(
             orders = {name: ColdCalls(name, *where, sizes, cold_tokens, settings.compile) for name in plan.cold}
             # The copy's room, for the processes.
             sweep(device)
-            console.print(report.view(cold_rows(plan, orders, record, keep, status.update)))
+            console.print(report.view(cold_rows(plan, orders, record, keep, tell)))
         try:
             if plan.warm:
-                status.update("making weights")
+                tell("making weights")
                 built = _build(config, device, dtype, seed, experts)
                 if liger:
                     try:
@@ -340,7 +344,7 @@ def generate_command(
                         fail(error)
                 guesses = None if draft_config is None else _build(draft_config, device, dtype, seed, Experts.auto)
                 bench = Bench(built, settings, meeting, guesses)
-                for rows in Session(bench, chosen, plan, record, keep, status.update).groups():
+                for rows in Session(bench, chosen, plan, record, keep, tell).groups():
                     console.print(report.view(rows))
         finally:
             if meeting is not None:

@@ -1,0 +1,127 @@
+"""The figures that ship in the package, from what was measured: hfkvq/measure/figures.json.
+
+    python evals/figures.py
+
+`hfkvq schemes` and `hfkvq recommend` show them. A preset has a figure where a file measured its very knobs; knobs that
+a file does not name are at their defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hfkvq.caches import Scheme, get_scheme, list_schemes
+from hfkvq.measure.figures import KIND, PATH
+
+RESULTS = Path(__file__).parent / "results"
+# Of several files with a preset the first one counts.
+LOSS = ("kld-smollm2-h200.json", "kld-smollm2-pages-h200.json", "kld-smollm2-ablation-h200.json")
+STEPS = (
+    "generate-steps-qwen3-8b-h200.json",
+    "generate-best-qwen3-8b-h200.json",
+    "generate-kvarn-256-steps-qwen3-8b-h200.json",
+    "generate-triaxial-pages-qwen3-8b-h200.json",
+)
+ATTENTION = "kernels-h200.json"
+BATCH, CONTEXT = 32, 32768
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of results."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def plain(scheme: Scheme) -> Scheme:
+    """With a default budget written out."""
+    budget = getattr(scheme, "budget_tokens", 0)
+    if budget is None and not getattr(scheme, "budget_bytes", None) and not getattr(scheme, "budget_share", None):
+        return dataclasses.replace(scheme, budget_tokens=scheme.tokens)  # type: ignore[call-arg, attr-defined]
+    return scheme
+
+
+def presets_of(description: dict[str, Any] | None) -> Iterator[str]:
+    """The presets, aliases too, that are what a file describes; none where it has knobs that are gone."""
+    if not description or "scheme" not in description:
+        return
+    try:
+        measured = plain(Scheme.from_dict(description))
+    except ValueError:
+        return
+    yield from (name for name, scheme in list_schemes().items() if plain(scheme) == measured)
+
+
+def loss() -> dict[str, Any]:
+    """Divergence and perplexity on SmolLM2, by preset."""
+    found: dict[str, Any] = {}
+    texts = set()
+    for file in LOSS:
+        record = read(file)
+        texts.add(record["text"]["tokens_sha256"])
+        for row in record["rows"]:
+            for name in presets_of(row["scheme"]):
+                found.setdefault(
+                    name,
+                    {
+                        "kld": round(row["kld"]["mean"], 6),
+                        "kld_interval": [round(end, 6) for end in row["kld"]["interval"]],
+                        "top1": round(row["top1"]["share"], 5),
+                        "perplexity_ratio": round(row["perplexity_ratio"]["value"], 6),
+                        "file": file,
+                        "commit": record["commit"],
+                    },
+                )
+    # What is compared has scored the same tokens.
+    assert len(texts) == 1
+    record = read(LOSS[0])
+    about = {name: record[name] for name in ("model", "dtype", "device", "windows", "tokens")}
+    about |= {name: record["settings"][name] for name in ("context", "prefill", "chunk")}
+    return {**about, "presets": dict(sorted(found.items()))}
+
+
+def steps() -> dict[str, Any]:
+    """Milliseconds of a captured step, by preset."""
+    found: dict[str, Any] = {}
+    for file in STEPS:
+        record = read(file)
+        assert (record["gpu"], record["model"]["name"]) == ("NVIDIA H200", "qwen3-8b")
+        assert not record["settings"]["liger"]
+        for row in record["rows"]:
+            if (row["kind"], row["batch"], row["context"], row.get("mode")) == ("decode", 1, CONTEXT, "graphs"):
+                for name in presets_of(record["schemes"].get(row["engine"])):
+                    own = {"ms": round(row["ms"]["p50"], 2), "file": file, "commit": record["commit"]}
+                    found.setdefault(name, own)
+    first = read(STEPS[0])["rows"]
+    stock = next(row for row in first if (row["engine"], row["context"]) == ("dynamic-nocudnn", CONTEXT))
+    about = {"model": "Qwen3-8B's shape, random weights", "device": "NVIDIA H200", "batch": 1, "context": CONTEXT}
+    return {**about, "dynamic_ms": round(stock["ms"]["p50"], 2), "presets": dict(sorted(found.items()))}
+
+
+def attention() -> dict[str, Any]:
+    """Speed-up of one layer's decode attention against the fastest bf16 kernel, by preset."""
+    record, found = read(ATTENTION), {}
+    for row in record["rows"]:
+        if (row["kind"], row["batch"], row["context"]) == ("format", BATCH, CONTEXT) and row["name"] in list_schemes():
+            scheme = get_scheme(row["name"])
+            # Pages and windows as they were then.
+            if row["spec"] == scheme.layout(row["head_dim"], row["head_dim"]).store.spec:
+                found |= {name: round(row["speedup"], 2) for name, own in list_schemes().items() if own == scheme}
+    about = {"device": record["gpu"], "batch": BATCH, "context": CONTEXT, "file": ATTENTION, "commit": record["commit"]}
+    return {**about, "presets": dict(sorted(found.items()))}
+
+
+def figures() -> dict[str, Any]:
+    """All of it."""
+    return {"kind": KIND, "loss": loss(), "steps": steps(), "attention": attention()}
+
+
+def text() -> str:
+    """As the file has it."""
+    return json.dumps(figures(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    PATH.write_text(text(), encoding="utf-8")

@@ -1,0 +1,138 @@
+"""A measurement from a model's name and texts to its record: what `hfkvq kld`, `leaderboard` and `recommend` share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from hfkvq.caches.preset import Preset
+
+from ..models import load_model
+from ..records import device_name
+from ..rivals import Rival
+from . import intervals, report, subject
+from .measurement import Stopped, measure
+from .windows import Text, Windows, cut, find_texts
+
+
+class StoppedRun(KeyboardInterrupt):
+    """Ctrl-C in the middle of a measurement.
+
+    Attributes:
+        record: of the windows that all schemes had been measured on; None if there is none.
+        windows: how many were asked for.
+    """
+
+    def __init__(self, record: report.Record | None, windows: int) -> None:
+        super().__init__()
+        self.record, self.windows = record, windows
+
+
+def check_prompt(context: int, prefill: int | None) -> int:
+    """Tokens of a prompt, half of the window by default.
+
+    Raises:
+        ValueError: nothing would be left to score, or nothing before it.
+    """
+    prompt = context // 2 if prefill is None else prefill
+    if not 2 <= prompt < context:
+        raise ValueError(
+            f"prefill: got {prompt}, allowed 2 to {context - 1}, fewer than --context: what follows is scored."
+        )
+    return prompt
+
+
+def measure_text(
+    model: str | None,
+    chosen: Mapping[str, Preset | Rival],
+    *,
+    text: Sequence[Path] | None = None,
+    dataset: str | None = None,
+    part: str = "test",
+    field: str = "text",
+    context: int = 2048,
+    prefill: int | None = None,
+    chunk: int = 16,
+    windows: int = 16,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+    command: str = "kld",
+    on_progress: Callable[[str, float], object] | None = None,
+) -> report.Record:
+    """Measures schemes on windows of texts; see `measure` and `find_texts`.
+
+    Args:
+        model: see `hfkvq.measure.models.find_model`.
+        chosen: schemes by name.
+        text: files; see `find_texts`.
+        dataset: likewise.
+        part: likewise, its split.
+        field: likewise.
+        context: tokens of a window.
+        prefill: of them, the prompt; None is half.
+        chunk: tokens fed at a time behind it.
+        windows: most windows.
+        batch_size: windows run together.
+        dtype: of the model; None is the checkpoint's.
+        device: where to; None is the CPU.
+        seed: of the bootstrap, and of the reference model's own text.
+        command: who asks, for errors.
+        on_progress: see `measure`.
+
+    Raises:
+        ValueError: see there.
+        ImportError: a package is missing; its extra is named.
+        StoppedRun: Ctrl-C.
+    """
+    # Of loading weights, beside the command's own.
+    logging.disable_progress_bar()
+    where = torch.device("cpu") if device is None else device
+    intervals.check_scipy(command)
+    prompt = check_prompt(context, prefill)
+    plan = subject.find_checkpoint(model)
+    texts: Sequence[Text] = find_texts(text, dataset, part, field, plan.source.reference, seed)
+    subject.check_lengths(plan, context, prompt)
+    subject.check_schemes(plan, dict(chosen))
+    given = cut(texts, plan.tokenizer, context, windows)
+    loaded = load_model(plan.source, where, dtype)
+    settings = {"context": context, "prefill": prompt, "chunk": chunk, "batch_size": batch_size, "seed": seed}
+    about = {
+        "model": plan.source.name,
+        "model_file": plan.source.origin or None,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": device_name(where),
+        "device_type": where.type,
+        "settings": {**settings, "schemes": list(chosen), "windows": windows},
+    }
+
+    def record_of(measured: report.Measured, shown: Windows) -> report.Record:
+        source = {
+            "source": ", ".join(dict.fromkeys(shown.names)),
+            "windows": Counter(shown.names),
+            "tokens_sha256": shown.sha256,
+            "first_token": shown.first_token,
+        }
+        return report.as_record(measured, seed, {**about, "text": source}, shown.names)
+
+    try:
+        measured = measure(
+            loaded,
+            given.tokens,
+            chosen,
+            prefill=prompt,
+            chunk=chunk,
+            batch_size=batch_size,
+            tokenizer=plan.tokenizer,
+            on_progress=on_progress,
+        )
+    except Stopped as stop:
+        part_of = stop.measured
+        found = None if part_of is None else record_of(part_of, given.first(part_of.windows))
+        raise StoppedRun(found, len(given.tokens)) from None
+    return record_of(measured, given)

@@ -1,0 +1,168 @@
+"""What fits, from a model's name and sizes as they are typed: what `hfkvq fit` and `hfkvq recommend` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hfkvq.caches.memory_report import format_bytes
+from hfkvq.caches.model_config import latent_dims, text_config
+from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.caches.registry import listed
+from hfkvq.measure.demo.outline import Outline, checkpoint_bytes, outline
+from hfkvq.measure.demo.schemes import widest_first
+from hfkvq.measure.models import find_model, read_config
+from hfkvq.sizes import parse_size
+from hfkvq.terminal import split
+
+from .layer import Arrival
+from .model import Plan, plan
+from .weights import Weights, weights_of
+
+STOCK = ("bf16", "none")
+"""Names of Transformers' own cache."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What fits.
+
+    Attributes:
+        about: model, memory and how tokens come, as plain values.
+        found: the model.
+        weights: of it.
+        presets: by name; None is Transformers' own cache.
+        plans: of the presets, in their order.
+        most: longest context that was looked for.
+    """
+
+    about: dict[str, Any]
+    found: Outline
+    weights: Weights
+    presets: dict[str, Preset | None]
+    plans: list[Plan]
+    most: int | None
+
+    @property
+    def latents(self) -> bool:
+        """Whether the model's attention is over latents."""
+        return latent_dims(text_config(self.found.config)) is not None
+
+
+def compute(
+    model: str | None,
+    gpu_memory: str,
+    *,
+    context: int | None = None,
+    batch: int = 1,
+    generated: int = 0,
+    prefill_chunk: int = 2048,
+    schemes: str | None = None,
+    dtype: str | None = None,
+    overhead: str = "1GiB",
+    narrow: float = 0.0,
+    beyond: bool = False,
+    default: Sequence[str] | None = None,
+) -> Computed:
+    """Bytes of every cache, and the largest batch and context.
+
+    Args:
+        model: see `find_model`; its config is all that is read.
+        gpu_memory: e.g. "24GiB".
+        context: tokens of a row; None takes 32k, or all that the model has.
+        batch: rows.
+        generated: tokens of the context that are generated.
+        prefill_chunk: tokens of a piece of the prompt; 0 is a prompt in one piece.
+        schemes: names, with commas; None takes the stock cache, and of ``default`` what can hold the model's heads.
+        dtype: of weights and cache; None is the checkpoint's.
+        overhead: what else is on the device.
+        narrow: see `cache_bytes`.
+        beyond: whether a context may be longer than the model has positions.
+        default: names; None for a preset or two of each scheme.
+
+    Raises:
+        ValueError: no such model, a size that makes no sense, weights that do not fit, or a preset that does not suit
+            the model.
+    """
+    if 0 < prefill_chunk <= 16:
+        raise ValueError(f"prefill-chunk: got {prefill_chunk}, allowed more than 16 tokens, or 0 for one piece.")
+    source = find_model(model)
+    memory = parse_size(gpu_memory, "gpu-memory")
+    spare = 0 if overhead.strip() == "0" else parse_size(overhead, "overhead")
+    found = outline(read_config(source))
+    tokens = _context(found, context, beyond)
+    if generated > tokens:
+        raise ValueError(f"generated: got {generated}, allowed no more than the context of {tokens} tokens.")
+    kind = found.dtype if dtype is None else getattr(torch, dtype)
+    weights = weights_of(found, kind, checkpoint_bytes(source.path))
+    if weights.total + spare >= memory:
+        raise ValueError(_no_room(memory, weights, spare))
+    come = Arrival(0, generated, prefill_chunk or None, narrow)
+    most = None if beyond else found.positions
+    presets = presets_for(found, schemes, default)
+    plans = [
+        plan(found, name, what, weights, memory, tokens, batch, kind, spare, come, most)
+        for name, what in presets.items()
+    ]
+    about = {
+        "model": source.name,
+        "dtype": str(kind).removeprefix("torch."),
+        "gpu_memory": memory,
+        "overhead": spare,
+        "context": tokens,
+        "batch": batch,
+        "generated": generated,
+        "prefill_chunk": prefill_chunk or None,
+        "positions": found.positions,
+        "weights": asdict(weights),
+    }
+    return Computed(about, found, weights, presets, plans, most)
+
+
+def _context(found: Outline, asked: int | None, beyond: bool) -> int:
+    room = found.positions
+    if asked is None:
+        return min(32768, room or 32768)
+    if room and asked > room and not beyond:
+        raise ValueError(
+            f"context: got {asked}, but the model has {room} positions; use --context {room}, or --beyond if you will "
+            "load it with RoPE scaling (rope_parameters in its config), as its model card may say."
+        )
+    return asked
+
+
+def _no_room(memory: int, weights: Weights, spare: int) -> str:
+    return (
+        f"gpu-memory: got {format_bytes(memory)}, but the weights take {format_bytes(weights.total)} "
+        f"({weights.source}) and --overhead {format_bytes(spare)}: "
+        f"{format_bytes(weights.total + spare - memory)} too much before any cache. Use a quantized "
+        "checkpoint, a smaller model, or more memory."
+    )
+
+
+def presets_for(
+    found: Outline, schemes: str | None = None, default: Sequence[str] | None = None
+) -> dict[str, Preset | None]:
+    """Presets by name; those that nobody named only if they can hold the heads."""
+    chosen: dict[str, Preset | None] = {}
+    latents = latent_dims(text_config(found.config)) is not None
+    usual = widest_first(listed("fit")) if default is None else default
+    for name in split(schemes) or (STOCK[0], *usual):
+        preset = None if name in STOCK else get_preset(name)
+        try:
+            for scheme in () if preset is None else preset.by_layer(len(found.layers)):
+                if scheme.latents and not latents:
+                    raise ValueError("it is for models with latent attention; choose another, e.g. best-4.3.")
+                for layer in found.layers:
+                    if layer.compressed or layer.window:
+                        layout = scheme.layout(layer.key_dim, layer.value_dim)
+                        layout.check(layer.key_dim, layer.value_dim)
+        except ValueError as error:
+            if schemes is not None:
+                raise ValueError(f"{name}: {error}") from None
+            continue
+        chosen[name] = preset
+    return chosen

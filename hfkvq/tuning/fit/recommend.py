@@ -1,0 +1,188 @@
+"""One answer to "which preset": what fits, what it loses, and the rule that chooses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.caches.preset import Preset, get_preset
+from hfkvq.caches.registry import entry_of, in_order
+from hfkvq.caches.scheme import get_scheme
+from hfkvq.measure.demo.schemes import long_context_bits, widest_first
+from hfkvq.measure.figures import figure
+
+from .compute import Computed
+from .model import Plan
+
+Record = dict[str, Any]
+
+KLD = 2.0
+"""Divergence that goes with a growth of perplexity: 0.02 nats with 1 %, somewhat more than what was measured together.
+Of text that a model does not know perplexity may fall, though its predictions have changed."""
+
+
+def is_candidate(preset: Preset) -> bool:
+    """Whether a preset is offered to somebody who names none: those keep every token, and read no tags."""
+    return not any(scheme.evicts for scheme in preset.schemes) and not preset.needs & {"tags", "turns"}
+
+
+def candidates() -> list[str]:
+    """What is offered: of those that are measured, or that `hfkvq fit` shows; each scheme once, the widest first."""
+    found: dict[Any, str] = {}
+    for name in in_order():
+        entry = entry_of(name)[1]
+        shown = "fit" in entry.lists or figure("loss", name) is not None
+        if shown and entry.group == "scheme" and is_candidate(get_preset(name)):
+            # Of several names the first, which is the short one.
+            found.setdefault(get_scheme(name), name)
+    return widest_first(found.values())
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a cache does to predictions.
+
+    Attributes:
+        perplexity: beside `DynamicCache`'s, as a ratio.
+        interval: of it, 95 %; None where one window tells none, and of the figures that the package brings along.
+        kld: mean divergence from `DynamicCache`, nats.
+        kld_interval: of it.
+    """
+
+    perplexity: float
+    interval: tuple[float, float] | None
+    kld: float
+    kld_interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cache that might be taken.
+
+    Attributes:
+        plan: its bytes, and what fits.
+        preset: None for Transformers' own cache.
+        bits: least and most of a token that is kept, in a long context.
+        loss: None if nobody measured it.
+        step_ms: of a step on an H200, see `hfkvq.measure.figures`; None if nobody measured it.
+    """
+
+    plan: Plan
+    preset: Preset | None
+    bits: tuple[float, float]
+    loss: Loss | None
+    step_ms: float | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is recommended.
+
+    Attributes:
+        row: the cache.
+        reason: a sentence.
+    """
+
+    row: Row
+    reason: str
+
+
+def known_loss(name: str) -> Loss | None:
+    """What was measured on SmolLM2."""
+    found = figure("loss", name)
+    if found is None:
+        return None
+    return Loss(found["perplexity_ratio"], None, found["kld"], tuple(found["kld_interval"]))
+
+
+def measured_losses(record: Record) -> dict[str, Loss]:
+    """Of a record of `hfkvq kld`, by name."""
+    found = {}
+    for row in record["rows"]:
+        ratio, kld = row["perplexity_ratio"], row["kld"]
+        found[row["name"]] = Loss(ratio["value"], ratio["interval"], kld["mean"], kld["interval"])
+    return found
+
+
+def make_rows(done: Computed, measured: dict[str, Loss] | None = None) -> list[Row]:
+    """A row for each cache that was computed.
+
+    Args:
+        done: what fits.
+        measured: losses of this model, by name; None takes those of SmolLM2, of which latents tell nothing.
+    """
+    rows = []
+    for plan in done.plans:
+        preset = done.presets[plan.name]
+        bits = (16.0, 16.0) if preset is None else tuple(long_context_bits(preset.scheme))
+        if preset is None:
+            loss: Loss | None = Loss(1.0, None, 0.0, None)
+        elif measured is not None:
+            loss = measured.get(plan.name)
+        else:
+            loss = None if done.latents else known_loss(plan.name)
+        found = None if done.latents else figure("steps", plan.name)
+        rows.append(Row(plan, preset, bits, loss, found and found["ms"]))  # type: ignore[arg-type]
+    return rows
+
+
+def fits_users(row: Row, users: int) -> bool:
+    """Whether so many rows of the context asked for fit."""
+    return row.plan.batch >= users
+
+
+def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice | None:
+    """Of the caches that fit, one; None if none does.
+
+    Args:
+        rows: of all caches.
+        users: rows that must fit at the context asked for. Then the one that loses least; without it, the one that
+            holds most of those that lose little enough.
+        most_loss: perplexity may grow by this share.
+    """
+    fitting = [row for row in rows if row.preset is not None and fits_users(row, users or 1)]
+    if not fitting:
+        return None
+    known = [(row, row.loss) for row in fitting if row.loss is not None]
+    if not known:
+        best = max(fitting, key=lambda row: sum(row.bits))
+        return Choice(best, "nobody has measured what the others lose either; it has the most bits of those that fit")
+    if users is not None:
+        best, _ = min(known, key=lambda pair: pair[1].kld)
+        return Choice(best, f"the least loss of those that hold {users} user{'s' * (users > 1)}")
+    good = [(row, loss) for row, loss in known if loss.perplexity - 1 <= most_loss and loss.kld <= KLD * most_loss]
+    limit = f"{100 * most_loss:g} %"
+    if not good:
+        best, _ = min(known, key=lambda pair: pair[1].kld)
+        return Choice(best, f"the least loss of those that fit; none of them stays within {limit} (--max-loss)")
+    best, loss = min(good, key=lambda pair: (pair[0].plan.cache, pair[1].kld))
+    words = f"the fewest bytes of those that lose at most {limit}"
+    if loss.interval is not None and loss.interval[1] - 1 > most_loss:
+        words += (
+            f"; its interval reaches to {100 * (loss.interval[1] - 1):+.1f} %, so that these windows are too few to be "
+            "sure: give more with --windows"
+        )
+    return Choice(best, words)
+
+
+def python_line(name: str) -> str:
+    """To copy."""
+    return f"cache = MixedKVCache(model.config{'' if name == DEFAULT_SCHEME else f', {json.dumps(name)}'})"
+
+
+def command_line(model: str | None, row: Row, done: Computed) -> str:
+    """To copy: a server, or where that does not take the model or the scheme a look at it."""
+    from hfkvq.serving.engine import check
+
+    own = "" if model is None else f" --model {model}"
+    look = f"hfkvq demo{own} --schemes {row.plan.name}"
+    if model is None or row.preset is None or row.preset.layers:
+        return look
+    try:
+        check(done.found.config, row.preset.scheme)
+    except ValueError:
+        return look
+    return f"hfkvq serve{own} --scheme {row.plan.name}"

@@ -1,0 +1,166 @@
+"""`hfkvq recommend`: what fits, what it loses, and the one that is chosen."""
+
+import json
+from functools import partial
+
+import pytest
+
+from hfkvq.caches import get_preset
+from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.measure.divergence import run as divergence
+from hfkvq.measure.figures import figure
+from hfkvq.tuning.fit.model import Plan
+from hfkvq.tuning.fit.recommend import Loss, Row, candidates, choose, known_loss, make_rows
+from tests.command import assert_refused, flat, invoke
+
+run = partial(invoke, "recommend")
+SMALL = ("--gpu-memory", "64MiB", "--overhead", "0", "--context", "4k", "--device", "cpu")
+
+
+def row(name, users, size, loss):
+    plan = Plan(name, size, 0, 1 if users else -1, users, 100)
+    return Row(plan, None if name == "bf16" else get_preset(name), (4.0, 4.0), loss, None)
+
+
+def loss(percent, kld, high=None):
+    return Loss(1 + percent / 100, None if high is None else (1.0, 1 + high / 100), kld, None)
+
+
+ROWS = [
+    row("bf16", 1, 90, loss(0, 0)),
+    row("kvarn-k4v4", 2, 45, loss(0.3, 0.005)),
+    row("best-3.4", 3, 34, loss(0.6, 0.01)),
+    row("kitty-pro", 5, 25, loss(6.9, 0.07)),
+    # Of text that a model does not know perplexity may fall.
+    row("kitty", 6, 24, loss(-2, 0.4)),
+    row("kivi-2", 6, 24, None),
+]
+
+
+class TestChoice:
+    @pytest.mark.parametrize(
+        ("users", "most", "name", "words"),
+        [
+            (None, 0.01, "best-3.4", "the fewest bytes of those that lose at most 1 %"),
+            (None, 0.1, "kitty-pro", "the fewest bytes of those that lose at most 10 %"),
+            (None, 0.0, "kvarn-k4v4", "none of them stays within 0 %"),
+            (2, 0.01, "kvarn-k4v4", "the least loss of those that hold 2 users"),
+            (3, 0.01, "best-3.4", "the least loss of those that hold 3 users"),
+            (5, 0.0, "kitty-pro", "the least loss of those that hold 5 users"),
+        ],
+    )
+    def test_rules(self, users, most, name, words):
+        found = choose(ROWS, users, most)
+        assert found.row.plan.name == name
+        assert words in found.reason
+
+    def test_nothing_fits(self):
+        assert choose(ROWS, 7, 0.01) is None
+        assert choose(ROWS[:1], None, 0.01) is None
+
+    def test_few_windows_are_said_to_be_few(self):
+        found = choose([row("best-3.4", 3, 34, loss(0.6, 0.01, high=2.5))], None, 0.01)
+        assert "its interval reaches to +2.5 %, so that these windows are too few" in found.reason
+        assert "too few" not in choose([row("best-3.4", 3, 34, loss(0.6, 0.01, high=0.9))], None, 0.01).reason
+
+    def test_of_unknown_losses_the_most_bits(self):
+        found = choose([row("kivi-2", 6, 24, None)], None, 0.01)
+        assert "nobody has measured" in found.reason
+
+
+def test_candidates_keep_every_token_once():
+    names = candidates()
+    assert {DEFAULT_SCHEME, "kvarn-k4v4", "kitty", "latent-4"} <= set(names)
+    assert not {"full", "int4", "arkv", "snapkv", "triaxial"} & set(names)
+    assert len({get_preset(name).scheme for name in names}) == len(names)
+
+
+def test_the_losses_that_ship():
+    assert known_loss("kitty-pro").kld == figure("loss", "kitty-pro")["kld"]
+    assert known_loss("kvarn-k2v2") is None
+
+
+class TestCommand:
+    def test_ends_with_lines_to_copy(self):
+        done = run(*SMALL, "--schemes", "bf16,kitty-pro,best-4.3", columns=79)
+        assert done.exit_code == 0, done.output
+        lines = done.stdout.splitlines()
+        assert lines[-2:] == [
+            'Python:  cache = MixedKVCache(model.config, "best-4.3")',
+            "Command: hfkvq demo --schemes best-4.3",
+        ]
+        assert max(map(len, lines[:-3])) <= 79
+        assert "of 4,096 tokens, bf16 none" in lines[-3]
+
+    def test_a_folder_with_a_config_alone_as_json(self, tmp_path):
+        config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2}
+        config |= {"num_key_value_heads": 1, "vocab_size": 64, "intermediate_size": 256, "dtype": "bfloat16"}
+        (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 65536}))
+        options = ["--model", tmp_path, "--gpu-memory", "200MiB", "--overhead", "0", "--context", "32k", "--json"]
+        done = run(*options, "--schemes", f"bf16,kitty,{DEFAULT_SCHEME}")
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert found["context"] == 32768
+        assert [each["name"] for each in found["caches"]] == ["bf16", "kitty", DEFAULT_SCHEME]
+        assert found["recommended"]["python"] == "cache = MixedKVCache(model.config)"
+        assert found["recommended"]["command"] == f"hfkvq serve --model {tmp_path} --scheme {DEFAULT_SCHEME}"
+
+    def test_with_a_text(self, tmp_path, monkeypatch):
+        """The candidates that fit are measured, and the floor; what is measured decides."""
+        asked = {}
+
+        def measured(model, chosen, **options):
+            asked.update(options, names=list(chosen))
+            ratio = {"full": 1.0, "kitty-pro": 1.004, "saw-int4": 1.03}
+            rows = [
+                {
+                    "name": name,
+                    "kld": {"mean": 0.01, "interval": (0.009, 0.011)},
+                    "perplexity_ratio": {"value": ratio[name], "interval": (ratio[name] - 0.01, ratio[name] + 0.01)},
+                }
+                for name in chosen
+            ]
+            return {"rows": rows, "windows": 4, "settings": {"context": 512}, "text": {"source": "mine.txt"}}
+
+        monkeypatch.setattr(divergence, "measure_text", measured)
+        text = tmp_path / "mine.txt"
+        options = [*SMALL, "--text", text, "--window", "512", "--schemes", "bf16,kitty-pro,saw-int4"]
+        done = run(*options)
+        assert done.exit_code == 0, done.output
+        assert asked["names"] == ["full", "kitty-pro", "saw-int4"]
+        assert (asked["context"], asked["windows"], asked["text"]) == (512, 4, [text])
+        said = flat(done.output)
+        assert "Measuring 3 caches on 4 windows of 512 tokens" in said
+        assert "+0.40 % (-0.60 to +1.40)" in said
+        assert "too few to be sure: give more with --windows" in said
+        assert 'Python: cache = MixedKVCache(model.config, "kitty-pro")' in said
+
+        def stopped(*args, **options):
+            raise divergence.StoppedRun(None, 4)
+
+        monkeypatch.setattr(divergence, "measure_text", stopped)
+        assert_refused(run(*options), "Stopped: no window was finished", 130)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message", "code"),
+        [
+            (["--users", "9", "--schemes", "kitty"], "nothing holds 9 of this context, kitty lacks", 1),
+            (["--schemes", "kity"], "did you mean 'kitty'", 2),
+            (["--model", "./nowhere"], "does not exist", 2),
+            (["--gpu-memory", "24XB"], "gpu-memory: got '24XB'", 2),
+            (["--context", "3x"], "got '3x', allowed numbers like 8192 or 8k", 2),
+        ],
+    )
+    def test_bad_input(self, arguments, message, code):
+        assert_refused(run(*SMALL, *arguments), message, code)
+
+
+def test_rows_of_latents_have_no_loss():
+    class Done:
+        plans = (Plan("best-4.3", 1, 0, 1, 1, 100),)
+        presets = {"best-4.3": get_preset("best-4.3")}  # noqa: RUF012
+        latents = True
+
+    assert make_rows(Done())[0].loss is None
+    Done.latents = False
+    assert make_rows(Done())[0].loss == known_loss("best-4.3")
