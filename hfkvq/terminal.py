@@ -116,11 +116,16 @@ def print_saved(console: Console, *paths: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar on standard error; is told what is being done, and the share that is."""
+def progress_bar(output: Console | None = None) -> Iterator[Callable[[str, float], None]]:
+    """A bar on standard error; is told what is being done, and the share that is.
+
+    Where something is printed meanwhile, ``output`` is the console that prints it: if that is a terminal, the bar stays
+    below.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as view:
+    console = output if output is not None and output.is_terminal else Console(stderr=True)
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as view:
         bar = view.add_task("", total=1.0)
         yield lambda what, share: view.update(bar, description=what, completed=share)
