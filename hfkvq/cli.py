@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from hfkvq.env_cli import app as env_app
 from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.measure.bench.cli import app as bench_app
 from hfkvq.measure.divergence.cli import app as divergence_app
@@ -58,6 +59,7 @@ app.add_typer(lm_eval_app)
 app.add_typer(search_app)
 app.add_typer(warm_app)
 app.add_typer(serve_app)
+app.add_typer(env_app)
 
 
 def _version(value: bool) -> None:
