@@ -62,7 +62,7 @@ bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
 
 # The first page is the README, also for whoever opens the folder.
 docs: $(FOR_DOCS)  ## guides and API reference as a site with search, in build/docs
-	$(BIN)/python -m sphinx --quiet --fail-on-warning -c docs . build/docs
+	$(BIN)/python -m sphinx --quiet $(ARGS) -c docs . build/docs
 	cp build/docs/README.html build/docs/index.html
 
 dist: $(FOR_DEV)  ## wheel and sdist, in dist

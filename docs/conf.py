@@ -57,6 +57,12 @@ def adapt(app, name, source):
             source[0] += "\n".join(["\n```{toctree}", ":hidden:", f":caption: {heading}", "", *pages, "```\n"])
 
 
+def escape(app, what, name, obj, options, lines):
+    """A bar is an absolute value in docstrings; reStructuredText would look for a substitution."""
+    lines[:] = [re.sub(r"``.*?``|(\|)", lambda found: r"\|" if found[1] else found[0], line) for line in lines]
+
+
 def setup(app):
     """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", escape)
     app.connect("source-read", adapt)

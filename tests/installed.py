@@ -37,7 +37,7 @@ def main() -> None:
     cache = MixedKVCache(model.config)
     model.generate(ids, past_key_values=cache, **options)
     assert cache.memory().code_bits < 4
-    print(f"hfkvq {hfkvq.__version__}, {len(list_schemes())} presets, {cache.memory().total_bits:.2f} bits")
+    print(f"hfkvq {hfkvq.__version__}, {len(list_schemes())} presets, {cache.memory().code_bits:.2f} bits of codes")
 
 
 if __name__ == "__main__":

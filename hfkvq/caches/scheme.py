@@ -160,7 +160,7 @@ class Scheme:
 
         Args:
             keys: (B, H, n, G, D) in the model's dtype; entries of rows with nothing due are arbitrary.
-            q_abs: f32 (B, H, D), mean ``|query|`` of each channel since the last seal, if ``needs`` has "query" and the
+            q_abs: f32 (B, H, D), mean |query| of each channel since the last seal, if ``needs`` has "query" and the
                 attention showed queries.
 
         Returns:

@@ -81,7 +81,7 @@ class PageFormat:
         normed: whether a page also holds a factor along the other axis, one of each token (per channel) or channel (per
             token): ``x̂ = (code * scale + zero) * norm``. Integer widths only; a page is then sealed as a whole.
         fit: how scale and zero are chosen when tokens are sealed: 0 takes the range of each group, 2, 3 or 4 what loses
-            least by the sum of ``|error|`` to this power (see `hfkvq.kernels.groups`). Integer widths only. What is stored,
+            least by the sum of |error| to this power (see `hfkvq.kernels.groups`). Integer widths only. What is stored,
             and how it is read, is the same.
         exact: n, tokens of each page and head whose keys are also stored whole (see `hfkvq.kernels.exact`). Keys of
             integer widths, per channel and not normed, only.
