@@ -19,7 +19,7 @@ BENCH_ARGS ?= --json evals/results
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) $(PINS)
-FOR_DEMO := $(VENV)/.installed-plot
+FOR_DEMO := $(VENV)/.installed
 FOR_DEV := $(VENV)/.installed-dev
 FOR_DOCS := $(VENV)/.installed-docs
 
@@ -32,13 +32,14 @@ FOR_GPU := $(FOR_DEV)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo style format test test-gpu bench docs clean
+.PHONY: help demo style format test test-gpu bench docs dist clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
 
 demo: $(FOR_DEMO)  ## compare the schemes on the small reference model (CPU is enough)
-	$(BIN)/hfkvq demo $(ARGS)
+	@$(BIN)/hfkvq demo $(ARGS)
+	@echo "hfkvq is in $(BIN): source $(BIN)/activate"
 
 style: $(FOR_DEV)  ## lint, format check, types
 	$(BIN)/ruff check .
@@ -59,14 +60,13 @@ test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
 	PYTHONPATH=. $(GPU_PYTHON) -m hfkvq.cli bench kernels $(BENCH_ARGS)
 
-# Modules by name: what is meant to be imported. The guides stand beside them.
-DOCUMENTED := docs/guides.py hfkvq hfkvq.caches hfkvq.caches.tags hfkvq.kernels.pages hfkvq.measure.demo \
-	hfkvq.measure.divergence.measurement hfkvq.measure.divergence.values hfkvq.measure.reference hfkvq.lm_eval \
-	hfkvq.lm_eval.model hfkvq.tuning hfkvq.tuning.fit hfkvq.tuning.layerwise hfkvq.tuning.objectives hfkvq.tuning.plots \
-	hfkvq.tuning.score hfkvq.tuning.study hfkvq.tuning.trials
+# The first page is the README, also for whoever opens the folder.
+docs: $(FOR_DOCS)  ## guides and API reference as a site with search, in build/docs
+	$(BIN)/python -m sphinx --quiet $(ARGS) -c docs . build/docs
+	cp build/docs/README.html build/docs/index.html
 
-docs: $(FOR_DOCS)  ## API reference and guides as HTML, in build/docs
-	$(BIN)/pdoc -d google -o build/docs $(DOCUMENTED)
+dist: $(FOR_DEV)  ## wheel and sdist, in dist
+	$(BIN)/python -m hatchling build
 
 clean:  ## remove the environment, builds and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
@@ -77,7 +77,7 @@ $(BIN)/python:
 
 # Order-only: the interpreter's own date says nothing about the packages.
 $(FOR_DEMO): pyproject.toml $(CONSTRAINTS) | $(BIN)/python
-	$(PIP_INSTALL) -e '.[plot]'
+	$(PIP_INSTALL) -e .
 	@touch $@
 
 $(FOR_DEV): pyproject.toml $(CONSTRAINTS) | $(BIN)/python

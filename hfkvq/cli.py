@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from hfkvq.env_cli import app as env_app
 from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.measure.bench.cli import app as bench_app
 from hfkvq.measure.divergence.cli import app as divergence_app
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from hfkvq.caches.tags import ChatFormat
     from hfkvq.measure.demo.prompts import Subject
-    from hfkvq.measure.demo.run import Result, Settings
+    from hfkvq.measure.demo.run import Result, Row, Settings
 
 app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
@@ -60,6 +61,7 @@ app.add_typer(lm_eval_app)
 app.add_typer(search_app)
 app.add_typer(warm_app)
 app.add_typer(serve_app)
+app.add_typer(env_app)
 
 
 def _version(value: bool) -> None:
@@ -133,12 +135,25 @@ def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, ou
         fail(error)
 
 
-def _run(subject: Subject, settings: Settings) -> Result:
-    from hfkvq.measure.demo import run_demo
+def _run(subject: Subject, settings: Settings, console: Console) -> Result:
+    """Prints each row as soon as it is measured."""
+    from hfkvq.measure.demo import choose_schemes, run_demo
+    from hfkvq.measure.demo.report import Lines
+    from hfkvq.measure.records import BASELINE
+
+    lines: list[Lines] = []
+
+    def print_row(row: Row) -> None:
+        if not lines:
+            names = BASELINE, *choose_schemes(settings.schemes)
+            lines.append(Lines(row, names, wide=console.width >= 118))
+        console.print(lines[0].of(row))
 
     words = "nothing is saved, and the same command begins anew; fewer --samples, --tasks or --schemes take less time."
-    with stoppable(words), progress_bar() as show:
-        return run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
+    with stoppable(words), progress_bar(console) as show:
+        return run_demo(
+            subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share), on_row=print_row
+        )
 
 
 @app.command()
@@ -154,7 +169,7 @@ def demo(
             r"e.g. recall-40. \[default: the first three; of smollm2 the others]"
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 8,
+    samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts run together.")] = 8,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=2, help=r"Most tokens of an answer. \[default: by task; 256 with --model]")
@@ -179,7 +194,7 @@ def demo(
 
     from hfkvq.measure.demo import Settings
     from hfkvq.measure.demo.prompts import default_tasks
-    from hfkvq.measure.demo.report import as_json, notes, save_picture, table
+    from hfkvq.measure.demo.report import as_json, next_steps, notes, save_picture
 
     try:
         settings = Settings(
@@ -195,14 +210,19 @@ def demo(
     where = _pick_device(device)
     kind = None if dtype is DType.auto else getattr(torch, dtype.value)
     subject = _load(model, where, kind, outliers)
+    if subject.reference and where.type == "cpu":
+        # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
+        torch.set_num_threads(1)
+    console = make_console()
     try:
-        result = _run(subject, settings)
+        result = _run(subject, settings, console)
     except ValueError as error:
         fail(error)
-
-    console = make_console()
-    console.print(table(result, wide=console.width >= 118))
+    console.print()
     print_notes(console, notes(result))
+    console.print()
+    for command, what in next_steps(result):
+        console.print(f"{command:<58} {what}", highlight=False)
     save_json(console, as_json(result), json_file)
     if png_file is not None:
         save_picture(result, png_file)

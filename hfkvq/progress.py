@@ -58,9 +58,13 @@ class PlainLines:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """On standard error; is told what is being done, and the share that is."""
-    console = Console(stderr=True)
+def progress_bar(output: Console | None = None) -> Iterator[Callable[[str, float], None]]:
+    """On standard error; is told what is being done, and the share that is.
+
+    Where something is printed meanwhile, ``output`` is the console that prints it: if that is a terminal, the bar stays
+    below.
+    """
+    console = output if output is not None and output.is_terminal else Console(stderr=True)
     if not console.is_terminal:
         yield PlainLines(lambda line: typer.echo(line, err=True))
         return

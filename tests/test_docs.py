@@ -10,7 +10,9 @@ import pytest
 import torch
 import typer
 
+import hfkvq
 from evals import frontier
+from hfkvq import caches
 from hfkvq.caches import get_scheme, list_schemes, registry
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.cli import app
@@ -74,17 +76,32 @@ def test_options_of_commands_in_sentences_exist(path):
         assert {word for word in words if word.startswith("--")} <= known, name
 
 
-def test_guides_and_modules_of_the_reference_exist():
-    guides = (ROOT / "docs" / "guides.py").read_text(encoding="utf-8")
-    assert {f"{name}.md" for name in re.findall(r"include:: (\w+)\.md", guides)} == {
-        path.name for path in (ROOT / "docs").glob("*.md")
-    }
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
-    for name in re.search(r"^DOCUMENTED := (.*)$", makefile, re.MULTILINE)[1].split():
-        if name.endswith(".py"):
-            assert (ROOT / name).is_file()
-        else:
-            assert importlib.util.find_spec(name) is not None, name
+def test_the_site_has_every_guide_and_what_the_package_offers():
+    """Also where Sphinx is not installed, which `make docs` brings."""
+    site = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    pages = [page for part in site["PAGES"].values() for page in part]
+    assert len(set(pages)) == len(pages)
+    assert [page for page in pages if not (ROOT / f"{page}.md").is_file()] == []
+    assert {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")} <= set(pages)
+
+    reference = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in re.findall(r"automodule:: (\S+)", reference):
+        assert importlib.util.find_spec(name) is not None, name
+    assert set(re.findall(r"auto(?:class|function):: (\w+)", reference)) == set(caches.__all__) - set(hfkvq.__all__)
+
+
+def test_folders_lead_to_their_readme_on_the_site():
+    """And the contents go behind the README, for the site alone."""
+    site = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    source = ["[a](notebooks), [b](evals/results), [c](docs/speed.md#warnings), [d](evals/tasks/)"]
+    site["adapt"](None, "docs/speed", source)
+    assert source == ["[a](notebooks), [b](evals/results), [c](docs/speed.md#warnings), [d](evals/tasks/)"]
+    site["adapt"](None, "README", source)
+    text, _, contents = source[0].partition("\n```{toctree}")
+    assert text == (
+        "[a](notebooks/README.md), [b](evals/results), [c](docs/speed.md#warnings), [d](evals/tasks/README.md)"
+    )
+    assert contents.count("```{toctree}") == len(site["PAGES"]) - 1
 
 
 def test_the_list_of_presets_is_that_of_the_registry():

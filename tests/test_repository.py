@@ -6,6 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+
+import hfkvq
+from hfkvq.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 16_000_000
@@ -84,6 +89,43 @@ def test_constraints_pin_and_cover_every_requirement():
     assert [line for line, pin in zip(entries, pins, strict=True) if pin is None] == []
 
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    blocks = re.findall(r"^(?:dependencies|plot|real|eval|tune|dev) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
+    extras = "plot|real|eval|tune|postgres|serve|docs|dev"
+    blocks = re.findall(rf"^(?:dependencies|{extras}) = \[(.*?)\]$", project, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2 + extras.count("|")
     named = {normal(name) for block in blocks for name in re.findall(r'"([A-Za-z0-9_.-]+)', block)}
     assert named - {normal(pin[1]) for pin in pins if pin} == {"hfkvq"}
+
+
+def test_the_release_has_one_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == hfkvq.__version__
+    assert cited["authors"] == [{"name": "The hfkvq authors"}]
+    assert "version" not in re.findall(r"^(\w+) = ", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    versions = [re.fullmatch(r"([0-9.]+) \((unreleased|[0-9]{4}-[0-9]{2}-[0-9]{2})\)", heading) for heading in headings]
+    assert [heading for heading, found in zip(headings, versions, strict=True) if found is None] == []
+    assert versions[0][1] == hfkvq.__version__
+    assert all(found[2] != "unreleased" for found in versions[1:])
+
+
+def test_each_supported_python_is_named_and_tried():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r"Programming Language :: Python :: (3\.[0-9]+)", project)
+    assert named[0] == re.search(r'requires-python = ">=(3\.[0-9]+)"', project)[1]
+    tried = yaml.safe_load((ROOT / ".github/workflows/packages.yml").read_text(encoding="utf-8"))
+    assert tried["jobs"]["install"]["strategy"]["matrix"]["python"] == named
+    said = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"| Python | {named[0]} to {named[-1]} |" in said
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name)
+def test_templates_of_issues_are_forms(path):
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if path.name == "config.yml":
+        return
+    assert {"name", "description", "body"} <= form.keys()
+    for part in form["body"]:
+        assert part["type"] in ("textarea", "input")
+        assert part["attributes"]["label"]
+    commands = re.findall(r"`hfkvq ([a-z]+)`", path.read_text(encoding="utf-8"))
+    assert set(commands) <= set(typer.main.get_command(app).commands)

@@ -125,7 +125,8 @@ def hfkvq_mask(
 ) -> Tensor | None:
     """The mask of sdpa, with three changes.
 
-    A plain causal decode step, also of a window, gets the 2D padding mask, copied once for all layers: stock code asks the device whether
+    A plain causal decode step, also of a window, gets the 2D padding mask, copied once for all layers: stock code asks
+    the device whether
     it is all ones, a synchronization in every step. And None is never returned for several queries on a longer cache,
     so that None always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets None.
     """

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .scheme import Scheme
 
-LISTS = ("demo", "kld", "bench kernels", "bench generate", "fit")
-"""What shows presets unless it is told which, by command; ``hfkvq leaderboard`` shows "kld" and "demo"."""
+LISTS = ("demo", "kld", "leaderboard", "bench kernels", "bench generate", "fit")
+"""What shows presets unless it is told which, by command; ``hfkvq leaderboard`` also shows those of "demo" and "kld"."""
 
 GROUPS = ("scheme", "eviction", "control", "baseline")
 """What a preset is in a comparison: a scheme, one that evicts tokens and holds what stays in any other scheme's pages,

@@ -44,7 +44,7 @@ def _presets(names: str | None) -> dict[str, Preset | None]:
     chosen = split(names) if names else ()
     if chosen == ("all",):
         chosen = tuple(choose_schemes(("all",)))
-    shown = list(dict.fromkeys((*listed("kld"), *listed("demo"))))
+    shown = list(dict.fromkeys((*listed("kld"), *listed("demo"), *listed("leaderboard"))))
     others = [name for name in chosen if name != BASELINE] or shown
     # The second one loses nothing: what it scores less than the first is noise.
     return {BASELINE: None, **parse_schemes(list(dict.fromkeys([FLOOR, *others])))}

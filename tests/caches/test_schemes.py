@@ -445,11 +445,12 @@ def test_schemes_have_places_of_their_own():
 
 
 def test_what_is_shown_by_default_leaves_no_scheme_out():
-    """Beside the control: what fits has a preset of each, a quick look too, but only one of those that only evict."""
+    """Beside the control: what fits has a preset of each, a leaderboard too, but only one of those that only evict."""
     schemes = {type(scheme) for scheme in list_schemes().values()}
     evicting = {cls for cls in schemes if issubclass(cls, TokenEviction)}
-    for which, may_lack in (("demo", {Full} | evicting), ("fit", {Full})):
-        shown = {registry.entry_of(name)[0] for name in registry.listed(which)}
+    compared = [*registry.listed("kld"), *registry.listed("demo"), *registry.listed("leaderboard")]
+    for names, may_lack in ((compared, {Full} | evicting), (registry.listed("fit"), {Full})):
+        shown = {registry.entry_of(name)[0] for name in names}
         assert {scheme for scheme in schemes - shown if not scheme.latents} <= may_lack
         assert shown & evicting
 

@@ -3,10 +3,8 @@
 import importlib
 import importlib.util
 import json
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -145,24 +143,3 @@ def lm_eval_run(lm, manager, limit):
     from lm_eval import simple_evaluate
 
     return simple_evaluate(lm, tasks=["ref_recall"], limit=limit, task_manager=manager, bootstrap_iters=0)
-
-
-def test_wheel_has_what_lm_eval_needs(tmp_path):
-    """The files that an installation from a wheel puts beside the package."""
-    if importlib.util.find_spec("hatchling") is None:
-        pytest.skip("hatchling is not installed here")
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "pyproject.toml").is_file() or shutil.which("git") is None:
-        pytest.skip("not a checkout")
-    ran = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    [wheel] = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"_hfkvq_lm_eval.py", "hfkvq_lm_eval.pth", "hfkvq_lm_eval.start"} <= names
-    assert "hfkvq/lm_eval/tasks/ref/recall.yaml" in names

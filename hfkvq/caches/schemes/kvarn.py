@@ -48,7 +48,7 @@ class KVarN(Scheme):
     paper = "KVarN"
     place = 50
     presets = {
-        "kvarn": Entry("Keys with outlier tokens and channels, for 3.4 bits.", lists=("demo", "fit")),
+        "kvarn": Entry("Keys with outlier tokens and channels, for 3.4 bits.", lists=("leaderboard", "fit")),
         "kvarn-k4v2": Entry("The same, by its long name.", {"key_bits": 4, "value_bits": 2}),
         "kvarn-k4v4": Entry("The same with better values.", {"key_bits": 4, "value_bits": 4}),
         "kvarn-k2v2": Entry("2 bits where keys have no outlier channels.", {"key_bits": 2, "value_bits": 2}),

@@ -94,7 +94,7 @@ class MixKVQ(Scheme):
     presets = {
         "mixkvq": Entry(
             "Widths that follow the model: more for key channels whose error queries would see; to be tuned.",
-            lists=("demo", "kld", "fit"),
+            lists=("kld", "fit"),
         ),
         "mixkvq-fractions": Entry("The same, by its long name.", {"select": "fractions"}),
         "mixkvq-error-only": Entry("The same where attention does not show its queries.", {"salience": "error_only"}),

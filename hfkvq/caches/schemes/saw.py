@@ -62,7 +62,7 @@ class SawInt4(Scheme):
         "int4": Entry(
             "Plain INT4: what rotation is worth. Outlier channels in keys break it.",
             {"rotate": "none"},
-            ("demo", "kld", "bench kernels"),
+            ("kld", "bench kernels"),
             group="baseline",
         ),
     }

@@ -41,7 +41,7 @@ class SnapKV(TokenEviction):
     presets = {
         "snapkv": Entry(
             "Long prompts of which little matters: the tokens stay that its end attends to.",
-            lists=("demo", "fit"),
+            lists=("leaderboard", "fit"),
             group="eviction",
         )
     }

@@ -77,7 +77,7 @@ class TriAxial(Scheme):
     place = 70
     presets = {
         "triaxial": Entry(
-            "Agents with tools and images: bits by a token's turn, modality and role.", lists=("demo", "fit")
+            "Agents with tools and images: bits by a token's turn, modality and role.", lists=("leaderboard", "fit")
         ),
     }
 

@@ -80,12 +80,25 @@ class _ForcedTokens(LogitsProcessor):
 
 
 @dataclass
-class Answers:
+class Written:
+    """The answers to one batch.
+
+    Attributes:
+        ids: i64 (B, n), as generated, padding behind their ends.
+        lengths: tokens of each answer, its end token included.
+    """
+
+    ids: Tensor
+    lengths: list[int]
+
+
+@dataclass
+class Answers(Written):
     """What a cache made of one batch.
 
     Attributes:
-        ids: i64 (B, n), answers as generated, padding behind their ends.
-        lengths: tokens of each answer, its end token included.
+        ids: see `Written`.
+        lengths: see `Written`.
         logits: f32 (rows, n, vocabulary), what the first rows' tokens were chosen by.
         cache: as it is after the answers.
         after_prompt: a copy from before the first answer token was fed.
@@ -93,8 +106,6 @@ class Answers:
         decode_seconds: time of all further tokens.
     """
 
-    ids: Tensor
-    lengths: list[int]
     logits: Tensor
     cache: Cache
     after_prompt: Cache
@@ -136,13 +147,13 @@ def answer_lengths(ids: Tensor, ends: Sequence[int | None]) -> list[int]:
     return first.tolist()
 
 
-def texts(subject: Subject, answers: Answers) -> list[str]:
+def texts(subject: Subject, answers: Written) -> list[str]:
     """The generated texts, with their end tokens."""
     rows = zip(answers.ids.tolist(), answers.lengths, strict=True)
     return [subject.tokenizer.decode(row[:length]) for row, length in rows]
 
 
-def predictions(subject: Subject, batch: Batch, mine: Answers, baseline: Answers) -> Tensor:
+def predictions(subject: Subject, batch: Batch, mine: Answers, baseline: Written) -> Tensor:
     """Logits at each token of the baseline's answers from the second on, as predicted through a cache.
 
     Where a row's own answer is the baseline's, these are the logits it was chosen by. Other rows go back to where the
@@ -184,8 +195,8 @@ def kl_divergence(baseline: Tensor, other: Tensor) -> Tensor:
     """``KL(p || q) = Σ_v p_v (log p_v - log q_v)`` of each position, in nats.
 
     Args:
-        baseline: logits of p, (N, vocabulary).
-        other: logits of q, likewise.
+        baseline: logits of p, (N, vocabulary), on any device.
+        other: logits of q, likewise; it is computed where they are.
 
     Returns:
         f64 (N,).
@@ -195,7 +206,7 @@ def kl_divergence(baseline: Tensor, other: Tensor) -> Tensor:
     # In pieces: in f64 the whole of a large vocabulary could be larger than the model.
     pieces = []
     for p, q in zip(baseline.split(64), other.split(64), strict=True):
-        log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        log_p, log_q = p.to(q.device).double().log_softmax(-1), q.double().log_softmax(-1)
         pieces.append((log_p.exp() * (log_p - log_q)).sum(-1).cpu())
     return torch.cat(pieces)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,39 @@ def _percent(share: float) -> str:
     return NOTHING if math.isnan(share) else f"{100 if share == 1 else min(100 * share, 99.9):.1f}"
 
 
-def table(result: Result, wide: bool = True) -> Table:
-    """One row per cache; ``wide`` takes up to 120 columns, otherwise 100."""
-    view = narrow_table()
-    view.add_column("cache", no_wrap=True, vertical="bottom")
-    titles = ["total\nbits", "code\nbits", "held\nMiB", *(["bf16\nMiB"] if wide else []), "bf16 /\nheld"]
-    titles += [short_name(task) for task in result.rows[0].tasks]
-    titles += ["agree\n%", "KLD\nmean", "KLD\n99.9%", *(["tok/s\nprompt"] if wide else []), "tok/s\ndecode"]
-    for title in titles:
-        view.add_column(title, justify="right", no_wrap=True, vertical="bottom")
-    for row in result.rows:
+class Lines:
+    """The table, a row at a time: rows can be shown while others are still being measured.
+
+    Columns are as wide as every row needs, as far as the baseline's can tell.
+
+    Args:
+        first: the baseline's row.
+        names: of all caches.
+        wide: takes up to 120 columns, otherwise 100.
+    """
+
+    def __init__(self, first: Row, names: Iterable[str], wide: bool = True) -> None:
+        assert first.memory is not None
+        self.wide, self._head = wide, True
+        room, speed = 2 * max(first.memory.held, first.memory.bf16) / 2**20, 2 * first.prompt_speed
+        columns = [("cache", max(names, key=len)), ("total\nbits", "16.00"), ("code\nbits", "16.00"), ("held\nMiB", f"{room:.2f}")]
+        columns += [("bf16\nMiB", f"{room:.2f}"), ("bf16 /\nheld", "10.00")]
+        columns += [(short_name(name), f"{task.total}/{task.total}") for name, task in first.tasks.items()]
+        columns += [("agree\n%", "100.0"), ("KLD\nmean", "<0.0001"), ("KLD\n99.9%", "10.0000"), ("tok/s\nprompt", _speed(speed))]
+        columns += [("tok/s\ndecode", _speed(speed))]
+        self._columns = [
+            (title, max(*map(len, title.split("\n")), len(sample)))
+            for title, sample in columns
+            if wide or title not in ("bf16\nMiB", "tok/s\nprompt")
+        ]
+
+    def of(self, row: Row) -> Table:
+        """A row; the first comes with the titles."""
+        view = narrow_table(show_header=self._head, show_edge=False)
+        for number, (title, width) in enumerate(self._columns):
+            side = "right" if number else "left"
+            view.add_column(title, justify=side, min_width=width, no_wrap=True, vertical="bottom")
+        self._head = False
         memory = row.memory
         assert memory is not None
         mean, high = _kl(row)
@@ -64,17 +88,16 @@ def table(result: Result, wide: bool = True) -> Table:
             f"{memory.total_bits:.2f}",
             _rounded(memory.code_bits, 2),
             f"{memory.held / 2**20:.2f}",
-            *([f"{memory.bf16 / 2**20:.2f}"] if wide else []),
+            *([f"{memory.bf16 / 2**20:.2f}"] if self.wide else []),
             f"{memory.bf16 / memory.held:.2f}",
             *(f"{task.right}/{task.total}" for task in row.tasks.values()),
             "" if baseline else _percent(row.agreement),
             "" if baseline else _rounded(mean, 4),
             "" if baseline else _rounded(high, 4),
-            *([_speed(row.prompt_speed)] if wide else []),
+            *([_speed(row.prompt_speed)] if self.wide else []),
             _speed(row.decode_speed),
-            end_section=baseline,
         )
-    return view
+        return view
 
 
 def notes(result: Result) -> list[str]:
@@ -84,10 +107,10 @@ def notes(result: Result) -> list[str]:
     said = [
         f"{result.model}, {result.dtype}, on {result.device}: {result.settings.samples} examples a task, greedy, "
         f"seed {result.settings.seed}, {result.seconds:.0f} s.",
-        f"Memory is read after {result.memory_rows} answers to {result.memory_task}, at {base.memory.tokens:,} tokens "
-        "of context, with every window, scale, table and reserved page. bf16 is the same tokens without padding, "
-        f"{base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. Windows that are kept whole weigh much at "
-        "this length; `hfkvq schemes` shows what remains at long context.",
+        f"held is what the layers' cache takes after {result.memory_rows} answers to {result.memory_task}, "
+        f"{base.memory.tokens:,} tokens each: codes, scales, windows, tables. bf16 is the same tokens without padding, "
+        f"{base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. The longer the context, the less weigh the "
+        "windows that are kept whole: `hfkvq schemes` shows the bits that remain.",
         f"agree and KLD compare with {BASELINE}, from the second token of each answer on: the first comes from the "
         f"prompt's own attention and reads no cache. KLD is in nats, fed with {BASELINE}'s answers, over "
         f"{len(base.kl):,} positions.",
@@ -97,6 +120,17 @@ def notes(result: Result) -> list[str]:
     if result.dtype == "float32":
         said.append("A float32 model's windows are float32 too, so total bits are higher than they are in bf16.")
     return said
+
+
+def next_steps(result: Result) -> list[tuple[str, str]]:
+    """Commands to go on with, and what each does."""
+    steps = [
+        ("hfkvq demo --model NAME", "the same with a model of yours"),
+        ("hfkvq demo --schemes all", f"every preset; --samples {8 * result.settings.samples} for finer figures"),
+        ("hfkvq schemes", "what the presets are, and whom each is for"),
+        ("hfkvq fit --model NAME --gpu-memory 24GiB --context 32768", "what fits into your GPU"),
+    ]
+    return [step for step in steps if not (step[0].endswith("all") and result.settings.schemes)]
 
 
 def _describe(row: Row) -> dict[str, Any]:

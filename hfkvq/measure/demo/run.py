@@ -15,8 +15,8 @@ from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
 
 from ..records import BASELINE
 from .answers import (
-    Answers,
     Memory,
+    Written,
     answer,
     kl_divergence,
     make_cache,
@@ -44,7 +44,7 @@ class Settings:
 
     tasks: tuple[str, ...] = CHAT_TASKS
     schemes: tuple[str, ...] = ()
-    samples: int = 8
+    samples: int = 4
     batch_size: int = 8
     max_new_tokens: int | None = None
     kl_tokens: int = 512
@@ -166,7 +166,7 @@ class Result:
 def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
     """Schemes by preset name.
 
-    Without names one or two of each paper, and baselines; of "all" every distinct one, under the last name it has.
+    Without names a few of each kind; of "all" every distinct one, under the last name it has.
     """
     if tuple(names) != ("all",):
         return {name: get_scheme(name) for name in names or listed("demo")}
@@ -175,7 +175,7 @@ def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
     return {name: scheme for scheme, name in distinct.items()}
 
 
-def _score(subject: Subject, batch: Batch, mine: Answers, baseline: Answers, score: TaskScore) -> None:
+def _score(subject: Subject, batch: Batch, mine: Written, baseline: Written, score: TaskScore) -> None:
     written = texts(subject, mine)
     score.right += sum(is_right(subject, x, text) for x, text in zip(batch.examples, written, strict=True))
     score.total += len(batch.examples)
@@ -185,19 +185,28 @@ def _score(subject: Subject, batch: Batch, mine: Answers, baseline: Answers, sco
         score.compared += length - 1
 
 
+@dataclass
+class _Expected(Written):
+    """What the baseline made of one batch, without its cache; logits f32 (N, vocabulary), see `predictions`."""
+
+    logits: torch.Tensor
+
+
 def run_demo(
     subject: Subject,
     settings: Settings,
     on_progress: Callable[[str, str, float], Any] | None = None,
     schemes: Mapping[str, Scheme] | None = None,
+    on_row: Callable[[Row], Any] | None = None,
 ) -> Result:
-    """Runs every cache on every task.
+    """Runs every cache on every task, one cache after the other.
 
     Args:
         subject: the model.
         settings: tasks, schemes, sizes.
         on_progress: called before each batch with the cache's name, the task and the share of the work done.
         schemes: by name, in place of the settings' presets.
+        on_row: called with each row when it is complete, the baseline's first.
 
     Raises:
         ValueError: the model cannot hold a task's prompts, or a scheme cannot hold its heads.
@@ -213,50 +222,68 @@ def run_demo(
     # The first batch of that task, which is a full one.
     longest = next(i for i, batch in enumerate(batches) if batch.task == batches[longest].task)
     own = choose_schemes(settings.schemes) if schemes is None else schemes
-    chosen: dict[str, Scheme | None] = {BASELINE: None, **own}
-    rows = {name: Row(name, scheme, {batch.task: TaskScore() for batch in batches}) for name, scheme in chosen.items()}
-    for scheme in chosen.values():
+    rows = [
+        Row(name, scheme, {batch.task: TaskScore() for batch in batches})
+        for name, scheme in {BASELINE: None, **own}.items()
+    ]
+    for row in rows:
         # Refused heads are told before the first batch is run.
-        make_cache(subject, scheme)
+        make_cache(subject, row.scheme)
 
-    work = sum(batch.ids.numel() + 8 * batch.ids.shape[0] * batch.limit for batch in batches) * len(rows)
-    done = 0
-    left = {batch.task: settings.kl_tokens for batch in batches}
-    for index, batch in enumerate(batches):
-        baseline: Answers | None = None
-        expected = torch.empty(0)
-        count = min(len(batch.ids), -(-max(left[batch.task], 0) // batch.limit))
-        left[batch.task] -= count * batch.limit
-        for name, row in rows.items():
+    work = [batch.ids.numel() + 8 * batch.ids.shape[0] * batch.limit for batch in batches]
+    total, done = sum(work) * len(rows), 0
+    counts = _kl_rows(batches, settings.kl_tokens)
+    expected: dict[int, _Expected] = {}
+    for row in rows:
+        for index, batch in enumerate(batches):
             if on_progress is not None:
-                on_progress(name, batch.task, done / work)
+                on_progress(row.name, batch.task, done / total)
             if index == 0:
                 _warm_up(subject, batch, row.scheme)
-            mine = answer(subject, batch, make_cache(subject, row.scheme), count)
-            baseline = mine if baseline is None else baseline
-            score = row.tasks[batch.task]
-            _score(subject, batch, mine, baseline, score)
-            if count:
-                logits = predictions(subject, batch, mine, baseline)
-                expected = logits if mine is baseline else expected
-                score.kl = torch.cat([score.kl, kl_divergence(expected, logits)])
-            if index == longest:
-                row.memory = read_memory(mine.cache, batch.mask)
-            row.prompt_tokens += int(batch.mask.sum())
-            row.prompt_seconds += mine.prompt_seconds
-            row.decode_tokens += sum(mine.lengths) - len(mine.lengths)
-            row.decode_seconds += mine.decode_seconds
-            done += batch.ids.numel() + 8 * batch.ids.shape[0] * batch.limit
+            expected[index], memory = _run_batch(subject, batch, row, counts[index], expected.get(index))
+            row.memory = memory if index == longest else row.memory
+            done += work[index]
+        if on_row is not None:
+            on_row(row)
     return Result(
         settings,
         subject.name,
         str(model.dtype).removeprefix("torch."),
         model.device.type,
-        list(rows.values()),
+        rows,
         batches[longest].task,
         batches[longest].ids.shape[0],
         time.perf_counter() - begin,
     )
+
+
+def _kl_rows(batches: Sequence[Batch], tokens: int) -> list[int]:
+    """Of each batch the rows whose divergence is measured: until each task has so many positions, about."""
+    left = {batch.task: tokens for batch in batches}
+    counts = []
+    for batch in batches:
+        counts.append(min(len(batch.ids), -(-max(left[batch.task], 0) // batch.limit)))
+        left[batch.task] -= counts[-1] * batch.limit
+    return counts
+
+
+def _run_batch(
+    subject: Subject, batch: Batch, row: Row, count: int, expected: _Expected | None
+) -> tuple[_Expected, Memory]:
+    """Adds a batch to a row; without what is expected of it, the row is the baseline's and its answers are that."""
+    mine = answer(subject, batch, make_cache(subject, row.scheme), count)
+    logits = predictions(subject, batch, mine, expected or mine) if count else torch.empty(0, 0)
+    if expected is None:
+        # On the host: what all tasks expect of a large vocabulary would be a burden to the device.
+        expected = _Expected(mine.ids, mine.lengths, logits.cpu())
+    score = row.tasks[batch.task]
+    _score(subject, batch, mine, expected, score)
+    score.kl = torch.cat([score.kl, kl_divergence(expected.logits, logits)])
+    row.prompt_tokens += int(batch.mask.sum())
+    row.prompt_seconds += mine.prompt_seconds
+    row.decode_tokens += sum(mine.lengths) - len(mine.lengths)
+    row.decode_seconds += mine.decode_seconds
+    return expected, read_memory(mine.cache, batch.mask)
 
 
 def _warm_up(subject: Subject, batch: Batch, scheme: Scheme | None) -> None:
