@@ -23,10 +23,12 @@ from torch import Tensor, nn
 import hfkvq
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.tags import PAD, TAGS
+from hfkvq.measure.charts import KLD
 from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory, texts
 from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
 from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval
 from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.drawing import BLUE, ORANGE, new_figure
 from hfkvq.measure.reference import load_reference, recall, tools, with_outliers
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, make_table
 
@@ -378,23 +380,21 @@ def put_table(text: str, measured: Row) -> str:
 
 def save_picture(measured: Row, path: Path) -> None:
     """Mean KLD and its 95 % interval of each cache, a panel a part."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 6), layout="constrained")
-    for axes, part in zip(figure.subplots(1, len(PARTS)), PARTS, strict=True):
+    figure, grid = new_figure(15, 6, len(PARTS))
+    for axes, part in zip(grid[0], PARTS, strict=True):
         rows = [row for row in measured[part]["rows"] if row["scheme"] is not None][::-1]
         for at, row in enumerate(rows):
             mean, ends = _mean(row["kld"]), mean_interval(row["kld"])
-            colour = "tab:blue" if row["model"] == "plain" else "tab:orange"
-            axes.plot(mean, at, "o", color=colour)
+            color = BLUE if row["model"] == "plain" else ORANGE
+            axes.plot(mean, at, "o", color=color)
             if ends is not None:
-                axes.plot(ends, (at, at), color=colour)
+                axes.plot(ends, (at, at), color=color)
         names = [row["name"] + ("" if row["model"] == "plain" else f"\n{row['model']}") for row in rows]
-        axes.set_yticks(range(len(rows)), names, fontsize=7)
+        axes.set_yticks(range(len(rows)), names, fontsize=8)
         axes.set_xscale("log")
-        axes.set_xlabel("KLD from DynamicCache, nats")
+        axes.set_xlabel(KLD)
         axes.set_title(TITLES[part], fontsize=10)
-        axes.grid(axis="x", alpha=0.3)
+        axes.grid(axis="x", alpha=0.25)
     figure.savefig(path, dpi=90)
 
 
@@ -421,8 +421,8 @@ def main(
             raise typer.BadParameter("parts: those on file have other samples or versions; measure all.")
         measured = {key: measured.get(key, before.get(key)) for key in {**before, **measured}}
         (out / "ablations.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-        save_picture(measured, out / "ablations.png")
     measured = json.loads((out / "ablations.json").read_text(encoding="utf-8"))
+    save_picture(measured, out / "ablations.png")
     if out == RESULTS:
         README.write_text(put_table(README.read_text(encoding="utf-8"), measured), encoding="utf-8")
     typer.echo(markdown(measured))

@@ -21,9 +21,10 @@ import torch
 import typer
 
 from hfkvq.caches import Scheme, get_scheme
+from hfkvq.measure.charts import BITS, KLD, Column, Mark, save_chart, share
 from hfkvq.measure.demo import Settings, run_demo
 from hfkvq.measure.demo.prompts import load
-from hfkvq.measure.demo.report import as_json, save_picture
+from hfkvq.measure.demo.report import as_json
 from hfkvq.measure.demo.run import BASELINE, Result, choose_schemes
 from hfkvq.measure.demo.schemes import describe
 
@@ -153,6 +154,20 @@ def put_table(text: str, measured: dict[str, Any]) -> str:
     return f"{before}{BEGIN}\n{markdown(measured)}\n{END}{rest.split(END)[1]}"
 
 
+def picture(kind: str, measured: dict[str, Any], path: Path) -> None:
+    """Bits, right answers and KLD of all rows, by bits."""
+    rows = sorted(measured["rows"], key=lambda row: row["total_bits"])
+    answers = {}
+    for row in rows:
+        tasks = row["tasks"].values()
+        answers[row["name"]] = share(sum(task["right"] for task in tasks), sum(task["total"] for task in tasks))
+    klds = {row["name"]: Mark(row["kl_mean"]) for row in rows if row["kl_mean"] is not None}
+    bits = {row["name"]: Mark(row["total_bits"]) for row in rows}
+    columns = [Column(BITS, bits, True), Column("right answers, %", answers), Column(KLD, klds, True)]
+    title = "Reference model" + (f", key channels times {OUTLIERS:g}" if kind == "outliers" else "")
+    save_chart([row["name"] for row in rows], columns, title, path)
+
+
 @app.command()
 def main(
     what: Annotated[str, typer.Argument(help="measure, slice or table.")] = "measure",
@@ -189,10 +204,11 @@ def main(
                 measured[kind] = joined(measured[kind], found)
             else:
                 measured[kind] = found
-                save_picture(result, out / f"accuracy-{kind}.png")
             # Each time: half of a long run is better than nothing.
             (out / "accuracy.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))
+    for kind in ("plain", "outliers"):
+        picture(kind, measured[kind], out / f"accuracy-{kind}.png")
     if out == RESULTS:
         DOCUMENT.write_text(put_table(DOCUMENT.read_text(encoding="utf-8"), measured), encoding="utf-8")
     typer.echo(markdown(measured))

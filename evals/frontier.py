@@ -62,26 +62,34 @@ def table() -> str:
 
 def picture(path: Path) -> None:
     """Divergence against bits, with intervals."""
-    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    for row in rows():
-        if ":" in row["name"]:
-            continue
+    from hfkvq.measure.drawing import BLACK, BLUE, GREY, RED, new_figure, write_names
+
+    figure, grid = new_figure(8.6, 5.2)
+    axes, places, colors = grid[0][0], [], {}
+    shown = [row for row in rows() if ":" not in row["name"]]
+    for row in shown:
         low, high = row["kld"]["interval"]
-        mean, bits = row["kld"]["mean"], row["total_bits"]
-        kind = "simulated" if row.get("simulated") else "ours" if row["name"].startswith("best") else "other"
-        color = {"simulated": "tab:gray", "ours": "tab:red", "other": "tab:blue"}[kind]
-        axes.errorbar(bits, mean, [[mean - low], [high - mean]], fmt="x" if kind == "simulated" else "o", color=color)
-        label = row["name"].replace("simulated-", "")
-        axes.annotate(label, (bits, mean), (4, 4), textcoords="offset points", fontsize=8)
-    axes.set(xscale="log", yscale="log", xlabel="total bits an element, windows and scales included")
-    axes.set_xticks([3, 4, 5, 6, 8, 16], ["3", "4", "5", "6", "8", "16"])
+        mean, bits, name = row["kld"]["mean"], row["total_bits"], row["name"].replace("simulated-", "")
+        color = GREY if row.get("simulated") else RED if name.startswith("best") else BLUE
+        axes.errorbar(bits, mean, [[mean - low], [high - mean]], fmt="x" if color == GREY else "o", color=color)
+        places.append((name, (bits, mean)))
+        colors[name] = BLACK if color == GREY else color
+    axes.set(xscale="log", yscale="log", xlim=(2.8, 24))
+    axes.set_xticks([3, 4, 5, 6, 8, 12, 16], ["3", "4", "5", "6", "8", "12", "16"])
+    axes.set_yticks([0.001, 0.003, 0.01, 0.03, 0.1, 0.3], ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
-    axes.set_ylabel("KLD from DynamicCache, nats")
-    axes.set_title("SmolLM2-135M, bf16, 16 windows of 7,680 tokens; grey crosses are simulated", fontsize=10)
-    figure.savefig(path, dpi=110)
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("total bits an element, windows and scales included (DynamicCache: 16)")
+    axes.set_ylabel("KLD from DynamicCache, nats (lower is better)")
+    axes.set_title("What a compressed cache costs: SmolLM2-135M, contexts of 7,680 tokens, 95 % intervals", fontsize=11)
+    kinds = ((RED, "o", "hfkvq's presets by budget"), (BLUE, "o", "published methods in hfkvq"))
+    kinds += ((GREY, "x", "others, simulated"),)
+    handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
+    axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
+    write_names([(axes, places)], colors)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -180,7 +180,8 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, help="Another seed asks other questions.")] = 0,
     json_file: JsonFile = None,
     png_file: Annotated[
-        Path | None, typer.Option("--png", dir_okay=False, metavar="FILE", help="Save accuracy against bits.")
+        Path | None,
+        typer.Option("--png", dir_okay=False, metavar="FILE", help="Save the table as a picture."),
     ] = None,
 ) -> None:
     """Compare the caches: memory, right answers, distance to the stock cache, speed."""

@@ -35,7 +35,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Nor what the tests of a file leave behind (compiled graphs, kernels, reports): half a million objects in the end."""
+    """Nor what the tests of a file leave behind (compiled graphs, kernels, reports): half a million objects."""
     yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()

@@ -1,4 +1,4 @@
-"""What all pictures share: an empty figure without pyplot's state, lines told apart, names beside points."""
+"""What all pictures share: colours, an empty figure without pyplot's state, names beside points."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# Okabe and Ito's, which the colour-blind can tell apart.
+BLUE, ORANGE, GREEN, RED, SKY, PINK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
+GREY, BLACK = "#999999", "#222222"
 
 Point = tuple[float, float]
 
@@ -24,13 +28,10 @@ def new_figure(width: float, height: float, columns: int = 1, rows: int = 1, **o
         raise ImportError("plots: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def draw_line(axes: Any, number: int, points: Sequence[Point], label: str) -> None:
-    """Line ``number`` of a picture: ten colours, and further lines differ by marker."""
-    marker, color = "os^D"[number // 10 % 4], f"C{number % 10}"
-    axes.plot(*zip(*points, strict=True), marker=marker, markersize=4, color=color, label=label)
+    grid = figure.subplots(rows, columns, squeeze=False, **options)
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, grid
 
 
 def legend_beside(axes: Any, *entries: Any) -> None:

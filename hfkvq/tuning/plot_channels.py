@@ -10,9 +10,7 @@ from torch import Tensor
 from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.decode import run_count
-from hfkvq.measure.drawing import new_figure
-
-from .plot_figure import BLACK
+from hfkvq.measure.drawing import BLACK, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, which the colour-blind can tell apart.
-BLUE, ORANGE, GREEN, RED, SKY, PINK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"
-GREY, BLACK = "#999999", "#222222"
-
 _COSTS: dict[Cost, tuple[str, float]] = {
     "total_bits": ("total bits an element, everything counted", 1.0),
     "cache_bytes": ("cache of a sample, MiB", 2.0**20),

@@ -10,25 +10,9 @@ from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.scheme import Scheme
 from hfkvq.kernels.pages import Side
-from hfkvq.measure.drawing import legend_beside, new_figure
+from hfkvq.measure.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, legend_beside, new_figure
 
-from .plot_figure import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    cost_of,
-    cost_title,
-    cost_unit,
-    draw_scores,
-    scale_values,
-    value_title,
-    write_scores,
-)
+from .plot_figure import cost_of, cost_title, cost_unit, draw_scores, scale_values, value_title, write_scores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -240,5 +224,4 @@ def _finish_bars(axes: Any, layers: list[int], tops: list[float]) -> None:
     axes.set_ylim(0, 1.08 * max(tops))
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     legend_beside(axes)

@@ -7,23 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfkvq.caches.scheme import list_schemes
-from hfkvq.measure.drawing import legend_beside, new_figure
+from hfkvq.measure.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, RED, legend_beside, new_figure
 
-from .plot_figure import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    RED,
-    cost_of,
-    cost_title,
-    cost_unit,
-    draw_scores,
-    scale_values,
-    value_title,
-    write_scores,
-)
+from .plot_figure import cost_of, cost_title, cost_unit, draw_scores, scale_values, value_title, write_scores
 from .score import Score
 
 if TYPE_CHECKING:
@@ -138,7 +124,6 @@ def knob_importance(study: TuningStudy) -> Figure:
         axes.set_xticks([0, 25, 50, 75, 100])
         axes.set_xlabel("importance, %")
         axes.set_title(study.objective if name is None else name.replace("_", " "), fontsize=10)
-        axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{study.preset.scheme.name}: importance of the knobs, {len(points)} trials", fontsize=11)
     return figure
 

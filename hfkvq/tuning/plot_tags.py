@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from hfkvq.measure.drawing import new_figure
-
-from .plot_figure import BLUE, GREY, ORANGE
+from hfkvq.measure.drawing import BLUE, GREY, ORANGE, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,8 +53,6 @@ def tag_sensitivity(sensitivity: Sensitivity, bits: Mapping[str, int] | None = N
     left.set_yticks(rows, names, fontsize=8.5)
     left.grid(alpha=0.25)
     left.set_axisbelow(True)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
     left.set_ylim(-0.7, len(tags) - 0.3)
     # A folder's name is enough.
     model = PurePath(sensitivity.origin.model).name

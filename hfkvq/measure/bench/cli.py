@@ -173,8 +173,8 @@ def bench_kernels(
     print_notes(console, report.notes(record))
     if before is not None:
         console.print(report.compare_table(before, record))
-    if plot_file is not None:
-        report.save_plot(record, plot_file)
+    if plot_file is not None and not report.save_plot(record, plot_file):
+        plot_file = None
     print_saved(console, json_file, plot_file)
     if any("error" in row for row in record["rows"] if row["kind"] == "format"):
         raise typer.Exit(1)

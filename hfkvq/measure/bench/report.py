@@ -14,7 +14,7 @@ from rich.table import Table
 
 from hfkvq.bounded import load_json
 
-from ..drawing import draw_line, legend_beside, new_figure
+from ..charts import Column, Mark, save_chart
 from ..records import now, versions
 from ..tables import NOTHING, new_table, number
 from .cases import Shape, short
@@ -198,34 +198,18 @@ def notes(record: Record) -> list[str]:
 # The picture.
 
 
-def save_plot(record: Record, path: Path) -> None:
-    """Speed-up against context, a panel for each batch and a line for each format, as a PNG.
+def save_plot(record: Record, path: Path) -> bool:
+    """Speed-up of each format, a column for each shape, as a PNG; False if there is nothing to draw.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     rows = [row for row in record["rows"] if row["kind"] == "format" and "speedup" in row]
-    batches = sorted({row["batch"] for row in rows})
+    columns = []
+    for batch, context in sorted({(row["batch"], row["context"]) for row in rows}):
+        own = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
+        marks = {row["name"]: Mark(row["speedup"]) for row in own}
+        columns.append(Column(f"{batch} x {short(context)}, speed-up", marks, line=1.0, form="{:.2f}"))
     names = list(dict.fromkeys(row["name"] for row in rows))
-    count = max(len(batches), 1)
-    figure, grid = new_figure(1.5 + 5.5 * count, 5, columns=count, sharey=True)
-    panels = grid[0]
-    for panel, batch in zip(panels, batches, strict=False):
-        own = [row for row in rows if row["batch"] == batch]
-        contexts = sorted({row["context"] for row in own})
-        for i, name in enumerate(names):
-            line = sorted((row["context"], row["speedup"]) for row in own if row["name"] == name)
-            draw_line(panel, i, line, name)
-        panel.axhline(1.0, color="black", linewidth=0.8)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(contexts, [short(context) for context in contexts])
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-        panel.set_title(f"batch {batch}")
-        panel.set_xlabel("tokens of context")
-    panels[0].set_ylabel("speed-up against the fastest unquantized attention")
-    panels[0].set_ylim(bottom=0)
-    if rows:
-        legend_beside(panels[-1])
-    figure.suptitle(f"Decode attention of one layer, {record['gpu']}")
-    figure.savefig(path, dpi=140)
+    title = f"Decode attention of one layer against the fastest unquantized kernel, {record['gpu']}"
+    return save_chart(names, columns, title, path)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from ..panels import BITS, KLD, Panel, save_panels
+from ..charts import BITS, KLD, Column, Mark, save_chart, share
 from ..records import BASELINE, device_name, finite, versions
 from ..tables import NOTHING, narrow_table
 from .run import Result, Row
@@ -61,10 +61,20 @@ class Lines:
         assert first.memory is not None
         self.wide, self._head = wide, True
         room, speed = 2 * max(first.memory.held, first.memory.bf16) / 2**20, 2 * first.prompt_speed
-        columns = [("cache", max(names, key=len)), ("total\nbits", "16.00"), ("code\nbits", "16.00"), ("held\nMiB", f"{room:.2f}")]
+        columns = [
+            ("cache", max(names, key=len)),
+            ("total\nbits", "16.00"),
+            ("code\nbits", "16.00"),
+            ("held\nMiB", f"{room:.2f}"),
+        ]
         columns += [("bf16\nMiB", f"{room:.2f}"), ("bf16 /\nheld", "10.00")]
         columns += [(short_name(name), f"{task.total}/{task.total}") for name, task in first.tasks.items()]
-        columns += [("agree\n%", "100.0"), ("KLD\nmean", "<0.0001"), ("KLD\n99.9%", "10.0000"), ("tok/s\nprompt", _speed(speed))]
+        columns += [
+            ("agree\n%", "100.0"),
+            ("KLD\nmean", "<0.0001"),
+            ("KLD\n99.9%", "10.0000"),
+            ("tok/s\nprompt", _speed(speed)),
+        ]
         columns += [("tok/s\ndecode", _speed(speed))]
         self._columns = [
             (title, max(*map(len, title.split("\n")), len(sample)))
@@ -184,14 +194,19 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def save_picture(result: Result, path: Path) -> None:
-    """Accuracy and KL divergence against total bits, as a PNG.
+    """Total bits, right answers and KL divergence of each cache, as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    points = [(row.name, row.memory.total_bits, 100 * row.accuracy, _kl(row)[0]) for row in result.rows if row.memory]
-    right = Panel(BITS, "right answers, %", [(name, bits, accuracy) for name, bits, accuracy, _ in points])
-    others = [(name, bits, kl) for name, bits, _, kl in points if name != BASELINE and kl > 0]
-    total = sum(task.total for task in result.rows[0].tasks.values())
+    rows = [row for row in result.rows if row.memory]
+    bits = {row.name: Mark(row.memory.total_bits) for row in rows if row.memory}
+    answers = {}
+    for row in rows:
+        total = sum(task.total for task in row.tasks.values())
+        answers[row.name] = share(sum(task.right for task in row.tasks.values()), total)
+    klds = {row.name: Mark(_kl(row)[0]) for row in rows if row.name != BASELINE and not math.isnan(_kl(row)[0])}
+    total = sum(task.total for task in rows[0].tasks.values())
     title = f"{result.model}: {total} examples of {', '.join(result.rows[0].tasks)}"
-    save_panels([[right, Panel(BITS, KLD, others, True)]], [point[0] for point in points], title, path)
+    columns = [Column(BITS, bits, True), Column("right answers, %", answers), Column(KLD, klds, True)]
+    save_chart([row.name for row in rows], columns, title, path)

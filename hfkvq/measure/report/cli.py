@@ -82,14 +82,15 @@ def _plots(boards: list[Board], found: Collection, out: Path) -> dict[str, list[
     for board in boards:
         tail = f"-{_slug(board.model)}" if len(boards) > 1 else ""
         for words, name, save in (
-            ("Accuracy and KLD against total bits and bytes", f"quality{tail}.png", pictures.save_quality),
-            ("Tokens a second against context", f"speed{tail}.png", pictures.save_speed),
+            ("Bits, bytes, right answers and KLD, with 95 % intervals", f"quality{tail}.png", pictures.save_quality),
+            ("Tokens a second by task", f"speed{tail}.png", pictures.save_speed),
         ):
             if save(board, out / name):
                 shown.setdefault(board.model, []).append((words, name))
     for number, record in enumerate(found.benches, 1):
         name = f"kernels{f'-{number}' if len(found.benches) > 1 else ''}.png"
-        save_plot(record, out / name)
+        if not save_plot(record, out / name):
+            continue
         words = f"Decode attention of one layer against the fastest unquantized one, {record['gpu']}"
         shown.setdefault("", []).append((words, name))
     return shown
@@ -107,7 +108,7 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Compressed KV caches",
     plots: Annotated[bool, typer.Option(help="Whether to draw PNGs too.")] = True,
 ) -> None:
-    """Write results as one table, and plot accuracy and KLD against bits and bytes, and speed against context."""
+    """Write results as one table, and draw bits, right answers, KLD and speed of each cache."""
     check_files("plots", None, Path("x.png") if plots else None)
     check_folder("out", out)
 

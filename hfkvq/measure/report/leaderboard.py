@@ -10,7 +10,7 @@ from typing import Any
 
 from ..records import BASELINE
 from .metrics import SHARES, split_key
-from .results import Bill, Score, Source, TaskResult
+from .results import Score, Source, TaskResult
 
 NORMAL = 1.96
 """Standard errors to either side of a mean that make a 95 % interval."""
@@ -154,9 +154,3 @@ def make_boards(sources: Iterable[Source]) -> list[Board]:
 def _order(row: Row) -> tuple[int, float, str]:
     rank = 0 if row.label == BASELINE else 1 if row.label == "full" else 2
     return rank, row.mean("total_bits") or row.divergent("total_bits") or 0.0, row.label
-
-
-def speeds(row: Row) -> list[tuple[float, float]]:
-    """Mean tokens of context and tokens a second of each task, by context."""
-    bills: list[Bill] = [task.bill for task in row.tasks.values()]
-    return sorted((x.context_tokens, x.tokens_per_second) for x in bills if x.context_tokens and x.tokens_per_second)

@@ -145,10 +145,10 @@ def test_plot(tmp_path: Path):
         for context in (1024, 8192, 32768)
         for row in rows_of(Shape(batch, context), _p=20.0, a=10.0 + batch, b="x", **{f"f{i}": 9.0 for i in range(11)})
     ]
-    report.save_plot(record_of(rows), tmp_path / "a.png")
+    assert report.save_plot(record_of(rows), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    report.save_plot(record_of([]), tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").is_file()
+    assert not report.save_plot(record_of([]), tmp_path / "empty.png")
+    assert not (tmp_path / "empty.png").exists()
 
 
 def test_files_in_a_folder_are_named_after_the_gpu(tmp_path: Path):

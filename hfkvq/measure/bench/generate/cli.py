@@ -354,8 +354,8 @@ def generate_command(
     print_notes(console, report.notes(record))
     if markdown_file is not None:
         markdown_file.write_text(report.markdown(record), encoding="utf-8")
-    if plot_file is not None:
-        report.save_plot(record, plot_file)
+    if plot_file is not None and not report.save_plot(record, plot_file):
+        plot_file = None
     print_saved(console, json_file, markdown_file, plot_file)
     if failures(record):
         raise typer.Exit(1)

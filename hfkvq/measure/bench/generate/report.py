@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from ...drawing import draw_line, legend_beside, new_figure
+from ...charts import Column, Mark, save_chart
 from ...tables import NOTHING, markdown_table, new_table, number
 from ..cases import short
 from ..report import Record
@@ -189,70 +188,24 @@ def notes(record: Record) -> list[str]:
 # The picture.
 
 
-def _draw(panel: Any, rows: Sequence[Row], names: Sequence[str], x: str, value: Callable[[Row], float]) -> list[int]:
-    """Lines of ``value`` over the field ``x``; the latter's ticks."""
-    from matplotlib.ticker import LogLocator
+def save_plot(record: Record, path: Path) -> bool:
+    """Milliseconds a step of each engine, a column for each shape, as a PNG; False if there is nothing to draw.
 
-    ticks = sorted({row[x] for row in rows})
-    for i, name in enumerate(names):
-        line = sorted((row[x], value(row)) for row in rows if row["engine"] == name)
-        if line:
-            draw_line(panel, i, line, name)
-    if rows:
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        # Powers of ten alone, and within a decade a few more, would leave a panel with one number.
-        values = [value(row) for row in rows]
-        few = max(values) > 10 * min(values)
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else range(1, 9)))
-        panel.yaxis.set_major_formatter("{x:,g}")
-    panel.minorticks_off()
-    panel.grid(alpha=0.3)
-    return ticks
-
-
-def save_plot(record: Record, path: Path) -> None:
-    """Milliseconds a step against context at the smallest batch, and tokens/s against batch, as a PNG.
-
-    The second panel is of the context with the most batches.
+    Shapes of a single engine are left out: there is nothing to compare it with.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     rows = [row for row in record["rows"] if row["kind"] == "decode" and "ms" in row]
-    names = list(dict.fromkeys(row["engine"] for row in rows))
-    figure, grid = new_figure(13.5, 5, columns=2)
-    left, right = grid[0]
-
-    batch = min((row["batch"] for row in rows), default=1)
-    own = [row for row in rows if row["batch"] == batch]
-    contexts = _draw(left, own, names, "context", lambda row: row["ms"]["p50"])
-    left.set_xticks(contexts, [short(context) for context in contexts])
     floor = record["model"]["weight_ms_of_a_step"]
+    columns = []
+    for batch, context in sorted({(row["batch"], row["context"]) for row in rows}):
+        own = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
+        marks = {row["engine"]: Mark(row["ms"]["p50"]) for row in own}
+        if len(marks) > 1:
+            columns.append(Column(f"{batch} x {short(context)}, ms a step", marks, True, floor))
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+    title = f"{record['model']['name']}, random weights, {record['gpu']}"
     if floor is not None:
-        left.axhline(floor, color="black", linewidth=0.8, linestyle="--", label="weights at the speed of a copy")
-    left.set_title(f"a decode step, batch {batch}")
-    left.set_xlabel("tokens of context")
-    left.set_ylabel("ms")
-
-    batches: dict[int, set[int]] = {}
-    for row in rows:
-        batches.setdefault(row["context"], set()).add(row["batch"])
-    context = max(batches, key=lambda each: (len(batches[each]), each), default=0)
-    own = [row for row in rows if row["context"] == context]
-    ticks = _draw(right, own, names, "batch", lambda row: row["tokens_per_s"])
-    right.set_xticks(ticks, [str(tick) for tick in ticks])
-    right.set_title(f"decoding at {short(context)} tokens of context")
-    right.set_xlabel("batch")
-    right.set_ylabel("tokens/s")
-
-    if rows:
-        # Both panels have the same lines, or parts of them.
-        handles = {
-            label: line
-            for panel in (left, right)
-            for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
-        }
-        legend_beside(right, handles.values(), handles.keys())
-    figure.suptitle(f"{record['model']['name']}, random weights, {record['gpu']}")
-    figure.savefig(path, dpi=140)
+        title += "; line: the weights at the speed of a copy"
+    return save_chart(names, columns, title, path)

@@ -1,0 +1,122 @@
+"""Pictures that compare caches: a row for each cache, a column for each measure, a dot and its interval in each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .drawing import BLUE, GREY, new_figure
+from .records import BASELINE
+
+BITS = "total bits an element"
+KLD = f"KLD from {BASELINE}, nats"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A measured value, and the ends of its interval if it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure of all caches.
+
+    Attributes:
+        title: with the unit.
+        marks: by name of the cache; those without one have an empty cell.
+        logarithmic: whether the axis is. Values that are not positive then have no dot.
+        line: where to draw a line to compare with.
+        form: format of the numbers beside the dots.
+    """
+
+    title: str
+    marks: Mapping[str, Mark]
+    logarithmic: bool = False
+    line: float | None = None
+    form: str = "{:,.3g}"
+
+
+def share(right: float, total: int) -> Mark:
+    """Right answers in per cent with their 95 % interval (Wilson, 1927), which stays within 0 and 100.
+
+    Args:
+        right: how many.
+        total: of how many, at least one.
+    """
+    z = 1.959964
+    rate, spread = right / total, z * z / total
+    middle = (rate + spread / 2) / (1 + spread)
+    half = z * math.sqrt(rate * (1 - rate) / total + spread / (4 * total)) / (1 + spread)
+    return Mark(100 * rate, 100 * max(0.0, middle - half), 100 * min(1.0, middle + half))
+
+
+def save_chart(names: Sequence[str], columns: Sequence[Column], title: str, path: Path) -> bool:
+    """Draws the chart as a PNG; False if no column has anything to show.
+
+    Args:
+        names: of the caches, from top to bottom.
+        columns: those without marks are left out.
+        title: of the picture.
+        path: of the file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    shown = [column for column in columns if any(name in column.marks for name in names)]
+    if not shown:
+        return False
+    left = 0.5 + 0.075 * max(map(len, names))
+    figure, grid = new_figure(left + 2.3 * len(shown), 1.3 + 0.24 * len(names), len(shown), sharey=True)
+    for column, axes in zip(shown, grid[0], strict=True):
+        _draw(axes, names, column)
+    grid[0][0].set_yticks(range(len(names)), names, fontsize=9)
+    grid[0][0].set_ylim(len(names) - 0.4, -0.6)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=150, format="png")
+    return True
+
+
+def _draw(axes: Any, names: Sequence[str], column: Column) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    found = {at: column.marks[name] for at, name in enumerate(names) if name in column.marks}
+    if column.logarithmic:
+        axes.set_xscale("log")
+        found = {at: mark for at, mark in found.items() if mark.value > 0}
+        values = [mark.value for mark in found.values()] or [1.0]
+        if max(values) < 50 * min(values):
+            # Powers of ten alone would leave an axis with one number.
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.xaxis.set_major_formatter("{x:,g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    least = min((mark.value for mark in found.values()), default=0.0)
+    for at, mark in found.items():
+        color = GREY if names[at] == BASELINE else BLUE
+        axes.plot(mark.value, at, "o", color=color, markersize=5.5, zorder=3)
+        if mark.low is not None and mark.high is not None:
+            # Nothing has no place on a logarithmic axis: the bar goes on to its edge.
+            low = max(mark.low, least / 10) if column.logarithmic else mark.low
+            axes.plot((low, mark.high), (at, at), color=color, linewidth=1.6, alpha=0.55)
+    if column.line is not None:
+        axes.axvline(column.line, color="black", linewidth=0.8)
+        if not column.logarithmic:
+            axes.set_xlim(left=0)
+    axes.set_xlabel(column.title, fontsize=9)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+    # Numbers stand right of the axes, where no dot is.
+    for at, mark in found.items():
+        where = axes.get_yaxis_transform()
+        axes.text(1.02, at, column.form.format(mark.value), transform=where, va="center", fontsize=8, color="0.3")
