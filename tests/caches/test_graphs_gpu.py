@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import capture, once
+from tests.caches import vision
 from tests.caches.driver import distinct
 from tests.caches.test_generate import MODES
 
@@ -270,3 +271,19 @@ def test_interrupts_and_full_memory(model, made, monkeypatch):
             for each in (cache, plain)
         ]
     assert (outs[0] - outs[1]).abs().mean() < 0.05 * outs[1].abs().mean()
+
+
+@pytest.mark.parametrize("family", ["qwen2.5-vl", "qwen3-vl", "internvl"])
+def test_images_move_positions_of_captured_steps(family, made):
+    """Two prompts whose pictures take other positions: no graph goes on with what it was recorded behind."""
+    model = vision.build(family).cuda()
+    for width in (32, 96):
+        shown = vision.prompts(family, [vision.says("user", vision.picture(3, width, 32), "what is it?")])
+        inputs = {name: x.cuda() for name, x in shown.items()}
+        options = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False}
+        found = [
+            model.generate(**inputs, past_key_values=MixedKVCache(model, "full", graphs=graphs), **options)
+            for graphs in (False, True)
+        ]
+        assert torch.equal(*found)
+    assert made

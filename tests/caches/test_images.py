@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hfkvq import MixedKVCache, TriAxialCache
 from hfkvq.caches.recorded import is_recorded
 from hfkvq.caches.tags import PAD, TAGS, ImageTokens, Tagger, placeholders
 from tests.caches import vision
+from tests.caches.chats import byte_tokenizer
 from tests.caches.driver import assert_same_bits, small, stored
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.vision import (
@@ -130,7 +132,7 @@ def cells():
 
 
 @pytest.mark.usefixtures("captured")
-@pytest.mark.parametrize(("family", "mode"), cells())
+@pytest.mark.parametrize(("family", "mode"), list(cells()))
 def test_generate_gives_the_tokens_of_a_dynamic_cache(family, mode):
     """Growing with captured steps, and of fixed capacity without."""
     expected = runs(family, mode, lambda model: DynamicCache(config=model.config.get_text_config()))
@@ -322,6 +324,15 @@ def test_config_or_processor_name_what_the_chat_format_does_not():
     for source, known in ((processor("llava"), None), (tokenizer, config("llava"))):
         tags = Tagger.from_tokenizer(source, config=known).tag(inputs["input_ids"])
         assert torch.equal(modal(tags), features)
+
+
+def test_a_token_that_is_not_known_is_no_image():
+    """Processors look up ``<video>`` in tokenizers that have none."""
+    tokenizer = byte_tokenizer("qwen3", None)
+    tokenizer.unk_token = "<think>"
+    odd = SimpleNamespace(tokenizer=tokenizer, video_token_id=tokenizer.unk_token_id, image_token_id=5)
+    tags = Tagger.from_tokenizer(odd).tag(torch.tensor([[tokenizer.unk_token_id, 5]]))
+    assert modal(tags).tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("family", VIDEOS)

@@ -147,7 +147,9 @@ class Tagger:
             # Some tokenizers have several templates by name, e.g. one for tools.
             text = template if isinstance(template, str) else "\n".join(template.values())
             chat_format = find_format(text, tokenizer.get_added_vocab())
-        images = sorted({*placeholders(config), *placeholders(processor)})
+        # A processor takes the unknown token's id for a placeholder that its tokenizer does not have.
+        named = set(placeholders(processor)) - {getattr(tokenizer, "unk_token_id", None)}
+        images = sorted({*placeholders(config), *named})
         grammar = None if chat_format is None else Grammar(tokenizer, chat_format, images)
         return cls(grammar, tokenizer.pad_token_id, tokenizer.bos_token_id, images)
 
