@@ -115,9 +115,10 @@ def hfkvq_mask(
 ) -> Tensor | None:
     """The mask of sdpa, with three changes.
 
-    A plain causal decode step, also of a window, gets the 2D padding mask, copied once for all layers: stock code asks the device whether
-    it is all ones, a synchronization in every step. And None is never returned for several queries on a longer cache,
-    so that None always means causal, aligned to the newest token. A plain step of a cache of fixed capacity gets None.
+    A plain causal decode step, also of a window, gets the 2D padding mask, copied once for all layers: stock code asks
+    the device whether it is all ones, a synchronization in every step. And None is never returned for several queries
+    on a longer cache, so that None always means causal, aligned to the newest token. A plain step of a cache of fixed
+    capacity gets None.
     """
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         # Ours, of fixed capacity. Leading padding is not stored, so plain steps, which must look alike, need no mask.

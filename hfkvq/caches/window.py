@@ -18,6 +18,11 @@ PAGE = 32
 """Tokens of a window's 16-bit pages at the most: a ring of large ones would hold much more than the window."""
 
 
+UNMASKED = {"moshi"}
+"""Models whose masks hide nothing of what a window's layer is handed, so that queries of one forward see unlike many
+tokens: their layers stay as Transformers makes them."""
+
+
 def in_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Scheme:
     """What holds a layer with a window: the scheme where that pays, or else 16-bit pages.
 
@@ -47,7 +52,8 @@ def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int
         config: of the decoder.
         layers: what Transformers makes for it.
     """
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
+    shared = getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0)
+    if shared or config.model_type in UNMASKED:
         return {}
     kinds, plain = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) is not None
     return {

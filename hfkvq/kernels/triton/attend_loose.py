@@ -209,9 +209,7 @@ def attend_loose(
                         log2_scaling, D, G, K_BITS, K_GROUP, EK, BR, BM, True,
                     )  # fmt: skip
                 b_s = tl.where(m_page_k[:, None], b_own, b_s)
-        b_s = keys.visible_logits(
-            b_s, o_x, m_t, o_last, o_past, masks, i_start, softcap, MASK, ROWS, SOFTCAP, WINDOW
-        )
+        b_s = keys.visible_logits(b_s, o_x, m_t, o_last, o_past, masks, i_start, softcap, MASK, ROWS, SOFTCAP, WINDOW)
 
         b_top = tl.max(b_s, 0)
         b_p = tl.exp2(b_s - tl.where(b_top == float("-inf"), 0.0, b_top)[None, :])
