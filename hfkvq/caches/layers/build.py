@@ -8,11 +8,18 @@ from typing import Any, NamedTuple
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..model_config import TOUCHES_KEYS, head_dim_of, latent_dims, looks_attention_up, queries_per_head
+from ..model_config import (
+    TOUCHES_KEYS,
+    head_dim_of,
+    latent_dims,
+    looks_attention_up,
+    queries_per_head,
+    windows_of,
+)
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
-from ..window import in_window, windows_of
+from ..window import in_window
 from .group import DeviceSync
 from .layer import KVLayer
 from .padding import PaddingReader

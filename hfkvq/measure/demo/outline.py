@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
-from hfkvq.caches.window import windows_of
+from hfkvq.caches.model_config import windows_of
 
 _PROBE = 4
 
