@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Sequence
 from types import CodeType, ModuleType
+from typing import Any
 
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 
@@ -80,6 +83,33 @@ def hinders_eviction(config: PreTrainedConfig) -> str | None:
 
 SINKS_BY_TOKEN = {"inkling2", "inkling2_text"}
 """Each query of these brings an attention sink of its own; ours belong to heads, so their caches stay as they are."""
+
+
+UNMASKED = {"moshi"}
+"""Models whose masks hide nothing of what a window's layer is handed, so that queries of one forward see unlike many
+tokens: their layers stay as Transformers makes them."""
+
+
+def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int]:
+    """Tokens that a query sees of layers whose windows can be held in pages, by their numbers.
+
+    Not where layers see chunks, or share keys and values.
+
+    Args:
+        config: of the decoder.
+        layers: what Transformers makes for it.
+    """
+    shared = getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0)
+    if shared or config.model_type in UNMASKED:
+        return {}
+    kinds, plain = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) is not None
+    return {
+        i: layer.sliding_window
+        for i, layer in enumerate(layers)
+        if type(layer) is DynamicSlidingWindowLayer
+        and layer.sliding_window > 0
+        and (kinds[i] == "sliding_attention" if kinds else plain)
+    }
 
 
 def looks_attention_up(config: PreTrainedConfig) -> bool:

@@ -1,12 +1,6 @@
-"""Layers whose queries see a window of the newest tokens: which they are, and what holds them."""
+"""What holds layers whose queries see a window of the newest tokens."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
-from transformers.cache_utils import DynamicSlidingWindowLayer
-from transformers.configuration_utils import PreTrainedConfig
 
 from .scheme import Scheme
 from .schemes.full import Full
@@ -36,24 +30,3 @@ def in_window(scheme: Scheme, window: int, dims: tuple[int, int]) -> Scheme:
         if len(layout.keys.formats) == 1 and window >= PAYS * layout.own_tokens():
             return scheme
     return Full(page_size=PAGE)
-
-
-def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int]:
-    """Tokens that a query sees of layers whose windows can be held in pages, by their numbers.
-
-    Not where layers see chunks, or share keys and values.
-
-    Args:
-        config: of the decoder.
-        layers: what Transformers makes for it.
-    """
-    if getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0):
-        return {}
-    kinds, plain = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) is not None
-    return {
-        i: layer.sliding_window
-        for i, layer in enumerate(layers)
-        if type(layer) is DynamicSlidingWindowLayer
-        and layer.sliding_window > 0
-        and (kinds[i] == "sliding_attention" if kinds else plain)
-    }

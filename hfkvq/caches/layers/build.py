@@ -23,11 +23,12 @@ from ..model_config import (
     latent_dims,
     looks_attention_up,
     queries_per_head,
+    windows_of,
 )
 from ..once import say_once
 from ..preset import Preset
 from ..scheme import Scheme, latent_layout, warn_of_limits
-from ..window import in_window, windows_of
+from ..window import in_window
 from .followed import RECORDABLE, follow
 from .group import DeviceSync
 from .hybrid import HybridLayer

@@ -159,7 +159,7 @@ class PagedLayer(LayerBase):
             self.buffer.bind()
 
     def dense(self, side: Side) -> Tensor:
-        """Dequantized (B, H, columns, D), in logical order; staged tokens as they came, 0 where one was evicted."""
+        """Dequantized (B, H, columns, D) in logical order; new tokens as they came, 0 where one was evicted."""
         if self.buffer is not None:
             self.buffer.close()
         store = self.held()

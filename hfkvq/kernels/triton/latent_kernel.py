@@ -219,7 +219,7 @@ def attended(
     log2_scaling = scaling * LOG2E
     b_s = side_logits(b_rs, b_rotary, (), b_rope_meta, log2_scaling, R, ROPE_BITS, R)
     b_s += side_logits(b_ws, b_halves, b_totals, b_meta, log2_scaling, D, BITS, GROUP)
-    b_s = visible_logits(b_s, o_x, m_t, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP)
+    b_s = visible_logits(b_s, o_x, m_t, o_last, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP, 0)
     b_new = tl.maximum(b_top, tl.max(b_s, 0))
     # A step in which nothing is visible, before anything else was.
     b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)

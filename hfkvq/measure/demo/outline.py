@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from hfkvq.bounded import load_json
 from hfkvq.caches.layers.build import is_held_in_pages
-from hfkvq.caches.window import windows_of
+from hfkvq.caches.model_config import windows_of
 
 _PROBE = 4
 
