@@ -50,7 +50,7 @@ def logits(model, cache, ids, mask=None, cuts=(0, 60, 61, 62, 66)):
     "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_tokens_and_presets(family):
-    """Tokens of `DynamicCache` in the modes that differ most, and presets' dequantized logits; all are in the matrix."""
+    """Tokens of `DynamicCache` in the modes that differ most, and presets' dequantized logits; the matrix has all."""
     row = examine(family, modes=("padding", "crop"))
     assert not row["what"]["dequantized"]
     assert set(row["modes"].values()) == {"equal"}

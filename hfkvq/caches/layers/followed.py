@@ -40,7 +40,7 @@ def follow(layer: LayerBase, model_type: str) -> None:
 
 
 RECORDABLE = frozenset({"bloom", "codegen", "gpt_neox_japanese", "gptj", "mpt"})
-"""Model types whose steps can be recorded: they ask the host nothing, and may take the room for keys as their number."""
+"""Model types whose steps can be recorded: they ask the host nothing, and the room for keys may be their number."""
 
 COUNTS_KEYS = frozenset({"mpt"})
 """Of these, those that ask how many tokens there are as a number, to cut a bias to the keys that they are given."""
