@@ -329,6 +329,15 @@ def test_captured_steps_are_those_without_graphs(name):
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("captured")
+def test_several_tokens_at_once_run_without_graphs(caplog):
+    model, ids = build("gptj"), prompt(1, 10).repeat(1, 4)
+    more = {"max_new_tokens": 10, "do_sample": False, "prompt_lookup_num_tokens": 4}
+    found = model.generate(ids, past_key_values=MixedKVCache(model, "full"), **more)
+    assert torch.equal(found, model.generate(ids, **more))
+    assert "GPTJForCausalLM: steps are not captured, since the model itself adds masks" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_on_a_gpu(family):
