@@ -15,6 +15,7 @@ from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention import hfkvq_attention
 from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.layers.followed import RECORDABLE, LazyScores
+from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import prompt
 
@@ -183,6 +184,25 @@ def test_each_side_is_dequantized_once_a_step(dense_calls):
     dense_calls.clear()
     logits(model, cache, ids, cuts=(60, 61))
     assert sorted(dense_calls) == 2 * ["keys"] + 2 * ["values"]
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_bias_and_mask_are_joined_once_for_all_layers(family, monkeypatch):
+    """A step's; models make views of their own of the bias in each layer."""
+    joined, biased = [], AttentionArguments.biased
+
+    def counted(arguments):
+        joined.append(arguments.bias is not None)
+        return biased(arguments)
+
+    monkeypatch.setattr(AttentionArguments, "biased", counted)
+    model, ids = build(family), prompt(1, 66)
+    cache = MixedKVCache(model, "full")
+    logits(model, cache, ids, cuts=(0, 60))
+    for i in range(60, 64):
+        logits(model, cache, ids, cuts=(i, i + 1))
+    assert len(cache.layers) == 2
+    assert sum(joined) == 4
 
 
 @pytest.mark.usefixtures("captured")
