@@ -45,9 +45,9 @@ class MixedKVCache(SavedCache, Cache):
 
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
-    lacks a feature). `detach` undoes it. Attention that a model computes itself (GPT-J, Bloom) is followed, and done
-    over the pages; nothing is switched. With ``attach=False`` neither happens: stock sdpa is intercepted and attends to the
-    pages; others get dequantized tensors, right but slower, and store left padding, of which they show no mask.
+    lacks a feature). `detach` undoes it. Attention that a model computes itself (GPT-J, Bloom) is followed and done
+    over the pages; nothing is switched. With ``attach=False`` neither happens: stock sdpa is intercepted and attends to
+    the pages; others get dequantized tensors, right but slower, and store left padding: they show no mask.
 
     Keys and values that are not finite are refused with ``debug=True``, and so are those beyond 65504, the range of
     float16, where pages have scales. Otherwise they are left out of every scale and stored as the nearest end of their

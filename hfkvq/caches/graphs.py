@@ -161,6 +161,8 @@ class StepGraphs:
             return states.reason
         if not cache_attached:
             return None
+        if tokens > 1 and first.follows:
+            return "the model itself adds masks to steps of several tokens" if first.record_past else None
         if tokens > 1 and any(steps.most_tokens() < tokens for steps in sync.members):
             if first.record_past:
                 return "a budget of tokens is judged by the query of a step of one token"

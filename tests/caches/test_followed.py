@@ -15,10 +15,12 @@ from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention import hfkvq_attention
 from hfkvq.caches.layers import KVLayer
 from hfkvq.caches.layers.followed import RECORDABLE, LazyScores
+from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import prompt
 
 FAMILIES = ("bloom", "codegen", "gpt_neo", "gpt_neox_japanese", "gptj", "jetmoe", "mpt")
+QUICK = ("bloom", "gpt_neo", "gptj", "jetmoe")
 KEEP_DISTANCES = ("bloom", "gpt_neo", "mpt")
 BATCH, HEADS, DIM, SEEN = 2, 4, 16, 60
 
@@ -45,9 +47,11 @@ def logits(model, cache, ids, mask=None, cuts=(0, 60, 61, 62, 66)):
     return torch.cat(found, 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_tokens_and_presets(family):
-    """Tokens of `DynamicCache` in the modes that differ most, and presets' dequantized logits; the others are slow."""
+    """Tokens of `DynamicCache` in the modes that differ most, and presets' dequantized logits; the matrix has all."""
     row = examine(family, modes=("padding", "crop"))
     assert not row["what"]["dequantized"]
     assert set(row["modes"].values()) == {"equal"}
@@ -180,6 +184,25 @@ def test_each_side_is_dequantized_once_a_step(dense_calls):
     dense_calls.clear()
     logits(model, cache, ids, cuts=(60, 61))
     assert sorted(dense_calls) == 2 * ["keys"] + 2 * ["values"]
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt"])
+def test_bias_and_mask_are_joined_once_for_all_layers(family, monkeypatch):
+    """A step's; models make views of their own of the bias in each layer."""
+    joined, biased = [], AttentionArguments.biased
+
+    def counted(arguments):
+        joined.append(arguments.bias is not None)
+        return biased(arguments)
+
+    monkeypatch.setattr(AttentionArguments, "biased", counted)
+    model, ids = build(family), prompt(1, 66)
+    cache = MixedKVCache(model, "full")
+    logits(model, cache, ids, cuts=(0, 60))
+    for i in range(60, 64):
+        logits(model, cache, ids, cuts=(i, i + 1))
+    assert len(cache.layers) == 2
+    assert sum(joined) == 4
 
 
 @pytest.mark.usefixtures("captured")
@@ -324,6 +347,15 @@ def test_captured_steps_are_those_without_graphs(name):
         both.append(torch.cat([step.logits for step in steps], 1))
         assert PythonGraph.made or not graphs
     torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("captured")
+def test_several_tokens_at_once_run_without_graphs(caplog):
+    model, ids = build("gptj"), prompt(1, 10).repeat(1, 4)
+    more = {"max_new_tokens": 10, "do_sample": False, "prompt_lookup_num_tokens": 4}
+    found = model.generate(ids, past_key_values=MixedKVCache(model, "full"), **more)
+    assert torch.equal(found, model.generate(ids, **more))
+    assert "GPTJForCausalLM: steps are not captured, since the model itself adds masks" in caplog.text
 
 
 @pytest.mark.gpu

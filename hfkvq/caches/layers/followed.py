@@ -39,8 +39,11 @@ def follow(layer: LayerBase, model_type: str) -> None:
     layer.follows = model_type
 
 
-RECORDABLE = frozenset({"bloom", "codegen", "gpt_neox_japanese", "gptj"})
-"""Model types that ask the host nothing in a step, and take the room for keys as their number: see `recorded`."""
+RECORDABLE = frozenset({"bloom", "codegen", "gpt_neox_japanese", "gptj", "mpt"})
+"""Model types whose steps can be recorded: they ask the host nothing, and the room for keys may be their number."""
+
+COUNTS_KEYS = frozenset({"mpt"})
+"""Of these, those that ask how many tokens there are as a number, to cut a bias to the keys that they are given."""
 
 
 def recorded_handles(layer: LayerBase, step: StepKV, room: int) -> tuple[LazyKV, LazyKV]:
@@ -73,6 +76,7 @@ class LazyScores(LazyTensor):
         cls, scores: Scores, shape: tuple[int, ...], dtype: torch.dtype, call: tuple[Any, tuple[Any, ...], Any]
     ) -> LazyScores:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=scores.query.device)
+        made.sizes, made.kind = shape, dtype
         made._scores, made._call, made._dense = scores, call, None
         return made
 
@@ -81,7 +85,7 @@ class LazyScores(LazyTensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Logical shape; never the data."""
-        return f"LazyScores({tuple(self.shape)})"
+        return f"LazyScores({self.sizes})"
 
     def materialize(self) -> Tensor:
         """What the model's own functions make of dequantized keys."""
@@ -99,7 +103,7 @@ class LazyScores(LazyTensor):
     def then(self, call: tuple[Any, Any, Any], dtype: torch.dtype | None = None, **changes: Any) -> LazyScores:
         """The same after one more function."""
         assert self._scores is not None
-        return LazyScores(self._scores._replace(**changes), tuple(self.shape), dtype or self.dtype, call)
+        return LazyScores(self._scores._replace(**changes), self.sizes, dtype or self.kind, call)
 
 
 def _scores_of(x: Any, probabilities: bool = False) -> Scores | None:
@@ -123,11 +127,11 @@ def _sum_and_product(func: Any, given: Any, batch1: Any, batch2: Any, *, beta: f
 def _begin(call: Any, query: Any, keys: Any, scaling: float, added: tuple[Any, float] | None) -> Any:
     if not isinstance(keys, LazyKV) or isinstance(query, LazyTensor) or keys.side != "keys":
         return NotImplemented
-    if keys.form not in ("bhds", "nds") or query.dim() != keys.dim() or query.shape[:-2] != keys.shape[:-2]:
+    if keys.form not in ("bhds", "nds") or query.shape[:-2] != keys.sizes[:-2]:
         return NotImplemented
     layer = keys.hfkvq_layer
     four = query if query.dim() == 4 else query.unflatten(0, (layer.batch_size, -1))
-    shape = *query.shape[:-1], keys.shape[-1]
+    shape = *query.shape[:-1], keys.sizes[-1]
     begun = LazyScores(Scores(keys, four, scaling), shape, query.dtype, call)
     if added is None or not added[1] or layer.follows in ADDS_ZEROS:
         return begun
@@ -138,10 +142,10 @@ def _begin(call: Any, query: Any, keys: Any, scaling: float, added: tuple[Any, f
 def _wide(scores: LazyScores, x: Any) -> Tensor | None:
     """A tensor that is combined with scores as (B or 1, Hq or 1, Q or 1, T); None if it does not fit."""
     known = scores._scores
-    if known is None or not isinstance(x, Tensor) or isinstance(x, LazyTensor) or not 1 <= x.dim() <= scores.dim():
+    if known is None or not isinstance(x, Tensor) or isinstance(x, LazyTensor) or not 1 <= x.dim() <= len(scores.sizes):
         return None
     batch, heads, queries, _ = known.query.shape
-    if scores.dim() == 3 and x.dim() == 3 and x.shape[0] != 1:
+    if len(scores.sizes) == 3 and x.dim() == 3 and x.shape[0] != 1:
         if x.shape[0] != batch * heads:
             return None
         x = x.unflatten(0, (batch, heads))
@@ -149,7 +153,7 @@ def _wide(scores: LazyScores, x: Any) -> Tensor | None:
         x = x[None]
     sizes = batch, heads, queries
     fits = all(own in (1, size) for own, size in zip(x.shape, sizes, strict=False))
-    return x if fits and x.shape[-1] == scores.shape[-1] else None
+    return x if fits and x.shape[-1] == scores.sizes[-1] else None
 
 
 # What is done to scores.
@@ -160,7 +164,7 @@ def _added(func: Any, x: Any, y: Any, *, alpha: float = 1) -> Any:
     known, wide = _scores_of(scores), None if alpha != 1 else _wide(scores, other)
     if known is None or wide is None or not wide.is_floating_point():
         return NotImplemented
-    dtype = torch.promote_types(scores.dtype, wide.dtype)
+    dtype = torch.promote_types(scores.kind, wide.dtype)
     return scores.then((func, (x, y), {}), dtype, added=(*known.added, (wide, 1.0)))
 
 
@@ -229,7 +233,7 @@ def _bounded(func: Any, x: Any, y: Any) -> Any:
 def _softmax(func: Any, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
     known = _scores_of(x)
     # Who is to see probabilities needs all of them.
-    if known is None or dim not in (-1, x.dim() - 1) or asked_for_probabilities():
+    if known is None or dim not in (-1, len(x.sizes) - 1) or asked_for_probabilities():
         return NotImplemented
     return x.then((func, (x, dim), {"dtype": dtype}), dtype, probabilities=True)
 
@@ -248,7 +252,7 @@ def _converted(func: Any, x: Any, dtype: Any = None, **kwargs: Any) -> Any:
         dtype = dtype.dtype
     if not isinstance(x, LazyScores) or x._scores is None or not isinstance(dtype, torch.dtype):
         return NotImplemented
-    return x if dtype == x.dtype else x.then((Tensor.to, (x, dtype), {}), dtype)
+    return x if dtype == x.kind else x.then((Tensor.to, (x, dtype), {}), dtype)
 
 
 def _viewed(func: Any, x: Any, *shape: Any) -> Any:
@@ -257,10 +261,10 @@ def _viewed(func: Any, x: Any, *shape: Any) -> Any:
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], (int, torch.dtype)) else shape
     if known is None or not all(isinstance(size, int) for size in sizes) or list(sizes).count(-1) > 1:
         return NotImplemented
-    batch, heads, queries, columns = *known.query.shape[:3], x.shape[-1]
+    batch, heads, queries, columns = *known.query.shape[:3], x.sizes[-1]
     for whole in ((batch, heads, queries, columns), (batch * heads, queries, columns)):
         if len(whole) == len(sizes) and all(a in (-1, b) for a, b in zip(sizes, whole, strict=True)):
-            return LazyScores(known, whole, x.dtype, (func, (x, whole), {}))
+            return LazyScores(known, whole, x.kind, (func, (x, whole), {}))
     return NotImplemented
 
 
@@ -271,10 +275,10 @@ def _finished(func: Any, x: Any, values: Any) -> Any:
     known = _scores_of(x, True)
     if known is None or not isinstance(values, LazyKV) or values.side != "values":
         return NotImplemented
-    layer, flat = values.hfkvq_layer, x.dim() == 3
+    layer, flat = values.hfkvq_layer, len(x.sizes) == 3
     if known.keys.hfkvq_layer is not layer or values.form != ("nsd" if flat else "bhsd"):
         return NotImplemented
-    if values.shape[:-2] != x.shape[:-2]:
+    if values.sizes[:-2] != x.sizes[:-2]:
         return NotImplemented
 
     def dense() -> Tensor:
@@ -284,10 +288,10 @@ def _finished(func: Any, x: Any, values: Any) -> Any:
     query = known.query.to(layer.dtype)
     arguments, padding_mask = arguments_of(layer, known)
     if values.step is None:
-        out = attend(layer, query, arguments.explicit(query, values.shape[-2]), dense, padding_mask)
+        out = attend(layer, query, arguments.explicit(query, values.sizes[-2]), dense, padding_mask)
     else:
         out = recorded_attention(values.step, query, arguments)
-    out = out.to(values.dtype).contiguous()
+    out = out.to(values.kind).contiguous()
     return out.flatten(0, 1) if flat else out
 
 

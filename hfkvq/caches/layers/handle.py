@@ -56,7 +56,9 @@ class LazyKV(LazyTensor):
         dtype: torch.dtype | None = None,
     ) -> LazyKV:
         shape = layer.logical_shape(side) if shape is None else shape
-        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype or layer.dtype, device=layer.device)
+        dtype = dtype or layer.dtype
+        handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=layer.device)
+        handle.sizes, handle.kind = shape, dtype
         handle._layer, handle._edition, handle.side = layer, layer.edition, side
         handle.repeats, handle.form, handle.step, handle._made = repeats, form, None, []
         return handle
@@ -87,7 +89,7 @@ class LazyKV(LazyTensor):
     ) -> LazyKV:
         """Another view of the same data."""
         repeats = self.repeats if repeats is None else repeats
-        view = LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, dtype or self.dtype)
+        view = LazyKV(self.hfkvq_layer, self.side, repeats, form, shape, dtype or self.kind)
         view.step, view._made = self.step, self._made
         return view
 
@@ -118,7 +120,7 @@ class LazyKV(LazyTensor):
                 "(x.clone()) of what is needed later."
             )
         if self.form == "bh1sd":
-            return dense[:, :, None].to(self.dtype)
+            return dense[:, :, None].to(self.kind)
         if self.form == "tiled":
             return dense.repeat(1, self.repeats, 1, 1)
         if self.repeats != 1 or self.form == "bhnsd":
@@ -127,7 +129,7 @@ class LazyKV(LazyTensor):
             dense = dense if self.form == "bhnsd" else dense.reshape(batch, heads * self.repeats, length, dim)
         if self.form in ("nsd", "nds"):
             dense = dense.flatten(0, 1)
-        return (dense.transpose(-1, -2) if transposed else dense).to(self.dtype)
+        return (dense.transpose(-1, -2) if transposed else dense).to(self.kind)
 
 
 def handles(layer: LayerBase, batch: int, heads: int, seen: int, key_dim: int, value_dim: int) -> tuple[LazyKV, LazyKV]:
@@ -184,7 +186,7 @@ def _expand(handle: Any, *shape: Any) -> Any:
 def _reshape(handle: Any, *shape: Any) -> Any:
     sizes = _sizes(shape)
     if isinstance(handle, LazyKV) and handle.form == "bhsd" and len(sizes) == 3 and handle._layer.follows:
-        batch, heads, length, dim = handle.shape
+        batch, heads, length, dim = handle.sizes
         own = batch * heads, length, dim
         fits = all(asked in (-1, size) for asked, size in zip(sizes, own, strict=True)) and sizes.count(-1) < 2
         return handle.like("nsd", own) if fits else NotImplemented
@@ -210,10 +212,10 @@ _TURNED = {"bhsd": "bhds", "bhds": "bhsd", "nsd": "nds", "nds": "nsd"}
 
 def _transpose(handle: Any, first: int, second: int) -> Any:
     turned = _TURNED.get(handle.form) if isinstance(handle, LazyKV) and handle._layer.follows else None
-    dims = handle.dim()
+    dims = len(handle.sizes)
     if turned is None or {first % dims, second % dims} != {dims - 2, dims - 1}:
         return NotImplemented
-    *outer, rows, columns = handle.shape
+    *outer, rows, columns = handle.sizes
     return handle.like(turned, (*outer, columns, rows))
 
 
@@ -222,19 +224,17 @@ def _same(handle: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
-    layer, dtype = handle._layer, handle.dtype
+    layer, dtype = handle._layer, handle.kind
     for x in (*args, *kwargs.values()):
         if isinstance(x, torch.dtype) and x != dtype:
             if not layer.follows:
                 return NotImplemented
             dtype = x
-        if isinstance(x, (str, torch.device)) and torch.device(x) != handle.device:
+        if isinstance(x, (str, torch.device)) and torch.device(x) != layer.device:
             return NotImplemented
         if isinstance(x, Tensor):
             return NotImplemented
-    if dtype == handle.dtype:
-        return handle
-    return handle.like(handle.form, tuple(handle.shape), dtype=dtype)
+    return handle if dtype == handle.kind else handle.like(handle.form, handle.sizes, dtype=dtype)
 
 
 def _float(handle: Any) -> Any:

@@ -13,7 +13,7 @@ from ..recorded import is_captured, is_recorded
 from ..scheme import latent_layout
 from ..store import KVStore
 from . import changes
-from .followed import recorded_handles, refuse_unseen
+from .followed import COUNTS_KEYS, recorded_handles, refuse_unseen
 from .handle import LazyKV, handles
 from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
@@ -142,6 +142,8 @@ class KVLayer(PagedLayer, CacheLayerMixin):
 
         A number on the device in a recorded step, and where the host does not know it.
         """
+        if self.steps is not None and self.follows in COUNTS_KEYS and is_captured():
+            return self.steps.buffer.room
         return self.seen if self.steps is None else self.steps.length(self.seen)
 
     def get_query_offset(self) -> Any:

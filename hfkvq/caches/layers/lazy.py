@@ -26,8 +26,12 @@ class LazyTensor(torch.Tensor):
 
     Attributes:
         handlers: of a class, functions that need no data; what declines returns NotImplemented.
+        sizes: its shape, and
+        kind: its dtype, which cost as much as any function if they are asked of PyTorch.
     """
 
+    sizes: tuple[int, ...]
+    kind: torch.dtype
     handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     # ``x += y`` binds x anew, to another tensor.
