@@ -40,8 +40,8 @@ class MixedKVCache(SavedCache, Cache):
     """A KV cache that stays compressed and is attended in place.
 
     ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
-    Full-attention layers are held in pages by the scheme; sliding-window and linear-attention layers stay as
-    Transformers makes them.
+    Full attention is held in pages by the scheme, also beside Mamba in one layer; sliding windows and recurrent states
+    stay as Transformers makes them.
 
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
