@@ -40,8 +40,8 @@ class MixedKVCache(SavedCache, Cache):
     """A KV cache that stays compressed and is attended in place.
 
     ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
-    Attention layers are held in pages by the scheme, those with a sliding window in a ring of pages (of 16 bits where
-    the window is short, see `hfkvq.caches.window`); recurrent layers stay as Transformers makes them.
+    Attention layers are held in pages by the scheme, also beside Mamba in one layer, those with a sliding window in a
+    ring of pages (of 16 bits where the window is short, see `hfkvq.caches.window`); recurrent states stay whole.
 
     By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
     directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa

@@ -219,7 +219,9 @@ class StepGraphs:
             # A model that is not told positions may work them out from the mask, which is left out or widened here.
             if (masked or padded) and not placed:
                 return False, None
-            if masked and (step.tokens > 1 or any(steps.trims for steps in sync.members)):
+            # What layers with states make of a wider mask is not known.
+            alone = step.tokens > 1 or any(steps.trims for steps in sync.members) or self.placement.states.layers
+            if masked and alone:
                 return False, None
             if step.mask.shape[0] != first.batch_size:
                 return False, None

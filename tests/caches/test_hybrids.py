@@ -80,6 +80,19 @@ def test_attention_beside_states_is_compressed(family):
     assert all(share.quantized > 0.3 for share in cache.memory().tokens)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_states_are_those_of_the_stock_cache_after_each_step(family, taped):  # noqa: F811
+    """Bit for bit: no attention of ours comes before them."""
+    model, ids, tokens = model_of(family), prompt(2, 20) % 100, prompt(2, 20, 3) % 100
+    caches = MixedKVCache(model, small("kitty-pro")), DynamicCache(config=model.config)
+    for i in range(-1, tokens.shape[1]):
+        with torch.no_grad():
+            for cache in caches:
+                model(ids if i < 0 else tokens[:, i : i + 1], past_key_values=cache)
+        assert_same_states(*caches)
+    assert taped.made == 1
+
+
 @pytest.mark.parametrize("scheme", ["kitty-pro", "saw-int4"])
 @pytest.mark.parametrize("family", ["falcon_h1", "zamba2"])
 def test_presets_give_what_dequantized_pages_give(family, scheme):
@@ -133,6 +146,25 @@ def test_modes_of_generate_are_captured(family, mode, taped):  # noqa: F811
     expected = mode(model, lambda: DynamicCache(config=model.config))
     assert torch.equal(mode(model, lambda: MixedKVCache(model.config, FULL)), expected)
     assert taped.made
+
+
+def test_a_mask_that_hides_more_than_padding_is_not_captured(taped):  # noqa: F811
+    """What layers with states would make of one as wide as the buffer is not known."""
+    model, ids = model_of("falcon_h1"), prompt(2, 20) % 100
+    found, caches = [], (MixedKVCache(model, FULL), DynamicCache(config=model.config))
+    for cache in caches:
+        mask, logits = torch.ones(2, 20, dtype=torch.long), []
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            for i in range(5):
+                mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+                mask[0, 3:5] = 0
+                given = {"attention_mask": mask, "position_ids": torch.full((2, 1), 20 + i)}
+                logits.append(model(ids[:, i : i + 1], **given, past_key_values=cache).logits)
+        found.append(torch.cat(logits, 1))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
+    assert_same_states(*caches, rtol=1e-4, atol=2e-5)
+    assert not taped.made
 
 
 def test_caches_take_turns_in_the_same_graph(taped):  # noqa: F811

@@ -160,7 +160,9 @@ class StatePlaces:
 
     def tensors(self) -> list[Tensor]:
         """All states, in order."""
-        return [place.tensor for place in places_of(self.layers)]
+        # At every step, so without `Place`.
+        kinds = [held for layer in self.layers for held in (layer.conv_states, layer.recurrent_states)]
+        return [x for held in kinds for x in held.values() if x is not None]
 
     @property
     def reason(self) -> str | None:
@@ -176,12 +178,13 @@ class StatePlaces:
 
     def move_in(self, tensors: Sequence[Tensor]) -> bool:
         """Brings all states into these tensors; False, and nothing is changed, if they do not fit."""
+        if self.lie_in(tensors):
+            return True
         if not self.fit(tensors):
             return False
         places = places_of(self.layers)
         moved = [(own, place) for own, place in zip(tensors, places, strict=True) if place.tensor is not own]
-        if moved:
-            torch._foreach_copy_([own for own, _ in moved], [place.tensor for _, place in moved])  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_copy_([own for own, _ in moved], [place.tensor for _, place in moved])  # pyright: ignore[reportPrivateImportUsage]
         for own, place in moved:
             place.held[place.number] = own
         return True
