@@ -59,7 +59,16 @@ def _draw(axes: Any, panel: Panel, colors: Mapping[str, str]) -> None:
         axes.scatter(x, y, s=42, color=colors[name], zorder=3)
         if name in panel.intervals:
             low, high = panel.intervals[name]
-            axes.errorbar(x, y, [[max(y - low, 0)], [max(high - y, 0)]], color=colors[name], capsize=3, zorder=2)
+            axes.errorbar(
+                x,
+                y,
+                [[max(y - low, 0)], [max(high - y, 0)]],
+                color=colors[name],
+                capsize=2,
+                lw=0.9,
+                alpha=0.6,
+                zorder=2,
+            )
     axes.set_xlabel(panel.x_title)
     axes.set_ylabel(panel.y_title)
     axes.grid(alpha=0.25)
