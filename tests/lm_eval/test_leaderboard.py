@@ -11,7 +11,7 @@ from hfkvq.caches import get_preset
 from hfkvq.lm_eval import runs
 from hfkvq.lm_eval.board import Board, fingerprint, folder_name
 from hfkvq.measure.models import Source
-from tests.command import assert_refused, invoke
+from tests.command import assert_refused, flat, invoke
 
 run = partial(invoke, "leaderboard")
 
@@ -34,6 +34,9 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     assert found["full"]["config"]["model_args"] == {"pretrained": "reference model", "scheme": "full"}
     text = (tmp_path / "board" / "report.md").read_text(encoding="utf-8")
     assert "full" in text
+    # One question tells nothing, and the report says so.
+    assert "| `full` | 1 | +0.0 | -100.0 to +100.0 | too few to tell, ±100 |" in text
+    assert "Too few questions to tell full, kitty:sink_length=4 from DynamicCache" in flat(done.output)
     # Another run finds the results.
     again = run(*options)
     assert again.exit_code == 0, again.output
