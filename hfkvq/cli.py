@@ -134,6 +134,7 @@ def _run(subject: Subject, settings: Settings, console: Console) -> Result:
         if not lines:
             names = BASELINE, *choose_schemes(settings.schemes)
             lines.append(Lines(row, names, wide=console.width >= 118))
+            console.print()
         console.print(lines[0].of(row))
 
     with progress_bar(console) as show:
