@@ -147,6 +147,7 @@ def _run(subject: Subject, settings: Settings, console: Console) -> Result:
         if not lines:
             names = BASELINE, *choose_schemes(settings.schemes)
             lines.append(Lines(row, names, wide=console.width >= 118))
+            console.print()
         console.print(lines[0].of(row))
 
     words = "nothing is saved, and the same command begins anew; fewer --samples, --tasks or --schemes take less time."

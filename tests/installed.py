@@ -1,4 +1,4 @@
-"""The README's example in small, on what is installed: python tests/installed.py, from another folder than the checkout.
+"""The README's example in small, on what is installed: python tests/installed.py, from a folder outside the checkout.
 
 It is a script, not a test: the packages are tried without pytest and the other tools.
 """

@@ -1,7 +1,6 @@
 """What `import hfkvq` offers, and that it explains itself."""
 
 import inspect
-import re
 from pathlib import Path
 
 import pytest
@@ -58,9 +57,3 @@ def test_public_classes_are_documented_method_by_method():
         if not method.startswith("_") and inspect.isfunction(function) and not inspect.getdoc(getattr(cls, method))
     ]
     assert missing == []
-
-
-def test_version_is_that_of_the_package():
-    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert declared is not None
-    assert hfkvq.__version__ == declared[1]

@@ -100,9 +100,8 @@ def test_the_release_has_one_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["version"] == hfkvq.__version__
     assert cited["authors"] == [{"name": "The hfkvq authors"}]
-    assert "version" not in re.findall(
-        r"^(\w+) = ", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.search(r"^version = ", project, re.MULTILINE) is None
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     versions = [re.fullmatch(r"([0-9.]+) \((unreleased|[0-9]{4}-[0-9]{2}-[0-9]{2})\)", heading) for heading in headings]
     assert [heading for heading, found in zip(headings, versions, strict=True) if found is None] == []
@@ -120,13 +119,10 @@ def test_each_supported_python_is_named_and_tried():
     assert f"| Python | {named[0]} to {named[-1]} |" in said
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.name
-)
-def test_templates_of_issues_are_forms(path):
+@pytest.mark.parametrize("name", ["bug", "idea"])
+def test_templates_of_issues_are_forms(name):
+    path = ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml"
     form = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if path.name == "config.yml":
-        return
     assert {"name", "description", "body"} <= form.keys()
     for part in form["body"]:
         assert part["type"] in ("textarea", "input")

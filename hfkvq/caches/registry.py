@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .scheme import Scheme
 
 LISTS = ("demo", "kld", "leaderboard", "bench kernels", "bench generate", "fit")
-"""What shows presets unless it is told which, by command; ``hfkvq leaderboard`` shows those of "demo" and "kld" too."""
+"""What shows presets unless it is told which, by command; a leaderboard also has those of "demo" and "kld"."""
 
 GROUPS = ("scheme", "eviction", "control", "baseline")
 """What a preset is in a comparison: a scheme, one that evicts tokens and holds what stays in any other scheme's pages,

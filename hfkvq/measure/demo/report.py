@@ -60,25 +60,16 @@ class Lines:
     def __init__(self, first: Row, names: Iterable[str], wide: bool = True) -> None:
         assert first.memory is not None
         self.wide, self._head = wide, True
-        room, speed = 2 * max(first.memory.held, first.memory.bf16) / 2**20, 2 * first.prompt_speed
-        columns = [
-            ("cache", max(names, key=len)),
-            ("total\nbits", "16.00"),
-            ("code\nbits", "16.00"),
-            ("held\nMiB", f"{room:.2f}"),
-        ]
-        columns += [("bf16\nMiB", f"{room:.2f}"), ("bf16 /\nheld", "10.00")]
-        columns += [(short_name(name), f"{task.total}/{task.total}") for name, task in first.tasks.items()]
-        columns += [
-            ("agree\n%", "100.0"),
-            ("KLD\nmean", "<0.0001"),
-            ("KLD\n99.9%", "10.0000"),
-            ("tok/s\nprompt", _speed(speed)),
-        ]
-        columns += [("tok/s\ndecode", _speed(speed))]
+        mib = f"{2 * max(first.memory.held, first.memory.bf16) / 2**20:.2f}"
+        speed = _speed(2 * first.prompt_speed)
+        samples = {"cache": max(names, key=len), "total\nbits": "16.00", "code\nbits": "16.00", "held\nMiB": mib}
+        samples |= {"bf16\nMiB": mib, "bf16 /\nheld": "10.00"}
+        samples |= {short_name(name): f"{task.total}/{task.total}" for name, task in first.tasks.items()}
+        samples |= {"agree\n%": "100.0", "KLD\nmean": "<0.0001", "KLD\n99.9%": "10.0000"}
+        samples |= {"tok/s\nprompt": speed, "tok/s\ndecode": speed}
         self._columns = [
             (title, max(*map(len, title.split("\n")), len(sample)))
-            for title, sample in columns
+            for title, sample in samples.items()
             if wide or title not in ("bf16\nMiB", "tok/s\nprompt")
         ]
 
@@ -119,8 +110,8 @@ def notes(result: Result) -> list[str]:
         f"seed {result.settings.seed}, {result.seconds:.0f} s.",
         f"held is what the layers' cache takes after {result.memory_rows} answers to {result.memory_task}, "
         f"{base.memory.tokens:,} tokens each: codes, scales, windows, tables. bf16 is the same tokens without padding, "
-        f"{base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. The longer the context, the less weigh the "
-        "windows that are kept whole: `hfkvq schemes` shows the bits that remain.",
+        f"{base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. The longer the context, the less weigh "
+        "the windows that are kept whole: `hfkvq schemes` shows the bits that remain.",
         f"agree and KLD compare with {BASELINE}, from the second token of each answer on: the first comes from the "
         f"prompt's own attention and reads no cache. KLD is in nats, fed with {BASELINE}'s answers, over "
         f"{len(base.kl):,} positions.",

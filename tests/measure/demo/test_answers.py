@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from hfkvq import get_scheme, list_schemes
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -14,6 +16,7 @@ from hfkvq.caches.eviction import EvictionScheme
 from hfkvq.measure.demo import Settings, choose_schemes, run_demo
 from hfkvq.measure.demo.answers import answer, answer_lengths, kl_divergence, make_cache, predictions, read_memory
 from hfkvq.measure.demo.prompts import Subject, full_name, is_right, load, make_batches
+from hfkvq.measure.demo.report import Lines
 from hfkvq.measure.reference import evaluation_set
 
 CPU = torch.device("cpu")
@@ -140,8 +143,41 @@ def test_full_is_the_baseline_and_two_bits_on_everything_are_not(subject: Subjec
     assert result.memory_task == "tools"
 
 
-def test_the_kl_divergence_is_limited_to_some_rows(subject: Subject) -> None:
+@pytest.mark.parametrize(("tokens", "rows"), [(17, 3), (5, 1)])
+def test_the_kl_divergence_is_limited_to_some_rows(subject: Subject, tokens: int, rows: int) -> None:
     settings = Settings(
-        tasks=("recall-24",), schemes=("int4",), samples=4, batch_size=2, max_new_tokens=6, kl_tokens=17
+        tasks=("recall-24",), schemes=("int4",), samples=4, batch_size=2, max_new_tokens=6, kl_tokens=tokens
     )
-    assert len(run_demo(subject, settings).rows[1].kl) == 3 * 5
+    assert len(run_demo(subject, settings).rows[1].kl) == rows * 5
+
+
+def test_rows_are_told_as_soon_as_they_are_complete(subject: Subject) -> None:
+    tasks = ("recall-8", "arithmetic-2")
+    settings = Settings(tasks=tasks, schemes=("full", "int4"), samples=2, batch_size=1, max_new_tokens=4)
+    told: list[tuple[str, ...]] = []
+    result = run_demo(
+        subject,
+        settings,
+        lambda name, task, share: told.append((name, task)),
+        on_row=lambda row: told.append((row.name, f"{sum(task.total for task in row.tasks.values())} answers")),
+    )
+    names = [row.name for row in result.rows]
+    assert names == ["DynamicCache", "full", "int4"]
+    batches = [task for task in tasks for _ in range(2)]
+    assert told == [(name, what) for name in names for what in (*batches, "4 answers")]
+
+
+def test_lines_of_the_table_are_of_one_width(subject: Subject) -> None:
+    settings = Settings(("recall-8", "tools"), ("full", "kivi-2"), samples=1, max_new_tokens=4)
+    rows = run_demo(subject, settings).rows
+    for wide, most in ((True, 120), (False, 100)):
+        lines = Lines(rows[0], [row.name for row in rows], wide)
+        console = Console(width=most, record=True, file=io.StringIO())
+        for row in rows:
+            console.print(lines.of(row))
+        text = console.export_text().splitlines()
+        # Titles take two lines, and a rule.
+        assert len(text) == 3 + len(rows)
+        assert len(set(map(len, text))) == 1
+        assert "kivi-2" in text[-1]
+        assert ("prompt" in text[1]) == wide

@@ -68,4 +68,4 @@ def test_the_demo_asks_them(stand_in: Path) -> None:
     arguments = ["--tasks", "copy-32,passkey-24", "--samples", "1", "--schemes", "full", "--device", "cpu"]
     done = invoke("demo", "--model", stand_in, *arguments)
     assert done.exit_code == 0, done.output
-    assert "100.0" in next(line for line in done.output.splitlines() if line.startswith(" full"))
+    assert "100.0" in next(line for line in done.output.splitlines() if line.startswith("full "))
