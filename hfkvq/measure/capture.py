@@ -116,9 +116,9 @@ def spread_layers(candidates: Sequence[int], count: int) -> list[int]:
 
 
 def compressed_layers(model: Any) -> list[int]:
-    """Indices of the layers that a cache of this model would compress."""
+    """Indices of the layers that a cache of this model would compress, those with sliding windows aside."""
     layers = MixedKVCache(model.config, "full", attach=False).layers
-    return [i for i, layer in enumerate(layers) if isinstance(layer, KVLayer)]
+    return [i for i, layer in enumerate(layers) if isinstance(layer, KVLayer) and not layer.window]
 
 
 @torch.no_grad()

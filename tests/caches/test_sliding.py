@@ -9,9 +9,11 @@ import torch
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, get_scheme
+from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.base import ROLLBACK
 from hfkvq.caches.schemes import Full
 from hfkvq.caches.window import in_window
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import SPARE
 from hfkvq.kernels.step import MAX_STEP
 from tests.caches.driver import small
@@ -240,3 +242,39 @@ def test_only_layers_that_hold_all_tokens_are_offloaded():
     got = logits_of(model, cache, [150, 1, 1], ids)
     expected = logits_of(model, DynamicCache(config=model.config), [150, 1, 1], ids)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+# Interpreted kernels have their own tests.
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("name", ["full", *COMPRESSED])
+def test_attention_over_pages_is_attention_over_what_is_dense(name, device):
+    """Across page borders far beyond the ring, of rows of which one is padded; and that row is the same alone."""
+    scheme = (COMPRESSED | {"full": FULL})[name]
+    start, steps, pad = 203, 20, 6
+    generator = torch.Generator().manual_seed(1)
+    queries, keys, values = (torch.randn(2, h, start + steps, 32, generator=generator) for h in (4, 2, 2))
+    both, alone = (KVLayer(scheme, PaddingReader(), window=64) for _ in range(2))
+    assert both.is_sliding
+
+    def step(layer, rows, first, last):
+        parts = [x[rows, :, first:last].to(device) for x in (queries, keys, values)]
+        layer.update(*parts[1:])
+        column = torch.arange(last - layer.columns, last, device=device)
+        newest = torch.arange(first, last, device=device)[:, None]
+        seen = (column <= newest) & (column > newest - 64)
+        shown = torch.stack([seen & (column >= own) for own in ([0, pad] if layer is both else [pad])])[:, None]
+        pages = layer.begin(shown, last - first)
+        assert pages is (last - first <= 16)
+        if pages:
+            out = layer.attend(parts[0], AttentionArguments(0.2, shown))
+        dense = [layer.dense(side).repeat_interleave(2, 1) for side in ("keys", "values")]
+        plain = torch.nn.functional.scaled_dot_product_attention(parts[0], *dense, shown, scale=0.2)
+        if pages:
+            torch.testing.assert_close(out, plain, rtol=2e-5, atol=2e-5)
+        layer.finish(parts[0], AttentionArguments(0.2))
+        return plain
+
+    for first, last in ((0, start), *((i, i + 1) for i in range(start, start + steps))):
+        together, own = step(both, slice(0, 2), first, last), step(alone, slice(1, 2), first, last)
+        torch.testing.assert_close(together[1, :, -1], own[0, :, -1], rtol=2e-5, atol=2e-5)
+    assert both.get_mask_sizes(5) == (63 + 5, start + steps - 63)

@@ -105,7 +105,7 @@ class StepBuffer(Part):
     def warm(self, tokens: int) -> None:
         """Begins to compile what this layer, and others of its scheme, will launch."""
         layer = self.layer
-        kind = layer.scheme, layer.record_past
+        kind = layer.scheme, layer.record_past, layer.window
         if layer.device.type != "cuda" or kind in self.sync.warmed:
             return
         self.sync.warmed.append(kind)

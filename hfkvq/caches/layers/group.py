@@ -127,7 +127,8 @@ class DeviceSync(_Group["DeviceSteps"]):
         ready: whether every row has a token that is no padding; from then on a step needs no mask.
         holes: whether columns within a row are padding, which are stored: from then on every step needs one.
         buffers: of all layers, with the graphs that were captured over them, or None.
-        warmed: schemes whose kernels are being compiled, or are there; and whether for steps of several tokens.
+        warmed: schemes whose kernels are being compiled, or are there; whether for steps of several tokens, and for
+            which window.
         compiling: those that are on their way.
         waits: whether the running forward does without them, and so attends to dense keys and values.
         captured: whether steps are captured, so that they go without kernels that are not there yet.
@@ -136,7 +137,7 @@ class DeviceSync(_Group["DeviceSteps"]):
     def __init__(self, members: Sequence[DeviceSteps]) -> None:
         super().__init__(members)
         self.buffers: BufferSet | None = None
-        self.warmed: list[tuple[Scheme, bool]] = []
+        self.warmed: list[tuple[Scheme, bool, int]] = []
         self.compiling: list[Beside] = []
         self.waits = self.captured = False
         self.forget()

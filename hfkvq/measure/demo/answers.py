@@ -243,7 +243,7 @@ def read_memory(cache: Cache, mask: Tensor) -> Memory:
         return Memory(held, report.bf16, report.code_bits, report.key_bits, report.seen)
     tokens = cache.get_seq_length()
     real = int(mask.sum()) + mask.shape[0] * (tokens - mask.shape[1])
-    # The exact type: sliding windows are its subclasses, and every cache here leaves them to Transformers.
+    # The exact type: sliding windows are its subclasses, which only caches of ours compress.
     pairs: list[tuple[Any, Any]] = [(x.keys, x.values) for x in cache.layers if type(x) is DynamicLayer]
     held = sum(keys.nbytes + values.nbytes for keys, values in pairs)
     elements = sum(real * x.shape[1] * x.shape[3] for pair in pairs for x in pair)
