@@ -62,14 +62,16 @@ def model_shape(name: str) -> tuple[int, int, int]:
     return found
 
 
-def layer_plan(scheme: Scheme, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> StepPlan:
+def layer_plan(
+    scheme: Scheme, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int = 0
+) -> StepPlan:
     """What a layer of a fixed capacity would hold: all that its kernels depend on, whatever its rows and capacity.
 
     Raises:
         ValueError: the scheme cannot hold heads of this dimension.
     """
     scheme.layout(head_dim, head_dim).check(head_dim, head_dim)
-    layer = KVLayer(scheme, PaddingReader(), 1, recordable=True)
+    layer = KVLayer(scheme, PaddingReader(), 1, recordable=True, window=window)
     assert layer.buffer is not None, "steps may be recorded"
     layer.buffer.queries_per_head = heads // kv_heads
     token = torch.empty(1, kv_heads, 1, head_dim, dtype=dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from evals import matrix
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.base import ROLLBACK
@@ -57,6 +58,23 @@ def test_beyond_the_ring(family, length, graphs, captured):  # noqa: F811
     assert all(layer.window == 16 and layer.store.runs[0].keys[0].shape[0] == 2 * 13 for layer in windows(cache))
     assert (PythonGraph.made > 0) is (graphs and cache.graphs is not None)
     assert len(cache.compressed_layers) == len(cache.layers)
+
+
+@pytest.mark.parametrize("mode", matrix.MODES)
+@pytest.mark.parametrize(
+    ("family", "length"),
+    [("gpt-oss", None), *(pytest.param(x, n, marks=pytest.mark.slow) for x in FAMILIES for n in (None, 300))],
+)
+def test_every_mode_of_generate_beyond_the_ring(family, length, mode, captured, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(matrix, "PROMPT", 150)
+    model, run = build(family), matrix.MODES[mode]
+    expected = run(model, lambda: DynamicCache(config=model.config))
+    found = run(model, lambda: MixedKVCache(model, FULL, max_cache_len=length))
+    if mode == "crop":
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    else:
+        assert torch.equal(found, expected)
+    assert PythonGraph.made
 
 
 @pytest.mark.parametrize("length", [None, 400])

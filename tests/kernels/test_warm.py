@@ -23,7 +23,7 @@ from hfkvq.kernels import dispatch, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full")
+PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", "full@128")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from hfkvq.caches import attention
 from hfkvq.caches.layers import KVLayer, PaddingReader, steps
 from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.make import layer_plan
-from hfkvq.caches.scheme import get_scheme
+from hfkvq.caches.scheme import Scheme, get_scheme
 from hfkvq.kernels import warm
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
 
@@ -48,10 +48,16 @@ class Attention(torch.nn.Module):
     is_causal = True
 
 
+def scheme_of(preset: str) -> tuple[Scheme, int]:
+    """A preset's scheme, and the window behind its name, as in ``full@128``."""
+    name, _, window = preset.partition("@")
+    return get_scheme(name), int(window or 0)
+
+
 def run(preset: str, rows: int, tokens: int, capacity: int) -> None:
     """A prompt, and two steps as graphs record them."""
-    scheme = get_scheme(preset)
-    layer = KVLayer(scheme, PaddingReader(), capacity, recordable=True)
+    scheme, window = scheme_of(preset)
+    layer = KVLayer(scheme, PaddingReader(), capacity, recordable=True, window=window)
     group_layers([layer], HEADS // KV_HEADS)
     module = Attention()
     for count in (tokens, 1, 1):
@@ -100,8 +106,8 @@ def main() -> None:
             notes.found = {}
             from hfkvq.kernels.triton.warm import wanted
 
-            scheme = get_scheme(preset)
-            plan = warm.normal(layer_plan(scheme, HEADS, KV_HEADS, DIM, BF16))
+            scheme, window = scheme_of(preset)
+            plan = warm.normal(layer_plan(scheme, HEADS, KV_HEADS, DIM, BF16, window))
             for each in wanted(plan, HEADS, scheme.channel_rule, False, torch.device("cuda", 0)):
                 each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
             own["ahead"] = list(notes.found)
