@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import BloomConfig, DynamicCache, FalconConfig, GPTNeoConfig, MptConfig, T5Config
+from transformers.models.bloom import modeling_bloom
 
 from evals.families import build
 from evals.matrix import examine, small
@@ -332,8 +333,9 @@ def test_steps_are_captured(family):
             cache = MixedKVCache(model, "full", max_cache_len=capacity)
             found = model.generate(ids, attention_mask=shown, past_key_values=cache, **more)
             assert torch.equal(found, model.generate(ids, attention_mask=shown, **more))
-            # A cache of the same size takes the graphs of the one before.
-            assert shown is not None or PythonGraph.made == before + 1
+            # A cache of the same size takes the graphs of the one before. Older Blooms have a bias of their own length.
+            records = family != "bloom" or hasattr(modeling_bloom, "_get_alibi_slopes")
+            assert shown is not None or PythonGraph.made == before + records
 
 
 @pytest.mark.usefixtures("captured")
