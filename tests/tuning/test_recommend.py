@@ -4,11 +4,15 @@ import json
 from functools import partial
 
 import pytest
+from transformers import DeepseekV3Config as DeepseekConfig
+from transformers import MistralConfig
 
 from hfkvq.caches import get_preset
 from hfkvq.caches.cache import DEFAULT_SCHEME
+from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.divergence import run as divergence
 from hfkvq.measure.figures import figure
+from hfkvq.tuning.fit.compute import presets_for
 from hfkvq.tuning.fit.model import Plan
 from hfkvq.tuning.fit.recommend import Loss, Row, candidates, choose, known_loss, make_rows
 from tests.command import assert_refused, flat, invoke
@@ -65,7 +69,7 @@ class TestChoice:
 
     def test_of_unknown_losses_the_most_bits(self):
         found = choose([row("kivi-2", 6, 24, None)], None, 0.01)
-        assert "nobody has measured" in found.reason
+        assert found.reason == "it fits; losses are not measured"
 
 
 def test_candidates_keep_every_token_once():
@@ -146,6 +150,7 @@ class TestCommand:
         [
             (["--users", "9", "--schemes", "kitty"], "nothing holds 9 of this context, kitty lacks", 1),
             (["--schemes", "kity"], "did you mean 'kitty'", 2),
+            (["--schemes", "bf16"], "schemes: got 'bf16', allowed one preset or more", 2),
             (["--model", "./nowhere"], "does not exist", 2),
             (["--gpu-memory", "24XB"], "gpu-memory: got '24XB'", 2),
             (["--context", "3x"], "got '3x', allowed numbers like 8192 or 8k", 2),
@@ -153,6 +158,18 @@ class TestCommand:
     )
     def test_bad_input(self, arguments, message, code):
         assert_refused(run(*SMALL, *arguments), message, code)
+
+
+def test_a_model_of_which_nothing_is_compressed(tmp_path):
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 256, "num_key_value_heads": 2}
+    MistralConfig(num_hidden_layers=2, vocab_size=64, sliding_window=64, **sizes).save_pretrained(tmp_path)
+    assert_refused(run("--model", tmp_path), "has no layer of full attention alone, so nothing is compressed", 1)
+
+
+def test_latents_are_offered_what_attends_to_them():
+    config = DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
+    found = presets_for(outline(config), default=candidates())
+    assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4", "best-4.3"}
 
 
 def test_rows_of_latents_have_no_loss():

@@ -12,6 +12,7 @@ from hfkvq.caches.memory_report import format_bytes
 from hfkvq.caches.model_config import latent_dims, text_config
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import listed
+from hfkvq.caches.scheme import latent_layout
 from hfkvq.measure.demo.outline import Outline, checkpoint_bytes, outline
 from hfkvq.measure.demo.schemes import widest_first
 from hfkvq.measure.models import find_model, read_config
@@ -81,7 +82,8 @@ def compute(
         overhead: what else is on the device.
         narrow: see `cache_bytes`.
         beyond: whether a context may be longer than the model has positions.
-        default: names; None for a preset or two of each scheme.
+        default: names, of which latents are offered those that attend to them as they are stored; None for a preset
+            or two of each scheme.
 
     Raises:
         ValueError: no such model, a size that makes no sense, weights that do not fit, or a preset that does not suit
@@ -164,5 +166,16 @@ def presets_for(
             if schemes is not None:
                 raise ValueError(f"{name}: {error}") from None
             continue
-        chosen[name] = preset
+        # Others are dequantized in each step.
+        suits = default is None or not latents or preset is None or _attends(preset, found)
+        if schemes is not None or suits:
+            chosen[name] = preset
     return chosen
+
+
+def _attends(preset: Preset, found: Outline) -> bool:
+    """Whether steps attend to latents as the preset stores them."""
+    dims = latent_dims(text_config(found.config))
+    return dims is None or all(
+        latent_layout(scheme, *dims) is not None for scheme in preset.by_layer(len(found.layers))
+    )

@@ -149,7 +149,9 @@ def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice |
     known = [(row, row.loss) for row in fitting if row.loss is not None]
     if not known:
         best = max(fitting, key=lambda row: sum(row.bits))
-        return Choice(best, "nobody has measured what the others lose either; it has the most bits of those that fit")
+        return Choice(
+            best, f"{'the most bits of those that fit' if fitting[1:] else 'it fits'}; losses are not measured"
+        )
     if users is not None:
         best, _ = min(known, key=lambda pair: pair[1].kld)
         return Choice(best, f"the least loss of those that hold {users} user{'s' * (users > 1)}")

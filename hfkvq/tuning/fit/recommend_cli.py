@@ -86,6 +86,14 @@ def recommend(
         where = pick_device(device)
     except ValueError as error:
         fail(error)
+    if not any(layer.compressed for layer in done.found.layers):
+        fail(
+            f"model: {done.about['model']} has no layer of full attention alone, so nothing is compressed; use "
+            "Transformers' own cache.",
+            code=1,
+        )
+    if not any(done.presets.values()):
+        fail(f"schemes: got {schemes!r}, allowed one preset or more beside Transformers' own cache.")
     rows, record = make_rows(done), None
     console = make_console()
     if text is not None:
