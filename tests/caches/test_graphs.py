@@ -60,7 +60,7 @@ def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("deepseek-v3",)])
 def test_families(family):
-    """Those whose layers are of several kinds run as without graphs."""
+    """Sliding windows are captured too; those whose layers are of several kinds run as without graphs."""
     model = build(family)
     expected = _generate(model, DynamicCache(config=model.config))
     assert torch.equal(_generate(model, MixedKVCache(model.config, FULL)), expected)
