@@ -168,7 +168,7 @@ class PagedLayer(LayerBase):
         if new is not None and not before:
             return new
         waits = self.steps is not None and self.steps.sync.waits
-        if new is None or waits:
+        if new is None or waits or self.window:
             old = store.dense(side, before, waits)
             return old if new is None else torch.cat([old, new], 2)
         # Not joined behind: that would copy all that has been dequantized.
