@@ -235,7 +235,7 @@ def test_memory_counts_whole_storages():
     sliding = [layer for layer in plain.layers if layer.is_sliding]
     held = sum(x.untyped_storage().nbytes() for layer in sliding for x in (layer.keys, layer.values))
     # And a counter of tokens in each.
-    assert held <= memory_of([], sliding, 200).stock <= held + 8 * len(sliding)
+    assert held <= memory_of(sliding, 200).stock <= held + 8 * len(sliding)
 
 
 def test_the_last_cache_gives_the_old_name_back():

@@ -22,7 +22,6 @@ from hfkvq.measure.bench.generate.engines import default_schemes
 from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
 from hfkvq.measure.divergence.naming import parse_schemes
-from hfkvq.tuning.fit.cli import _main as fit_names
 from tests.caches.driver import DIM, Row, assert_close, attention, feed, feed_as_is, forward, make, row
 
 # Kitty.
@@ -591,7 +590,7 @@ def test_a_scheme_of_one_file_is_in_every_list(restored):
         }
         sink_length: int = knob(8, low=0)
 
-    for found in (choose_schemes(), parse_schemes([]), default_formats(), default_schemes(), fit_names()):
+    for found in (choose_schemes(), parse_schemes([]), default_formats(), default_schemes(), registry.listed("fit")):
         assert "new" in list(found)
     assert list(choose_schemes())[:3] == ["full", "new", "new-wide"]
     assert "| `new-wide` | The same, wide. | 5.00 |" in schemes_markdown()
