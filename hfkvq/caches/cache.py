@@ -189,12 +189,9 @@ class MixedKVCache(SavedCache, Cache):
             self.graphs.meet(self.config)
             if self.compressed_layers[0].store is None:
                 self.graphs.before_prompt(key_states)
-        if self._capacity is not None and self._compressed:
-            # Stock layers have no capacity, and may come first.
-            first = self.compressed_layers[0]
-            if first.steps is not None:
-                first.steps.sync.catch_up()
-            first.check_capacity(key_states.shape[2])
+        # Of a model that has not asked for the mask's size: states of layers before this one have the tokens.
+        with self.states.spoiled_on_error():
+            self._check_capacity(key_states.shape[2])
         if self._debug:
             self.integrity_check()
             self._untouched = changes.untouched(self.layers)
@@ -269,6 +266,8 @@ class MixedKVCache(SavedCache, Cache):
         sync = self._sync
         if sync is not None:
             sync.announce(tokens)
+        else:
+            self._check_capacity(tokens)
 
     @property
     def _sync(self) -> DeviceSync | None:
@@ -366,9 +365,10 @@ def _take_back(cache: MixedKVCache, layer_idx: int, tokens: int) -> None:
     refused = seen_by(layers[layer_idx]) if layer_idx < len(layers) else cache.get_seq_length() - tokens
     own = [layer for i, layer in enumerate(layers) if i in cache._compressed and i not in cache._untouched]
     changes.level(own, seen_by, refused or 0)
-    cache.states.spoil()
     for i, state in cache._untouched.items():
         vars(cache.layers[i]).update(state)
+    # Last: what they were before says that nothing was wrong.
+    cache.states.spoil()
 
 
 def _graphs_of(cache: MixedKVCache, headroom: float) -> StepGraphs:

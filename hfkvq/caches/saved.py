@@ -39,7 +39,6 @@ class SavedCache(WholeCache):
 
     preset: Preset
     config: Any
-    _capacity: int | None
     _known_architecture: dict[str, str] | None = None
     saved_ids: Tensor | None = None
 
@@ -62,7 +61,8 @@ class SavedCache(WholeCache):
 
         Raises:
             ValueError: token ids of another shape than the cache has, a scheme of your own without a name, or layers
-                that cannot be saved: sliding windows of a fixed capacity.
+                that cannot be saved: sliding windows of a fixed capacity that stay as Transformers makes them, and
+                recurrent states that the model keeps in its own modules (RecurrentGemma).
             RuntimeError: a step was interrupted while it wrote recurrent states.
             OSError: the file cannot be written.
         """
@@ -83,6 +83,11 @@ class SavedCache(WholeCache):
             numbers, held = packed_layer(layer) if i in self._compressed else _packed_stock(i, layer)
             states = _states_of(layer)
             if states is not None:
+                if seen and states.rows is None:
+                    raise ValueError(
+                        f"path: the model keeps the recurrent states of layer {i} in its own modules, where no file has "
+                        "them; compute the prompt again."
+                    )
                 own, more = states.pack()
                 numbers, held = numbers | {STATES: own}, held | {f"{STATES}.{name}": x for name, x in more.items()}
             layers.append(numbers | {"record_past": getattr(layer, "record_past", False)})

@@ -24,6 +24,7 @@ class WholeCache:
 
     layers: Any
     graphs: Any
+    _capacity: int | None
     _compressed: tuple[int, ...]
     _counting: tuple[int, ...]
     _first: int
@@ -54,6 +55,15 @@ class WholeCache:
         for layer in self.compressed_layers:
             if layer.steps is not None:
                 layer.steps.catch_up()
+
+    def _check_capacity(self, tokens: int) -> None:
+        """Raises ValueError if so many more tokens exceed a fixed capacity."""
+        if self._capacity is not None and self._compressed:
+            # Stock layers have no capacity, and may come first.
+            first = self.compressed_layers[0]
+            if first.steps is not None:
+                first.steps.sync.catch_up()
+            first.check_capacity(tokens)
 
     def _check_even(self) -> None:
         """Raises RuntimeError if a forward has not reached the last layer: tokens come layer by layer."""

@@ -59,7 +59,7 @@ def assert_same_states(one, other, **tolerance):
             torch.testing.assert_close(x, y, **tolerance or {"rtol": 0, "atol": 0})
 
 
-@pytest.mark.parametrize("family", [*BESIDE, pytest.param("inkling2_text", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", BESIDE)
 def test_attention_beside_states_is_compressed(family):
     model, ids, tokens = model_of(family), prompt(2, 30) % 100, prompt(2, 12, 3) % 100
     stock = DynamicCache(config=model.config)
@@ -165,6 +165,21 @@ def test_a_mask_that_hides_more_than_padding_is_not_captured(taped):  # noqa: F8
     torch.testing.assert_close(*found, rtol=1e-4, atol=2e-5)
     assert_same_states(*caches, rtol=1e-4, atol=2e-5)
     assert not taped.made
+
+
+def test_states_that_are_not_in_the_cache_are_neither_captured_nor_saved(taped, caplog, tmp_path):  # noqa: F811
+    """A graph would read the tensor that the module had when it was captured. The window beside is held in pages."""
+    model = model_of("recurrent_gemma")
+    expected = greedy(model, lambda: DynamicCache(config=model.config))
+    assert torch.equal(greedy(model, lambda: MixedKVCache(model, FULL)), expected)
+    assert not taped.made
+    assert "recurrent states in its own modules" in caplog.text
+    cache = MixedKVCache(model, FULL)
+    with torch.no_grad():
+        model(prompt(1, 20) % 100, past_key_values=cache)
+    with pytest.raises(ValueError, match="states of layer 1 in its own modules"):
+        cache.save(tmp_path / "file")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_caches_take_turns_in_the_same_graph(taped):  # noqa: F811
@@ -314,6 +329,39 @@ class TestFailures:
                 model(ids[:, :1], past_key_values=cache)
             with pytest.raises(RuntimeError, match=r"reset\(\)"):
                 model(ids[:, :1], past_key_values=cache)
+
+    def test_refused_tokens_are_in_states_after_a_reset_too(self):
+        model, ids = build("qwen3_next"), prompt(1, 20) % 100
+        cache = MixedKVCache(model, FULL, debug=True)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.reset()
+            model(ids, past_key_values=cache)
+            attention = next(x.self_attn for x in model.model.layers if hasattr(x, "self_attn"))
+            attention.k_proj.weight[0, 0] = torch.nan
+            with pytest.raises(ValueError, match="NaN or infinity"):
+                model(ids[:, :1], past_key_values=cache)
+            with pytest.raises(RuntimeError, match=r"reset\(\)"):
+                model(ids[:, :1], past_key_values=cache)
+
+    @pytest.mark.parametrize("options", [{"debug": True}, {"attach": False}, {"graphs": False}], ids=str)
+    def test_too_many_tokens_are_refused_before_states_have_them(self, options):
+        model, ids = build("qwen3_next"), prompt(1, 40) % 100
+        cache, plain = MixedKVCache(model, FULL, max_cache_len=30, **options), DynamicCache(config=model.config)
+        with torch.no_grad():
+            for each in (cache, plain):
+                model(ids[:, :20], past_key_values=each)
+            with pytest.raises(ValueError, match="max_cache_len: 20 tokens and 40 new ones"):
+                model(ids, past_key_values=cache)
+            pair = [model(ids[:, :1], past_key_values=each).logits for each in (cache, plain)]
+        torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-5)
+        # Of a model that asks for no mask.
+        layer = cache.compressed_layers[0]
+        keys = torch.zeros(1, layer.heads, 40, layer.held().dims["keys"])
+        with pytest.raises(ValueError, match="max_cache_len"):
+            cache.update(keys, keys, cache._compressed[0])
+        with pytest.raises(RuntimeError, match=r"reset\(\)"):
+            model(ids[:, :1], past_key_values=cache)
 
     def test_tokens_are_not_leveled_out_of_states(self, begun):
         _, cache, _ = begun

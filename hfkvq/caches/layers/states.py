@@ -169,6 +169,9 @@ class StatePlaces:
         """Why no step can be recorded now; None where it can."""
         if any(layer.record_past for layer in self.layers):
             return "convolutions keep their past, so that tokens can be taken back"
+        if any(layer.rows is None for layer in self.layers):
+            # Asked once a prompt has come. RecurrentGemma binds new tensors, at each step, to modules of its own.
+            return "the model keeps recurrent states in its own modules"
         return None
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
