@@ -139,7 +139,11 @@ class StepGraphs:
             if done:
                 return out
         with inside_call():
-            return model._call_impl(*args, **kwargs)
+            if not self.placement.states.layers:
+                return model._call_impl(*args, **kwargs)
+            before = self.sync.seen
+            with self.placement.states.spoiled_if_torn(lambda: self.sync.has_passed(before)):
+                return model._call_impl(*args, **kwargs)
 
     def _read(
         self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cache_attached: bool

@@ -330,6 +330,35 @@ class TestFailures:
             with pytest.raises(RuntimeError, match=r"reset\(\)"):
                 model(ids[:, :1], past_key_values=cache)
 
+    @pytest.mark.parametrize("family", ["qwen3_next", "lfm3"])
+    def test_a_prompt_that_fails_midway_is_said_until_reset(self, family, monkeypatch):
+        """Before any attention, say: no count of tokens shows it. One that has passed all layers is in the cache."""
+        model, ids = build(family), prompt(1, 40) % 100
+        cache, first = MixedKVCache(model, FULL), model.model.layers[0]
+        mlp, torn = getattr(first, "mlp", None) or first.feed_forward, torch.OutOfMemoryError("here")
+
+        def fail(*_, **__):
+            raise torn
+
+        with torch.no_grad():
+            model(ids[:, :20], past_key_values=cache)
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(model.lm_head, "forward", fail)
+                model(ids[:, 20:30], past_key_values=cache)
+            plain = DynamicCache(config=model.config)
+            model(ids[:, :30], past_key_values=plain)
+            pair = [model(ids[:, 30:], past_key_values=each).logits for each in (cache, plain)]
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-5)
+            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                patch.setattr(mlp, "forward", fail)
+                model(ids, past_key_values=cache)
+            with pytest.raises(RuntimeError, match=r"interrupted while it wrote recurrent states.*reset\(\)"):
+                model(ids, past_key_values=cache)
+            cache.reset()
+            plain = DynamicCache(config=model.config)
+            pair = [model(ids, past_key_values=each).logits for each in (cache, plain)]
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-5)
+
     def test_refused_tokens_are_in_states_after_a_reset_too(self):
         model, ids = build("qwen3_next"), prompt(1, 20) % 100
         cache = MixedKVCache(model, FULL, debug=True)

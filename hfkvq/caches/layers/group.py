@@ -154,6 +154,11 @@ class DeviceSync(_Group["DeviceSteps"]):
         """Logical tokens of every layer; right unless ``stale``."""
         return self.first.layer.seen + self.ahead
 
+    def has_passed(self, before: int) -> bool:
+        """Whether a forward in Python, which began at so many tokens, has reached every layer."""
+        seen = {member.layer.seen for member in self.members}
+        return len(seen) == 1 and seen.pop() > before
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceSync:
         """Of the same layers' copies, which have no buffers yet."""
         new = super().__deepcopy__(memo)

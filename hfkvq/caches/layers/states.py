@@ -239,6 +239,27 @@ class StatePlaces:
             self.spoil()
             raise
 
+    @contextlib.contextmanager
+    def spoiled_if_torn(self, passed: Callable[[], bool]) -> Iterator[None]:
+        """If a forward fails that has written some states, and not all that it writes, `check` says so from then on.
+
+        PyTorch counts what its operations write. Kernels of others may write a convolution's state uncounted; the
+        recurrent one beside it is counted.
+
+        Args:
+            passed: whether attention has the forward's tokens in all layers.
+        """
+        # They are held until then: their ids are not given to others.
+        held = self.tensors()
+        before = {id(x): _version(x) for x in held}
+        try:
+            yield
+        except BaseException:
+            written = [before.get(id(x), -1) != _version(x) for x in self.tensors()]
+            if any(written) and not (all(written) and passed()):
+                self.spoil()
+            raise
+
     def spoil(self) -> None:
         """Notes that states may be ahead of the tokens that the cache says it holds."""
         for layer in self.layers:
@@ -251,6 +272,11 @@ class StatePlaces:
                 "A step was interrupted while it wrote recurrent states, which cannot be taken back: nobody knows "
                 "whether they have its token. Call reset() and begin again."
             )
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written to, as far as that is counted."""
+    return 0 if x.is_inference() else x._version
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
