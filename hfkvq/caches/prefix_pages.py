@@ -101,8 +101,10 @@ def cut_pages(cache: SavedCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pi
         Pieces of each run, and the rest: views. `join_pages` is the inverse.
     """
     runs, rest = [], dict(tensors)
-    held = {i: layer.held() for i, layer in enumerate(cache.layers) if isinstance(layer, KVLayer)}
-    for run in range(max(len(store.format.runs) for store in held.values())):
+    own = {i: layer.held() for i, layer in enumerate(cache.layers) if isinstance(layer, KVLayer)}
+    # A window's pages are filled again and again, so none stays that of a prompt.
+    held = {i: store for i, store in own.items() if not store.format.window}
+    for run in range(max((len(store.format.runs) for store in held.values()), default=0)):
         stores = {i: store for i, store in held.items() if run < len(store.format.runs)}
         unit = math.lcm(*(_unit(store, run) for store in stores.values()))
         # Of keys and values, whichever has fewer.

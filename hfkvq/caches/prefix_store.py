@@ -304,7 +304,7 @@ class PrefixStore:
                     raise
                 return about["layout"], tensors
 
-            if sum(counts) != len(paths) or min(counts) < 0:
+            if sum(counts) != len(paths) or min(counts, default=0) < 0:
                 raise ValueError(f"{len(paths)} pages for runs of {counts}")
             return join_pages(counts, read, rest, device)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
 from hfkvq.caches import prefix_files, prefix_pages, saved_file, transfer
@@ -99,6 +100,25 @@ def test_sliding_windows_come_back(name, tmp_path):
     loaded, known = store.match(ids)
     assert known == 70
     assert torch.equal(*[fed(model, x, ids[:, 70:]) for x in (loaded, cache)])
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "mistral-sliding"])
+def test_windows_come_back_once_their_pages_are_filled_again(name, tmp_path):
+    """What other prompts share are pages of layers that hold all tokens; here there are such, or none at all."""
+    model, ids, scheme = build(name), prompt(1, 260), get_scheme("full", page_size=8)
+    store, known = PrefixStore(tmp_path, model, scheme), 0
+    for tokens in (60, 160, 250):
+        cache, found = store.match(ids[:, :tokens])
+        assert found == known
+        fed(model, cache, ids[:, known:tokens])
+        store.put(cache, ids[:, :tokens])
+        known = tokens
+    again, found = store.match(ids[:, :250])
+    assert (found, store.match(ids).tokens) == (249, 250)
+    again.integrity_check()
+    expected = DynamicCache(config=model.config)
+    fed(model, expected, ids[:, :249])
+    torch.testing.assert_close(*[fed(model, x, ids[:, 249:]) for x in (again, expected)], rtol=1e-4, atol=1e-4)
 
 
 def test_a_conversation_goes_on(model, store):
