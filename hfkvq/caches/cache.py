@@ -130,7 +130,7 @@ class MixedKVCache(SavedCache, Cache):
                 intercept(model_or_config)
         # Whose modules are still to pass latents on; a model that is known need not be looked for.
         self._expanding = any(layer.latents for layer in self.compressed_layers)
-        if attach:
+        if attach and made.compressed:  # Else masks, too, stay as the model makes them: Moshi's do not slide.
             switch(text, self)
             if isinstance(model_or_config, torch.nn.Module):
                 _pass_over(self, model_or_config)
