@@ -85,8 +85,8 @@ class SavedCache(WholeCache):
             if states is not None:
                 if seen and states.rows is None:
                     raise ValueError(
-                        f"path: the model keeps the recurrent states of layer {i} in its own modules, where no file has "
-                        "them; compute the prompt again."
+                        f"path: the model keeps the recurrent states of layer {i} in its own modules, so no file can "
+                        "hold them; compute the prompt again."
                     )
                 own, more = states.pack()
                 numbers, held = numbers | {STATES: own}, held | {f"{STATES}.{name}": x for name, x in more.items()}

@@ -342,16 +342,18 @@ class TestFailures:
 
         with torch.no_grad():
             model(ids[:, :20], past_key_values=cache)
-            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            with monkeypatch.context() as patch:
                 patch.setattr(model.lm_head, "forward", fail)
-                model(ids[:, 20:30], past_key_values=cache)
+                with pytest.raises(torch.OutOfMemoryError):
+                    model(ids[:, 20:30], past_key_values=cache)
             plain = DynamicCache(config=model.config)
             model(ids[:, :30], past_key_values=plain)
             pair = [model(ids[:, 30:], past_key_values=each).logits for each in (cache, plain)]
             torch.testing.assert_close(*pair, rtol=1e-4, atol=2e-5)
-            with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            with monkeypatch.context() as patch:
                 patch.setattr(mlp, "forward", fail)
-                model(ids, past_key_values=cache)
+                with pytest.raises(torch.OutOfMemoryError):
+                    model(ids, past_key_values=cache)
             with pytest.raises(RuntimeError, match=r"interrupted while it wrote recurrent states.*reset\(\)"):
                 model(ids, past_key_values=cache)
             cache.reset()
