@@ -170,6 +170,8 @@ def test_a_mask_that_hides_more_than_padding_is_not_captured(taped):  # noqa: F8
 def test_states_that_are_not_in_the_cache_are_neither_captured_nor_saved(taped, caplog, tmp_path):  # noqa: F811
     """A graph would read the tensor that the module had when it was captured. The window beside is held in pages."""
     model = model_of("recurrent_gemma")
+    if not hasattr(model.config, "layer_types"):
+        pytest.skip("this Transformers takes recurrent layers of RecurrentGemma for windows")
     expected = greedy(model, lambda: DynamicCache(config=model.config))
     assert torch.equal(greedy(model, lambda: MixedKVCache(model, FULL)), expected)
     assert not taped.made
@@ -333,6 +335,8 @@ class TestFailures:
     @pytest.mark.parametrize("family", ["qwen3_next", "lfm3"])
     def test_a_prompt_that_fails_midway_is_said_until_reset(self, family, monkeypatch):
         """Before any attention, say: no count of tokens shows it. One that has passed all layers is in the cache."""
+        if family not in families():
+            pytest.skip(f"this Transformers has no {family}")
         model, ids = build(family), prompt(1, 40) % 100
         cache, first = MixedKVCache(model, FULL), model.model.layers[0]
         mlp, torn = getattr(first, "mlp", None) or first.feed_forward, torch.OutOfMemoryError("here")
