@@ -84,12 +84,13 @@ def _main(
 @app.command()
 def schemes(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A preset, also with knobs or as a file: explain it.")
+        str | None,
+        typer.Argument(metavar="NAME", help="Preset, also with options or as a file: explain it."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="The table of docs/schemes.md.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/schemes.md.")] = False,
 ) -> None:
-    """List every preset in a line: bits, loss, speed, for whom; with a NAME explain it and its knobs."""
+    """List all presets with bits, loss, speed and use; with a NAME, explain that preset and its options."""
     from hfkvq.caches.preset import get_preset
     from hfkvq.measure.demo import preset_page, schemes
 
@@ -161,7 +162,7 @@ def _run(subject: Subject, settings: Settings, console: Console) -> Result:
 def demo(
     model: ChatModel = None,
     schemes: Annotated[
-        str | None, typer.Option(help=r"Presets, separated by commas, or all. \[default: the main ones]")
+        str | None, typer.Option(help=r"Presets, comma-separated, or all. \[default: the main ones]")
     ] = None,
     tasks: Annotated[
         str | None,
@@ -170,22 +171,23 @@ def demo(
             r"e.g. recall-40. \[default: the first three; of smollm2 the others]"
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Examples of each task.")] = 4,
+    samples: Annotated[int, typer.Option(min=1, help="Examples per task.")] = 4,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts run together.")] = 8,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=2, help=r"Most tokens of an answer. \[default: by task; 256 with --model]")
+        int | None,
+        typer.Option(min=2, help=r"Most tokens per answer. \[default: by task; 256 with --model]"),
     ] = None,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
     outliers: Outliers = None,
-    seed: Annotated[int, typer.Option(min=0, help="Another seed asks other questions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the questions.")] = 0,
     json_file: JsonFile = None,
     png_file: Annotated[
         Path | None,
         typer.Option("--png", dir_okay=False, metavar="FILE", help="Save the table as a picture."),
     ] = None,
 ) -> None:
-    """Compare the caches: memory, right answers, distance to the stock cache, speed."""
+    """Compare caches on short tasks: memory, right answers, distance from the stock cache, speed."""
     check_files("png", json_file, png_file)
     if outliers is not None and model not in (None, "reference"):
         fail("outliers: only the reference model can be given outliers; leave --model out.")
@@ -258,18 +260,18 @@ def tag(
     messages: Annotated[
         Path,
         typer.Option(
-            metavar="FILE", help="JSON lines: a message each, or a list of messages each, or both in one list."
+            metavar="FILE", help="JSON Lines: one message, or one list of messages, per line; or one JSON list."
         ),
     ],
-    tools: Annotated[Path | None, typer.Option(metavar="FILE", help="Tool schemas, JSON or JSON lines.")] = None,
+    tools: Annotated[Path | None, typer.Option(metavar="FILE", help="Tool schemas, JSON or JSON Lines.")] = None,
     chat_format: Annotated[
         str | None,
         typer.Option("--format", help=r"Name of a chat format, or a .json or .toml file. \[default: by the template]"),
     ] = None,
     generation_prompt: Annotated[bool, typer.Option(help="End with the header of the next answer.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of colours.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of coloured text.")] = False,
 ) -> None:
-    """Show the triaxial tag of every token of a conversation; images are the tokens that the processor makes."""
+    """Show TriAxialKV's tag of every token of a conversation; images appear as the processor's tokens."""
     from transformers.utils import logging
 
     from hfkvq import tagging_cli

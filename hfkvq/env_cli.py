@@ -38,7 +38,7 @@ def environment() -> dict[str, str]:
 
 @app.command()
 def env() -> None:
-    """Show the versions and GPUs that a bug report should name."""
+    """Show the versions and GPUs to name in a bug report."""
     said = environment()
     width = max(map(len, said))
     typer.echo("\n".join(f"{name:<{width}}  {value}" for name, value in said.items()))

@@ -15,17 +15,17 @@ app = typer.Typer()
 def serve(
     model: ChatModel = None,
     scheme: Annotated[
-        str, typer.Option(help="saw-int4, kitty-pro, best-2.5, kivi-2..., also with knobs: saw-int4:signs=7.")
+        str, typer.Option(help="Preset, e.g. saw-int4 or kitty-pro, also with options: saw-int4:signs=7.")
     ] = "saw-int4",
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "localhost",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     num_blocks: Annotated[
         int | None,
-        typer.Option(min=1, help=r"Memory for the cache, in the engine's blocks of 16 bits. \[default: what is free]"),
+        typer.Option(min=1, help=r"Memory for the cache, in the engine's 16-bit blocks. \[default: what is free]"),
     ] = None,
     max_requests: Annotated[
         int | None,
-        typer.Option(min=1, help=r"Requests at a time; the others wait. \[default: what there is memory for]"),
+        typer.Option(min=1, help=r"Concurrent requests; others wait. \[default: as many as fit]"),
     ] = None,
     max_batch_tokens: Annotated[int | None, tokens_option("Tokens of a batch.")] = None,
     max_memory_percent: Annotated[
@@ -34,7 +34,7 @@ def serve(
     device: Device = "auto",
     dtype: ModelDType = DType.auto,
 ) -> None:
-    """Serve a model to many users at once: OpenAI's API, streaming, continuous batching, compressed pages.
+    """Serve a model with an OpenAI-compatible API, streaming, continuous batching and a compressed cache.
 
     Clients name the model as it is named here. GET /metrics tells users, tokens, bytes and bits.
     """

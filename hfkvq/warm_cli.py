@@ -73,19 +73,17 @@ def pick_shape(
 
 @app.command()
 def warm(
-    preset: Annotated[str, typer.Option(help="Presets by name, or .json files of presets, between commas.")],
-    model: Annotated[
-        str | None, typer.Option(help="Model, by a name that the other commands take; its config is read.")
-    ] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads, instead of a model.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads, likewise.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a head, likewise.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the model.")] = Dtype.bfloat16,
+    preset: Annotated[str, typer.Option(help="Presets or preset files (.json), comma-separated.")],
+    model: Annotated[str | None, typer.Option(help="Model, as in other commands; only its config is read.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads, instead of --model.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads, instead of --model.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels per head, instead of --model.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the model.")] = Dtype.bfloat16,
     gpu: Annotated[
-        str, typer.Option(help="Whom it is for: current, or sm_90 for one that need not be here.")
+        str, typer.Option(help="GPU to compile for: current, or e.g. sm_90, which need not be in this machine.")
     ] = CURRENT,
 ) -> None:
-    """Compile the kernels of presets ahead, into Triton's cache, so that a first call need not wait for them."""
+    """Compile the kernels of presets in advance, into Triton's cache, so that first calls are fast."""
     import torch
 
     from hfkvq.caches.make import layer_plan

@@ -37,47 +37,46 @@ DEFAULT_SCHEME = "best-3.4"
 
 
 class MixedKVCache(SavedCache, Cache):
-    """A KV cache that stays compressed and is attended in place.
+    """A KV cache that stays compressed; attention is computed on the compressed pages.
 
-    ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))`` is all it takes.
-    Attention layers are held in pages by the scheme, also beside Mamba in one layer, those with a sliding window in a
-    ring of pages (of 16 bits where the window is short, see `hfkvq.caches.window`); recurrent states stay whole.
+    Use it as ``model.generate(**inputs, past_key_values=MixedKVCache(model.config, "kitty-pro"))``. The scheme decides
+    how attention layers are stored in pages, also in layers that combine attention with Mamba. Layers with a sliding
+    window use a ring of pages (in 16 bits where the window is short, see `hfkvq.caches.window`). Recurrent states are
+    not compressed.
 
-    By default the constructor switches the config's attention implementation to "hfkvq", which attends to the pages
-    directly. That changes nothing for other caches: on plain tensors it is stock sdpa (or the model's eager where sdpa
-    lacks a feature). `detach` undoes it. Attention that a model computes itself (GPT-J, Bloom) is followed and done
-    over the pages; nothing is switched. With ``attach=False`` neither happens: stock sdpa is intercepted and attends to
-    the pages; others get dequantized tensors, right but slower, and store left padding: they show no mask.
+    By default the constructor sets the config's attention implementation to "hfkvq", which attends to the pages. Other
+    caches are not affected: on plain tensors it is stock sdpa (or the model's eager where sdpa lacks a feature).
+    `detach` undoes it. For models with their own attention code (GPT-J, Bloom), that code is intercepted and nothing is
+    switched. With ``attach=False`` neither happens: stock sdpa is intercepted and attends to the pages. Other
+    implementations get dequantized tensors, which is correct but slower, and store left padding, as they show no mask.
 
-    Keys and values that are not finite are refused with ``debug=True``, and so are those beyond 65504, the range of
+    With ``debug=True``, keys and values that are not finite are refused, and so are those beyond 65504, the range of
     float16, where pages have scales. Otherwise they are left out of every scale and stored as the nearest end of their
-    group, so they never change what other tokens' pages hold.
+    group, so they never change other tokens' pages.
 
     Args:
-        model_or_config: the model (needed for nothing but convenience), or its config.
-        scheme: preset name (see ``list_schemes``), the ``.json`` file of a tuned preset, either also with knobs
-            (``"kitty:boost_ratio=0.2"``), a `Scheme` or a `Preset`.
-        layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or knobs
-            of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not compressed
-            anyway stay as they are.
-        max_cache_len: most tokens of a row, padding included; everything is allocated at the first update, at addresses
-            that stay, and more tokens raise. A scheme that evicts from prompts alone allocates what its first prompt
-            leaves and the rest of the capacity. None grows as needed.
-        graphs: whether decode steps are captured as CUDA graphs on a GPU, and replayed: the first step after a prompt
-            runs in Python, the second is captured (0.1 s), and so again when a cache that grows has outgrown its
-            buffers. What cannot be captured runs as without graphs, and a warning says why, once. None asks the
-            environment variable HFKVQ_GRAPHS (1 or 0), and takes True where there is none. Without graphs, and where
-            ``generate`` is given a ``compile_config``, steps of a cache of fixed capacity are compiled, as those of
-            ``StaticCache`` are; compiled steps look at no mask: padding that the prompt had stays hidden, and nothing
-            else is.
-        headroom: share of what is held by which the buffers of captured steps are ahead of need, where the cache
-            grows; 128 tokens at the least.
-        offloading: whether pages lie in the host's memory, where a GPU reads them over the bus as it attends; sinks,
-            newest tokens and tables stay on the GPU. True for all layers that hold all tokens, or how many of the last.
+        model_or_config: the model or its config; the config is enough.
+        scheme: preset name (see ``list_schemes``) or ``.json`` file of a tuned preset, both also with options
+            (``"kitty:boost_ratio=0.2"``), a `Scheme`, or a `Preset`.
+        layers: schemes of single layers, ``{"0-1": "full", "-1": {"boost_ratio": 0.5}}``: a name, a `Scheme`, or
+            options of the main scheme, by layers of the decoder (ranges include both ends). Layers that are not
+            compressed anyway stay as they are.
+        max_cache_len: capacity in tokens per row, padding included. Everything is allocated at the first update, at
+            fixed addresses, and more tokens raise. A scheme that evicts only from prompts allocates what its first
+            prompt leaves and the rest of the capacity. None: the cache grows as needed.
+        graphs: whether decode steps are captured as CUDA graphs on a GPU. The first step after a prompt runs in Python,
+            the second is captured (0.1 s), later ones replay it; a growing cache captures again when it outgrows its
+            buffers. Steps that cannot be captured run without graphs, and a warning says why, once. None takes the
+            environment variable HFKVQ_GRAPHS (1 or 0), or True. Without graphs, or if ``generate`` is given a
+            ``compile_config``, steps at a fixed capacity are compiled, as with ``StaticCache``. Compiled steps ignore
+            masks: only the prompt's padding stays hidden.
+        headroom: share by which buffers of captured steps exceed what a growing cache holds; at least 128 tokens.
+        offloading: whether pages are kept in the host's memory, where the GPU reads them over the bus; sinks, newest
+            tokens and tables stay on the GPU. True: all layers that hold all tokens; a number: that many last ones.
         attach: whether to switch the attention implementation.
-        debug: refuse keys and values that are not finite, or that pages cannot hold, and look before each forward
-            whether what the cache holds contradicts itself. Steps are not captured then.
-        **knobs: of the scheme: ``MixedKVCache(model.config, "kitty", boost_ratio=0.2)``.
+        debug: refuse keys and values that are not finite or that pages cannot hold, and check the cache's consistency
+            before each forward. Steps are not captured then.
+        **knobs: options of the scheme: ``MixedKVCache(model.config, "kitty", boost_ratio=0.2)``.
 
     Raises:
         ValueError: unknown scheme, knob or layer, a head dim that the scheme cannot hold, a model without attention

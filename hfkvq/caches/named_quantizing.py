@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class KittyCache(NamedCache):
     """`MixedKVCache` with the Kitty scheme: 2-bit pages whose strongest key channels get 4 bits.
 
-    ``KittyCache(model.config)`` is the paper's Kitty, the preset ``kitty``, and ``boost_ratio=0.25`` its Kitty-Pro.
-    Neither is what ``MixedKVCache(model.config)`` takes without a name: see the presets.
+    ``KittyCache(model.config)`` is the paper's Kitty (preset ``kitty``); ``boost_ratio=0.25`` makes it Kitty-Pro. The
+    default preset of ``MixedKVCache(model.config)`` is another one, ``best-3.4``, with further options of this scheme.
     """
 
     preset_name = "kitty"

@@ -62,7 +62,7 @@ class _Found(NamedTuple):
 
 
 class PrefixStore:
-    """A folder of computed prompts, which caches of one model and scheme begin with.
+    """A folder of computed prompts, from which caches of one model and scheme can start.
 
     ::
 
@@ -71,25 +71,24 @@ class PrefixStore:
         answer = model.generate(ids, past_key_values=cache)
         store.put(cache, answer)
 
-    A prompt is stored as files of full pages, which prompts that share pages share, and an end: windows, open pages,
-    counters, statistics, recurrent states. What is matched is the end of a stored prompt, and holds bit for bit what
-    was put; with schemes whose pages stand alone (no window of new tokens, and a choice of bits by nothing but a page's
-    own tokens: int4, saw-int4, kvarn, full) and models without recurrent states, also any number of full pages of one.
-    Such pages are told by their tokens, so those that were stored first serve all prompts; elsewhere they are told by
-    their bytes.
+    A stored prompt consists of full pages, a file each, which prompts share, and of an end: windows, open pages,
+    counters, statistics, recurrent states. `match` finds whole stored prompts and restores them bit for bit. It also
+    matches any number of full pages of a prompt, if the model has no recurrent states and the scheme's pages do not
+    depend on other tokens (int4, saw-int4, kvarn, full). Such pages are identified by their tokens, so the first one
+    stored serves all prompts. Other pages are identified by their bytes.
 
-    Any number of processes may read and write a folder. Files that are damaged are removed, and what they held is not
-    found. Files of other models, weights, adapters, schemes or formats never match.
+    Any number of processes may read and write a folder. Damaged files are removed and no longer match. Files of other
+    models, weights, adapters, schemes or formats never match.
 
     Args:
-        path: of the folder; made when something is first put.
-        model: that caches are for. Its weights and adapters are looked at now: make another store when they change.
-        scheme: preset name, ``.json`` file, `Scheme` or `Preset`, as `MixedKVCache` takes it.
-        max_bytes: the least recently used files of the folder are removed so that no more is left after each `put`,
-            of all models and schemes together.
+        path: the folder; created at the first `put`.
+        model: the caches' model. Its weights and adapters are fingerprinted now: make a new store when they change.
+        scheme: preset name, ``.json`` file, `Scheme` or `Preset`, as in `MixedKVCache`.
+        max_bytes: limit on the folder's size, over all models and schemes. After each `put` the least recently used
+            files are removed until it is met.
         layers: schemes of single layers, see `MixedKVCache`.
-        **options: of the caches that `match` makes: ``max_cache_len``, ``graphs``, ``headroom``, ``attach``,
-            ``debug``; of ``triaxial`` also ``tokenizer`` or ``tagger``.
+        **options: passed to the caches that `match` makes: ``max_cache_len``, ``graphs``, ``headroom``, ``attach``,
+            ``debug``; for ``triaxial`` also ``tokenizer`` or ``tagger``.
 
     Raises:
         ValueError: a config in place of a model, an encoder-decoder, an unknown scheme, layers or schemes that cannot

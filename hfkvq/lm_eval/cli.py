@@ -120,31 +120,31 @@ def leaderboard(
     tasks: Annotated[
         str | None,
         typer.Option(
-            help="lm-eval's tasks and hfkvq's, with commas. "
+            help="lm-eval's tasks and hfkvq's, comma-separated. "
             r"\[default: ref_recall,ref_math,ref_tools,ref_recall_ll; of smollm2 those that begin with plain_]"
         ),
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(help=r"Presets, with commas, also with knobs or as files, or all. \[default: the main ones]"),
+        typer.Option(help=r"Presets, comma-separated, with options or as files, or all. \[default: the main ones]"),
     ] = None,
-    limit: Annotated[float | None, typer.Option(help="Documents of each task, or a share of them.")] = None,
+    limit: Annotated[float | None, typer.Option(help="Questions per task, or a share of them.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(min=0, help="Examples in the prompt.")] = None,
     batch_size: Annotated[str, typer.Option(help="Prompts run together, or auto.")] = "1",
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
     gen_kwargs: Annotated[
         str | None,
         typer.Option(
-            "--gen_kwargs", "--gen-kwargs", help="In place of the tasks' own, e.g. temperature=0.6,do_sample=true."
+            "--gen_kwargs", "--gen-kwargs", help="Instead of the tasks' own, e.g. temperature=0.6,do_sample=true."
         ),
     ] = None,
     metadata: Annotated[
         str | None, typer.Option(help="""For the tasks, as JSON, e.g. '{"data_dir": "data"}'.""")
     ] = None,
     text: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Text for KL divergence, as for hfkvq kld.")
+        list[Path] | None, typer.Option(metavar="FILE", help="Text for KL divergence, as in hfkvq kld.")
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of it.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of text for KL divergence.")] = 16,
     context: Annotated[int, tokens_option("Tokens of a window.", 3)] = 2048,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,

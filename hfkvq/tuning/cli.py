@@ -27,7 +27,7 @@ def calibrate(
     ],
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where to write the sensitivities, as JSON.")],
     model: ChatModel = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Take the first conversations only.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Use only this many conversations.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers to measure, evenly spread.")] = 6,
     max_tokens: Annotated[int | None, tokens_option("Leave out longer requests.")] = None,
     all_queries: Annotated[
@@ -38,7 +38,7 @@ def calibrate(
     ] = True,
     device: Device = "auto",
 ) -> None:
-    """Measure how much each tag's tokens suffer in 2 and in 4 bits (TriAxialKV)."""
+    """Measure the error of each tag's tokens in 2 and in 4 bits (TriAxialKV)."""
     check_folder("out", out)
 
     import torch
@@ -81,14 +81,14 @@ def calibrate(
 
 @app.command()
 def allocate(
-    sensitivity: Annotated[Path, typer.Argument(dir_okay=False, help="What hfkvq calibrate wrote.")],
-    budget: Annotated[float | None, typer.Option(min=2, max=4, help="Mean code bits of a token.")] = None,
+    sensitivity: Annotated[Path, typer.Argument(dir_okay=False, help="File that hfkvq calibrate wrote.")],
+    budget: Annotated[float | None, typer.Option(min=2, max=4, help="Mean code bits per token.")] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Where to write the table, as JSON.")] = None,
     without: Annotated[
-        str | None, typer.Option(help="Leave an axis out of account: temporal, modal or semantic.")
+        str | None, typer.Option(help="Ignore one axis of the tags: temporal, modal or semantic.")
     ] = None,
 ) -> None:
-    """Give each tag 2 or 4 bits under a budget; without --budget, show what each budget would bring."""
+    """Give each tag 2 or 4 bits within a budget (TriAxialKV); without --budget, show the result of several budgets."""
     if out is not None:
         if budget is None:
             fail("out: a table has one budget; give --budget too.")

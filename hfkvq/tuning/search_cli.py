@@ -53,33 +53,34 @@ def parse_ranges(texts: Sequence[str]) -> dict[str, Any]:
 
 @app.command()
 def tune(
-    scheme: Annotated[str, typer.Argument(help="Preset, with knobs that are not searched: arkv:budget_tokens=512.")],
+    scheme: Annotated[str, typer.Argument(help="Preset, also with fixed options: arkv:budget_tokens=512.")],
     model: Model = None,
     outliers: Outliers = None,
     objective: Annotated[
         str, typer.Option(help="kld (on text), reference (right answers) or tasks (lm-eval's, with --tasks).")
     ] = "kld",
-    tasks: Annotated[str | None, typer.Option(help="For tasks and reference: names, with commas.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks for --objective tasks or reference.")] = None,
     samples: Annotated[
         int, typer.Option(min=2, help="Windows of text, or documents of each task, that the search sees.")
     ] = 8,
     held_out: Annotated[
-        int | None, typer.Option(min=2, help=r"Others that confirm the best candidates. \[default: as many]")
+        int | None, typer.Option(min=2, help=r"Further samples that confirm the best candidates. \[default: as many]")
     ] = None,
-    text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as for hfkvq kld.")] = None,
-    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set of the Hub, as for hfkvq kld.")] = None,
+    text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as in hfkvq kld.")] = None,
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set on the Hub, as in hfkvq kld.")] = None,
     context: Annotated[int, tokens_option("Tokens of a window.", 4)] = 1024,
     prefill: Annotated[int | None, tokens_option(r"Of these, the prompt. \[default: three quarters]", 2)] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time behind it.")] = 32,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time after the prompt.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,
-    metadata: Annotated[str | None, typer.Option(help="For lm-eval's tasks, as JSON.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Finished trials wanted, of all workers together.")] = 30,
+    metadata: Annotated[str | None, typer.Option(help="Metadata for lm-eval's tasks, as JSON.")] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Number of finished trials, over all workers.")] = 30,
     space: Annotated[
         list[str] | None,
-        typer.Option(metavar="KNOB=RANGE", help="KNOB=LOW..HIGH or KNOB=A,B,C, in place of the scheme's own space."),
+        typer.Option(metavar="KNOB=RANGE", help="KNOB=LOW..HIGH or KNOB=A,B,C, instead of the scheme's own range."),
     ] = None,
     sensitivity: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="For triaxial: search budgets of what hfkvq calibrate wrote.")
+        Path | None,
+        typer.Option(metavar="FILE", help="For triaxial: file of hfkvq calibrate, whose budgets are searched."),
     ] = None,
     coverage: Annotated[
         float, typer.Option(min=0.01, max=1, help="For MixKVQ's thresholds: share of pages that must find room.")
@@ -91,11 +92,11 @@ def tune(
             "effective bits)."
         ),
     ] = "total_bits",
-    max_total_bits: Annotated[float | None, typer.Option(help="Most bits an element, every byte counted.")] = None,
-    max_key_bits: Annotated[float | None, typer.Option(help="Most of the keys' mean width (MixKVQ, C.2).")] = None,
-    max_milliseconds: Annotated[float | None, typer.Option(help="Most of a step; measured if given.")] = None,
+    max_total_bits: Annotated[float | None, typer.Option(help="Limit on bits per element, every byte counted.")] = None,
+    max_key_bits: Annotated[float | None, typer.Option(help="Limit on the keys' mean width (MixKVQ, C.2).")] = None,
+    max_milliseconds: Annotated[float | None, typer.Option(help="Limit on the time of a step, then measured.")] = None,
     single: Annotated[
-        bool, typer.Option("--single", help="The value alone under the limits; poor trials are stopped early.")
+        bool, typer.Option("--single", help="Search for the best value within the limits only; poor trials stop early.")
     ] = False,
     storage: Annotated[
         str | None,
@@ -104,26 +105,26 @@ def tune(
             r"\[default: sqlite:///hfkvq-tuning.db]"
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help=r"Of the study. \[default: scheme, model and objective]")] = None,
+    name: Annotated[str | None, typer.Option(help=r"Study name. \[default: scheme, model and objective]")] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help=r"Processes that share the trials. \[default: one a GPU in --gpus, or 1]"),
+        typer.Option(min=1, help=r"Processes that share the trials. \[default: one per GPU in --gpus, or 1]"),
     ] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="GPUs of the workers, with commas, or all.")
+        str | None, typer.Option(metavar="NUMBERS", help="GPUs of the workers, comma-separated, or all.")
     ] = None,
     search_only: Annotated[
         bool, typer.Option("--search-only", help="Leave held-out samples and the choice to another machine.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampler, and of the reference model's text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler and of the reference model's text.")] = 0,
     device: Device = "auto",
     dtype: DTypeName = "auto",
     out: Annotated[
-        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Preset file of what is recommended.")
+        Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Write the recommended preset to this file.")
     ] = None,
-    png: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Save the Pareto front.")] = None,
+    png: Annotated[Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Plot the Pareto front.")] = None,
 ) -> None:
-    """Search a scheme's knobs for a model: the best caches at each cost, and the best under a limit.
+    """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
 
     Run it on several GPUs or machines with one --storage: they share the trials, and take up those of a worker that
     died. Run it again and it goes on where it stopped.

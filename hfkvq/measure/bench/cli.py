@@ -28,18 +28,18 @@ app = typer.Typer(
 app.command("generate")(generate_command)
 
 _DEFAULT_SHAPES = r"\[default: 32x32k, 1x128k, 32x8k, 1x8k, 1x1k]"
-Batches = Annotated[str | None, typer.Option("--batch", help=f"Batch sizes, with commas. {_DEFAULT_SHAPES}")]
-Contexts = Annotated[str | None, typer.Option("--context", help="Tokens of context, with commas, e.g. 8k,32768.")]
+Batches = Annotated[str | None, typer.Option("--batch", help=f"Batch sizes, comma-separated. {_DEFAULT_SHAPES}")]
+Contexts = Annotated[str | None, typer.Option("--context", help="Tokens of context, comma-separated, e.g. 8k,32768.")]
 Formats = Annotated[
     str | None,
-    typer.Option(help=r"Presets and formats of the benchmark, with commas. \[default: all of the benchmark]"),
+    typer.Option(help=r"Presets and formats to time, comma-separated. \[default: all]"),
 ]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
-HeadDim = Annotated[int, typer.Option(min=1, help="Channels of a head.")]
+HeadDim = Annotated[int, typer.Option(min=1, help="Channels per head.")]
 Latents = Annotated[
     int | None,
-    typer.Option(min=1, metavar="HEADS", help="Latent attention instead: 512 + 64 channels for so many query heads."),
+    typer.Option(min=1, metavar="HEADS", help="Time latent attention: 512 + 64 channels, this many query heads."),
 ]
 
 
@@ -50,7 +50,7 @@ class BenchDType(str, Enum):
     float16 = "float16"
 
 
-BenchDTypes = Annotated[BenchDType, typer.Option(help="Of queries, and of what is not quantized.")]
+BenchDTypes = Annotated[BenchDType, typer.Option(help="Dtype of queries and of unquantized tokens.")]
 
 
 def _bench_cases(
@@ -118,14 +118,15 @@ def bench_kernels(
         Path | None, typer.Option("--json", metavar="PATH", help="Save all figures to a file, or into a folder.")
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="PATH", help="Save speed-up against context as PNG, likewise.")
+        Path | None,
+        typer.Option("--plot", metavar="PATH", help="Save speed-up against context as PNG, as with --json."),
     ] = None,
     compare: Annotated[
         Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Compare with figures saved earlier.")
     ] = None,
-    commit: Annotated[str, typer.Option(help=r"What is measured, for the record. \[default: what git says]")] = "",
+    commit: Annotated[str, typer.Option(help=r"Commit to record. \[default: from git]")] = "",
     skip_tests: Annotated[
-        bool, typer.Option("--skip-tests", help="Leave the kernel tests out; the self-check stays.")
+        bool, typer.Option("--skip-tests", help="Skip the kernel tests; the self-check still runs.")
     ] = False,
 ) -> None:
     """Time decode attention of one layer against bf16, from the call to the merged output.

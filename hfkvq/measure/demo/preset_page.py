@@ -60,7 +60,7 @@ def schemes_table(width: int) -> Table:
         least = max(len(title), *(len(row[place]) for row in rows))
         view.add_column(title, justify="right" if place else "left", no_wrap=True, min_width=least)
         room -= least + 3
-    view.add_column("for whom", no_wrap=True)
+    view.add_column("use it for", no_wrap=True)
     for *measured, purpose in rows:
         view.add_row(*measured, purpose if len(purpose) <= room else f"{purpose[: max(room - 1, 0)].rstrip()}…")
     return view
@@ -70,13 +70,13 @@ def schemes_notes() -> list[str]:
     """How to read the table."""
     loss, steps = figures()["loss"], figures()["steps"]
     return [
-        f"Bits an element in a long context, scales included, keys and values together, heads of {HEAD_DIM} channels; "
-        "* of a token that is kept.",
-        f"Loss: perplexity beside DynamicCache's, {loss['model']}, {loss['windows']} contexts of {loss['context']:,} "
-        f"tokens; full is the floor. Small models lose more than large ones.",
-        f"ms: a step of one row at {steps['context']:,} tokens, {steps['model']}, on one {steps['device']}; "
-        f"DynamicCache takes {steps['dynamic_ms']:.1f}. {NOTHING} has not been measured.",
-        "hfkvq schemes NAME explains a preset and its knobs; hfkvq recommend chooses one for your GPU and text.",
+        f"bits: per element in a long context, scales included, mean of keys and values, heads of {HEAD_DIM} channels; "
+        "* per token that is kept.",
+        f"loss: increase in perplexity over DynamicCache, on {loss['model']}, {loss['windows']} contexts of "
+        f"{loss['context']:,} tokens; full shows what rounding alone does. Large models have not been measured.",
+        f"ms: one decode step at batch size 1 after {steps['context']:,} tokens, {steps['model']}, on one "
+        f"{steps['device']}; DynamicCache takes {steps['dynamic_ms']:.1f}. {NOTHING}: not measured.",
+        "`hfkvq schemes NAME` explains a preset and its options; `hfkvq recommend` chooses one for your GPU and text.",
     ]
 
 

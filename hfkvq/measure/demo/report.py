@@ -108,28 +108,31 @@ def notes(result: Result) -> list[str]:
     said = [
         f"{result.model}, {result.dtype}, on {result.device}: {result.settings.samples} examples a task, greedy, "
         f"seed {result.settings.seed}, {result.seconds:.0f} s.",
-        f"held is what the layers' cache takes after {result.memory_rows} answers to {result.memory_task}, "
-        f"{base.memory.tokens:,} tokens each: codes, scales, windows, tables. bf16 is the same tokens without padding, "
-        f"{base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. The longer the context, the less weigh "
-        "the windows that are kept whole: `hfkvq schemes` shows the bits that remain.",
-        f"agree and KLD compare with {BASELINE}, from the second token of each answer on: the first comes from the "
-        f"prompt's own attention and reads no cache. KLD is in nats, fed with {BASELINE}'s answers, over "
-        f"{len(base.kl):,} positions.",
+        f"held is the size of the cache after {result.memory_rows} answers to {result.memory_task} of "
+        f"{base.memory.tokens:,} tokens each, codes, scales, windows and tables. bf16 is the size of the same tokens "
+        f"without padding, {base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. Windows stay in full "
+        "precision, so longer contexts take fewer bits: `hfkvq schemes` shows the limit.",
+        f"agree and KLD compare with {BASELINE} from the second token of each answer on; the first one comes from "
+        f"the prompt, before any cache is read. KLD is in nats, over {len(base.kl):,} positions of {BASELINE}'s "
+        "answers.",
     ]
     if result.device == "cpu":
-        said.append("On the CPU, tokens/s time the PyTorch reference; they say nothing about the GPU kernels.")
+        said.append("On the CPU, tokens/s are those of the PyTorch reference. They say nothing about the GPU kernels.")
     if result.dtype == "float32":
-        said.append("A float32 model's windows are float32 too, so total bits are higher than they are in bf16.")
+        said.append("The windows of a float32 model are float32 too, so total bits are higher than in bf16.")
     return said
 
 
 def next_steps(result: Result) -> list[tuple[str, str]]:
     """Commands to go on with, and what each does."""
     steps = [
-        ("hfkvq demo --model NAME", "the same with a model of yours"),
-        ("hfkvq demo --schemes all", f"every preset; --samples {8 * result.settings.samples} for finer figures"),
-        ("hfkvq schemes", "what the presets are, and whom each is for"),
-        ("hfkvq fit --model NAME --gpu-memory 24GiB --context 32768", "what fits into your GPU"),
+        ("hfkvq demo --model NAME", "the same with your own model"),
+        (
+            "hfkvq demo --schemes all",
+            f"every preset; --samples {8 * result.settings.samples} gives more precise figures",
+        ),
+        ("hfkvq schemes", "all presets, and what each is for"),
+        ("hfkvq fit --model NAME --gpu-memory 24GiB --context 32768", "what fits on your GPU"),
     ]
     return [step for step in steps if not (step[0].endswith("all") and result.settings.schemes)]
 

@@ -34,8 +34,8 @@ def kld(
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Presets, with commas, also with knobs: kivi-2,kitty:boost_ratio=0.2:sink_length=0. Caches of others: "
-            "quanto-2, quanto-4, hqq-2, hqq-4; only simulated: simulated-fp4, simulated-oscar, simulated-oscar-omni, "
+            help="Presets, comma-separated, also with options: kivi-2,kitty:boost_ratio=0.2:sink_length=0. Others: "
+            "quanto-2, quanto-4, hqq-2, hqq-4; simulated only: simulated-fp4, simulated-oscar, simulated-oscar-omni, "
             "simulated-turboquant-4, simulated-turboquant-3, simulated-saw-hessian, simulated-saw-kmeans. "
             r"\[default: full and the main ones]"
         ),
@@ -44,17 +44,17 @@ def kld(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="UTF-8 text, or JSON Lines (.jsonl) with a text field; several share the windows evenly. "
-            r"\[default: four kinds that the package holds; of the reference model its own tasks]",
+            help="UTF-8 text, or JSON Lines (.jsonl) with a text field; several files share the windows evenly. "
+            r"\[default: four bundled texts; for the reference model its own tasks]",
         ),
     ] = None,
     dataset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Data set of the Hub, or NAME:CONFIG, e.g. wikitext:wikitext-2-raw-v1."),
+        typer.Option(metavar="NAME", help="Data set on the Hub, or NAME:CONFIG, e.g. wikitext:wikitext-2-raw-v1."),
     ] = None,
     part: Annotated[str, typer.Option("--split", help="Split of the data set.")] = "test",
     field: Annotated[str, typer.Option(help="Field that holds the text.")] = "text",
-    context: Annotated[int, tokens_option("Tokens of a window.", 3)] = 2048,
+    context: Annotated[int, tokens_option("Tokens per window.", 3)] = 2048,
     prefill: Annotated[
         int | None, tokens_option(r"Of these, how many are the prompt, not scored. \[default: half]", 2)
     ] = None,
@@ -62,15 +62,15 @@ def kld(
         int,
         typer.Option(
             min=1,
-            help="Tokens fed at a time behind the prompt; those of one chunk see each other unquantized. 1 is exactly "
-            "generation.",
+            help="Tokens fed at a time after the prompt; those of one chunk see each other unquantized. 1 is exactly "
+            "as in generation.",
         ),
     ] = 16,
-    windows: Annotated[int, typer.Option(min=1, help="Most windows.")] = 16,
+    windows: Annotated[int, typer.Option(min=1, help="Largest number of windows.")] = 16,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows run together.")] = 1,
     dtype: ModelDType = DType.auto,
     device: Device = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap, and of the reference model's own text.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and of the reference model's text.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
     """Compare schemes with bf16 on the same tokens: KL divergence, top-1 agreement, perplexity, bits."""

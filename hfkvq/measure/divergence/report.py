@@ -142,16 +142,16 @@ def notes(record: Record) -> list[str]:
     count = f"{record['windows']} window{'s' if record['windows'] > 1 else ''}"
     said = [
         f"{record['model']}, {record['dtype']}, on {record['device_type']}: {record['tokens']:,} scored tokens in "
-        f"{count} of {settings['context']:,} of {text['source']}, behind prompts of {settings['prefill']:,}; "
+        f"{count} of {settings['context']:,} of {text['source']}, after prompts of {settings['prefill']:,}; "
         f"{settings['chunk']} tokens fed at a time"
         + (", as generate does." if settings["chunk"] == 1 else ", which see each other unquantized."),
-        f"KLD is in nats, of the scheme's predictions from {BASELINE}'s, which is fed the same chunks."
-        + (" The row of `full`, which holds 16 bits, is what rounding alone does." if has_floor else ""),
+        f"KLD is the divergence, in nats, from {BASELINE}'s predictions on the same chunks."
+        + (" `full` holds 16 bits, so its row shows what rounding alone does." if has_floor else ""),
     ]
     if record["windows"] > 1:
         said.append(
-            f"Second lines are {100 * CONFIDENCE:.0f} % intervals, bootstrapped over windows; with few windows they "
-            "are too narrow."
+            f"The second line of a row has {100 * CONFIDENCE:.0f} % intervals, bootstrapped over windows; with few "
+            "windows they are too narrow."
         )
     else:
         said.append("One window has no confidence intervals; use --windows.")

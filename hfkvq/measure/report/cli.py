@@ -23,14 +23,14 @@ app = typer.Typer()
 @app.command()
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A.json", help="Results of lm-eval, or the folder they are in.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="Likewise, of the same tasks.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="The other results, of the same tasks.")],
     metric: Annotated[
-        str | None, typer.Option(help=r"Metrics, with commas. \[default: the main ones of each task]")
+        str | None, typer.Option(help=r"Metrics, comma-separated. \[default: the main ones of each task]")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of bootstrap and permutations.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and permutations.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Test whether two runs of lm-eval differ, sample by sample (run them with --log_samples)."""
+    """Test whether two lm-eval runs differ, sample by sample; both must have used --log_samples."""
     check_files("png", json_file, None)
 
     from hfkvq.measure.divergence.intervals import check_scipy
@@ -108,7 +108,7 @@ def report(
     title: Annotated[str, typer.Option(help="Heading of the report.")] = "Compressed KV caches",
     plots: Annotated[bool, typer.Option(help="Whether to draw PNGs too.")] = True,
 ) -> None:
-    """Write results as one table, and draw bits, right answers, KLD and speed of each cache."""
+    """Write all results as one report: a table, and plots of bits, right answers, KLD and speed."""
     check_files("plots", None, Path("x.png") if plots else None)
     check_folder("out", out)
 

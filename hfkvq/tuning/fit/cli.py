@@ -33,31 +33,33 @@ def fit(
     gpu_memory: Annotated[str, typer.Option(help="Memory of the device: 24GiB (1024) or 24GB (1000).")] = "24GiB",
     context: Annotated[
         int | None,
-        tokens_option(r"Tokens of a row, generated ones included, e.g. 32k. \[default: 32k, or the model's]"),
+        tokens_option(r"Tokens per row, generated ones included, e.g. 32k. \[default: 32k, or the model's limit]"),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Rows in the batch.")] = 1,
     generated: Annotated[
-        int, tokens_option("Of the context, tokens that are generated: pages that grow have room to spare.", 0)
+        int, tokens_option("Tokens of the context that are generated; growing caches reserve room for them.", 0)
     ] = 0,
     prefill_chunk: Annotated[
         int,
-        tokens_option("Tokens of a piece of the prompt, as generate's prefill_chunk_size; 0 for one piece.", 0),
+        tokens_option("Tokens per chunk of the prompt, as generate's prefill_chunk_size; 0 for one piece.", 0),
     ] = 2048,
     schemes: Annotated[
         str | None,
-        typer.Option(help=r"Presets or preset files, with commas; bf16 is the stock cache. \[default: the main ones]"),
+        typer.Option(
+            help=r"Presets or preset files, comma-separated; bf16: the stock cache. \[default: the main ones]"
+        ),
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Of weights, keys and values; auto: the checkpoint's.")] = DType.auto,
-    overhead: Annotated[str, typer.Option(help="What else is on the device: CUDA context, allocator.")] = "1GiB",
+    overhead: Annotated[str, typer.Option(help="Other memory in use: CUDA context, allocator.")] = "1GiB",
     narrow: Annotated[
-        float, typer.Option(min=0, max=1, help="triaxial: share of the prompt's tokens in 2 bits.")
+        float, typer.Option(min=0, max=1, help="For triaxial: share of the prompt's tokens in 2 bits.")
     ] = 0.0,
     beyond: Annotated[
-        bool, typer.Option("--beyond", help="Allow more tokens than the config has positions (RoPE scaling to come).")
+        bool, typer.Option("--beyond", help="Allow a context longer than the config's positions, for RoPE scaling.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Compute what fits into a GPU: weights, cache by scheme, largest batch and context. Needs a config only."""
+    """Compute what fits on a GPU: weights, each cache, largest batch and context. Needs only the model's config."""
     from .compute import compute
 
     try:
@@ -99,7 +101,7 @@ def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
     )
     table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("cache", no_wrap=True)
-    for name in ("bytes", "bytes a token", "prompt's peak*", "left", "largest batch", "longest context"):
+    for name in ("bytes", "bytes per token", "prompt's peak*", "left", "largest batch", "longest context"):
         table.add_column(name, justify="right")
     for each in plans:
         end = about["positions"]
@@ -129,22 +131,22 @@ def _notes(done: Computed, plans: list[Plan]) -> list[str]:
     notes = [
         f"Weights: {weights.parameters:,} parameters, {weights.source}. Overhead: "
         f"{format_bytes(about['overhead'])}, a guess (--overhead).",
-        f"* An estimate for a prompt {how} (in one piece: {whole}): {PEAK}.",
-        "Cache bytes are those that cache.memory() will count, rows alike and without padding. Largest batch: at this "
-        "context. Longest context: of one row.",
+        f"* An estimate of the prompt's activations, {how} (in one piece: {whole}): {PEAK}.",
+        "Cache bytes are those that cache.memory() counts, for rows of equal length without padding. Largest batch: at "
+        "this context. Longest context: at batch size 1.",
     ]
     names = {each.name for each in plans}
     evicting = [name for name in names if name in list_schemes() and get_scheme(name).evicts]
     if evicting:
         notes.append(
-            f"{', '.join(sorted(evicting))}: a budget of tokens is held (1,024 in each KV head unless told otherwise), "
-            "not all."
+            f"{', '.join(sorted(evicting))}: these keep a budget of tokens, 1,024 per KV head by default, and evict "
+            "the others."
         )
     if "triaxial" in names:
-        notes.append("triaxial: the most, all tokens in 4 bits, unless --narrow says what share has 2.")
+        notes.append("triaxial: the upper bound, with all tokens in 4 bits; --narrow sets the share that has 2.")
     count = sum(layer.compressed or layer.window > 0 for layer in found.layers)
     if not count:
-        notes.append("This model has no layer of attention alone: nothing is compressed.")
+        notes.append("This model has no layer of full attention: nothing is compressed.")
     elif count < len(found.layers):
         notes.append(f"{count} of {len(found.layers)} cached layers are compressed; the others stay as they are.")
     if most is None and about["positions"] and about["context"] > about["positions"]:

@@ -36,33 +36,34 @@ def recommend(
     ] = None,
     gpu_memory: Annotated[str, typer.Option(help="Memory of the device: 24GiB (1024) or 24GB (1000).")] = "24GiB",
     context: Annotated[
-        int | None, tokens_option(r"Tokens of a user, generated ones included. \[default: 32k, or the model's]")
+        int | None, tokens_option(r"Tokens per user, generated ones included. \[default: 32k, or the model's limit]")
     ] = None,
     users: Annotated[
         int | None,
-        typer.Option(min=1, help=r"Users at a time that must fit. \[default: as many as fit, at a small loss]"),
+        typer.Option(min=1, help=r"Concurrent users that must fit. \[default: as many as fit, at a small loss]"),
     ] = None,
     max_loss: Annotated[
         float,
-        typer.Option(min=0, help="Without --users: most that perplexity may grow, in %; KLD at most 0.02 for each."),
+        typer.Option(min=0, help="Without --users: largest increase in perplexity, in %. The KLD may be 0.02 per %."),
     ] = 1.0,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Measure the loss on the model itself, on this text; as for hfkvq kld."),
     ] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows of it.")] = 4,
-    window: Annotated[int, tokens_option("Tokens of a window, half of them the prompt.", 3)] = 2048,
+    windows: Annotated[int, typer.Option(min=1, help="With --text: windows to measure.")] = 4,
+    window: Annotated[int, tokens_option("With --text: tokens per window, half of them the prompt.", 3)] = 2048,
     schemes: Annotated[
-        str | None, typer.Option(help=r"Presets or preset files, with commas. \[default: those that keep all tokens]")
+        str | None,
+        typer.Option(help=r"Presets or files of presets, comma-separated. \[default: those that keep all tokens]"),
     ] = None,
-    prefill_chunk: Annotated[int, tokens_option("As for hfkvq fit.", 0)] = 2048,
-    overhead: Annotated[str, typer.Option(help="As for hfkvq fit.")] = "1GiB",
-    beyond: Annotated[bool, typer.Option("--beyond", help="As for hfkvq fit.")] = False,
+    prefill_chunk: Annotated[int, tokens_option("As in hfkvq fit: tokens per chunk of the prompt.", 0)] = 2048,
+    overhead: Annotated[str, typer.Option(help="As in hfkvq fit: other memory in use.")] = "1GiB",
+    beyond: Annotated[bool, typer.Option("--beyond", help="As in hfkvq fit: allow a longer context.")] = False,
     dtype: Annotated[DType, typer.Option(help="Of weights, keys and values; auto: the checkpoint's.")] = DType.auto,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
-    """Choose a preset: what fits into a GPU, what it loses, and one line to copy.
+    """Choose a preset: what fits on a GPU, what it loses, and one line to copy.
 
     Bytes are computed from the model's config. The loss is SmolLM2's, as the package brings it along, or with --text
     that of the model itself on your text.
@@ -188,7 +189,7 @@ def _table(done: Computed, rows: list[Row], users: int | None, choice: Choice | 
     )
     view = new_table(title)
     view.add_column("cache", no_wrap=True)
-    for name in ("bits", "a user", "users", "longest", "perplexity", *(["KLD"] if wide else []), "ms"):
+    for name in ("bits", "per user", "users", "longest", "perplexity", *(["KLD"] if wide else []), "ms"):
         view.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         fits = row.plan.batch >= (users or 1)
@@ -212,27 +213,27 @@ def _notes(done: Computed, record: Record | None) -> list[str]:
 
     about, loss, steps = done.about, figures()["loss"], figures()["steps"]
     said = [
-        f"A user: bytes of {about['context']:,} tokens, of which the GPU holds so many users. Longest: tokens of one "
-        "user, * all that the model has. hfkvq fit tells how this is counted.",
+        f"per user: cache of {about['context']:,} tokens. users: how many such caches fit. longest: most tokens of one "
+        "user; * is the model's own limit. `hfkvq fit` explains how this is computed.",
     ]
     if record is not None:
         settings = record["settings"]
         said.append(
-            f"Perplexity and KLD are measured on the model itself, beside DynamicCache: {record['text']['source']}, "
+            f"Perplexity and KLD are measured on the model itself, against DynamicCache: {record['text']['source']}, "
             f"{record['windows']} windows of {settings['context']:,} tokens, with 95 % intervals. Few or short windows "
-            "tell little of a long context; hfkvq kld measures more."
+            "say little about long contexts; `hfkvq kld` measures more."
         )
     elif done.latents:
-        said.append("What is lost on latents has not been measured; --text measures it on the model itself.")
+        said.append("The loss on latents has not been measured; --text measures it on the model itself.")
     else:
         said.append(
-            f"Perplexity and KLD (95 %) are those of {loss['model']} at {loss['context']:,} tokens. "
-            "Large models have not been measured; --text does it on the model itself."
+            f"Perplexity and KLD (with 95 % interval) were measured on {loss['model']} at {loss['context']:,} tokens. "
+            "Large models have not been measured; --text measures the loss on the model itself."
         )
     if not done.latents:
         said.append(
-            f"ms: a step of one row at {steps['context']:,} tokens, {steps['model']}, on one {steps['device']}; "
-            f"DynamicCache {steps['dynamic_ms']:.1f}."
+            f"ms: one decode step at batch size 1 after {steps['context']:,} tokens, {steps['model']}, on one "
+            f"{steps['device']}; DynamicCache takes {steps['dynamic_ms']:.1f}."
         )
     return said
 

@@ -118,24 +118,24 @@ def generate_command(
     model: Annotated[
         str, typer.Option(help=f"{_ARCHITECTURES}, or a folder or name on the Hub, of which only the config is read.")
     ] = "qwen3-8b",
-    layers: Annotated[int | None, typer.Option(min=1, help=r"Keep so many layers. \[default: all]")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help=r"Use only this many layers. \[default: all]")] = None,
     cases: Annotated[
         str | None,
         typer.Option(
-            help="Sizes, ROWSxTOKENS with commas. "
+            help="Sizes as ROWSxTOKENS, comma-separated. "
             r"\[default: 1x1k, 1x32k, 1x128k, 16x8k, 32x8k, 48x8k, 64x8k, 96x8k, 24x32k, 128x8k, 320x8k]"
         ),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help="In place of --cases: rows, with commas; auto looks for the most that fit.")
+        str | None, typer.Option(help="Instead of --cases: rows, comma-separated; auto finds the most that fit.")
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help=r"In place of --cases: tokens, with commas. \[default with --batch: 8k]")
+        str | None, typer.Option(help=r"Instead of --cases: tokens, comma-separated. \[default with --batch: 8k]")
     ] = None,
     engines: Annotated[
         str | None,
         typer.Option(
-            help="Transformers' caches, with commas, or none: dynamic, dynamic-nocudnn, dynamic-offloaded, "
+            help="Transformers' caches, comma-separated, or none: dynamic, dynamic-nocudnn, dynamic-offloaded, "
             "static, static-compiled, static-compiled-nocudnn, quanto-2, quanto-4, hqq-2, hqq-4. "
             r"\[default: all but dynamic-offloaded, static and static-compiled-nocudnn]"
         ),
@@ -143,7 +143,7 @@ def generate_command(
     schemes: Annotated[
         str | None,
         typer.Option(
-            help="Our caches, with commas, or none: presets, also with knobs. As they are by default (growing, CUDA "
+            help="Our caches, comma-separated, or none: presets, also with options. By default growing (CUDA "
             "graphs of their own); :fixed with max_cache_len; :compiled with it and torch.compile in place of their "
             r"graphs; :eager growing without graphs; :offloaded with pages in the host's memory: "
             r"kivi-2,arkv:budget_tokens=1024:eager. \[default: the main ones, and the library's default also :compiled "
@@ -169,56 +169,56 @@ def generate_command(
     assisted: Annotated[
         bool, typer.Option("--assisted", help="Time generate with a draft model as well, at sizes of one row.")
     ] = False,
-    draft: Annotated[str, typer.Option(help="Its architecture, as --model; of random weights too.")] = "qwen3-0.6b",
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that it guesses at a time.")] = 5,
+    draft: Annotated[str, typer.Option(help="Its architecture, as --model; random weights.")] = "qwen3-0.6b",
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the draft model guesses at a time.")] = 5,
     prompt_lookup: Annotated[
         int | None,
-        typer.Option(min=1, help="Time generate with so many guesses at a time looked up in the prompt as well."),
+        typer.Option(min=1, help="Also time generate with prompt lookup, this many guesses at a time."),
     ] = None,
     assisted_tokens: Annotated[int, typer.Option(min=2, help="New tokens of --assisted and --prompt-lookup.")] = 64,
     cold: Annotated[
         str | None,
         typer.Option(
             help="Time first calls of generate as well, before which no kernel was compiled: names among --engines and "
-            r"--schemes, with commas, or all; each in a process of its own. \[default: none]"
+            r"--schemes, comma-separated, or all; each in a process of its own. \[default: none]"
         ),
     ] = None,
     cold_cases: Annotated[
-        str, typer.Option(help="Sizes there, in this order: three calls at the first, two at each other.")
+        str, typer.Option(help="Sizes of first calls, in order: three calls at the first, two at each other.")
     ] = "1x6,4x300",
-    cold_tokens: Annotated[int, typer.Option(min=2, help="New tokens of a call there.")] = 64,
+    cold_tokens: Annotated[int, typer.Option(min=2, help="New tokens of a first call.")] = 64,
     tuned: Annotated[
         bool, typer.Option("--tuned", help="Compile with inductor's coordinate descent tuning, all caches alike.")
     ] = False,
     max_autotune: Annotated[
-        bool, typer.Option("--max-autotune", help="And time Triton's matrix products against cuBLAS's.")
+        bool, typer.Option("--max-autotune", help="Also time Triton's matrix products against cuBLAS's.")
     ] = False,
     warmup: Annotated[int, typer.Option(min=4, help="Steps before timing.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps timed in one go.")] = 24,
-    repeats: Annotated[int, typer.Option(min=1, help="How often.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Most time for a line's repeats; slow caches get fewer.")] = 20.0,
-    first_batch: Annotated[int, typer.Option(min=1, help="Where --batch auto begins.")] = 32,
-    batch_step: Annotated[int, typer.Option(min=1, help="To what multiple it looks.")] = 32,
-    dtype: Annotated[GenerateDType, typer.Option(help="Of the weights.")] = GenerateDType.bfloat16,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of repeats.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Time limit for the repeats of a row; slow caches get fewer.")] = 20.0,
+    first_batch: Annotated[int, typer.Option(min=1, help="First batch size of --batch auto.")] = 32,
+    batch_step: Annotated[int, typer.Option(min=1, help="Step between batch sizes of --batch auto.")] = 32,
+    dtype: Annotated[GenerateDType, typer.Option(help="Dtype of the weights.")] = GenerateDType.bfloat16,
     experts: Annotated[
         Experts, typer.Option(help="How a mixture of experts is computed; auto as generate does.")
     ] = Experts.auto,
     liger: Annotated[
         bool, typer.Option("--liger", help="Norms, rotary embedding and activations by liger-kernel, for all caches.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, tokens, keys and values.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, tokens, keys and values.")] = 0,
     json_file: Annotated[
         Path | None,
         typer.Option("--json", metavar="PATH", help="Save all figures, after each, to a file or into a folder."),
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="PATH", help="Save a picture as PNG, likewise.")
+        Path | None, typer.Option("--plot", metavar="PATH", help="Save a plot as PNG, in the same way.")
     ] = None,
     markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", metavar="PATH", help="Save tables as Markdown, likewise.")
+        Path | None, typer.Option("--markdown", metavar="PATH", help="Save tables as Markdown, in the same way.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep what the file of --json holds, and measure what it lacks.")
+        bool, typer.Option("--resume", help="Keep the results in the file of --json and measure only the rest.")
     ] = False,
     meet: Annotated[
         Path | None,
@@ -227,11 +227,11 @@ def generate_command(
             help="Compile beside other runs of this command, and take turns in timing; an empty folder.",
         ),
     ] = None,
-    of: Annotated[int, typer.Option(min=1, help="How many runs meet there.")] = 1,
+    of: Annotated[int, typer.Option(min=1, help="Number of runs that share that folder.")] = 1,
     merge: Annotated[
-        str | None, typer.Option(help="Take over the rows of these files, with commas, as --resume does.")
+        str | None, typer.Option(help="Take over rows from these files, comma-separated, as --resume does.")
     ] = None,
-    commit: Annotated[str, typer.Option(help=r"What is measured, for the record. \[default: what git says]")] = "",
+    commit: Annotated[str, typer.Option(help=r"Commit to record. \[default: from git]")] = "",
 ) -> None:
     """Time whole models with random weights: ours against Transformers' caches, compiled and not.
 
