@@ -64,7 +64,7 @@ class LayerBase:
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
         follows: the model's type, where its own attention's arithmetic on handles is followed; else empty.
-        hides_by_tensor: whether that attention is known to hide tokens by a value that lies on the device.
+        hides_by_tensor: where that attention is known to hide tokens by a value that lies on the device.
         edition: grows whenever the layer changes, by which handles know whether they are good.
         buffer: what gives the store fixed addresses; None where no step is recorded.
         offloaded: whether pages lie in the host's memory.
@@ -79,7 +79,7 @@ class LayerBase:
     buffer: StepBuffer | None
     latents = False
     follows = ""
-    hides_by_tensor = False
+    hides_by_tensor: frozenset[tuple[str, int, bool]] = frozenset()
 
     def __init__(
         self, scheme: Scheme, reader: PaddingReader, capacity: int | None, defer: bool, debug: bool, window: int = 0

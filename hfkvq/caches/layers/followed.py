@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..callers import asked_for_probabilities
 from ..traced import recorded_attention
@@ -24,7 +25,7 @@ from .base import LayerBase
 from .forward import attend
 from .handle import LazyKV, handles
 from .lazy import LazyTensor, dense_of
-from .scores import Scores, arguments_of
+from .scores import Scores, arguments_of, versions
 from .steps import StepKV
 
 ADDS_ZEROS = frozenset({"gpt_neox_japanese"})
@@ -64,21 +65,57 @@ def refuse_unseen(layer: LayerBase) -> ValueError:
     )
 
 
-class LazyScores(LazyTensor):
-    """Scores of queries against cached keys, or their probabilities: (B, Hq, Q, T) or (B*Hq, Q, T), not computed."""
+class _Noted:
+    """What is known of scores, and how to compute them; or else the tensor that they have been computed to."""
 
-    _scores: Scores | None
-    _call: tuple[Any, tuple[Any, ...], dict[str, Any]]
-    _dense: Tensor | None
+    __slots__ = ("call", "dense", "scores")
+
+    def __init__(self, scores: Scores | None, call: Any = None, dense: Tensor | None = None) -> None:
+        self.scores, self.call, self.dense = scores, call, dense
+
+    def compute(self) -> Tensor:
+        """What the model's own functions make of dequantized keys."""
+        if self.dense is not None:
+            return self.dense
+        assert self.scores is not None
+        self.scores.check_unchanged()
+        func, args, kwargs = self.call
+        return func(*tree_map(_computed, args), **tree_map(_computed, kwargs))
+
+
+class _Seen:
+    """Scores as they were when a function was given them, whatever is written to them later."""
+
+    __slots__ = ("noted", "sizes")
+
+    def __init__(self, x: LazyScores) -> None:
+        self.noted, self.sizes = x._place[0], x.sizes
+
+
+def _computed(x: Any) -> Any:
+    return x.noted.compute().reshape(x.sizes) if isinstance(x, _Seen) else dense_of(x)
+
+
+class LazyScores(LazyTensor):
+    """Scores of queries against cached keys, or their probabilities: (B, Hq, Q, T) or (B*Hq, Q, T), not computed.
+
+    Views share a place, so what is written to one of them all of them show.
+    """
+
+    _place: list[_Noted]
 
     @staticmethod
-    def __new__(
-        cls, scores: Scores, shape: tuple[int, ...], dtype: torch.dtype, call: tuple[Any, tuple[Any, ...], Any]
-    ) -> LazyScores:
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=scores.query.device)
-        made.sizes, made.kind = shape, dtype
-        made._scores, made._call, made._dense = scores, call, None
+    def __new__(cls, place: list[_Noted], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> LazyScores:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.sizes, made.kind, made._place = shape, dtype, place
         return made
+
+    @classmethod
+    def noted(cls, scores: Scores, shape: tuple[int, ...], dtype: torch.dtype, call: Any) -> LazyScores:
+        """New scores, and the function that makes them."""
+        func, args, kwargs = call
+        args = tuple(_Seen(x) if isinstance(x, LazyScores) else x for x in args)
+        return cls([_Noted(scores, (func, args, kwargs))], shape, dtype, scores.query.device)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything happens in ``__new__``."""
@@ -87,23 +124,78 @@ class LazyScores(LazyTensor):
         """Logical shape; never the data."""
         return f"LazyScores({self.sizes})"
 
+    @property
+    def _scores(self) -> Scores | None:
+        return self._place[0].scores
+
     def materialize(self) -> Tensor:
         """What the model's own functions make of dequantized keys."""
-        if self._dense is not None:
-            return self._dense
-        func, args, kwargs = self._call
-        return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs))
+        return self._place[0].compute().reshape(self.sizes)
+
+    def settle(self) -> Tensor:
+        """Computes the scores; from now on they are a tensor like any other, and so are their views."""
+        if self._scores is not None:
+            self._place[0] = _Noted(None, dense=self.materialize().clone(memory_format=torch.contiguous_format))
+        return self.materialize()
 
     def write(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Computes the scores and lets them be written to; from now on they are a tensor like any other."""
-        self._dense, self._scores = self.materialize().clone(), None
-        found = func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs))
-        return self if found is self._dense else found
+        """Computes the scores and lets them be written to."""
+        dense = self.settle()
+        found = func(
+            *(dense if x is self else tree_map(dense_of, x) for x in args),
+            **{name: dense if x is self else tree_map(dense_of, x) for name, x in kwargs.items()},
+        )
+        return self if found is dense else found
+
+    @classmethod
+    def compute(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of the scores; where it gives a view of them, they are computed for good: it may be written to."""
+        made: list[tuple[LazyScores, Tensor]] = []
+
+        def dense(x: Any) -> Any:
+            found = dense_of(x)
+            if isinstance(x, LazyScores) and x._scores is not None:
+                made.append((x, found))
+            return found
+
+        found = func(*tree_map(dense, args), **tree_map(dense, kwargs))
+        leaves = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        for x, own in made:
+            lies = own.untyped_storage().data_ptr()
+            if func in _ITERATES or any(leaf.untyped_storage().data_ptr() == lies for leaf in leaves):
+                x.settle()
+                return cls.compute(func, args, kwargs)
+        return found
+
+    def change(self, func: Any, writes: Any, other: Any) -> LazyScores:
+        """What ``x += y`` and its like do: notes it, or writes to what is computed; ``x`` stays the same tensor."""
+        handler = type(self).handlers.get(func)
+        found = NotImplemented if handler is None or self._scores is None else handler(self, other)
+        if not isinstance(found, LazyScores) or found.kind != self.kind:
+            return self.write(writes, (self, other), {})
+        self._place[0] = found._place[0]
+        return self
+
+    def __iadd__(self, other: Any) -> LazyScores:  # type: ignore[override]
+        return self.change(Tensor.add, Tensor.add_, other)
+
+    def __isub__(self, other: Any) -> LazyScores:  # type: ignore[override]
+        return self.change(Tensor.sub, Tensor.sub_, other)
+
+    def __imul__(self, other: Any) -> LazyScores:  # type: ignore[override]
+        return self.change(Tensor.mul, Tensor.mul_, other)
+
+    def __itruediv__(self, other: Any) -> LazyScores:  # type: ignore[override]
+        return self.change(Tensor.div, Tensor.div_, other)
 
     def then(self, call: tuple[Any, Any, Any], dtype: torch.dtype | None = None, **changes: Any) -> LazyScores:
         """The same after one more function."""
         assert self._scores is not None
-        return LazyScores(self._scores._replace(**changes), self.sizes, dtype or self.kind, call)
+        return LazyScores.noted(self._scores._replace(**changes), self.sizes, dtype or self.kind, call)
+
+
+_ITERATES = frozenset({Tensor.__iter__, Tensor.numpy})
+"""Functions that give views that are no tensors, or not yet."""
 
 
 def _scores_of(x: Any, probabilities: bool = False) -> Scores | None:
@@ -132,11 +224,11 @@ def _begin(call: Any, query: Any, keys: Any, scaling: float, added: tuple[Any, f
     layer = keys.hfkvq_layer
     four = query if query.dim() == 4 else query.unflatten(0, (layer.batch_size, -1))
     shape = *query.shape[:-1], keys.sizes[-1]
-    begun = LazyScores(Scores(keys, four, scaling), shape, query.dtype, call)
+    begun = LazyScores.noted(Scores(keys, four, scaling, versions=versions(query)), shape, query.dtype, call)
     if added is None or not added[1] or layer.follows in ADDS_ZEROS:
         return begun
     wide = _wide(begun, added[0])
-    return NotImplemented if wide is None else begun.then(call, added=((wide, added[1]),))
+    return NotImplemented if wide is None else begun.then(call, added=((wide, added[1]),), versions=versions(query, wide))
 
 
 def _wide(scores: LazyScores, x: Any) -> Tensor | None:
@@ -162,10 +254,11 @@ def _wide(scores: LazyScores, x: Any) -> Tensor | None:
 def _added(func: Any, x: Any, y: Any, *, alpha: float = 1) -> Any:
     scores, other = (x, y) if isinstance(x, LazyScores) else (y, x)
     known, wide = _scores_of(scores), None if alpha != 1 else _wide(scores, other)
-    if known is None or wide is None or not wide.is_floating_point():
+    if known is None or wide is None or not wide.is_floating_point() or (known.hidden and wide.shape[1] > 1):
+        # What a bias is added to after it was hidden might be seen again.
         return NotImplemented
     dtype = torch.promote_types(scores.kind, wide.dtype)
-    return scores.then((func, (x, y), {}), dtype, added=(*known.added, (wide, 1.0)))
+    return scores.then((func, (x, y), {}), dtype, added=(*known.added, (wide, 1.0)), versions=known.versions + versions(wide))
 
 
 def _number(x: Any) -> float | None:
@@ -178,7 +271,7 @@ def _number(x: Any) -> float | None:
 def _scaled(func: Any, x: Any, y: Any, divides: bool) -> Any:
     scores, other = (x, y) if isinstance(x, LazyScores) or divides else (y, x)
     known, factor = _scores_of(scores), _number(other)
-    if known is None or factor is None or known.hidden:
+    if known is None or factor is None or known.hidden or known.bounded:
         return NotImplemented
     factor = 1 / factor if divides else factor
     added = tuple((each, own * factor) for each, own in known.added)
@@ -193,15 +286,17 @@ def _divided(func: Any, x: Any, y: Any) -> Any:
     return _scaled(func, x, y, True)
 
 
-def _hides(layer: LayerBase, value: Any) -> bool:
-    """Whether a value in place of a score hides its token; asks the device for it once a layer."""
+def _hides(known: Scores, value: Any, does: str) -> bool:
+    """Whether a value in place of a score hides its token; asks the device for it once for each place of a layer."""
     if isinstance(value, Tensor):
         if value.dim() or isinstance(value, LazyTensor):
             return False
-        if value.device.type != "cpu" and layer.hides_by_tensor:
+        layer, place = known.keys._layer, (does, len(known.hidden), known.bounded)
+        if value.device.type != "cpu" and place in layer.hides_by_tensor:
             return True
         hides = value.item() <= HIDDEN_BELOW
-        layer.hides_by_tensor = hides and value.device.type != "cpu"
+        if hides and value.device.type != "cpu":
+            layer.hides_by_tensor |= {place}
         return hides
     return isinstance(value, (int, float)) and value <= HIDDEN_BELOW
 
@@ -217,21 +312,23 @@ def _chosen(func: Any, condition: Any, x: Any, y: Any) -> Any:
 def _hidden(call: Any, x: Any, mask: Any, value: Any, where_true: bool) -> Any:
     known = _scores_of(x)
     wide = None if known is None else _wide(x, mask)
-    if known is None or wide is None or wide.dtype != torch.bool or not _hides(known.keys._layer, value):
+    if known is None or wide is None or wide.dtype != torch.bool or not _hides(known, value, "fill"):
         return NotImplemented
-    return x.then(call, hidden=(*known.hidden, (wide, where_true)))
+    return x.then(call, hidden=(*known.hidden, (wide, where_true)), versions=known.versions + versions(wide))
 
 
 def _bounded(func: Any, x: Any, y: Any) -> Any:
     """Scores that are at least something that hides anyway."""
     known = _scores_of(x)
-    if known is None or not isinstance(y, Tensor) or not _hides(known.keys._layer, y):
+    if known is None or not isinstance(y, Tensor) or not _hides(known, y, "bound"):
         return NotImplemented
-    return x.then((func, (x, y), {}))
+    return x.then((func, (x, y), {}), bounded=True)
 
 
-def _softmax(func: Any, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+def _softmax(func: Any, x: Any, dim: int | None = None, _stacklevel: Any = 3, dtype: torch.dtype | None = None) -> Any:
     known = _scores_of(x)
+    if func is not F.softmax and isinstance(_stacklevel, torch.dtype):
+        dtype = _stacklevel
     # Who is to see probabilities needs all of them.
     if known is None or dim not in (-1, len(x.sizes) - 1) or asked_for_probabilities():
         return NotImplemented
@@ -252,6 +349,8 @@ def _converted(func: Any, x: Any, dtype: Any = None, **kwargs: Any) -> Any:
         dtype = dtype.dtype
     if not isinstance(x, LazyScores) or x._scores is None or not isinstance(dtype, torch.dtype):
         return NotImplemented
+    if not dtype.is_floating_point or kwargs.get("device") is not None or kwargs.get("copy"):
+        return NotImplemented
     return x if dtype == x.kind else x.then((Tensor.to, (x, dtype), {}), dtype)
 
 
@@ -264,7 +363,7 @@ def _viewed(func: Any, x: Any, *shape: Any) -> Any:
     batch, heads, queries, columns = *known.query.shape[:3], x.sizes[-1]
     for whole in ((batch, heads, queries, columns), (batch * heads, queries, columns)):
         if len(whole) == len(sizes) and all(a in (-1, b) for a, b in zip(sizes, whole, strict=True)):
-            return LazyScores(known, whole, x.kind, (func, (x, whole), {}))
+            return LazyScores(x._place, whole, x.kind, known.query.device)
     return NotImplemented
 
 
@@ -275,6 +374,7 @@ def _finished(func: Any, x: Any, values: Any) -> Any:
     known = _scores_of(x, True)
     if known is None or not isinstance(values, LazyKV) or values.side != "values":
         return NotImplemented
+    known.check_unchanged()
     layer, flat = values.hfkvq_layer, len(x.sizes) == 3
     if known.keys.hfkvq_layer is not layer or values.form != ("nsd" if flat else "bhsd"):
         return NotImplemented
@@ -298,10 +398,7 @@ def _finished(func: Any, x: Any, values: Any) -> Any:
 def _with(handler: Callable[..., Any], *functions: Any) -> dict[Any, Callable[..., Any]]:
     """A handler for functions that come with which of them is meant."""
 
-    def of(func: Any) -> Callable[..., Any]:
-        return lambda *args, **kwargs: handler(func, *args, **kwargs)
-
-    return {func: of(func) for func in functions}
+    return {func: partial(handler, func) for func in functions}
 
 
 _PRODUCTS = torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm

@@ -122,7 +122,7 @@ class LazyKV(LazyTensor):
         if self.form == "bh1sd":
             return dense[:, :, None].to(self.kind)
         if self.form == "tiled":
-            return dense.repeat(1, self.repeats, 1, 1)
+            return dense.repeat(1, self.repeats, 1, 1).to(self.kind)
         if self.repeats != 1 or self.form == "bhnsd":
             batch, heads, length, dim = dense.shape
             dense = dense[:, :, None].expand(batch, heads, self.repeats, length, dim)
@@ -227,7 +227,7 @@ def _to(handle: Any, *args: Any, **kwargs: Any) -> Any:
     layer, dtype = handle._layer, handle.kind
     for x in (*args, *kwargs.values()):
         if isinstance(x, torch.dtype) and x != dtype:
-            if not layer.follows:
+            if not layer.follows or not x.is_floating_point:
                 return NotImplemented
             dtype = x
         if isinstance(x, (str, torch.device)) and torch.device(x) != layer.device:
@@ -257,8 +257,12 @@ def _attend(
     layer = key.hfkvq_layer
     if value.hfkvq_layer is not layer or key.form != "bhsd" or value.form != "bhsd" or key.side == value.side:
         return NotImplemented
+    if dropout_p or key.kind != layer.dtype or value.kind != layer.dtype:
+        return NotImplemented
     queries, columns = query.shape[2], key.shape[2]
     mask = attn_mask
+    while mask is not None and mask.dim() < 4:
+        mask = mask[None]
     # A query of one row per KV head group carries heads where tokens are expected (Transformers packs them so).
     packed = query.shape[1] == layer.heads and queries > 1 and layer.staged_length == 1
     if mask is None and (packed or (queries > 1 and not (is_causal and queries == columns))):
@@ -273,7 +277,7 @@ def _attend(
             query, keys, values, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    return attend(layer, query, arguments, dense, attn_mask)
+    return attend(layer, query, arguments, dense, mask)
 
 
 LazyKV.handlers = {

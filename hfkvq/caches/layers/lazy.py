@@ -60,17 +60,32 @@ class LazyTensor(torch.Tensor):
                 return func(*args, **kwargs)
         handler = cls.handlers.get(func)
         if handler is not None:
-            result = handler(*args, **kwargs)
+            try:
+                result = handler(*args, **kwargs)
+            except TypeError as error:
+                # From inside the handler, or does it not know arguments of these names?
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise
+                result = NotImplemented
             if result is not NotImplemented:
                 return result
         written = _written(func, args, kwargs)
         if written is not None:
             return written.write(func, args, kwargs)
+        return cls.compute(func, args, kwargs)
+
+    @classmethod
+    def compute(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """A function of what lazy tensors stand for."""
         return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached from C++ (custom attention kernels): compute."""
+        """Reached from C++ (custom attention kernels, scripted functions): compute."""
+        if func._schema.is_mutable:
+            for own, x in zip(func._schema.arguments, args, strict=False):
+                if own.alias_info is not None and own.alias_info.is_write and isinstance(x, LazyTensor):
+                    return x.write(func, args, kwargs or {})
         return func(*tree_map(dense_of, args), **tree_map(dense_of, kwargs or {}))
 
 

@@ -20,6 +20,11 @@ SHOWS_PADDING = frozenset({"git"})
 _MADE = "hfkvq_made"
 
 
+def versions(*tensors: Tensor) -> tuple[tuple[Tensor, int], ...]:
+    """Tensors, and how often each has been written to; those of inference mode do not say."""
+    return tuple((x, 0 if x.is_inference() else x._version) for x in tensors)
+
+
 class Scores(NamedTuple):
     """What is known of scores, or of probabilities.
 
@@ -30,6 +35,8 @@ class Scores(NamedTuple):
         added: tensors (B or 1, Hq or 1, Q or 1, T) that are added then, and factors of theirs.
         hidden: bool tensors of such shapes, and whether they are True where a token is hidden, or where it is not.
         probabilities: whether the softmax has been taken.
+        bounded: whether scores are at least something that hides.
+        versions: of the tensors that are noted.
     """
 
     keys: LazyKV
@@ -38,6 +45,16 @@ class Scores(NamedTuple):
     added: tuple[tuple[Tensor, float], ...] = ()
     hidden: tuple[tuple[Tensor, bool], ...] = ()
     probabilities: bool = False
+    bounded: bool = False
+    versions: tuple[tuple[Tensor, int], ...] = ()
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if a tensor that was noted has been written to since."""
+        if any(versions(x)[0][1] != version for x, version in self.versions):
+            raise RuntimeError(
+                "A query, mask or bias was changed in place while attention that was given it is still followed; work "
+                "on a copy (x.clone()), or make the cache with attach=False."
+            )
 
 
 def arguments_of(layer: LayerBase, known: Scores) -> tuple[AttentionArguments, Tensor | None]:
