@@ -472,7 +472,8 @@ def test_a_picture_of_one_token_is_no_mistake():
 
 def test_the_recipe_of_the_guide():
     text = (Path(hfkvq.__file__).parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(from hfkvq.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (code,) = (each for each in blocks if "screenshot" in each)
     screenshot = picture(0, 64, 64)
     names = {"model": build("qwen3-vl"), "processor": vision.processor("qwen3-vl"), "screenshot": screenshot}
     exec(code, names)
