@@ -293,8 +293,96 @@ def of_other_values(q, k, v, mask):
     return torch.matmul(F.softmax(q @ k.transpose(-1, -2), -1), v * 2)
 
 
-FOLLOWED = (scaled, masked_then_scaled, in_single_precision, batched, alibi, hidden, windowed)
-COMPUTED = (written_to, bounded, fill_that_is_seen, weighed, of_other_values)
+def written_to_by_a_helper(q, k, v, mask):
+    """`x += y` is the same tensor, also for who else holds it."""
+
+    def hide(x):
+        x += mask
+        x *= 0.5
+
+    logits = torch.matmul(q, k.transpose(-1, -2))
+    hide(logits)
+    return torch.matmul(F.softmax(logits, -1), v)
+
+
+def written_to_in_a_view(q, k, v, mask):
+    logits = torch.matmul(q, k.transpose(-1, -2))
+    seen = logits.view(BATCH * HEADS, q.shape[2], -1)
+    seen *= 0.1
+    return torch.matmul(F.softmax(logits + mask, -1), v)
+
+
+def given_by_name(q, k, v, mask):
+    logits = torch.matmul(input=q, other=k.transpose(dim0=2, dim1=3))
+    logits = torch.where(condition=mask >= 0, input=torch.reshape(logits, shape=logits.shape), other=torch.tensor(-1e9))
+    return torch.matmul(torch.softmax(logits.to("cpu", torch.float32), -1, torch.float32), v)
+
+
+def written_to_in_rows(q, k, v, mask):
+    logits = torch.matmul(q, k.transpose(-1, -2))
+    logits[:, 0].mul_(0.1)
+    for row in logits:
+        row.mul_(0.5)
+    logits.unsqueeze(0).add_(mask)
+    return torch.matmul(F.softmax(logits, -1), v)
+
+
+def kept_before_writing(q, k, v, mask):
+    """What was made of scores stays what it was when they are written to."""
+    logits = torch.matmul(q, k.transpose(-1, -2)) + mask
+    halves = logits * 0.5
+    logits.mul_(0.1)
+    return torch.matmul(F.softmax(halves.clamp(max=50.0), -1), v) + torch.matmul(F.softmax(logits, -1), v)
+
+
+def written_to_from_below(q, k, v, mask):
+    """As C++ does, which no function of Python's is told of."""
+    logits = torch.matmul(q, k.transpose(-1, -2))
+    with torch._C.DisableTorchFunctionSubclass():
+        logits.mul_(0.5)
+    return torch.matmul(F.softmax(logits + mask, -1), v)
+
+
+def rounded(q, k, v, mask):
+    logits = (torch.matmul(q, k.to(torch.int32).float().transpose(-1, -2)) * 3).to(torch.int32).float()
+    return torch.matmul(F.softmax(logits + mask, -1), v)
+
+
+def rounded_scores(q, k, v, mask):
+    logits = torch.div((torch.matmul(q, k.transpose(-1, -2)) * 3).to(torch.int32), 2.0, rounding_mode="floor")
+    return torch.matmul(F.softmax(logits + mask, -1), v)
+
+
+def bound_that_is_seen(q, k, v, mask):
+    logits = torch.max(torch.matmul(q, k.transpose(-1, -2)) + mask, torch.tensor(-1e4)) / 5e3
+    return torch.matmul(F.softmax(logits, -1), v)
+
+
+def in_buffers(q, k, v, mask):
+    columns = k.shape[2]
+    logits = torch.empty(BATCH * HEADS, q.shape[2], columns)
+    torch.baddbmm(torch.zeros(1, 1, 1), flat(q), flat(k).transpose(1, 2), beta=0, out=logits)
+    return torch.matmul(F.softmax(logits.view(BATCH, HEADS, -1, columns) + mask, -1), v)
+
+
+def functional(q, k, v, mask):
+    """PyTorch's own attention takes masks without axes for rows and heads."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[1, 0])
+
+
+def dropping(q, k, v, mask):
+    torch.manual_seed(3)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.5)
+
+
+FOLLOWED = (
+    scaled, masked_then_scaled, in_single_precision, batched, alibi, hidden, windowed, written_to_by_a_helper,
+    written_to_in_a_view, functional,
+)  # fmt: skip
+COMPUTED = (
+    written_to, bounded, fill_that_is_seen, weighed, of_other_values, given_by_name, written_to_in_rows,
+    kept_before_writing, written_to_from_below, rounded, rounded_scores, bound_that_is_seen, in_buffers, dropping,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("queries", [1, 3, 30])
@@ -317,6 +405,43 @@ def test_arithmetic(own, queries, dense_calls):
     assert type(found) is torch.Tensor
     torch.testing.assert_close(found, own(q, keys, values, mask), rtol=1e-4, atol=1e-5)
     assert bool(dense_calls) == (own in COMPUTED or queries > 16)
+
+
+def updated(queries):
+    """Handles of a layer that holds 60 tokens and is given some more."""
+    cache = MixedKVCache(build("gptj").config, "full")
+    generator = torch.Generator().manual_seed(2)
+    keys, values = (torch.randn(BATCH, HEADS, SEEN + queries, DIM, generator=generator) for _ in range(2))
+    cache.layers[0].update(keys[:, :, :SEEN], values[:, :, :SEEN])
+    cache.layers[0].settle()
+    return cache, cache.layers[0].update(keys[:, :, SEEN:], values[:, :, SEEN:])
+
+
+@pytest.mark.parametrize("changed", ["query", "mask"])
+def test_what_is_noted_must_not_be_changed(changed):
+    _, (k, v) = updated(1)
+    given = {"query": torch.ones(BATCH, HEADS, 1, DIM), "mask": torch.zeros(BATCH, 1, 1, SEEN + 1)}
+    probs = F.softmax(torch.matmul(given["query"], k.transpose(-1, -2)) + given["mask"], -1)
+    given[changed].add_(1)
+    with pytest.raises(RuntimeError, match=r"changed in place while .* still followed; work on a copy"):
+        torch.matmul(probs, v)
+
+
+class OnDevice(torch.Tensor):
+    """A number that seems to lie on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
+
+
+def test_a_value_on_the_device_is_known_by_its_place():
+    """That one value hides says nothing about others: here of a bound."""
+    cache, (k, _) = updated(1)
+    q, shown = torch.ones(BATCH, HEADS, 1, DIM), torch.arange(SEEN + 1) > 9
+    below, zero = (torch.tensor(x).as_subclass(OnDevice) for x in (-1e9, 0.0))
+    logits = torch.where(shown, torch.matmul(q, k.transpose(-1, -2)), below)
+    assert isinstance(logits, LazyScores)
+    assert cache.layers[0].hides_by_tensor
+    assert not isinstance(torch.max(logits, zero), LazyScores)
 
 
 @pytest.mark.usefixtures("captured")

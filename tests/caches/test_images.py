@@ -467,6 +467,16 @@ def test_a_picture_of_one_token_is_no_mistake():
     assert generate(model, cache, inputs).shape == stock.shape
 
 
+def test_frames_that_share_tokens_are_counted_once():
+    """Ernie 4.5 VL merges frames of videos in pairs: two frames of 2 by 2 patches are one token."""
+    vision_config = SimpleNamespace(spatial_merge_size=2, temporal_merge_size=2)
+    tokens = ImageTokens.of(SimpleNamespace(video_token_id=9, vision_config=vision_config))
+    film = {"pixel_values_videos": torch.zeros(8, 3), "video_grid_thw": torch.tensor([[2, 2, 2]])}
+    tokens.check(torch.tensor([[1, 9, 2]]), film)
+    with pytest.raises(ValueError, match=r"got 1 placeholders .*take 2"):
+        tokens.check(torch.tensor([[1, 9, 2]]), film | {"video_grid_thw": torch.tensor([[4, 2, 2]])})
+
+
 # The guide.
 
 

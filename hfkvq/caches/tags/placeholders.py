@@ -29,19 +29,23 @@ class ImageTokens:
         ids: of placeholders.
         merged: patches of a token, along one side; None if the model's images do not come as a grid of patches.
         each: tokens of an image, None if images take different numbers of them.
+        frames: of a video, that share tokens.
     """
 
     ids: tuple[int, ...]
     merged: int | None
     each: int | None
+    frames: int = 1
 
     @classmethod
     def of(cls, config: Any) -> ImageTokens:
         """What a model's config says."""
-        merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
+        vision = getattr(config, "vision_config", None)
+        merged, frames = getattr(vision, "spatial_merge_size", None), getattr(vision, "temporal_merge_size", None)
         numbers = [getattr(config, name, None) for name in ("mm_tokens_per_image", "image_seq_length")]
         each = next((x for x in numbers if isinstance(x, int)), None)
-        return cls(tuple(placeholders(config)), merged if isinstance(merged, int) else None, each)
+        merged = merged if isinstance(merged, int) else None
+        return cls(tuple(placeholders(config)), merged, each, frames if isinstance(frames, int) else 1)
 
     def check(self, input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
         """Whether placeholders were expanded.
@@ -77,11 +81,12 @@ class ImageTokens:
                 features = getattr(encoded.get(kind), "pooler_output", None)
                 parts = list(features) if isinstance(features, (Tensor, tuple, list)) else []
                 yield len(parts), sum(part.numel() // part.shape[-1] for part in parts)
-        for pixels, grid in (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")):
+        kinds = (("pixel_values", "image_grid_thw", 1), ("pixel_values_videos", "video_grid_thw", self.frames))
+        for pixels, grid, frames in kinds:
             patches = inputs.get(grid)
             # Steps may be given a grid without pixels.
             if self.merged and inputs.get(pixels) is not None and isinstance(patches, Tensor):
-                yield patches.shape[0], int((patches.prod(-1) // self.merged**2).sum())
+                yield patches.shape[0], int((patches.prod(-1) // (self.merged**2 * frames)).sum())
         images = inputs.get("pixel_values")
         if self.each and isinstance(images, Tensor) and images.dim() == 4:
             yield images.shape[0], images.shape[0] * self.each
