@@ -32,7 +32,7 @@ def test_a_table_and_json(stand_in: Path, text: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = [line for line in done.output.splitlines() if not line.startswith("Saved")]
     assert max(map(len, lines)) <= 100
-    assert "180 scored tokens in 3 windows of 200 of story.txt, behind prompts of 140" in flat(done.output)
+    assert "180 scored tokens in 3 windows of 200 of story.txt, after prompts of 140" in flat(done.output)
 
     record = json.loads(saved.read_text(encoding="utf-8"))
     assert record["kind"] == "hfkvq kld"
