@@ -28,8 +28,8 @@ run a slice at each change, and all of it on demand.
 
 *Fused*: a step attends to the compressed pages. *Dequantized*: the model's own attention is given plain tensors in
 each step, which is right but saves no time; schemes that evict are refused there (Mllama only looks how many keys there
-are), and where attention adds a bias, or has a window, by the distance of tokens. *Captured*: whether steps are
-replayed as CUDA graphs on a GPU, or why not.
+are), and where attention adds a bias, or has a window, by the distance of tokens. *Captured*: whether the cache means
+to capture steps as CUDA graphs on a GPU, or why not; this table was made on a CPU, and most families ran on no GPU.
 """
 
 
