@@ -200,7 +200,7 @@ def build(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype, se
     """
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if experts != "auto":
         if not model._can_set_experts_implementation():
             raise ValueError(f"experts: got {experts!r}, but {type(model).__name__} has no experts; leave it out.")

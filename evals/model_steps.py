@@ -1,0 +1,249 @@
+"""Decode steps of models that are no plain decoders, ours beside `DynamicCache`: latents, windows, hybrids, ALiBi.
+
+    PYTHONPATH=. python evals/model_steps.py [--rows gemma3-12b:12@131072=kitty-pro+saw-int4,...] [--json FILE]
+
+Models have published shapes and random weights. A row is SHAPE[:LAYERS]@TOKENS=PRESET+PRESET: the context is random
+keys and values, or, where layers hold something else, a prompt that the model computes, in chunks of 4,096 tokens. Then
+single steps are timed, once graphs are captured. `DynamicCache` is first, without cuDNN's attention, which plans anew
+for every length. Written for each cache: milliseconds a step (20th, 50th and 80th percentile), bytes of
+the cache, bits an element by `memory()`, whether steps were captured, and what remained uncompressed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    BloomConfig,
+    DeepseekV2Config,
+    DynamicCache,
+    FalconH1Config,
+    Gemma3TextConfig,
+    GPTJConfig,
+    GptOssConfig,
+    PreTrainedConfig,
+)
+
+from hfkvq import MixedKVCache
+from hfkvq.measure.bench.generate.cases import Case, Settings
+from hfkvq.measure.bench.generate.decode import Decoder, as_ms, time_repeats
+from hfkvq.measure.bench.generate.fill import fill
+from hfkvq.measure.bench.generate.models import Heads, build
+from hfkvq.measure.records import clock, commit, device_name, now, versions
+
+CHUNK = 4096
+STATEFUL = ("falcon_h1",)
+"""Models with recurrent states, which only a prompt makes."""
+LONGEST_WARM_UP = 40.0
+"""Seconds in which kernels must have been compiled and steps captured."""
+DEFAULT = (
+    "deepseek-v2-lite@32768=latent-4+latent-8+full,gemma3-12b:12@131072=kitty-pro+saw-int4,"
+    "gpt-oss-20b:12@131072=kitty-pro+saw-int4,falcon-h1-7b:11@32768=kitty-pro,bloom-7b1:10@4096=saw-int4,"
+    "gpt-j-6b:10@4096=saw-int4"
+)
+
+_POSITIONS = 262144
+
+
+def deepseek_v2_lite() -> PreTrainedConfig:
+    """16 billion parameters, latents of 512 + 64."""
+    return DeepseekV2Config(
+        hidden_size=2048, intermediate_size=10944, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16,
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        first_k_dense_replace=1, moe_intermediate_size=1408, n_routed_experts=64, num_experts_per_tok=6,
+        n_shared_experts=2, max_position_embeddings=_POSITIONS,
+    )  # fmt: skip
+
+
+def gemma3_12b() -> PreTrainedConfig:
+    """Five layers with windows of 1,024 to one of full attention; heads of 256."""
+    return Gemma3TextConfig(
+        hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=256, sliding_window=1024, max_position_embeddings=_POSITIONS,
+    )  # fmt: skip
+
+
+def gpt_oss_20b() -> PreTrainedConfig:
+    """Windows of 128 in every other layer, attention sinks, 32 experts; heads of 64."""
+    return GptOssConfig(num_hidden_layers=24, num_local_experts=32)
+
+
+def falcon_h1_7b() -> PreTrainedConfig:
+    """Attention and Mamba in every layer."""
+    return FalconH1Config(
+        vocab_size=130048, hidden_size=3072, intermediate_size=12288, num_hidden_layers=44, num_attention_heads=12,
+        num_key_value_heads=2, head_dim=128, mamba_d_ssm=3072, mamba_n_heads=24, mamba_d_head=128, mamba_d_state=256,
+        max_position_embeddings=_POSITIONS,
+    )  # fmt: skip
+
+
+def bloom_7b1() -> PreTrainedConfig:
+    """ALiBi; 32 KV heads of 128."""
+    return BloomConfig(hidden_size=4096, n_layer=30, n_head=32)
+
+
+def gpt_j_6b() -> PreTrainedConfig:
+    """Attention code of its own; 16 KV heads of 256."""
+    return GPTJConfig(n_positions=_POSITIONS // 16)
+
+
+SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "deepseek-v2-lite": deepseek_v2_lite,
+    "gemma3-12b": gemma3_12b,
+    "gpt-oss-20b": gpt_oss_20b,
+    "falcon-h1-7b": falcon_h1_7b,
+    "bloom-7b1": bloom_7b1,
+    "gpt-j-6b": gpt_j_6b,
+}
+
+
+def config_of(shape: str, layers: int | None) -> PreTrainedConfig:
+    """A shape's config, with fewer layers if asked for."""
+    config = SHAPES[shape]()
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if "layer_types" in vars(config):
+            config.layer_types = config.layer_types[:layers]
+    return config
+
+
+def prompt(model: Any, cache: Any, ids: torch.Tensor) -> None:
+    """Gives an empty cache its context."""
+    config = model.config
+    if getattr(config, "kv_lora_rank", None) or config.model_type in STATEFUL:
+        for start in range(0, ids.shape[1], CHUNK):
+            model(ids[:, start : start + CHUNK], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    else:
+        fill(cache, Heads.of(config), Case(1, ids.shape[1]), config.vocab_size, ids.device, model.dtype)
+
+
+def steps(model: Any, cache: Any, settings: Settings) -> dict[str, Any]:
+    """Times single steps."""
+    device = model.device
+    decoder = Decoder(model, cache, 1, None)
+    begin = time.perf_counter()
+    decoder.step()
+    torch.cuda.synchronize() if device.type == "cuda" else None
+    first, warm = time.perf_counter() - begin, 1
+    graphs = getattr(cache, "graphs", None)
+    # Kernels compile in other processes meanwhile, and steps are captured when they are there.
+    while warm < settings.warmup or (
+        graphs is not None
+        and device.type == "cuda"
+        and not graphs.buffers.recordings
+        and time.perf_counter() - begin < LONGEST_WARM_UP
+    ):
+        decoder.step()
+        warm += 1
+    ready = time.perf_counter() - begin
+    decoder.check()
+    start = clock(device)
+    for _ in range(4):
+        decoder.step()
+    count, repeats = settings.affordable((clock(device) - start) / 4)
+
+    def run() -> None:
+        for _ in range(count):
+            decoder.step()
+
+    times = time_repeats(run, repeats, device)
+    return {"ms": as_ms(times, count), "steps": count, "repeats": repeats, "first_step_s": first, "ready_s": ready}
+
+
+@torch.no_grad()
+def measure(model: Any, preset: str | None, ids: torch.Tensor, settings: Settings) -> dict[str, Any]:
+    """One cache's figures; ``preset`` None is `DynamicCache`."""
+    found: dict[str, Any] = {"cache": preset or "DynamicCache"}
+    cuda = ids.device.type == "cuda"
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        cache = DynamicCache(config=model.config) if preset is None else MixedKVCache(model, preset)
+        start = clock(ids.device)
+        prompt(model, cache, ids)
+        found["prompt_s"] = clock(ids.device) - start
+        found |= steps(model, cache, settings)
+        if preset is not None:
+            memory = cache.memory()
+            found |= {"bytes": memory.total, "bits": 8 * (memory.total - memory.states) / max(memory.elements, 1)}
+            found |= {"states": memory.states, "stock": memory.stock, "report": str(memory)}
+            found["captured"] = bool(cache.graphs is not None and cache.graphs.buffers.recordings) if cuda else None
+        else:
+            layers = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+            found["bytes"] = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in layers}.values())
+    except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"[:600]
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+    return found
+
+
+def parse(text: str) -> list[tuple[str, int | None, int, list[str]]]:
+    """Rows as typed.
+
+    Raises:
+        ValueError: a shape is unknown.
+    """
+    rows = []
+    for each in text.split(","):
+        left, presets = each.split("=")
+        shape, tokens = left.split("@")
+        name, _, layers = shape.partition(":")
+        if name not in SHAPES:
+            raise ValueError(f"rows: shape {name!r} is unknown; allowed {', '.join(SHAPES)}.")
+        rows.append((name, int(layers) if layers else None, int(tokens), presets.split("+")))
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", default=DEFAULT)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="most for the timed steps of a row")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = parse(args.rows)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    settings = Settings(warmup=12, steps=args.steps, repeats=args.repeats, seconds=args.seconds)
+    record: dict[str, Any] = {
+        "kind": "model steps",
+        "gpu": device_name(device),
+        "versions": versions(),
+        "commit": commit(),
+        "date": now(),
+        "rows": [],
+    }
+    for shape, layers, tokens, presets in rows:
+        config = config_of(shape, layers)
+        model = build(config, device, torch.bfloat16 if device.type == "cuda" else torch.float32, 0)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)
+        base = None
+        for preset in (None, *presets):
+            row = {"shape": shape, "layers": config.num_hidden_layers, "tokens": tokens}
+            row |= measure(model, preset, ids, settings)
+            if "ms" in row:
+                base = row["ms"]["p50"] if preset is None else base
+                row["times_faster"] = base / row["ms"]["p50"] if base else None
+            record["rows"].append(row)
+            print(json.dumps({key: value for key, value in row.items() if key != "report"}), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(record, indent=1) + "\n")
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        del model
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main()
