@@ -124,6 +124,12 @@ def prompt(model: Any, cache: Any, ids: torch.Tensor) -> None:
         fill(cache, Heads.of(config), Case(1, ids.shape[1]), config.vocab_size, ids.device, model.dtype)
 
 
+def captured(cache: Any) -> bool:
+    """Whether a step of a cache of ours was captured as a CUDA graph."""
+    buffers = None if cache.graphs is None else cache.graphs.placement.buffers
+    return bool(buffers is not None and buffers.recordings)
+
+
 def steps(model: Any, cache: Any, settings: Settings) -> dict[str, Any]:
     """Times single steps."""
     device = model.device
@@ -137,7 +143,7 @@ def steps(model: Any, cache: Any, settings: Settings) -> dict[str, Any]:
     while warm < settings.warmup or (
         graphs is not None
         and device.type == "cuda"
-        and not graphs.buffers.recordings
+        and not captured(cache)
         and time.perf_counter() - begin < LONGEST_WARM_UP
     ):
         decoder.step()
@@ -174,10 +180,11 @@ def measure(model: Any, preset: str | None, ids: torch.Tensor, settings: Setting
             memory = cache.memory()
             found |= {"bytes": memory.total, "bits": 8 * (memory.total - memory.states) / max(memory.elements, 1)}
             found |= {"states": memory.states, "stock": memory.stock, "report": str(memory)}
-            found["captured"] = bool(cache.graphs is not None and cache.graphs.buffers.recordings) if cuda else None
+            found["captured"] = captured(cache) if cuda else None
         else:
             layers = [x for layer in cache.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
-            found["bytes"] = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in layers}.values())
+            storages = [x.untyped_storage() for x in layers]
+            found["bytes"] = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
     except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
         found["error"] = f"{type(error).__name__}: {error}"[:600]
     finally:
