@@ -126,7 +126,7 @@ def prompt(model: Any, cache: Any, ids: torch.Tensor) -> None:
 
 def captured(cache: Any) -> bool:
     """Whether a step of a cache of ours was captured as a CUDA graph."""
-    buffers = None if cache.graphs is None else cache.graphs.placement.buffers
+    buffers = None if cache.graphs is None else cache.graphs.sync.buffers
     return bool(buffers is not None and buffers.recordings)
 
 
