@@ -493,4 +493,5 @@ def test_on_a_gpu(family):
     scheme = small("saw-int4-kv")
     expected = logits(model, MixedKVCache(model, scheme, attach=False), ids)
     found = logits(model, MixedKVCache(model, scheme), ids)
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    # In bf16 a single logit may be 0.07 off, at a norm of 0.002 to 0.004; a mask or a bias left out is more by far.
+    assert (found - expected).float().norm() < 0.02 * expected.float().norm()
