@@ -88,6 +88,17 @@ CASES = {
             ("page-256", "2c64p256/2t64p256", 64, torch.float16, 0, 4),
         )
     },
+    "tiles-group-256": Case(
+        runs="4c256p256n/4t64p256n",
+        heads=1,
+        head_dim=64,
+        value_dim=64,
+        dtype=torch.bfloat16,
+        tail=(100, 100),
+        lengths=[4 + 512 + 20, 4 + 30],
+        keys=[[512], [0]],
+        values=[[512], [0]],
+    ),
     **{
         f"tiles-q{queries}-r{share}": Case(
             runs=runs,
@@ -488,7 +499,7 @@ def test_tiles_take_the_main_kernel(name):
 # Formats that the loop over pages takes in ways of their own; the interpreter, which is slow, sees these alone.
 INTERPRETED = (
     *("2c", "2c-raised-4-16", "2c-exact", "4c-exact-rotated", "4t-groups", "8t", "16-dim-80", "4cn-dim-96"),
-    *("page-64", "page-256", "q2-r4", "192-128", "three-runs"),
+    *("page-64", "page-256", "group-256", "q2-r4", "192-128", "three-runs"),
 )
 BY_THE_PAGE = [
     pytest.param(name, "none", marks=() if name.removeprefix("tiles-") in INTERPRETED else pytest.mark.gpu)

@@ -101,8 +101,7 @@ def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
         # A group holds whole fields.
         return fmt.group_size % words == 0
     group = fmt.group_size
-    tile = min(fmt.page_size, 128)
-    if power(group) != group or not 32 <= group <= tile:
+    if power(group) != group or not 32 <= group <= fmt.page_size:
         return False
     return not fmt.raised_count(4) or fmt.page_size == 128
 
