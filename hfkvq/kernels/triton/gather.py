@@ -6,18 +6,31 @@ windows and its padding, is left to programs that follow the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import MockTensor
 
 from ..decode import RUNS
 from ..dispatch import reference
 from ..hadamard import factor_of
-from ..pages import Side, StoreFormat, split_runs
-from ._lib import DOT_DTYPES, cdiv, load_page_in_order, on_device, page_block, page_constants, page_tensors, power
+from ..pages import PageFormat, Side, StoreFormat, split_runs
+from ._lib import (
+    DOT_DTYPES,
+    cdiv,
+    load_page_in_order,
+    on_device,
+    page_block,
+    page_constants,
+    page_kinds,
+    page_tensors,
+    power,
+)
+from .ahead import Wanted
 from .hadamard import saturated, turned
 
 TILE = 4096
@@ -123,6 +136,34 @@ def gather_windows_kernel(
     store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
 
 
+def _constants(form: StoreFormat, side: Side, heads: int, head_dim: int) -> dict[str, Any]:
+    """What both kernels know, by name."""
+    rotate = form.rotate_values if side == "values" else form.rotate_keys
+    constants = {"H": heads, "S": form.sink, "WINDOW": form.window, "ROTATE": rotate, "num_warps": 4}
+    # The reference multiplies and adds, and rounds both.
+    return {**constants, "BD": max(16, power(head_dim)), "enable_fp_fusion": False}
+
+
+def _page_constants(form: StoreFormat, run: int, side: Side, head_dim: int) -> dict[str, Any]:
+    """What `gather_pages_kernel` knows of a run besides."""
+    at = int(side == "values")
+    fmt: PageFormat = form.runs[run][at]
+    block = page_block(fmt, head_dim, TILE, 1)
+    return {"COUNTER": RUNS + 2 * run + at, "BT": block, **page_constants(fmt, side, head_dim)}
+
+
+def gather_wanted(form: StoreFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Wanted]:
+    """The variants that dequantize the pages of each run."""
+    for run, formats in enumerate(form.runs):
+        kinds = page_kinds(formats[side == "values"], side, heads, head_dim, dtype)
+        given = [dtype, torch.int32, torch.int32, None if form.ordered else torch.int32, *kinds]
+        constants = _constants(form, side, heads, head_dim)
+        numbers = (factor_of(constants["ROTATE"]), 2, 2, 2)
+        tensors = [None if kind is None else MockTensor(kind) for kind in given]
+        own = _page_constants(form, run, side, head_dim)
+        yield Wanted(gather_pages_kernel, (*tensors, *numbers), {**own, **constants})
+
+
 def gather_rows_triton(
     counters: Tensor, windows: Sequence[Tensor], runs: Sequence[Tensor], columns: int, store: str, side: str
 ) -> Tensor:
@@ -144,24 +185,19 @@ def gather_rows_triton(
     if not out.numel():
         return out.to(sink.dtype)
     common = {"out": out, "counters": counters.contiguous(), "rotation": factor_of(rotate)}
-    common |= {"B": batch, "COLUMNS": columns, "H": heads, "S": form.sink, "WINDOW": form.window}
-    common |= {"ROTATE": rotate, "num_warps": 4}
-    # The reference multiplies and adds, and rounds both.
-    common |= {"BD": max(16, power(head_dim)), "enable_fp_fusion": False}
+    common |= {"B": batch, "COLUMNS": columns, **_constants(form, which, heads, head_dim)}
     with on_device(sink):
         for i, (view, formats) in enumerate(zip(views, form.runs, strict=True)):
             fmt, blocks = formats[at], view.table.shape[1]
             if not blocks:
                 continue
-            block_t = page_block(fmt, head_dim, TILE, 1)
-            gather_pages_kernel[(blocks * -(-fmt.page_size // block_t), batch * heads)](
+            own = _page_constants(form, i, which, head_dim)
+            gather_pages_kernel[(blocks * -(-fmt.page_size // own["BT"]), batch * heads)](
                 table=view.table.contiguous(),
                 pos=None if view.pos is None else view.pos.contiguous(),
                 **page_tensors(view.values if at else view.keys, fmt),
                 N=blocks,
-                COUNTER=RUNS + 2 * i + at,
-                BT=block_t,
-                **page_constants(fmt, which, head_dim),
+                **own,
                 **common,
             )
         block_t = max(1, TILE // power(head_dim))
