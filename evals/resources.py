@@ -1,4 +1,4 @@
-"""What kernels take of a GPU that need not be there: registers, spilled bytes, shared memory, and how many run at a time.
+"""What kernels take of a GPU that need not be there: registers, spilled bytes, shared memory, programs at a time.
 
     PYTHONPATH=. python evals/resources.py [--gpus 80,89,90,100,120] [--presets kitty-pro,saw-int4]
 

@@ -158,6 +158,15 @@ class StoreView:
             return dense_alike(state, side)
         return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, self.format, side, plain)
 
+    def dense_before(self, new: Tensor, side: Side, columns: int) -> Tensor:
+        """(B, H, columns, D): everything held, as `dense` has it, and ``new`` (B, H, t, D) in the last columns.
+
+        Written where it belongs: to join the two would copy all that has been dequantized.
+        """
+        dense = self.dense(side, columns)
+        dense[:, :, columns - new.shape[2] :] = new
+        return dense
+
     def nbytes(self) -> StoreBytes:
         """Exact bytes by kind (asks the device for the rows' lengths)."""
         return accounting.nbytes(self.state)

@@ -37,6 +37,12 @@ Formats = Annotated[
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Channels per head.")]
+Queries = Annotated[
+    str | None,
+    typer.Option(
+        help=r"Newest tokens of each row, which ask, e.g. 2,16,1k: more than 16 behind the context. \[default: 1]"
+    ),
+]
 Latents = Annotated[
     int | None,
     typer.Option(min=1, metavar="HEADS", help="Time latent attention: 512 + 64 channels, this many query heads."),
@@ -54,7 +60,13 @@ BenchDTypes = Annotated[BenchDType, typer.Option(help="Dtype of queries and of u
 
 
 def _bench_cases(
-    batch: str | None, context: str | None, formats: str | None, sweep: bool, latents: int | None, **heads: int | str
+    batch: str | None,
+    context: str | None,
+    formats: str | None,
+    sweep: bool,
+    latents: int | None,
+    queries: str | None = None,
+    **heads: int | str,
 ) -> tuple[list[Shape], tuple[str, ...]]:
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
@@ -69,10 +81,17 @@ def _bench_cases(
             sizes = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
             sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+        asked = [parse_count(part) for part in split(queries or "1")]
+        if latents and asked != [1]:
+            raise ValueError("queries: latents are timed with one query a row; leave --queries out.")
         if latents:
             shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in sizes]
         else:
-            shapes = [cases.Shape(rows, tokens, **heads) for rows, tokens in sizes]  # type: ignore[arg-type]
+            shapes = [
+                cases.Shape(rows, tokens, queries=count, **heads)  # type: ignore[arg-type]
+                for rows, tokens in sizes
+                for count in asked
+            ]
         default = cases.LATENT_FORMATS if latents else cases.default_formats()
         names = default if formats is None else split(formats)
         cases.check(names, shapes)
@@ -109,6 +128,7 @@ def bench_kernels(
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
+    queries: Queries = None,
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
@@ -140,8 +160,9 @@ def bench_kernels(
     from .run import measure_shape
 
     shapes, names = _bench_cases(
-        batch, context, formats, sweep, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
-    )
+        batch, context, formats, sweep, latents, queries, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=dtype.value,
+    )  # fmt: skip
     try:
         before = report.load(compare) if compare is not None else None
     except ValueError as error:
