@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -212,6 +213,12 @@ def bench_tune(
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: search everything]")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")
+    ] = None,
 ) -> None:
     """Search for the fastest launch parameters on this GPU, and save them where attention looks them up."""
     device = bench_device()
@@ -225,17 +232,26 @@ def bench_tune(
     shapes, names = _bench_cases(
         batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
-    with stoppable("nothing is saved; fewer --formats or sizes take less time."), progress_bar() as show:
+    path = configs.tuning_file()
+
+    def keep(finding: tune.Finding) -> None:
+        nonlocal path
+        path = configs.save(device, tune.to_save([finding]))
+
+    limit = math.inf if minutes is None else minutes
+    with stoppable(f"what was found until now is in {path}."), progress_bar() as show:
         try:
-            findings = tune.tune(names, shapes, device, show)
+            findings, variants = tune.tune(names, shapes, device, show, limit, keep)
         except torch.OutOfMemoryError as error:
-            fail(f"tune: {error} All shapes and formats are held at once; choose fewer or smaller ones.", code=1)
+            fail(f"tune: {error} All shapes of a format are held at once; choose fewer or smaller ones.", code=1)
+        except ValueError as error:
+            fail(error)
     console = make_console()
-    if not findings:
+    if not variants:
         fail(f"tune: no kernel with launch parameters serves {', '.join(names)} at these shapes.")
     console.print(tune.table(findings))
-    try:
-        path = configs.save(device, tune.to_save(findings))
-    except ValueError as error:
-        fail(error)
-    print_saved(console, path)
+    if len(findings) < variants:
+        console.print(f"{len(findings)} of {variants} variants in {minutes:g} minutes; name --formats for the others.")
+    if json_file is not None:
+        tune.write(findings, device, json_file)
+    print_saved(console, json_file, path)
