@@ -33,7 +33,7 @@ triton_slot("join", "join:join_triton")
 def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Joins attention of the same queries over two sets of keys, in place: softmax over both.
 
-    ``out = (out e^lse + other e^other_lse) / (e^lse + e^other_lse)``, and ``lse`` becomes that of both; computed in f32.
+    ``out = (out e^lse + other e^other_lse) / (e^lse + e^other_lse)``, and ``lse`` is of both; in f32.
 
     Args:
         out: (B, Hq, Q, D), any strides but of channels; written.

@@ -47,10 +47,10 @@ SHIPPED = Path(__file__).with_name("parameters.json")
 """What comes with the package: {GPU: {kernel: {key: knobs}}}, "*" for all keys.
 
 A GPU is a major compute capability ("12"), a capability ("8.9") or a name ("NVIDIA H200"), the later winning; the
-defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have. Rows of capabilities are reasoned from
-what `evals/resources.py` counts, not measured: shared memory bounds stages times the programs that registers let in, and
-bandwidth a multiprocessor says how much has to be in flight at all, of which an A100 (8.0, 164 KB) needs half of what
-an H200 does, and others with 100 KB a third or less. Rows of names were found by ``hfkvq bench tune``, see
+defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have. Rows of capabilities are reasoned
+from what `evals/resources.py` counts, not measured: shared memory bounds stages times the programs that registers let
+in, and bandwidth a multiprocessor says how much has to be in flight at all, of which an A100 (8.0, 164 KB) needs half
+of what an H200 does, and others with 100 KB a third or less. Rows of names were found by ``hfkvq bench tune``, see
 `evals/parameters.py`.
 """
 

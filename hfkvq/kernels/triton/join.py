@@ -42,7 +42,8 @@ def join_kernel(
     b_x = tl.load(p_out, mask=m_own, other=0.0).to(tl.float32) * (b_own / b_total)[:, None]
     b_x += tl.load(p_other, mask=m_more, other=0.0).to(tl.float32) * (b_more / b_total)[:, None]
     tl.store(p_out, saturated(b_x, out.dtype.element_ty), mask=m_x)
-    tl.store(lse + i_bh * Q + o_q, b_top + tl.log(b_sum), mask=m_q)
+    b_lse = tl.where(b_sum > 0, b_top + tl.log(b_total), float("-inf"))
+    tl.store(lse + i_bh * Q + o_q, b_lse, mask=m_q)
 
 
 def join_triton(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
