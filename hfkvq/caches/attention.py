@@ -147,7 +147,9 @@ def hfkvq_mask(
         if columns.shape[1] == kv_length:
             return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
     if q_length > 1 and kv_length != q_length:
-        if mask_function is causal_mask_function and _is_newest(q_length, kv_length, q_offset, kv_offset):
+        # Some models add to their masks, and say that they need one.
+        plain = allow_is_causal_skip and mask_function is causal_mask_function
+        if plain and _is_newest(q_length, kv_length, q_offset, kv_offset):
             columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
             # Asked once a forward, as stock code asks of a first prompt.
             if columns is None or (columns.shape[1] == kv_length and bool(columns.all())):

@@ -276,6 +276,7 @@ def test_none_always_means_bottom_right():
         (5, 25, 20, {}),
         (20, 64, 30, {}),
         (20, 64, 44, {"attention_mask": padded}),
+        (20, 64, 44, {"allow_is_causal_skip": False}),
         (20, 64, 44, {"mask_function": and_masks(causal_mask_function, lambda b, h, q, k: k >= 0)}),
     ):
         got = hfkvq_mask(1, queries, columns, q_offset=offset, **more)
