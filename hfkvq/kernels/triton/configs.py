@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -31,14 +32,18 @@ Knobs = Mapping[str, int]
 DEFAULTS: Mapping[str, Knobs] = {
     # programs_per_sm: programs of one warp that run on a multiprocessor at a time (registers allow two on each of its
     # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. step: tokens
-    # of a turn of the page loop, 0 for what suits the format.
-    "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0},
+    # of a turn of the page loop, 0 for what suits the format. loose: tokens of a block of what no page holds, which are
+    # in shared memory in 16 bits: 32, or 16 where there is little of it.
+    "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Of latents programs have so many warps; programs_per_sm counts those of eight.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "warps": 1}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1}
 """Smallest legal value of every knob."""
+
+MOST: Knobs = {"loose": 32}
+"""Greatest legal value, where there is one."""
 
 ANY = "*"
 """Stands for every key in what is shipped."""
@@ -182,8 +187,12 @@ def _problem(kernel: str, knobs: object) -> str | None:
     for name, value in knobs.items():
         if name not in DEFAULTS[kernel]:
             return f"{kernel}: knob {name!r} is unknown; known {', '.join(DEFAULTS[kernel])}."
-        if not isinstance(value, int) or isinstance(value, bool) or value < LEAST[name]:
-            return f"{kernel}: {name}: got {value!r}, allowed whole numbers from {LEAST[name]}."
+        most = MOST.get(name, math.inf)
+        if not isinstance(value, int) or isinstance(value, bool) or not LEAST[name] <= value <= most:
+            until = f" to {most}" if name in MOST else ""
+            return f"{kernel}: {name}: got {value!r}, allowed whole numbers from {LEAST[name]}{until}."
+        if name == "loose" and value & (value - 1):
+            return f"{kernel}: {name}: got {value!r}, allowed 16 or 32."
     return None
 
 

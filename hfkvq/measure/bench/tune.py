@@ -43,6 +43,7 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "programs_per_sm": (12, 6, 4, 8),
         "stages": (3, 7, 2, 5),
         "step": (128, 64, 0),
+        "loose": (16, 32),
         "max_registers": (168, 128, 0),
     },
     "latent": {
