@@ -21,18 +21,16 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime import driver
 
 from hfkvq.caches.make import layer_plan
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.kernels.pages import SIDES, StoreFormat
-from hfkvq.kernels.triton._lib import stand_in
 from hfkvq.kernels.triton.ahead import Wanted, compile_one
 from hfkvq.kernels.triton.decode import programs_planned
 from hfkvq.kernels.triton.gather import gather_wanted
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
 from hfkvq.kernels.triton.warm import GPUS, wanted
-from hfkvq.kernels.triton.worker import Absent
+from hfkvq.kernels.triton.worker import leave_gpu_alone
 from hfkvq.kernels.warm import normal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,8 +85,7 @@ def resources(compiled: Any) -> Row:
 def work(number: int, presets: Sequence[str], found: Any) -> None:
     """Compiles for one GPU, in a process of its own, which can launch nothing."""
     gpu = GPUS[number]
-    stand_in(gpu)
-    driver.set_active(Absent(gpu))
+    leave_gpu_alone(gpu)
     device, limits = torch.device("cuda", 0), LIMITS[gpu.major, gpu.minor]
     rows, seen = [], {}
     for preset in presets:

@@ -19,16 +19,15 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from triton.runtime import driver
 
 from hfkvq.caches.make import layer_plan
 from hfkvq.kernels.triton import configs
-from hfkvq.kernels.triton._lib import Gpu, properties, stand_in
+from hfkvq.kernels.triton._lib import Gpu, properties
 from hfkvq.kernels.triton.ahead import Wanted, compile_one
 from hfkvq.kernels.triton.decode import decode_wanted
 from hfkvq.kernels.triton.latent import latent_wanted
 from hfkvq.kernels.triton.warm import wanted
-from hfkvq.kernels.triton.worker import Absent
+from hfkvq.kernels.triton.worker import leave_gpu_alone
 from hfkvq.kernels.warm import normal
 
 from ..records import now, versions
@@ -252,12 +251,6 @@ def compile_candidate(name: str, shape: Shape, kernel: str, key: str, knobs: con
             compile_one(each)
 
 
-def leave_gpu_alone(gpu: Gpu) -> None:
-    """From now on this process compiles for a GPU and launches nothing: nobody's times are disturbed."""
-    stand_in(gpu)
-    driver.set_active(Absent(gpu))
-
-
 def _plain(knobs: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(knobs.items()))
 
@@ -293,6 +286,7 @@ class Compiler:
         found = properties(self._device)
         gpu = Gpu(*(getattr(found, field) for field in Gpu._fields))
         # The GPU has been used in this process, so a copy of it could not; what is imported once serves all.
+        # Children launch nothing, so that nobody's times are disturbed.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         self._pool = ProcessPoolExecutor(workers, context, leave_gpu_alone, (gpu,))
