@@ -116,27 +116,27 @@ def variant(each: Wanted) -> str:
 
 
 def table(record: Row) -> list[str]:
-    """The table in the documentation: attention of one query, and what is worst of the rest."""
+    """The table in the documentation: attention of one query and of sixteen, and what is worst of the rest."""
     numbers = sorted(record["gpus"], key=int)
     lines = ["| kernel | " + " | ".join(f"sm_{number}" for number in numbers) + " |", "|---|" + "---|" * len(numbers)]
 
-    def cell(rows: Sequence[Row]) -> str:
-        if not rows:
-            return ""
-        worst = min(rows, key=lambda row: (row["programs"] * row["warps"], -row["registers"]))
-        spilled = max(row["spilled"] for row in rows)
-        text = f"{worst['registers']}, {worst['shared'] / 1024:.1f} KB, {worst['programs']} x {worst['warps']}"
-        return text + (f", {spilled} B spilled" if spilled else "")
+    def add(title: str, rows: Sequence[Row]) -> None:
+        cells = []
+        for number in map(int, numbers):
+            own = [row for row in rows if row["gpu"] == number]
+            worst = min(own, key=lambda row: (row["programs"] * row["warps"], -row["registers"], -row["spilled"]))
+            spilled = f" ({worst['spilled']})" if worst["spilled"] else ""
+            warps = f" x {worst['warps']}" if worst["warps"] > 1 else ""
+            cells.append(f"{worst['registers']}{spilled}, {worst['shared'] / 1024:.1f}, {worst['programs']}{warps}")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
 
-    for preset in record["presets"]:
-        own = [row for row in record["rows"] if row["kernel"] == "decode_kernel" and preset in row["presets"]]
-        cells = [cell([row for row in own if row["gpu"] == int(number)]) for number in numbers]
-        lines.append(f"| attention, `{preset}` | " + " | ".join(cells) + " |")
+    for several, words in (("SEVERAL=False", ""), ("SEVERAL=True, BM=16", ", 16 queries")):
+        for preset in record["presets"]:
+            own = [row for row in record["rows"] if row["kernel"] == "decode_kernel" and preset in row["presets"]]
+            add(f"attention, `{preset}`{words}", [row for row in own if row["variant"].startswith(several)])
     for name, title in list(KERNELS.items())[1:]:
-        own = [row for row in record["rows"] if row["kernel"] == name]
-        if own:
-            cells = [cell([row for row in own if row["gpu"] == int(number)]) for number in numbers]
-            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+        if own := [row for row in record["rows"] if row["kernel"] == name]:
+            add(title, own)
     return lines
 
 
@@ -165,7 +165,10 @@ def main() -> None:
         "gpus": limits,
         "rows": rows,
     }
-    given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    # A kernel a line.
+    text = json.dumps({**record, "rows": []}, indent=1).removesuffix('"rows": []\n}')
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    given.json.write_text(f'{text}"rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
     if given.json == RESULTS:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]

@@ -19,6 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.masks import step_mask
 
+from .behind import attend_layer, is_plain
 from .dense import WITHOUT_CUDNN, dense_attention
 from .latents import absorbed, expanded, valued
 from .layers.forward import attend
@@ -85,6 +86,10 @@ def hfkvq_attention(
         return refuse_gradient(layer, out), None
 
     def dense() -> Tensor:
+        if tiles == 1 and is_plain(told, layer.columns, dropout, kwargs):
+            found = attend_layer(layer, query, told)
+            if found is not None:
+                return found
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
         if latents:
             keys, values = expanded(module, keys, values)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfkvq.kernels.arguments import AttentionArguments
 
-from .behind import attend_behind, takes
+from .behind import attend_behind, is_plain, takes
 
 _CHUNK = 512
 """Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
@@ -73,15 +73,13 @@ def dense_attention(
         (B, Q, Hq, Dv), and the probabilities where the model's own attention gives them.
     """
     queries, columns, mask, causal = query.shape[2], keys.shape[2], arguments.mask, arguments.causal
-    special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
     if mask is None and 1 < queries < columns and causal:
-        window = kwargs.get("sliding_window") or 0
-        asked = special or kwargs.get("position_bias") is not None or kwargs.get("output_attentions")
-        plain = not (asked or arguments.softcap or arguments.sinks is not None or dropout or 0 < window < columns)
-        if plain and takes(query, keys, values):
-            return attend_behind(query, keys, values, arguments.scaling).transpose(1, 2), None
+        if is_plain(arguments, columns, dropout, kwargs) and takes(query, keys, values):
+            past, new = zip(*(x.tensor_split([columns - queries], 2) for x in (keys, values)), strict=True)
+            return attend_behind(query, past, new, arguments.scaling).transpose(1, 2), None
         # Without a mask stock sdpa would align the triangle to the upper left.
         mask = _triangle(query, columns)
+        window = kwargs.get("sliding_window")
         if window:
             mask = mask.triu(columns - queries - window + 1)
     if mask is not None and not mask.is_floating_point() and mask.dtype != torch.bool:
@@ -90,7 +88,7 @@ def dense_attention(
         return _chunked_attention(query, keys, values, arguments._replace(mask=mask)), None
     if module is None:
         module, kwargs = SimpleNamespace(num_key_value_groups=query.shape[1] // keys.shape[1]), {"is_causal": causal}
-    scaling = arguments.scaling
+    scaling, special = arguments.scaling, any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "sinks"))
     if not special and not kwargs.get("output_attentions"):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, keys, values, mask, dropout=dropout, scaling=scaling, **kwargs

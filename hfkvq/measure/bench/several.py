@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hfkvq.caches.dense import dense_attention
-from hfkvq.caches.store import SIDES
-from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.caches.behind import attend_store
 
 from .cases import Shape, bytes_read, fill
 from .timing import Timing, first_line, time_calls
@@ -76,12 +74,9 @@ def measure_prompt(
     query, *sides = data
     store = fill(name, *(x[:, :, : shape.context] for x in sides))
     new = [x[:, :, shape.context :] for x in sides]
-    arguments = AttentionArguments(shape.scaling)
 
     def attend() -> Tensor:
-        columns = sides[0].shape[2]
-        keys, values = (store.dense_before(x, side, columns) for x, side in zip(new, SIDES, strict=True))
-        return dense_attention(None, query, keys, values, arguments)[0]
+        return attend_store(store, query, (new[0], new[1]), shape.context, shape.scaling)
 
     peak = peak_of(attend)
     dense = sum(x.nbytes for x in sides)
