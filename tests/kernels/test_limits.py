@@ -62,8 +62,8 @@ def test_what_was_counted_fits():
         fit = programs_that_fit(limits, row["registers"], row["warps"], row["shared"])
         assert fit == row["programs"] >= 1, row
         assert row.get("planned", 1) <= fit, row
-        # Two programs of one warp on each scheduler are what the page loop is made for. 16-bit pages, and where there are
-        # 100 KB MixKVQ's, are too large for that.
+        # Two programs of one warp on each scheduler are what the page loop is made for. 16-bit pages are too large for
+        # that, and so are MixKVQ's where there are 100 KB.
         large = row["presets"] == ["full"] or (row["presets"] == ["mixkvq"] and limits.shared == 100 << 10)
         assert row["kernel"] != "decode_kernel" or fit >= (5 if large else 8), row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ def _lower_right(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Te
     return lambda: F.scaled_dot_product_attention(query, keys, values, bias, enable_gqa=True)
 
 
-def _cudnn(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Callable[[], Tensor]:
+def _cudnn(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:
     def attend() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
@@ -42,13 +43,13 @@ def measure_several(
     """
     made: dict[str, tuple[Callable[..., Callable[[], Tensor]], str]] = {
         "flash SDPA": (_lower_right, "causal, lower right"),
-        "cuDNN SDPA": (lambda *given: _cudnn(*given, None), "not causal: shows later tokens, too"),
+        "cuDNN SDPA": (_cudnn, "not causal: shows later tokens, too"),
     }
     columns = copies[0][0].shape[2]
     if shape.queries * columns <= MOST_MASK:
         mask = torch.ones(shape.queries, columns, dtype=torch.bool, device=query.device)
         mask = mask.tril(columns - shape.queries)[None, None]
-        made["cuDNN SDPA, mask"] = (lambda *given: _cudnn(*given, mask), "a mask of queries times columns")
+        made["cuDNN SDPA, mask"] = (partial(_cudnn, mask=mask), "a mask of queries times columns")
     for name, (make, remark) in made.items():
         try:
             yield name, time_calls([make(query, *copy) for copy in copies], replays), remark
