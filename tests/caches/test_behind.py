@@ -54,7 +54,7 @@ def test_two_parts_are_causal_attention(plain, monkeypatch, name):
     arguments = AttentionArguments(SCALING)
     got, _ = dense.dense_attention(None, query, keys, values, arguments)
     assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
-    assert plain == [(name, 100, False), (name, 40, True)]
+    assert plain == [(name, 100, False), ("flash", 40, True)]
 
 
 @pytest.mark.parametrize("preset", ["int4", "saw-int4", "saw-int4-kv", "kvarn", "triaxial", "full"])
