@@ -597,3 +597,15 @@ def test_constants_of_formats_are_where_their_names_say():
     names = [f"K_{name.upper()}" for name in pair.KEY_TENSORS] + [f"V_{name.upper()}" for name in pair.VALUE_TENSORS]
     for at, name in enumerate(["TABLE", "POS", *names]):
         assert getattr(pair, name).value == at
+
+
+@pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "values-lag", "two-runs"])
+def test_loose_tokens_in_smaller_blocks(triton_backend, name):
+    """As where a multiprocessor has little shared memory."""
+    from hfkvq.kernels.triton import configs
+
+    case = CASES[name]
+    layer = build(case)
+    with configs.override("decode", None, loose=16):
+        got = decode(layer, triton_backend, 0.2)
+    assert_as_good_as_torch(got, attend(layer, torch.float64, 0.2), attend(layer, case.dtype, 0.2))

@@ -18,7 +18,7 @@ SMALL = 1088
 """Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
 
 BLOCK = 32
-"""Tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
+"""Most tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
 
 PROGRAM_COST = 2.0
 """What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
@@ -78,6 +78,11 @@ def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int)
     # A page that only some of the queries may see is not taken as a full one.
     key_part, value_part = (0 if fmt.whole and queries == 1 else page - 1 for fmt in (keys, values))
     return max(key_tail + key_part, value_tail + value_part) + queries - 1
+
+
+def loose_room(block: int, head_dim: int, value_dim: int) -> int:
+    """Shared memory of a program that takes so many loose tokens: keys and values of a window, in 16 bits."""
+    return 2 * block * (power(head_dim) + power(value_dim)) + SMALL
 
 
 def _low_bit(x: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +38,12 @@ Formats = Annotated[
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Channels per head.")]
+Queries = Annotated[
+    str | None,
+    typer.Option(
+        help=r"Newest tokens of each row, which ask, e.g. 2,16,1k: more than 16 behind the context. \[default: 1]"
+    ),
+]
 Latents = Annotated[
     int | None,
     typer.Option(min=1, metavar="HEADS", help="Time latent attention: 512 + 64 channels, this many query heads."),
@@ -54,7 +61,13 @@ BenchDTypes = Annotated[BenchDType, typer.Option(help="Dtype of queries and of u
 
 
 def _bench_cases(
-    batch: str | None, context: str | None, formats: str | None, sweep: bool, latents: int | None, **heads: int | str
+    batch: str | None,
+    context: str | None,
+    formats: str | None,
+    sweep: bool,
+    latents: int | None,
+    queries: str | None = None,
+    **heads: int | str,
 ) -> tuple[list[Shape], tuple[str, ...]]:
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
@@ -69,10 +82,17 @@ def _bench_cases(
             sizes = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
             sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+        asked = [parse_count(part) for part in split(queries or "1")]
+        if latents and asked != [1]:
+            raise ValueError("queries: latents are timed with one query a row; leave --queries out.")
         if latents:
             shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in sizes]
         else:
-            shapes = [cases.Shape(rows, tokens, **heads) for rows, tokens in sizes]  # type: ignore[arg-type]
+            shapes = [
+                cases.Shape(rows, tokens, queries=count, **heads)  # type: ignore[arg-type]
+                for rows, tokens in sizes
+                for count in asked
+            ]
         default = cases.LATENT_FORMATS if latents else cases.default_formats()
         names = default if formats is None else split(formats)
         cases.check(names, shapes)
@@ -109,6 +129,7 @@ def bench_kernels(
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
+    queries: Queries = None,
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
@@ -140,8 +161,9 @@ def bench_kernels(
     from .run import measure_shape
 
     shapes, names = _bench_cases(
-        batch, context, formats, sweep, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
-    )
+        batch, context, formats, sweep, latents, queries, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=dtype.value,
+    )  # fmt: skip
     try:
         before = report.load(compare) if compare is not None else None
     except ValueError as error:
@@ -191,6 +213,12 @@ def bench_tune(
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: search everything]")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")
+    ] = None,
 ) -> None:
     """Search for the fastest launch parameters on this GPU, and save them where attention looks them up."""
     device = bench_device()
@@ -204,17 +232,26 @@ def bench_tune(
     shapes, names = _bench_cases(
         batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
-    with stoppable("nothing is saved; fewer --formats or sizes take less time."), progress_bar() as show:
+    path = configs.tuning_file()
+
+    def keep(finding: tune.Finding) -> None:
+        nonlocal path
+        path = configs.save(device, tune.to_save([finding]))
+
+    limit = math.inf if minutes is None else minutes
+    with stoppable(f"what was found until now is in {path}."), progress_bar() as show:
         try:
-            findings = tune.tune(names, shapes, device, show)
+            findings, variants = tune.tune(names, shapes, device, show, limit, keep)
         except torch.OutOfMemoryError as error:
-            fail(f"tune: {error} All shapes and formats are held at once; choose fewer or smaller ones.", code=1)
+            fail(f"tune: {error} All shapes of a format are held at once; choose fewer or smaller ones.", code=1)
+        except ValueError as error:
+            fail(error)
     console = make_console()
-    if not findings:
+    if not variants:
         fail(f"tune: no kernel with launch parameters serves {', '.join(names)} at these shapes.")
     console.print(tune.table(findings))
-    try:
-        path = configs.save(device, tune.to_save(findings))
-    except ValueError as error:
-        fail(error)
-    print_saved(console, path)
+    if len(findings) < variants:
+        console.print(f"{len(findings)} of {variants} variants in {minutes:g} minutes; name --formats for the others.")
+    if json_file is not None:
+        tune.write(findings, device, json_file)
+    print_saved(console, json_file, path)

@@ -34,7 +34,9 @@ _SHAPE = ("batch", "context", "heads", "kv_heads", "head_dim", "dtype")
 def shape_of(row: Row) -> Shape:
     """The shape a line was measured at."""
     # Rotary parts are of latents alone.
-    return Shape(**{field: row[field] for field in _SHAPE}, rope_dim=row.get("rope_dim", 0))
+    return Shape(
+        **{field: row[field] for field in _SHAPE}, rope_dim=row.get("rope_dim", 0), queries=row.get("queries", 1)
+    )
 
 
 # The record.
@@ -172,7 +174,7 @@ def compare_table(before: Record, after: Record) -> Table:
     for line in compare(before, after):
         shape = line["shape"]
         view.add_row(
-            f"{shape.batch} x {short(shape.context)}",
+            f"{shape.batch} x {short(shape.context)}" + (f", {short(shape.queries)}" if shape.queries > 1 else ""),
             line["name"],
             number(line["before"], 1),
             number(line["after"], 1),
@@ -198,6 +200,10 @@ def notes(record: Record) -> list[str]:
 # The picture.
 
 
+def _place(row: Row) -> tuple[int, int, int]:
+    return row["batch"], row["context"], row.get("queries", 1)
+
+
 def save_plot(record: Record, path: Path) -> bool:
     """Speed-up of each format, a column for each shape, as a PNG; False if there is nothing to draw.
 
@@ -206,10 +212,10 @@ def save_plot(record: Record, path: Path) -> bool:
     """
     rows = [row for row in record["rows"] if row["kind"] == "format" and "speedup" in row]
     columns = []
-    for batch, context in sorted({(row["batch"], row["context"]) for row in rows}):
-        own = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
-        marks = {row["name"]: Mark(row["speedup"]) for row in own}
-        columns.append(Column(f"{batch} x {short(context)}, speed-up", marks, line=1.0, form="{:.2f}"))
+    for batch, context, queries in sorted({_place(row) for row in rows}):
+        marks = {row["name"]: Mark(row["speedup"]) for row in rows if _place(row) == (batch, context, queries)}
+        asked = f", {short(queries)} queries" if queries > 1 else ""
+        columns.append(Column(f"{batch} x {short(context)}{asked}, speed-up", marks, line=1.0, form="{:.2f}"))
     names = list(dict.fromkeys(row["name"] for row in rows))
     title = f"Decode attention of one layer against the fastest unquantized kernel, {record['gpu']}"
     return save_chart(names, columns, title, path)

@@ -12,10 +12,11 @@ from torch import Tensor
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 
-from .baselines import first_line, measure_baselines
+from .baselines import measure_baselines
 from .cases import Shape, as_dict, bytes_read, fill
+from .several import measure_prompt
 from .split_kv import FAILURES
-from .timing import REPLAYS, Timing, cache_size, copies_for, time_calls
+from .timing import REPLAYS, Timing, cache_size, copies_for, first_line, time_calls
 
 Row = dict[str, Any]
 """One measured line, as it stands in the JSON; see `row_of`."""
@@ -86,14 +87,17 @@ def measure_format(
 ) -> Row:
     """Measures one format at one shape; what goes wrong is noted in the line and does not stop the others."""
     query, keys, values = data
-    spec, nbytes = "", 0
+    spec, nbytes, remark = "", 0, ""
     try:
+        if shape.is_prompt:
+            found = measure_prompt(shape, name, data, replays)
+            return row_of(shape, name, "format", *found[:2], copied, spec=found[2], remark=found[3])
         store = fill(name, keys, values)
         spec, nbytes = store.format.spec, bytes_read(store, query)
         measured: Timing | str = time_calls(store_calls(store, query, shape.scaling, cache_size(query.device)), replays)
     except FAILURES as error:
         measured = first_line(error)
-    return row_of(shape, name, "format", measured, nbytes, copied, spec=spec)
+    return row_of(shape, name, "format", measured, nbytes, copied, spec=spec, remark=remark)
 
 
 def measure_shape(

@@ -117,3 +117,9 @@ def copy_bandwidth(device: torch.device) -> tuple[int, Timing]:
     source = torch.zeros(min(2**31, free // 4) // 4, dtype=torch.int32, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes, time_calls([lambda: torch.bitwise_not(source, out=target)])
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

@@ -257,7 +257,7 @@ def test_tuning_says_when_memory_is_full(pretended_gpu, monkeypatch):
 
 
 def test_tuning_a_format_without_parameters(pretended_gpu, monkeypatch):
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: [])
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: ([], 0))
     assert_refused(run("tune", *OPTIONS, "--formats", "full"), "no kernel with launch parameters serves full")
 
 
@@ -266,9 +266,18 @@ def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
 
     before = dict(configs.DEFAULTS["decode"])
     found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: [found])
-    done = run("tune", *OPTIONS)
+
+    def tune(formats, shapes, device, progress, minutes, keep):
+        assert minutes == 0.5
+        keep(found)
+        return [found], 3
+
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", tune)
+    done = run("tune", *OPTIONS, "--minutes", "0.5", "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 0, done.output
+    assert "1 of 3 variants in 0.5 minutes" in " ".join(done.output.split())
+    record = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert (record["gpu"], record["findings"][0]["share"]) == ("Synthetic 9000", 0.9)
     assert "stages 3" in done.output
     assert "-10.0 %" in done.output
     saved = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))
