@@ -116,7 +116,7 @@ def _peers(names: str | None, latents: int | None) -> list[Peer]:
             fail(f"peers: got {names!r} with --latents, which is for keys and values alone; leave one of them out.")
         return []
     try:
-        return present(choose(names or "all"), make_console().print)
+        return present(choose("all" if names is None else names), make_console().print)
     except ValueError as error:
         fail(error)
 

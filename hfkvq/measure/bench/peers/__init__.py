@@ -44,6 +44,8 @@ def choose(text: str) -> tuple[str, ...]:
         ValueError: one is unknown.
     """
     names = split(text)
+    if not names:
+        raise ValueError(f"peers: got none; allowed all, none or some of {', '.join(PEERS)}.")
     if names == ("all",):
         return tuple(PEERS)
     if names == ("none",):
