@@ -84,18 +84,18 @@ class _Kivi(Peer):
         value_least: Tensor,
         newest: Tensor,
     ) -> Tensor:
-        heads = (shape.heads, shape.kv_heads)
-        logits = self._product(query, keys, key_scale, key_least, self.bits, GROUP, *heads) * shape.scaling
+        options = (self.bits, GROUP, shape.heads, shape.kv_heads)
+        logits = self._product(query, keys, key_scale, key_least, *options) * shape.scaling
         shares = torch.softmax(logits, -1, dtype=torch.float32).half()
         packed, whole = shares[..., :-RESIDUAL].contiguous(), shares[..., -RESIDUAL:]
-        out = self._product(packed, values, value_scale, value_least, self.bits, GROUP, *heads)
+        out = self._product(packed, values, value_scale, value_least, *options)
         own = whole.reshape(shape.batch, shape.kv_heads, -1, RESIDUAL) @ newest
         return out.view(own.shape) + own
 
     def _exact(self, shape: Shape, cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         rows = (shape.batch, shape.kv_heads)
-        keys = unpacked(*cache[:3], self.bits, 1).unflatten(0, rows)
-        values = unpacked(*cache[3:6], self.bits, 1).mT.unflatten(0, rows)
+        keys = unpacked(cache[0], cache[1], cache[2], self.bits, 1).unflatten(0, rows)
+        values = unpacked(cache[3], cache[4], cache[5], self.bits, 1).mT.unflatten(0, rows)
         return keys, torch.cat([values, cache[6].float()], 2)
 
 
