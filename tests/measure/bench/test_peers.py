@@ -158,9 +158,9 @@ def test_a_kernel_that_raises_is_reported(absent, monkeypatch):
 
     fakes.flash(monkeypatch, flash_attn_varlen_func=broken)
     (peer,) = present(["vllm-fa2"], pytest.fail)
-    found = measure.check_variant(peer, SHAPE, DATA, "no pages")
+    found = measure.check_variant(peer, SHAPE, DATA, "pages of 128")
     assert found == "RuntimeError: no kernel image is available"
-    row = measure.measure_peer(peer, SHAPE, DATA, 30, None, {"no pages": found})
+    row = measure.measure_peer(peer, SHAPE, DATA, 30, None, {"pages of 128": found})
     assert row["error"] == found
 
 

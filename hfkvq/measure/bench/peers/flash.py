@@ -12,6 +12,7 @@ from ..cases import Shape
 from .peer import Peer, Prepared, imported, page_table, paged
 
 INTERFACE = "vllm.vllm_flash_attn.flash_attn_interface"
+PAGES = (128, 256)
 NO_PAGES = "no pages"
 
 
@@ -19,7 +20,6 @@ class _FlashAttention(Peer):
     package = "vllm"
     remedy = "pip install vllm"
     version: ClassVar[int]
-    pages: ClassVar[tuple[int, ...]] = (128, 256)
 
     def load(self) -> None:
         """See `Peer.load`."""
@@ -31,7 +31,7 @@ class _FlashAttention(Peer):
 
     def variants(self, shape: Shape) -> tuple[str, ...]:
         """See `Peer.variants`."""
-        return (*(f"pages of {page}" for page in self.pages), NO_PAGES)
+        return tuple(f"pages of {page}" for page in PAGES)
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
         """See `Peer.prepare`."""
@@ -95,6 +95,10 @@ class FlashAttention3(_FlashAttention):
     name = "vllm-fa3"
     code_bits = (16, 16)
     version = 3
+
+    def variants(self, shape: Shape) -> tuple[str, ...]:
+        """Pages, and rows one after the other, which it can load in larger pieces."""
+        return (*super().variants(shape), NO_PAGES)
 
     def scheduled(
         self, shape: Shape, lengths: Tensor, options: dict[str, Any], page: int, dtype: torch.dtype
