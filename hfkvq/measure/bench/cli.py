@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from .cases import Shape
+    from .peers import Peer
     from .report import Record
 
 app = typer.Typer(
@@ -34,6 +35,10 @@ Contexts = Annotated[str | None, typer.Option("--context", help="Tokens of conte
 Formats = Annotated[
     str | None,
     typer.Option(help=r"Presets and formats to time, comma-separated. \[default: all]"),
+]
+Peers = Annotated[
+    str | None,
+    typer.Option(help=r"Other packages' kernels to time: all, none, or names, comma-separated. \[default: all]"),
 ]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
@@ -122,6 +127,20 @@ def _gate(shapes: list[Shape], names: tuple[str, ...], device: torch.device, ski
     return {"tests": tests, "self_check": errors}
 
 
+def _peers(names: str | None, latents: int | None) -> list[Peer]:
+    """Other packages' kernels that are asked for and there, with a line for each that is not."""
+    from .peers import choose, present
+
+    if latents:
+        if names not in (None, "none"):
+            fail(f"peers: got {names!r} with --latents, which is for keys and values alone; leave one of them out.")
+        return []
+    try:
+        return present(choose("all" if names is None else names), make_console().print)
+    except ValueError as error:
+        fail(error)
+
+
 @app.command("kernels")
 def bench_kernels(
     batch: Batches = None,
@@ -133,6 +152,7 @@ def bench_kernels(
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
+    peers: Peers = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Contexts of 1k to 128k at batch 1 and 32.")] = False,
     replays: Annotated[int, typer.Option(min=20, help="Replays of each CUDA graph.")] = 30,
     json_file: Annotated[
@@ -158,17 +178,21 @@ def bench_kernels(
     device = bench_device()
 
     from . import report, timing
+    from .peers.measure import check_peers
     from .run import measure_shape
 
     shapes, names = _bench_cases(
         batch, context, formats, sweep, latents, queries, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=dtype.value,
     )  # fmt: skip
+    others = _peers(peers, latents)
     try:
         before = report.load(compare) if compare is not None else None
     except ValueError as error:
         fail(error)
     record: Record = {**report.environment(device, commit), "checks": _gate(shapes, names, device, skip_tests)}
+    checked = check_peers(others, shapes, device)
+    record["checks"]["peers"] = checked
     record |= {"copy": report.describe_copy(*timing.copy_bandwidth(device)), "rows": []}
     json_file, plot_file = (
         path and report.file_name(path, record["gpu"], suffix)
@@ -176,7 +200,7 @@ def bench_kernels(
     )
 
     console = make_console()
-    done, work = 0, len(shapes) * (len(names) + 1)
+    done, work = 0, len(shapes) * (len(names) + len(others) + 1)
     kept = "nothing is saved" if json_file is None else f"{json_file} has the shapes that were finished"
     words = f"{kept}; the same command begins anew, --batch and --context choose what is left."
     with stoppable(words), progress_bar() as show:
@@ -187,7 +211,8 @@ def bench_kernels(
                 show(f"{shape.title}: {name}", done / work)
                 done += 1
 
-            rows = measure_shape(shape, names, device, record["copy"]["tb_per_s"] * 1e12, replays, tell)
+            copied = record["copy"]["tb_per_s"] * 1e12
+            rows = measure_shape(shape, names, device, copied, replays, tell, others, checked)
             record["rows"] += rows
             console.print(report.table(rows))
             # What is measured is kept, even if a later shape ends the run.
