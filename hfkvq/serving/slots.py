@@ -25,7 +25,7 @@ MOST_SLOTS = 1024
 """Slots, where the user does not say how many requests a batch has."""
 
 USUAL_TOKENS = 4096
-"""Of a request: where the user says nothing, there are as many slots as requests of this length have blocks."""
+"""Of a request, where nobody says how many: there are as many slots as requests of this length fit."""
 
 
 class SlotPages(CompressedPages):
@@ -40,6 +40,8 @@ class SlotPages(CompressedPages):
 
     asked: ClassVar[int | None] = None
     """How many requests a batch has, if the user says so."""
+    usual: ClassVar[int] = USUAL_TOKENS
+    """Tokens of a usual request."""
 
     supports_block_sharing = False
 
@@ -81,7 +83,7 @@ class SlotPages(CompressedPages):
         """Takes the engine's bytes: slots at their end, and blocks before them."""
         most = self.asked
         if most is None:
-            usual = self.bytes_per_slot + -(-USUAL_TOKENS // self.tokens_per_page) * self.bytes_per_block
+            usual = self.bytes_per_slot + self.blocks_for(self.usual) * self.bytes_per_block
             most = max(1, min(MOST_SLOTS, self.config.max_requests_per_batch or MOST_SLOTS, non_trash_bytes // usual))
         # Slot 0 is nobody's, and every request needs a block.
         fits = (non_trash_bytes - self.bytes_per_slot) // (self.bytes_per_slot + self.bytes_per_block)
