@@ -24,7 +24,7 @@ from hfkvq.kernels.step import StepPlan, StepState, attend_and_seal
 from hfkvq.kernels.windows import tokens_due_by_row
 
 from .fresh import Fresh
-from .pages import arguments_of, columns_of
+from .pages import arguments_of
 from .slots import SlotPages
 
 
@@ -150,22 +150,14 @@ class WindowedPages(SlotPages):
 
     def _sort(self, given: dict[str, Any], tokens: int) -> None:
         """Of a batch with prompts, or parts of them: asks the device for lengths and slots."""
-        page, slots, device = self.tokens_per_page, len(self._again), self._again.device
-        starts, starts_k = (ends.tolist() for ends in (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type]))
-        starts, starts_k, news, pasts = columns_of(starts, starts_k)
+        slots, device = len(self._again), self._again.device
+        columns = self._columns(given)
         self._fresh, self._prompts, self._steps = None, [], None
-        if not news:
+        if columns is None:
             return
-        # The engine lists each token's place, of all tokens if any request has some, else of the new ones.
-        read = given["read_index"][self.index]
-        places, first = (read, starts_k) if read.numel() else (given["write_index"][self.index], starts)
-        blocks = [self.blocks_for(past + new) for past, new in zip(pasts, news, strict=True)]
+        starts, news, pasts, blocks = columns.first, columns.new, columns.held, columns.blocks
         # Few widths, each of which has plans of its own.
-        width = 1 << (max(blocks) - 1).bit_length()
-        wanted = [
-            [start + min(j, count - 1) * page for j in range(width)] for start, count in zip(first, blocks, strict=True)
-        ]
-        found = places[torch.tensor(wanted).to(device)]
+        found = columns.table(self._numbers(given), 1 << (max(blocks) - 1).bit_length())
         table, slot = (found // slots).to(torch.int32), (found[:, 0] % slots).to(torch.int32)
         first = [row for row, past in enumerate(pasts) if not past]
         alone = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new == 1]
