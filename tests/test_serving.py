@@ -306,6 +306,15 @@ def test_two_models_at_a_time(model):
     assert found == {"ours": mine, "stock": expected}
 
 
+def test_columns_of_a_batch():
+    """Requests with tokens held, without, without new ones (whose blocks are listed too), and padding."""
+    found = serving.pages.Columns.of([0, 4, 4, 5, 5], [0, 4, 140, 400, 400], lambda tokens: -(-tokens // 128))
+    assert found == ((0, 4), (0, 3), (1, 3), (4, 1), (0, 259))
+    numbers = torch.tensor([7, 50, 51, 9, 8, 3, -1])
+    assert found.table(numbers, 4).tolist() == [[7, 7, 7, 7], [9, 8, 3, 3]]
+    assert serving.pages.Columns.of([0, 0, 0], [0, 3, 3], lambda tokens: 1) is None
+
+
 def load_test():
     path = Path(__file__).parents[1] / "evals/serving.py"
     spec = importlib.util.spec_from_file_location("load_test", path)
