@@ -307,10 +307,12 @@ def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> Non
             if kind == "chat" and scheme == name
         )
         speed.plot(*zip(*own, strict=True), "o-", color=colors[name], markersize=4, label=label[name])
-    speed.set(xscale="log", xlabel="users", ylabel="new tokens a second", ylim=0)
+    speed.set(xlabel="users", ylabel="new tokens a second", ylim=0)
     counts = sorted({row["users"] for row in rows.values() if row["requests"] == "chat"})
-    speed.set_xticks(counts, [f"{count}" for count in counts])
-    speed.minorticks_off()
+    if counts:
+        speed.set_xscale("log")
+        speed.set_xticks(counts, [f"{count}" for count in counts])
+        speed.minorticks_off()
     speed.set_title("chat: prompts of 500 to 2,000, answers of 1,000 to 2,000", fontsize=9)
     kinds = [kind for kind in ("long", "chat") if any(row[0] == kind and row[1] == "all" for row in rows)]
     for i, name in enumerate(schemes):

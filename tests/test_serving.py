@@ -21,7 +21,9 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.dense import dense_attention
 from hfkvq.kernels import use_interpreter
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.divergence.naming import parse_scheme
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
@@ -304,6 +306,24 @@ def test_two_models_at_a_time(model):
         for thread in threads:
             thread.join()
     assert found == {"ours": mine, "stock": expected}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (77, 77), (4100, 4100), (1, 300), (100, 1000), (4500, 9001)])
+def test_attention_of_prompts(tokens, columns):
+    """Of any length, behind anything, among other requests' tokens: as stock attention in float32."""
+    torch.manual_seed(0)
+    batch = [torch.randn(1, columns + 9, h, 128, device="cuda").bfloat16().transpose(1, 2) for h in (4, 2, 2)]
+    query, keys, values = (x[:, :, 5 : 5 + columns] for x in batch)
+    query = query[:, :, -tokens:]
+    arguments = AttentionArguments(0.1)
+    found = serving.prompts.prompt_attention(None, query, keys, values, arguments)
+    exact, plain = (
+        dense_attention(None, *(x.to(kind) for x in (query, keys, values)), arguments)[0]
+        for kind in (torch.float32, torch.bfloat16)
+    )
+    assert found.shape == exact.shape
+    assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
 
 
 def test_columns_of_a_batch():

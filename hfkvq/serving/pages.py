@@ -19,11 +19,12 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 
 from hfkvq import kernels
 from hfkvq.caches import Scheme
-from hfkvq.caches.dense import dense_attention
 from hfkvq.caches.store.pool import as_bytes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import hadamard, saturated
 from hfkvq.kernels.pages import SIDES, PageFormat
+
+from .prompts import prompt_attention
 
 ALIGNED = 128
 """Bytes of a page are a multiple of this, so that a sector of the engine is one block."""
@@ -344,7 +345,7 @@ class CompressedPages(FullAttentionCacheAllocator):
             sides = [x[:, :, own] for x in new]
             if past:
                 sides = [torch.cat([self._dense(layer, at, rows.table[row], past), x], 2) for at, x in enumerate(sides)]
-            out[:, own] = dense_attention(module, query[:, :, own], sides[0], sides[1], arguments)[0]
+            out[:, own] = prompt_attention(module, query[:, :, own], sides[0], sides[1], arguments)
         return out
 
     def _dense(self, layer: int, at: int, table: Tensor, tokens: int) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.caches.dense import dense_attention
 from hfkvq.caches.layers.plan import sealing_rules
 from hfkvq.caches.layers.queries import QueryStatistics
 from hfkvq.caches.row_states import RowState
@@ -25,6 +24,7 @@ from hfkvq.kernels.windows import tokens_due_by_row
 
 from .fresh import Fresh
 from .pages import arguments_of
+from .prompts import prompt_attention
 from .slots import SlotPages
 
 
@@ -108,7 +108,7 @@ class WindowedPages(SlotPages):
         if self._fresh is not None:
             for own in self._fresh.own:
                 q, k, v = (x[:, :, own] for x in (query, key, value))
-                out[:, own] = dense_attention(module, q, k, v, arguments)[0]
+                out[:, own] = prompt_attention(module, q, k, v, arguments)
             self._store_fresh(layer, query, (key, value), self._fresh)
         for prompt in self._prompts:
             q, k, v = (x[:, :, prompt.own] for x in (query, key, value))
@@ -225,7 +225,7 @@ class WindowedPages(SlotPages):
         """Attention of a request's tokens, (1, n, Hq, D), over what it has, dequantized, and themselves."""
         store, sides = self._store(layer, prompt), (key, value)
         sides = [torch.cat([store.dense(SIDES[at], prompt.past), x], 2) for at, x in enumerate(sides)]
-        out = dense_attention(module, query, sides[0], sides[1], arguments)[0]
+        out = prompt_attention(module, query, sides[0], sides[1], arguments)
         scheme, own = self._scheme_of[layer], store.layout.keys
         if "query" not in scheme.needs:
             store.extend(key, value)
