@@ -35,7 +35,7 @@ def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, a
     """
     tokens, asked = query.shape[2], SDPAParams(query, keys, values, None, 0.0, False, True)
     special = arguments.softcap or arguments.sinks is not None or values.shape != keys.shape
-    if special or not query.is_cuda or not can_use_flash_attention(asked):
+    if special or not query.is_cuda or query.shape[3] % 8 or not can_use_flash_attention(asked):
         return dense_attention(module, query, keys, values, arguments)[0]
     if LONG <= tokens == keys.shape[2] and can_use_cudnn_attention(asked):
         room = -(-tokens // STEP) * STEP
