@@ -16,7 +16,7 @@ Users are met in the middle: the first request of each has a random part of its 
 is from the beginning what it is after hours. Counting begins when all users are served or no more can be, and goes on
 for --seconds. Written are, for every scheme ("none" is the engine as it is): new tokens a second, the time between two
 tokens of a request, the time to the first token of those that asked then, the most requests at a time and the bits an
-element that they held, and the attention: the engine takes FlashAttention where there is one. All caches have as many
+element that they held at the end, and the attention: the engine takes FlashAttention where there is one. All caches have as many
 bytes; those of schemes that keep tokens in 16 bits include windows for as many requests of the kind's mean length as
 there is room for. A row is written to --json when it is done, and none begins after --budget seconds.
 
@@ -153,7 +153,7 @@ def run(
     seed: int = 0,
 ) -> dict[str, Any]:
     """So many users for so many seconds behind the beginning, which may last ``limit`` seconds together."""
-    users, most, most_bits = Users(manager, kind, vocabulary, seed), 0, 0.0
+    users, most = Users(manager, kind, vocabulary, seed), 0
     start = risen = time.perf_counter()
     begin = None
     for _ in range(count):
@@ -161,12 +161,12 @@ def run(
     while True:
         held, at = users.look(), time.perf_counter()
         if held > most:
-            most, risen, most_bits = held, at, bits()
+            most, risen = held, at
         if begin is None and most and (most == count or at - risen > SETTLED):
             begin = at
         if at - start > limit or (begin is not None and at - begin > seconds):
             break
-    end, begin = at, begin or risen
+    end, begin, found_bits = at, begin or risen, bits()
     users.leave()
     stamps = {state.request_id: sorted(state.timestamps or []) for state in users.seen.values()}
     every = [stamp for state in users.seen.values() for stamp in state.timestamps or []]
@@ -190,7 +190,7 @@ def run(
         "first_token_s": spread(first),
         "first_tokens": len(first),
         "most_at_a_time": most,
-        "bits": most_bits,
+        "bits": found_bits,
         "taken_back": sum(bool(state._true_initial_tokens) for state in users.seen.values()),
     }
 
