@@ -270,16 +270,17 @@ def test_more_windows_than_memory(model):
     model.set_attn_implementation("sdpa")
 
 
-def test_slots_where_nobody_says_how_many(model):
+@pytest.mark.parametrize("tokens", [None, 512])
+def test_slots_where_nobody_says_how_many(model, tokens):
     """As many as there are requests of usual length in these bytes; the engine is told."""
-    with serving.enable(model, "kitty-pro"):
+    with serving.enable(model, "kitty-pro", request_tokens=tokens):
         manager = model.init_continuous_batching(generation(), settings(num_blocks=64, max_requests_per_batch=None))
         processor = manager._create_batch_processor()
     model.set_attn_implementation("sdpa")
     pages = processor.cache.cache_allocators["full_attention"]
     slots = len(pages._free)
     assert slots == processor.scheduler.max_requests_per_batch > 1
-    usual = pages.bytes_per_slot + 4096 // 128 * pages.bytes_per_block
+    usual = pages.bytes_per_slot + pages.blocks_for(tokens or 4096) * pages.bytes_per_block
     assert slots == (pages.num_blocks * pages.bytes_per_block + pages.window_room) // usual
 
 
