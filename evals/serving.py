@@ -16,9 +16,9 @@ Users are met in the middle: the first request of each has a random part of its 
 is from the beginning what it is after hours. Counting begins when all users are served or no more can be, and goes on
 for --seconds. Written are, for every scheme ("none" is the engine as it is): new tokens a second, the time between two
 tokens of a request, the time to the first token of those that asked then, the most requests at a time and the bits an
-element that they held at the end, and the attention: the engine takes FlashAttention where there is one. All caches have as many
-bytes; those of schemes that keep tokens in 16 bits include windows for as many requests of the kind's mean length as
-there is room for. A row is written to --json when it is done, and none begins after --budget seconds.
+element that they held at the end, and the attention: the engine takes FlashAttention where there is one. All caches
+have as many bytes; those of schemes that keep tokens in 16 bits include windows for as many requests of the kind's mean
+length as there is room for. A row is written to --json when it is done, and none begins after --budget seconds.
 
 --show draws results/serving.png and writes the tables of docs/serving.md; of two files with a row, the later's counts.
 """

@@ -53,7 +53,7 @@ def row(model: Any, scheme: str, inputs: list[list[int]], new: int) -> dict[str,
             given, attention_mask=torch.ones_like(given), past_key_values=cache, generation_config=config
         )
         alone.append(out[0, len(ids) :].tolist())
-        if not stock:
+        if isinstance(cache, MixedKVCache):
             cache.detach()
     assert [len(x) for x in served] == [len(x) for x in alone] == [new] * len(inputs)
     pairs = [list(zip(*pair, strict=True)) for pair in zip(served, alone, strict=True)]
