@@ -117,7 +117,7 @@ def table(rows: Sequence[Row]) -> Table:
     columns = ("name", "us", "p20 to p80", "MB", "TB/s", "of copy", "speed-up", "")
     view = new_table(shape_of(rows[0]).title, columns)
     for row, after in zip(rows, [*rows[1:], None], strict=True):
-        last = row["kind"] == "baseline" and after is not None and after["kind"] != "baseline"
+        last = row["kind"] != "format" and after is not None and after["kind"] == "format"
         if "error" in row:
             view.add_row(row["name"], *[NOTHING] * 6, row["error"], end_section=last)
             continue
