@@ -28,7 +28,7 @@ def row_of(
     Args:
         shape: the shape.
         name: of the format or baseline.
-        kind: "format", "baseline" or "peer".
+        kind: "format", "baseline", "peer", or "bound", which is faster than any right result of its kernel.
         measured: the time, or what went wrong.
         nbytes: bytes that have to be read or written.
         copied: bandwidth of the copy, bytes a second.

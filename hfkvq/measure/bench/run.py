@@ -16,7 +16,7 @@ from .cases import Shape, bytes_read, fill
 from .peers import Peer
 from .peers.measure import Findings, measure_peer
 from .rows import Row, add_speedups, row_of
-from .several import measure_prompt
+from .several import OPEN, measure_prompt
 from .split_kv import FAILURES
 from .timing import REPLAYS, Timing, cache_size, copies_for, first_line, time_calls
 
@@ -97,7 +97,8 @@ def _measure_shape(
         yield from (row_of(shape, name, "format", first_line(error), 0, copied) for name in formats)
         return
     for name, measured, remark in measure_baselines(shape, query, copies, replays):
-        yield row_of(shape, name, "baseline", measured, dense + 2 * query.nbytes, copied, remark=remark)
+        kind = "bound" if remark == OPEN else "baseline"
+        yield row_of(shape, name, kind, measured, dense + 2 * query.nbytes, copied, remark=remark)
     del copies
     # Theirs are asked for one query a row.
     for peer in peers if shape.queries == 1 else ():

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from hfkvq.caches.behind import attend_store
+from hfkvq.caches.behind import attend_behind, attend_store
 
 from .cases import Shape, bytes_read, fill
 from .timing import Timing, first_line, time_calls
@@ -19,18 +19,33 @@ from .timing import Timing, first_line, time_calls
 MOST_MASK = 1 << 28
 """Bytes of a mask of queries times columns up to which attention with one is timed."""
 
+OPEN = "not causal: shows later tokens, too"
+"""Remark of what is no baseline, since its result is another one, but a bound."""
+
 
 def _lower_right(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
     bias = causal_lower_right(query.shape[2], keys.shape[2])
     return lambda: F.scaled_dot_product_attention(query, keys, values, bias, enable_gqa=True)
 
 
-def _cudnn(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:
+def _by(
+    backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+) -> Callable[[], Tensor]:
     def attend() -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
 
     return attend
+
+
+def _in_two_parts(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    past, new = zip(*(x.tensor_split([x.shape[2] - query.shape[2]], 2) for x in (keys, values)), strict=True)
+    return lambda: attend_behind(query, past, new, query.shape[3] ** -0.5)
+
+
+def _packed(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    """The query heads of a KV head as more queries of one head."""
+    return _by(backend, query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3), keys, values)
 
 
 def measure_several(
@@ -39,17 +54,26 @@ def measure_several(
     """What several queries are held against; see `baselines.measure_baselines`.
 
     cuDNN aligns its triangle to the upper left, so it is given a mask, or shows every token: the same work for a
-    context that is long beside the queries, and the bar that no right result of its own would be above.
+    context that is long beside the queries, and the bar that no right result of its own would be above. So are a step's
+    queries with the heads of a KV head packed, which keeps a kernel from reading keys once for each of them.
     """
     made: dict[str, tuple[Callable[..., Callable[[], Tensor]], str]] = {
         "flash SDPA": (_lower_right, "causal, lower right"),
-        "cuDNN SDPA": (_cudnn, "not causal: shows later tokens, too"),
+        "cuDNN SDPA": (partial(_by, SDPBackend.CUDNN_ATTENTION), OPEN),
     }
+    if shape.is_prompt:
+        made["SDPA in two parts"] = (_in_two_parts, "as this library asks for it, of dense keys and values")
+    else:
+        made["flash SDPA, packed"] = (partial(_packed, SDPBackend.FLASH_ATTENTION), OPEN)
+        made["cuDNN SDPA, packed"] = (partial(_packed, SDPBackend.CUDNN_ATTENTION), OPEN)
     columns = copies[0][0].shape[2]
     if shape.queries * columns <= MOST_MASK:
         mask = torch.ones(shape.queries, columns, dtype=torch.bool, device=query.device)
         mask = mask.tril(columns - shape.queries)[None, None]
-        made["cuDNN SDPA, mask"] = (partial(_cudnn, mask=mask), "a mask of queries times columns")
+        made["cuDNN SDPA, mask"] = (
+            partial(_by, SDPBackend.CUDNN_ATTENTION, mask=mask),
+            "a mask of queries times columns",
+        )
     for name, (make, remark) in made.items():
         try:
             yield name, time_calls([make(query, *copy) for copy in copies], replays), remark

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfkvq.caches import behind
-from hfkvq.measure.bench import several
+from hfkvq.measure.bench import run, several
 from hfkvq.measure.bench.cases import Shape, as_dict
 from hfkvq.measure.bench.report import shape_of
 from hfkvq.measure.bench.run import row_of
@@ -48,6 +48,20 @@ def test_queries_that_make_no_sense(given, message):
         Shape(**{"batch": 1, "context": 300, **given})
 
 
+def test_bounds_are_no_baselines(monkeypatch):
+    """What shows later tokens is told, and no speed-up is against it."""
+    shape = Shape(1, 60, queries=5, **SMALL)
+    shown = [("right", Timing(3, 3, 3, 1, 1, 1), ""), ("open", Timing(1, 1, 1, 1, 1, 1), several.OPEN)]
+    monkeypatch.setattr(Shape, "data", lambda self, device: data_of(self))
+    monkeypatch.setattr(run, "cache_size", lambda device: 1)
+    monkeypatch.setattr(run, "measure_baselines", lambda *rest: iter(shown))
+    rows = run.measure_shape(shape, [], CPU, None, 3)
+    assert [(row["kind"], row["speedup"], row["against"]) for row in rows] == [
+        ("baseline", 1.0, "right"),
+        ("bound", 3.0, "right"),
+    ]
+
+
 def test_what_prompts_and_steps_are_held_against(monkeypatch):
     """The right ones agree with plain attention; what this machine lacks is noted."""
     shape, outs = Shape(1, 60, queries=5, **SMALL), {}
@@ -59,11 +73,19 @@ def test_what_prompts_and_steps_are_held_against(monkeypatch):
 
     monkeypatch.setattr(several, "time_calls", time_calls)
     found = list(several.measure_several(shape, query, [(keys, values)], 3))
-    assert [name for name, *_ in found] == ["flash SDPA", "cuDNN SDPA", "cuDNN SDPA, mask"]
+    packed = ["flash SDPA, packed", "cuDNN SDPA, packed"]
+    assert [name for name, *_ in found] == ["flash SDPA", "cuDNN SDPA", *packed, "cuDNN SDPA, mask"]
     assert all(isinstance(measured, str) for name, measured, _ in found if name.startswith("cuDNN"))
     assert torch.allclose(outs[0], attention(query, keys, values, None, shape.scaling), atol=1e-4)
     monkeypatch.setattr(several, "MOST_MASK", 10)
-    assert len(list(several.measure_several(shape, query, [(keys, values)], 3))) == 2
+    assert len(list(several.measure_several(shape, query, [(keys, values)], 3))) == 4
+    monkeypatch.setattr(behind, "_flash", with_sums)
+    prompt = Shape(1, 60, queries=20, **SMALL)
+    assert [name for name, *_ in several.measure_several(prompt, query, [(keys, values)], 3)] == [
+        "flash SDPA",
+        "cuDNN SDPA",
+        "SDPA in two parts",
+    ]
 
 
 @pytest.mark.parametrize("name", ["int4", "saw-int4-kv"])
