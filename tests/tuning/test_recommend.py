@@ -86,12 +86,12 @@ def test_the_losses_that_ship():
 
 class TestCommand:
     def test_ends_with_lines_to_copy(self):
-        done = run(*SMALL, "--schemes", "bf16,kitty-pro,best-4.3", columns=79)
+        done = run(*SMALL, "--schemes", "bf16,kitty-pro,saw-int4", columns=79)
         assert done.exit_code == 0, done.output
         lines = done.stdout.splitlines()
         assert lines[-2:] == [
-            'Python:  cache = MixedKVCache(model.config, "best-4.3")',
-            "Command: hfkvq demo --schemes best-4.3",
+            'Python:  cache = MixedKVCache(model.config, "saw-int4")',
+            "Command: hfkvq demo --schemes saw-int4",
         ]
         assert max(map(len, lines[:-3])) <= 79
         assert "of 4,096 tokens, bf16 none" in lines[-3]

@@ -57,7 +57,7 @@ class Kivi(Scheme):
         ),
         "kivi-4": Entry("A short distance from bf16, for 5 bits.", {"bits": 4}, ("bench kernels", "fit")),
         "best-4.3": Entry(
-            "The closest to bf16 at about 4 bits: rotated keys per channel, first and newest tokens whole. Not of a paper.",
+            "The closest to bf16 at about 4 bits: rotated keys with scales per channel, windows. Not of a paper.",
             {
                 "bits": 4,
                 "group_size": 128,
