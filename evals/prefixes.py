@@ -6,7 +6,8 @@ One prefill of a model (`--model`, SmolLM2 unless told otherwise) for all lines;
 prefix are quantized at once, as its scheme's pages hold them, and the scored tokens are one chunk behind it. So a line
 takes about a second on a GPU, where `hfkvq kld` takes ten, and a format can be tried that no scheme has yet. A line of
 LINES is a preset with its knobs, and after " @ " what differs, in Python: an expression that makes a layout of the
-layout ``L`` of layer ``i`` of ``NL``, for heads of ``d``, with ``K(L, ...)`` and ``V(L, ...)`` for options of one side or of its format:
+layout ``L`` of layer ``i`` of ``NL``, for heads of ``d``. ``K(L, ...)`` and ``V(L, ...)`` change options of one side or
+of its format:
 
     best-4.3 @ K(L, group_size=64, fit=4) if i < 10 else L
     best-4.3 @ V(L, **WHOLE)
