@@ -27,6 +27,7 @@ from .layers.gradient import refuse_gradient
 from .layers.handle import layer_of
 from .layers.step import take_step
 from .layers.steps import StepKV
+from .model_config import TOUCHES_KEYS
 from .recorded import is_captured, is_recorded
 from .store import MAX_STEP
 from .switched import NAME
@@ -152,8 +153,9 @@ def hfkvq_mask(
         if columns.shape[1] == kv_length:
             return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
     if q_length > 1 and kv_length != q_length:
-        # Some models add to their masks, and say that they need one.
-        plain = allow_is_causal_skip and mask_function is causal_mask_function
+        # Some models add to their masks, and say that they need one; not all of them with every release.
+        adds = getattr(kwargs.get("config"), "model_type", None) in TOUCHES_KEYS
+        plain = allow_is_causal_skip and not adds and mask_function is causal_mask_function
         if plain and _is_newest(q_length, kv_length, q_offset, kv_offset):
             columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
             # Asked once a forward, as stock code asks of a first prompt.
