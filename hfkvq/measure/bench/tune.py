@@ -50,6 +50,7 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "stages": (3, 5, 7),
         "max_registers": (0, 168),
         "step": (0, 128),
+        "loose": (16, 32),
     },
     "latent": {
         "programs_per_sm": (2, 1),
