@@ -499,6 +499,32 @@ def test_tiles_take_the_main_kernel(name):
     assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)
 
 
+@pytest.mark.parametrize(
+    ("store", "share", "softcap", "expected"),
+    [
+        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 0.0, True),
+        ("s0;k0;v0;4t128p128/4t128p128", 1, 0.0, True),
+        ("s0;k0;v0;2c128p128+4x32/2t128p128", 5, 0.0, False),
+        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 9.0, False),
+        ("s0;k0;v0;2c128p128+4x24/2t128p128", 4, 0.0, False),
+        ("s0;k0;v0;2c32p128/2t128p128", 4, 0.0, False),
+        ("s0;k0;v0;4c128p128n/4t128p128n", 4, 0.0, False),
+        ("w200;s0;k0;v0;4t128p128/4t128p128", 4, 0.0, False),
+    ],
+)
+def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, expected):
+    """The cases above would pass without them."""
+    pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
+    from hfkvq.kernels.triton.decode import Queries, Scoring, decode_plan
+
+    dtype = torch.bfloat16
+    query = Queries((1, share, 1, 128), (share * 128, 128, share * 128, 1), dtype, dtype)
+    scoring = Scoring(None, None, 0.1, softcap)
+    plan = decode_plan(store, query, (1, 128, 32, 32, dtype), (1,), scoring, torch.device("cpu"), 0)
+    assert plan is not None
+    assert pair_format.PairFormat(*plan.launches[0].constants["FORMATS"][0]).digits == expected
+
+
 # Formats that the loop over pages takes in ways of their own; the interpreter, which is slow, sees these alone.
 INTERPRETED = (
     *("2c", "2c-raised-4-digits", "4c-digits"),
