@@ -106,7 +106,7 @@ def _read_json(option: str, path: Path) -> Iterator[Any]:
                 try:
                     yield parse_json(line)
                 except ValueError as error:
-                    fail(f"{option}: line {number} of {path} is no JSON: {error}")
+                    fail(f"{option}: line {number} of {path} is not JSON: {error}")
     else:
         yield from whole if isinstance(whole, list) else [whole]
 

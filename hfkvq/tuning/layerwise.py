@@ -86,7 +86,7 @@ def tune_layers(
     limit = max_total_bits if max_bytes is None else max_bytes
     options = {layer: [own[layer], *named.values()] for layer in places}
     if all(own[layer] == scheme for layer in places for scheme in named.values()):
-        raise ValueError("candidates: got the base's own scheme alone; name others, e.g. 'full' or 'kitty-pro'.")
+        raise ValueError("candidates: got only the base's own scheme; name others, e.g. 'full' or 'kitty-pro'.")
     search = Search(
         start,
         own,

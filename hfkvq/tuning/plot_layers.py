@@ -172,7 +172,7 @@ def bits_by_layer(what: Preset | MixedKVCache, layers: int | None = None, head_d
     """
     if isinstance(what, Preset):
         if layers is None:
-            raise ValueError("layers: a preset does not say how many there are; name the model's number of layers.")
+            raise ValueError("layers: a preset does not say how many there are; pass the model's number of layers.")
         return _preset_bits(what, layers, head_dim)
     stores = {
         number: layer.store

@@ -51,7 +51,7 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     assert [row["name"] for row in rows["kld-2.json"]] == ["kivi-2"]
     # Whatever else results depend on.
     for other in (["--limit", 2], ["--chat"], ["--gen_kwargs", "temperature=0.5"], ["--context", 200]):
-        assert_refused(run(*options, *other), "holds results of other settings")
+        assert_refused(run(*options, *other), "holds results with other settings")
 
 
 class TestBoard:
@@ -120,7 +120,7 @@ class TestBoard:
     ("arguments", "message"),
     [
         (["--schemes", "kity"], "scheme: got 'kity', which is unknown"),
-        (["--metadata", "{"], "which is no JSON"),
+        (["--metadata", "{"], "which is not JSON"),
         (["--metadata", "[1]"], "allowed a JSON object"),
         (["--gen_kwargs", "temperature"], "gen_kwargs: got 'temperature', allowed NAME=VALUE"),
         (["--device", "tpu"], "device: got 'tpu'"),

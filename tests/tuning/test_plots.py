@@ -139,7 +139,7 @@ class TestStudy:
     def test_too_few_trials(self):
         with pytest.raises(ValueError, match="study: it has 3 measured trials, and this picture needs 4"):
             plots.knob_importance(search(trials=3))
-        with pytest.raises(ValueError, match="searched for the value alone"):
+        with pytest.raises(ValueError, match="searched only for the value"):
             plots.hypervolume(search(single=True))
 
 
