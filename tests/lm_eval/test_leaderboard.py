@@ -36,7 +36,7 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     assert "full" in text
     # One question tells nothing, and the report says so.
     assert "| `full` | 1 | +0.0 | -100.0 to +100.0 | too few to tell, ±100 |" in text
-    assert "Too few questions to tell full, kitty:sink_length=4 from DynamicCache" in flat(done.output)
+    assert "Too few questions to distinguish full, kitty:sink_length=4 from DynamicCache" in flat(done.output)
     # Another run finds the results.
     again = run(*options)
     assert again.exit_code == 0, again.output

@@ -83,7 +83,7 @@ def test_a_slow_program_fails(folder, monkeypatch):
         ({"private_test_cases": "@@"}, "row 1 is not a problem of LiveCodeBench"),
         ({"contest_date": "soon"}, "row 1 is not a problem of LiveCodeBench"),
         ({"metadata": '{"func_name": "f"}'}, "need metadata with 'func_name', others none"),
-        ({"public_test_cases": '[{"input": ""}]'}, "row 1 is no problem"),
+        ({"public_test_cases": '[{"input": ""}]'}, "row 1 is not a problem"),
     ],
 )
 def test_damaged_rows(tmp_path, change, message):
