@@ -33,8 +33,10 @@ DEFAULTS: Mapping[str, Knobs] = {
     # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. step: tokens
     # of a turn of the page loop, 0 for what suits the format.
     "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0},
-    # Integer products leave registers for three programs on each part of a multiprocessor.
-    "digits": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0},
+    # Integer products, of codes of so many bits. Of 2 bits they want three programs on each part of a multiprocessor:
+    # with two they wait longer than f16 products.
+    "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0},
+    "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0},
     # Of latents programs have so many warps; programs_per_sm counts those of eight.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
@@ -61,7 +63,8 @@ CLASSES: Mapping[str, Mapping[tuple[int, ...], Knobs]] = {
 # The interpreter runs one program after the other.
 _INTERPRETER: Mapping[str, Knobs] = {
     "decode": {"programs_per_sm": 4, "stages": 1},
-    "digits": {"programs_per_sm": 4, "stages": 1},
+    "digits-2": {"programs_per_sm": 4, "stages": 1},
+    "digits-4": {"programs_per_sm": 4, "stages": 1},
     "latent": {"programs_per_sm": 4, "stages": 1},
 }
 

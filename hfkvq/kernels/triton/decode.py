@@ -102,10 +102,16 @@ def _plan(
     sms = multiprocessors(device)
     # Each query takes two of eight columns then.
     plain = scoring.mask is None and not softcap and not form.window
-    # Tensor cores of other generations make integer products slowly, or not at all. The interpreter has none.
-    plain = plain and capability(device)[0] in (0, 8, 9)
-    digits = plain and queries == 1 and rows <= 4 and all(takes_digits(*own, head_dim, value_dim) for own in form.runs)
-    kernel = "digits" if digits else "decode"
+    # Measured on 9.0 alone; the interpreter stands for it.
+    plain = plain and capability(device)[0] in (0, 9)
+    digits = (
+        plain
+        and queries == 1
+        and rows <= 4
+        and len(form.runs) == 1
+        and takes_digits(*form.runs[0], head_dim, value_dim)
+    )
+    kernel = f"digits-{form.runs[0][0].bits}" if digits else "decode"
     knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     memory = shared_memory(device)
     room = memory // knobs[0]["programs_per_sm"]
@@ -120,9 +126,10 @@ def _plan(
     rests = [page // BLOCK if constants.rests and not form.ordered else 0 for constants, _ in formats]
     blocks_seen = tuple(form.pages_seen(count, queries) for count in blocks)
     paged = split_counts(blocks_seen, rows_of_programs, resident, loose + sum(rests))
-    # Where pages are few and many bytes, steps of one run side by side.
+    # Where pages are few and many bytes, or so few that they are merged at once, steps of one run side by side.
     steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
+    wide = wide or (digits and sum(steps) + loose <= SPLITS[0])
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps

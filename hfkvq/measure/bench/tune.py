@@ -31,8 +31,14 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "max_registers": (0, 128, 168),
         "step": (0, 64, 128),
     },
-    "digits": {
-        "programs_per_sm": (6, 8, 10, 11, 12),
+    "digits-2": {
+        "programs_per_sm": (6, 8, 11, 12),
+        "stages": (3, 5, 7),
+        "max_registers": (0, 168),
+        "step": (0,),
+    },
+    "digits-4": {
+        "programs_per_sm": (6, 8, 12),
         "stages": (3, 5, 7),
         "max_registers": (0, 168),
         "step": (0, 128),
