@@ -1,6 +1,6 @@
 """The page loop with integer products, for up to four queries and pages with one scale a token (of keys, a channel).
 
-Every step has units of its own: of a page's scaled queries, and of probabilities times the values' scales. See `digits`.
+Every step has units of its own: of scaled queries, and of probabilities times the scales of values. See `digits`.
 """
 
 from __future__ import annotations
