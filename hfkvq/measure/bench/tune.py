@@ -47,9 +47,10 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     },
     "digits": {
         "programs_per_sm": (6, 8, 10, 11, 12),
-        "stages": (3, 5, 7),
+        "stages": (3, 7, 5),
+        "step": (128, 0),
+        "loose": (16, 32),
         "max_registers": (0, 168),
-        "step": (0, 128),
     },
     "latent": {
         "programs_per_sm": (2, 1),
