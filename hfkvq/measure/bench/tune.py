@@ -50,6 +50,7 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "stages": (3, 5, 7),
         "max_registers": (0, 168),
         "step": (0,),
+        "loose": (16, 32),
     },
     "digits-4": {
         "programs_per_sm": (6, 8, 12),
