@@ -3,7 +3,8 @@
     python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
 
 "measure" takes minutes on a GPU and hours on a CPU; it writes results/accuracy.json, two pictures and the table.
-With --only, of presets or options, the rows of these are put among those that are there, and the pictures stay.
+With --only, of presets, options or typed forms such as best-2.5:fit=0, the rows of these are put among those that are
+there.
 "slice" writes results/accuracy-slice.json, the small fixed part that the tests measure again, on the CPU. "table"
 writes the table alone, from what was measured.
 """
@@ -27,6 +28,7 @@ from hfkvq.measure.demo.prompts import load
 from hfkvq.measure.demo.report import as_json
 from hfkvq.measure.demo.run import BASELINE, Result, choose_schemes
 from hfkvq.measure.demo.schemes import describe
+from hfkvq.measure.divergence.naming import parse_scheme
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
@@ -68,14 +70,20 @@ def _schemes(options: bool) -> dict[str, Scheme]:
     return choose_schemes(("all",)) | more
 
 
+def _chosen(names: Sequence[str]) -> dict[str, Scheme]:
+    """Of presets and options those that are named, or all; a preset may have other options in its name."""
+    known = _schemes(True)
+    return {name: known[name] if name in known else parse_scheme(name).scheme for name in names or known}
+
+
 def _measure(settings: Settings, device: str, outliers: float | None, schemes: dict[str, Scheme]) -> Result:
     return run_demo(load(None, device=torch.device(device), outliers=outliers), settings, None, schemes)
 
 
 def measure(settings: Settings, device: str, outliers: float | None, jobs: int, only: Sequence[str] = ()) -> Result:
     """All presets and options (or only some), by processes: one model's steps hardly keep a GPU, or cores, busy."""
-    schemes = _schemes(True)
-    names = list(only or schemes)
+    schemes = _chosen(only)
+    names = list(schemes)
     shares = [{name: schemes[name] for name in names[at::jobs]} for at in range(min(jobs, len(names)))]
     with ProcessPoolExecutor(len(shares), mp_context=get_context("spawn")) as pool:
         work = [pool.submit(_measure, settings, device, outliers, share) for share in shares]
@@ -190,8 +198,10 @@ def main(
         where = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         settings = Settings(tasks=tuple(tasks.split(",")), samples=samples, batch_size=samples)
         names = [name for name in only.split(",") if name]
-        if unknown := set(names) - _schemes(True).keys():
-            raise typer.BadParameter(f"only: got {', '.join(sorted(unknown))}, allowed presets and options.")
+        try:
+            _chosen(names)
+        except ValueError as error:
+            raise typer.BadParameter(f"only: {error}") from error
         measured: dict[str, Any] = {"commit": commit}
         if names:
             measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hfkvq.caches import Scheme
+from hfkvq.caches import Scheme, list_schemes
 from hfkvq.measure.demo.schemes import describe
 from hfkvq.measure.tables import markdown_table
 
@@ -40,6 +40,12 @@ def long_context(row: dict[str, Any]) -> str:
     return f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
 
 
+def earlier(row: dict[str, Any]) -> bool:
+    """Whether a preset has been given other knobs since it was measured."""
+    now = list_schemes().get(row["name"])
+    return now is not None and Scheme.from_dict(row["scheme"]) != now
+
+
 def table() -> str:
     """The rows in Markdown."""
     lines = []
@@ -47,7 +53,9 @@ def table() -> str:
         low, high = row["kld"]["interval"]
         lines.append(
             (
-                f"`{row['name']}`" + (", simulated" if row.get("simulated") else ""),
+                f"`{row['name']}`"
+                + (", simulated" if row.get("simulated") else "")
+                + (", as it was" if earlier(row) else ""),
                 long_context(row),
                 f"{row['total_bits']:.2f}" + (", computed" if row.get("simulated") else ""),
                 f"{row['kld']['mean']:.4f}",

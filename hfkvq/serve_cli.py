@@ -27,6 +27,10 @@ def serve(
         int | None,
         typer.Option(min=1, help=r"Concurrent requests; others wait. \[default: as many as fit]"),
     ] = None,
+    request_tokens: Annotated[
+        int | None,
+        tokens_option(r"Tokens that a usual request holds, prompt and answer: how many fit. \[default: 4096]"),
+    ] = None,
     max_batch_tokens: Annotated[int | None, tokens_option("Tokens of a batch.")] = None,
     max_memory_percent: Annotated[
         float | None, typer.Option(min=0.01, max=1.0, help="Share of the GPU's free memory for the cache.")
@@ -60,7 +64,10 @@ def serve(
     try:
         from hfkvq.serving.server import Server
 
-        server = Server(found, name, preset.scheme, where, kind, host=host, port=port, requests=max_requests, **options)
+        server = Server(
+            found, name, preset.scheme, where, kind, host=host, port=port, requests=max_requests,
+            request_tokens=request_tokens, **options,
+        )  # fmt: skip
     except ImportError as error:
         fail(f"serve: {error}. It needs Transformers 5.19 or newer and `pip install hfkvq[serve]`.")
     except (OSError, ValueError) as error:

@@ -4,6 +4,8 @@ import copy
 import importlib.util
 import json
 import logging
+import random
+import sys
 import threading
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.caches.dense import dense_attention
 from hfkvq.kernels import use_interpreter
+from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.divergence.naming import parse_scheme
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
@@ -304,35 +308,83 @@ def test_two_models_at_a_time(model):
     assert found == {"ours": mine, "stock": expected}
 
 
-@pytest.mark.slow
-def test_load_test(model, tmp_path, monkeypatch):
-    """In the same bytes compressed blocks hold all requests at a time, the engine's own a few; windows one of two."""
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (77, 77), (4100, 4100), (1, 300), (100, 1000), (4500, 9001)])
+def test_attention_of_prompts(tokens, columns):
+    """Of any length, behind anything, among other requests' tokens: as stock attention in float32."""
+    torch.manual_seed(0)
+    batch = [torch.randn(1, columns + 9, h, 128, device="cuda").bfloat16().transpose(1, 2) for h in (4, 2, 2)]
+    query, keys, values = (x[:, :, 5 : 5 + columns] for x in batch)
+    query = query[:, :, -tokens:]
+    arguments = AttentionArguments(0.1)
+    found = serving.prompts.prompt_attention(None, query, keys, values, arguments)
+    exact, plain = (
+        dense_attention(None, *(x.to(kind) for x in (query, keys, values)), arguments)[0]
+        for kind in (torch.float32, torch.bfloat16)
+    )
+    assert found.shape == exact.shape
+    assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+
+
+def test_columns_of_a_batch():
+    """Requests with tokens held, without, without new ones (whose blocks are listed too), and padding."""
+    found = serving.pages.Columns.of([0, 4, 4, 5, 5], [0, 4, 140, 400, 400], lambda tokens: -(-tokens // 128))
+    assert found == ((0, 4), (0, 3), (1, 3), (4, 1), (0, 259))
+    numbers = torch.tensor([7, 50, 51, 9, 8, 3, -1])
+    assert found.table(numbers, 4).tolist() == [[7, 7, 7, 7], [9, 8, 3, 3]]
+    assert serving.pages.Columns.of([0, 0, 0], [0, 3, 3], lambda tokens: 1) is None
+
+
+def load_test():
     path = Path(__file__).parents[1] / "evals/serving.py"
     spec = importlib.util.spec_from_file_location("load_test", path)
-    script = importlib.util.module_from_spec(spec)
+    # Its dataclasses look their module up.
+    script = sys.modules["load_test"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_load_test(model, tmp_path, monkeypatch):
+    """Users who ask again: what is written as it comes, and shown. In the same bytes compressed blocks hold more."""
+    script = load_test()
+    monkeypatch.setattr(script, "KINDS", {"long": script.Kind((190, 200), (40, 60), "long")})
+    monkeypatch.setattr(script, "ALL", 6)
+    monkeypatch.setattr(script, "SETTLED", 0.3)
     model.config.save_pretrained(tmp_path)
-    given = [
-        "--shape",
-        str(tmp_path),
-        "--blocks",
-        "3",
-        "--requests",
-        "6",
-        "--loads",
-        "all",
-        "--prompt",
-        "200",
-        "--new",
-        "4",
-        "--slots",
-        "2",
-    ]
-    monkeypatch.setattr("sys.argv", ["serving.py", *given, "--json", str(tmp_path / "found.json")])
+    out = tmp_path / "found.json"
+    given = ["--shape", str(tmp_path), "--blocks", "3", "--rows", "long:all,long:1", "--seconds", "0.5"]
+    given += ["--schemes", "none,saw-int4", "--json", str(out)]
+    monkeypatch.setattr("sys.argv", ["serving.py", *given])
     script.main()
-    stock, ours, windowed = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert stock["new_tokens"] == ours["new_tokens"] == windowed["new_tokens"] == 24
-    assert windowed["most_at_a_time"] <= 2
-    assert stock["most_at_a_time"] <= 3
-    assert len(script.lengths(50, 0, 0)) == 50
-    assert max(prompt for prompt, _ in script.lengths(500, 0, 0)) <= script.MOST_PROMPT
+    model.set_attn_implementation("sdpa")
+    stock, stock_alone, ours, alone = json.loads(out.read_text())["rows"]
+    assert stock["most_at_a_time"] <= 3 < ours["most_at_a_time"]
+    assert stock["bits"] == 16 > ours["bits"]
+    assert alone["most_at_a_time"] == stock_alone["most_at_a_time"] == 1
+    for row in (stock, stock_alone, ours, alone):
+        assert row["new_tokens"] > 0
+        assert row["new_tokens"] == pytest.approx(row["tokens_per_s"] * row["seconds"])
+        assert row["between_tokens_ms"]["p50"] > 0
+    guide = tmp_path / "serving.md"
+    guide.write_text("a\n<!-- serving: begin -->\nold\n<!-- serving: end -->\nb\n")
+    monkeypatch.setattr(script, "DOCUMENT", guide)
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    script.show([out])
+    text = guide.read_text()
+    assert text.startswith("a\n<!--")
+    assert text.endswith("-->\nb\n")
+    assert "old" not in text
+    assert f"({ours['most_at_a_time'] / stock['most_at_a_time']:.2f} times)" in text
+    assert (tmp_path / "serving.png").stat().st_size > 10_000
+
+
+def test_users_are_met_in_the_middle():
+    """Of a request in the middle some of the answer lies behind it; the tokens in all are those of any other."""
+    script = load_test()
+    kind, rng = script.Kind((500, 2000), (1000, 2000), "chat"), random.Random(0)
+    for _ in range(100):
+        prompt, new = kind.draw(rng, True)
+        assert 500 <= prompt <= 4000
+        assert 1 <= new <= 2000
+        assert 1500 <= prompt + new <= 4000
+    assert kind.mean == 2000

@@ -19,7 +19,7 @@ SMALL = {
     "kitty-pro": {"page_size": 32, "sink_length": 8, "local_length": 32},
     "best-2.5": {"page_size": 32, "sink_length": 8, "local_length": 32, "key_local_length": 16},
     "best-3.4": {"page_size": 32, "group_size": 16, "sink_length": 8, "local_length": 32, "key_local_length": 16},
-    "best-4.3": {"page_size": 32, "sink_length": 8, "local_length": 16},
+    "best-4.3": {"local_length": 32, "group_size": 16, "sink_length": 8, "key_local_length": 16},
     "kivi-2": {"local_length": 32, "group_size": 16},
     "kvarn": {"page_size": 32, "sink_length": 16},
     "mixkvq": {"page_size": 32, "sink_length": 8, "accumulate": True},
@@ -270,16 +270,17 @@ def test_more_windows_than_memory(model):
     model.set_attn_implementation("sdpa")
 
 
-def test_slots_where_nobody_says_how_many(model):
+@pytest.mark.parametrize("tokens", [None, 512])
+def test_slots_where_nobody_says_how_many(model, tokens):
     """As many as there are requests of usual length in these bytes; the engine is told."""
-    with serving.enable(model, "kitty-pro"):
+    with serving.enable(model, "kitty-pro", request_tokens=tokens):
         manager = model.init_continuous_batching(generation(), settings(num_blocks=64, max_requests_per_batch=None))
         processor = manager._create_batch_processor()
     model.set_attn_implementation("sdpa")
     pages = processor.cache.cache_allocators["full_attention"]
     slots = len(pages._free)
     assert slots == processor.scheduler.max_requests_per_batch > 1
-    usual = pages.bytes_per_slot + 4096 // 128 * pages.bytes_per_block
+    usual = pages.bytes_per_slot + pages.blocks_for(tokens or 4096) * pages.bytes_per_block
     assert slots == (pages.num_blocks * pages.bytes_per_block + pages.window_room) // usual
 
 

@@ -19,6 +19,7 @@ from transformers.modeling_utils import AttentionInterface
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.masks import step_mask
 
+from .behind import attend_layer, is_plain
 from .dense import WITHOUT_CUDNN, dense_attention
 from .latents import absorbed, expanded, valued
 from .layers.forward import attend
@@ -26,6 +27,7 @@ from .layers.gradient import refuse_gradient
 from .layers.handle import layer_of
 from .layers.step import take_step
 from .layers.steps import StepKV
+from .model_config import TOUCHES_KEYS
 from .recorded import is_captured, is_recorded
 from .store import MAX_STEP
 from .switched import NAME
@@ -85,6 +87,10 @@ def hfkvq_attention(
         return refuse_gradient(layer, out), None
 
     def dense() -> Tensor:
+        if tiles == 1 and is_plain(told, layer.columns, dropout, kwargs):
+            found = attend_layer(layer, query, told)
+            if found is not None:
+                return found
         keys, values = key.materialize(), value.materialize()  # type: ignore[attr-defined]
         if latents:
             keys, values = expanded(module, keys, values)
@@ -123,12 +129,12 @@ def hfkvq_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of sdpa, with three changes.
+    """The mask of sdpa, with four changes.
 
     A plain causal decode step, also of a window, gets the 2D padding mask, copied once for all layers: stock code asks
-    the device whether it is all ones, a synchronization in every step. And None is never returned for several queries
-    on a longer cache, so that None always means causal, aligned to the newest token. A plain step of a cache of fixed
-    capacity gets None.
+    the device whether it is all ones, a synchronization in every step. And None always means causal, aligned to the
+    newest token: a plain prompt behind a cache, of which nothing is padding, gets it in place of a mask of its tokens
+    times all columns, and other queries on a longer cache do not. A plain step of a cache of fixed capacity gets None.
     """
     if isinstance(q_offset, Tensor) and q_offset.dim() == 1:
         # Ours, of fixed capacity. Leading padding is not stored, so plain steps, which must look alike, need no mask.
@@ -147,6 +153,13 @@ def hfkvq_mask(
         if columns.shape[1] == kv_length:
             return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
     if q_length > 1 and kv_length != q_length:
+        plain = allow_is_causal_skip and not _needs_masks(kwargs.get("config"))
+        plain = plain and mask_function is causal_mask_function
+        if plain and _is_newest(q_length, kv_length, q_offset, kv_offset):
+            columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+            # Asked once a forward, as stock code asks of a first prompt.
+            if columns is None or (columns.shape[1] == kv_length and bool(columns.all())):
+                return None
         allow_is_causal_skip = False
     return sdpa_mask(
         batch_size=batch_size,
@@ -159,6 +172,22 @@ def hfkvq_mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
+
+
+def _needs_masks(config: Any) -> bool:
+    """Whether none is not causal, or is not taken: PaliGemma's modules are not causal, and Doge adds to its masks.
+
+    Models that add to theirs say so (``allow_is_causal_skip``), but Doge with newer releases only.
+    """
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    return bool(bidirectional) or getattr(config, "model_type", None) in TOUCHES_KEYS
+
+
+def _is_newest(q_length: int, kv_length: int, q_offset: Any, kv_offset: int) -> bool:
+    """Whether these are a prompt's queries, and the newest columns theirs; of a step nobody asks the device."""
+    if is_recorded() or isinstance(q_offset, Tensor) or q_length <= MAX_STEP:
+        return False
+    return q_offset + q_length == kv_offset + kv_length
 
 
 _WINDOW = sliding_window_causal_mask_function(1)

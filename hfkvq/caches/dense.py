@@ -17,6 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hfkvq.kernels.arguments import AttentionArguments
 
+from .behind import attend_behind, is_plain, takes
+
 _CHUNK = 512
 """Queries whose logits are held at a time, where PyTorch's own attention lacks an argument."""
 
@@ -72,6 +74,9 @@ def dense_attention(
     """
     queries, columns, mask, causal = query.shape[2], keys.shape[2], arguments.mask, arguments.causal
     if mask is None and 1 < queries < columns and causal:
+        if is_plain(arguments, columns, dropout, kwargs) and takes(query, keys, values):
+            past, new = zip(*(x.tensor_split([columns - queries], 2) for x in (keys, values)), strict=True)
+            return attend_behind(query, past, new, arguments.scaling).transpose(1, 2), None
         # Without a mask stock sdpa would align the triangle to the upper left.
         mask = _triangle(query, columns)
         window = kwargs.get("sliding_window")

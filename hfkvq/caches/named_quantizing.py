@@ -65,6 +65,7 @@ class KIVICache(NamedCache):
         local_length: int = 128,
         key_local_length: int = 0,
         sink_length: int = 0,
+        rotate_keys: bool = False,
         rotate_values: bool = False,
         token_norm: bool = False,
         fit: int = 0,

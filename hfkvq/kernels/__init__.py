@@ -7,6 +7,7 @@ from .due import due
 from .fused_step import append_attend, seal_tail
 from .gather import gather_rows
 from .hadamard import hadamard
+from .join import join
 from .latent import latent_attention, store_attention
 from .moments import attention_moments
 from .norms import page_norms
@@ -28,6 +29,7 @@ __all__ = [
     "due",
     "gather_rows",
     "hadamard",
+    "join",
     "latent_attention",
     "page_norms",
     "qk_pages",

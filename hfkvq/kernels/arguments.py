@@ -39,6 +39,9 @@ class AttentionArguments(NamedTuple):
         if self.bias is None:
             return self
         bias, mask = self.bias, self.mask
+        if mask is None and self.causal and bias.shape[2] > 1:
+            queries, columns = bias.shape[2:]
+            mask = torch.ones(queries, columns, dtype=torch.bool, device=bias.device).tril(columns - queries)
         if mask is None:
             added = bias
         elif mask.is_floating_point():

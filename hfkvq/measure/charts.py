@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,13 @@ def share(right: float, total: int) -> Mark:
     return Mark(100 * rate, 100 * max(0.0, middle - half), 100 * min(1.0, middle + half))
 
 
-def save_chart(names: Sequence[str], columns: Sequence[Column], title: str, path: Path) -> bool:
+def save_chart(
+    names: Sequence[str],
+    columns: Sequence[Column],
+    title: str,
+    path: Path,
+    grey: Collection[str] = (BASELINE,),
+) -> bool:
     """Draws the chart as a PNG; False if no column has anything to show.
 
     Args:
@@ -65,6 +71,7 @@ def save_chart(names: Sequence[str], columns: Sequence[Column], title: str, path
         columns: those without marks are left out.
         title: of the picture.
         path: of the file.
+        grey: names of what the others are compared with.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -75,7 +82,7 @@ def save_chart(names: Sequence[str], columns: Sequence[Column], title: str, path
     left = 0.5 + 0.075 * max(map(len, names))
     figure, grid = new_figure(left + 2.3 * len(shown), 1.3 + 0.24 * len(names), len(shown), sharey=True)
     for column, axes in zip(shown, grid[0], strict=True):
-        _draw(axes, names, column)
+        _draw(axes, names, column, grey)
     grid[0][0].set_yticks(range(len(names)), names, fontsize=9)
     grid[0][0].set_ylim(len(names) - 0.4, -0.6)
     figure.suptitle(title, fontsize=11)
@@ -83,7 +90,7 @@ def save_chart(names: Sequence[str], columns: Sequence[Column], title: str, path
     return True
 
 
-def _draw(axes: Any, names: Sequence[str], column: Column) -> None:
+def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]) -> None:
     from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     found = {at: column.marks[name] for at, name in enumerate(names) if name in column.marks}
@@ -100,7 +107,7 @@ def _draw(axes: Any, names: Sequence[str], column: Column) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(4))
     least = min((mark.value for mark in found.values()), default=0.0)
     for at, mark in found.items():
-        color = GREY if names[at] == BASELINE else BLUE
+        color = GREY if names[at] in grey else BLUE
         axes.plot(mark.value, at, "o", color=color, markersize=5.5, zorder=3)
         if mark.low is not None and mark.high is not None:
             # Nothing has no place on a logarithmic axis: the bar goes on to its edge.

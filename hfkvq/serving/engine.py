@@ -31,7 +31,7 @@ from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.model_config import attention_shape, text_config
 
 from .pages import CompressedPages, has_windows, refusal
-from .slots import of_schemes
+from .slots import USUAL_TOKENS, of_schemes
 from .windows import WindowedPages
 
 ATTENTION = "hfkvq_flash"
@@ -73,8 +73,13 @@ AttentionInterface.register(ATTENTION, attend)
 class CompressedManager(ContinuousBatchingManager):
     """Transformers' manager, whose cache has pages of a scheme."""
 
-    def __init__(self, scheme: Scheme, requests: int | None, **given: Any) -> None:
+    def __init__(self, scheme: Scheme, requests: int | None, tokens: int | None, **given: Any) -> None:
         self.scheme = scheme
+        hints = given["workload_hints"]
+        if tokens is None and hints is not None:
+            # The most of any request: one that is long shall not cost many short ones their windows.
+            tokens = min(hints.max_prompt_length + hints.max_generated_length, USUAL_TOKENS)
+        self.usual = tokens or USUAL_TOKENS
         # Whether this thread adds several requests at once, who shall not fail together.
         self._several = threading.local()
         config = copy.deepcopy(given["continuous_batching_config"])
@@ -104,8 +109,7 @@ class CompressedManager(ContinuousBatchingManager):
     @property
     def windowed(self) -> bool:
         """Whether requests have windows beside their blocks."""
-        shape = attention_shape(self.model.config)
-        return shape is not None and any(has_windows(scheme, shape[2]) for scheme in self.schemes)
+        return windowed(self.model.config, self.schemes)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Sets our attention, and remembers what to set back."""
@@ -164,7 +168,8 @@ class CompressedManager(ContinuousBatchingManager):
             return super()._create_batch_processor()
         config = self.continuous_batching_config
         kind = WindowedPages if self.windowed else CompressedPages
-        own = {"schemes": self.schemes, "config": config} | ({"asked": self.asked} if self.windowed else {})
+        own = {"schemes": self.schemes, "config": config}
+        own |= {"asked": self.asked, "usual": self.usual} if self.windowed else {}
         named: Any = type(kind.__name__, (kind,), own)
         with _allocator(named):
             processor = super()._create_batch_processor()
@@ -236,11 +241,14 @@ class Serving:
         model: the model.
         scheme: whose pages.
         requests: at a time, where the engine's config says nothing.
+        request_tokens: of a usual request.
         manager: the last that was made, or None.
     """
 
-    def __init__(self, model: PreTrainedModel, scheme: Scheme, requests: int | None = None) -> None:
-        self.model, self.scheme, self.requests = model, scheme, requests
+    def __init__(
+        self, model: PreTrainedModel, scheme: Scheme, requests: int | None = None, request_tokens: int | None = None
+    ) -> None:
+        self.model, self.scheme, self.requests, self.request_tokens = model, scheme, requests, request_tokens
         self.manager: CompressedManager | None = None
         # Found before the class's: the engine's entry points are methods of the model.
         vars(model)["init_continuous_batching"] = self._init
@@ -261,6 +269,11 @@ class Serving:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.disable()
+
+    @property
+    def windowed(self) -> bool:
+        """Whether requests have windows beside their blocks, so that there are as many requests as windows."""
+        return windowed(self.model.config, schemes_of(self.model.config, self.scheme))
 
     def usage(self) -> Usage:
         """What the engine holds now; 0 of everything before it runs."""
@@ -302,6 +315,7 @@ class Serving:
         self.manager = CompressedManager(
             self.scheme,
             self.requests,
+            self.request_tokens,
             model=model,
             generation_config=generation,
             continuous_batching_config=given,
@@ -314,6 +328,12 @@ def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
     """What each layer of a model takes."""
     layers = text_config(config).num_hidden_layers
     return tuple(scheme.in_layer(layer, layers) for layer in range(layers))
+
+
+def windowed(config: PreTrainedConfig, schemes: tuple[Scheme, ...]) -> bool:
+    """Whether requests of a model have windows beside their blocks."""
+    shape = attention_shape(config)
+    return shape is not None and any(has_windows(scheme, shape[2]) for scheme in schemes)
 
 
 def check(config: PreTrainedConfig, scheme: Scheme) -> None:
@@ -335,7 +355,12 @@ def check(config: PreTrainedConfig, scheme: Scheme) -> None:
 
 
 def enable(
-    model: PreTrainedModel, scheme: str | Scheme = "saw-int4", *, requests: int | None = None, **knobs: Any
+    model: PreTrainedModel,
+    scheme: str | Scheme = "saw-int4",
+    *,
+    requests: int | None = None,
+    request_tokens: int | None = None,
+    **knobs: Any,
 ) -> Serving:
     """Continuous batching over compressed pages: `model.generate_batch` and all that rests on it.
 
@@ -348,7 +373,9 @@ def enable(
             ``kivi-2``, ``kvarn``, ``mixkvq``...
         requests: most requests at a time, where ``max_requests_per_batch`` of the engine's config is None. Each has
             room for the tokens that its scheme keeps in 16 bits, if it keeps any. None: as many as there is memory
-            for with 4,096 tokens each.
+            for with ``request_tokens`` each.
+        request_tokens: that a usual request holds, prompt and answer. None: 4,096, or fewer where ``generate_batch``
+            is given nothing longer.
         knobs: of the scheme.
 
     Returns:
@@ -357,8 +384,9 @@ def enable(
     Raises:
         ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason.
     """
-    if requests is not None and requests < 1:
-        raise ValueError(f"requests: got {requests}, allowed 1 or more, or None.")
+    for name, value in (("requests", requests), ("request_tokens", request_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: got {value}, allowed 1 or more, or None.")
     found = get_scheme(scheme, **knobs)
     check(model.config, found)
-    return Serving(model, found, requests)
+    return Serving(model, found, requests, request_tokens)

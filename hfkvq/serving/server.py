@@ -32,6 +32,7 @@ class Server:
         host: str = "localhost",
         port: int = 8000,
         requests: int | None = None,
+        request_tokens: int | None = None,
         **options: Any,
     ) -> None:
         """Loads the model and starts the server.
@@ -45,6 +46,7 @@ class Server:
             host: to listen at.
             port: likewise.
             requests: see `enable`.
+            request_tokens: likewise.
             options: of Transformers' ``Serve``: cb_num_blocks, cb_max_batch_tokens, cb_max_memory_percent.
 
         Raises:
@@ -56,7 +58,7 @@ class Server:
 
         check(read_config(source), scheme)
         model, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
-        self.serving: Serving = enable(model, scheme, requests=requests)
+        self.serving: Serving = enable(model, scheme, requests=requests, request_tokens=request_tokens)
         self.url = f"http://{host}:{port}/v1"
         # It starts when all is in place: what is added to a server that runs may come too late.
         held = type("HeldServe", (Serve,), {"start_server": lambda _: None})

@@ -3,7 +3,7 @@
 A slot is a sink and a tail, keys and values, in every layer, and the statistics of queries where a scheme has some. It
 is a request's from its first block to the end, and lies in the engine's own bytes, which hold fewer blocks then. Its
 number comes to the device with the request's blocks: in a step as the last column of the engine's block table, else in
-the places of tokens, whose numbers are ours alone. Slot 0 belongs to rows that pad a batch.
+the numbers of blocks, which are ours alone. Slot 0 belongs to rows that pad a batch.
 
 How many tokens are sealed follows from how many there are, so that nobody counts them. A block is taken when there are
 tokens to seal into it.
@@ -25,7 +25,7 @@ MOST_SLOTS = 1024
 """Slots, where the user does not say how many requests a batch has."""
 
 USUAL_TOKENS = 4096
-"""Of a request: where the user says nothing, there are as many slots as requests of this length have blocks."""
+"""Of a request, where nobody says how many: there are as many slots as requests of this length fit."""
 
 
 class SlotPages(CompressedPages):
@@ -40,6 +40,8 @@ class SlotPages(CompressedPages):
 
     asked: ClassVar[int | None] = None
     """How many requests a batch has, if the user says so."""
+    usual: ClassVar[int] = USUAL_TOKENS
+    """Tokens of a usual request."""
 
     supports_block_sharing = False
 
@@ -81,7 +83,7 @@ class SlotPages(CompressedPages):
         """Takes the engine's bytes: slots at their end, and blocks before them."""
         most = self.asked
         if most is None:
-            usual = self.bytes_per_slot + -(-USUAL_TOKENS // self.tokens_per_page) * self.bytes_per_block
+            usual = self.bytes_per_slot + self.blocks_for(self.usual) * self.bytes_per_block
             most = max(1, min(MOST_SLOTS, self.config.max_requests_per_batch or MOST_SLOTS, non_trash_bytes // usual))
         # Slot 0 is nobody's, and every request needs a block.
         fits = (non_trash_bytes - self.bytes_per_slot) // (self.bytes_per_slot + self.bytes_per_block)
@@ -180,23 +182,10 @@ class SlotPages(CompressedPages):
             for sums, counts in [self._sums[layer]] if self.observes else []:
                 sums[dest], counts[:, dest] = sums[source], counts[:, source]
 
-    # What batches are told: blocks and slots, in numbers that the engine hands on as they are.
-
-    def _places(self, request_id: str, first: int, last: int) -> list[int]:
-        """A number for each token: its page's block, as far as there is one, and the slot."""
-        blocks, page, slot, places = self.block_table[request_id], self.tokens_per_page, self.slots[request_id], []
-        for number in range(first // page, -(-last // page)):
-            place = blocks[min(number, len(blocks) - 1)] * len(self._again) + slot
-            places += [place] * (min(last, (number + 1) * page) - max(first, number * page))
-        return places
-
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """See `_places`."""
-        return self._places(request_id, 0, past_length + query_length)
-
-    def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """See `_places`."""
-        return self._places(request_id, past_length, past_length + query_length)
+    def _named_blocks(self, request_id: str) -> list[int]:
+        """Of each block, and of the slot: see `WindowedPages._sort`."""
+        slot, slots = self.slots[request_id], len(self._again)
+        return [block * slots + slot for block in self.block_table[request_id]]
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
         """Fills a request's row of the table: blocks, and the slot last."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hfkvq import kernels
-from hfkvq.caches.dense import dense_attention
 from hfkvq.caches.layers.plan import sealing_rules
 from hfkvq.caches.layers.queries import QueryStatistics
 from hfkvq.caches.row_states import RowState
@@ -24,7 +23,8 @@ from hfkvq.kernels.step import StepPlan, StepState, attend_and_seal
 from hfkvq.kernels.windows import tokens_due_by_row
 
 from .fresh import Fresh
-from .pages import arguments_of, columns_of
+from .pages import arguments_of
+from .prompts import prompt_attention
 from .slots import SlotPages
 
 
@@ -108,7 +108,7 @@ class WindowedPages(SlotPages):
         if self._fresh is not None:
             for own in self._fresh.own:
                 q, k, v = (x[:, :, own] for x in (query, key, value))
-                out[:, own] = dense_attention(module, q, k, v, arguments)[0]
+                out[:, own] = prompt_attention(module, q, k, v, arguments)
             self._store_fresh(layer, query, (key, value), self._fresh)
         for prompt in self._prompts:
             q, k, v = (x[:, :, prompt.own] for x in (query, key, value))
@@ -150,22 +150,14 @@ class WindowedPages(SlotPages):
 
     def _sort(self, given: dict[str, Any], tokens: int) -> None:
         """Of a batch with prompts, or parts of them: asks the device for lengths and slots."""
-        page, slots, device = self.tokens_per_page, len(self._again), self._again.device
-        starts, starts_k = (ends.tolist() for ends in (given["cu_seq_lens_q"], given["cu_seq_lens_k"][self.layer_type]))
-        starts, starts_k, news, pasts = columns_of(starts, starts_k)
+        slots, device = len(self._again), self._again.device
+        columns = self._columns(given)
         self._fresh, self._prompts, self._steps = None, [], None
-        if not news:
+        if columns is None:
             return
-        # The engine lists each token's place, of all tokens if any request has some, else of the new ones.
-        read = given["read_index"][self.index]
-        places, first = (read, starts_k) if read.numel() else (given["write_index"][self.index], starts)
-        blocks = [self.blocks_for(past + new) for past, new in zip(pasts, news, strict=True)]
+        starts, news, pasts, blocks = columns.first, columns.new, columns.held, columns.blocks
         # Few widths, each of which has plans of its own.
-        width = 1 << (max(blocks) - 1).bit_length()
-        wanted = [
-            [start + min(j, count - 1) * page for j in range(width)] for start, count in zip(first, blocks, strict=True)
-        ]
-        found = places[torch.tensor(wanted).to(device)]
+        found = columns.table(self._numbers(given), 1 << (max(blocks) - 1).bit_length())
         table, slot = (found // slots).to(torch.int32), (found[:, 0] % slots).to(torch.int32)
         first = [row for row, past in enumerate(pasts) if not past]
         alone = [row for row, (past, new) in enumerate(zip(pasts, news, strict=True)) if past and new == 1]
@@ -233,7 +225,7 @@ class WindowedPages(SlotPages):
         """Attention of a request's tokens, (1, n, Hq, D), over what it has, dequantized, and themselves."""
         store, sides = self._store(layer, prompt), (key, value)
         sides = [torch.cat([store.dense(SIDES[at], prompt.past), x], 2) for at, x in enumerate(sides)]
-        out = dense_attention(module, query, sides[0], sides[1], arguments)[0]
+        out = prompt_attention(module, query, sides[0], sides[1], arguments)
         scheme, own = self._scheme_of[layer], store.layout.keys
         if "query" not in scheme.needs:
             store.extend(key, value)

@@ -206,6 +206,17 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     return (torch.softmax(logits, -1).nan_to_num(0.0) @ values).to(queries.dtype)
 
 
+def with_sums(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """Plain attention as flash attention and cuDNN give it: with log-sum-exps (B, Hq, Q), f32."""
+    share = queries.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
+    logits = queries.float() @ keys.mT * scaling
+    if causal:
+        assert logits.shape[2] == logits.shape[3]
+        logits = logits.masked_fill(~torch.ones_like(logits, dtype=torch.bool).tril(), -torch.inf)
+    return (torch.softmax(logits, -1) @ values).to(queries.dtype), torch.logsumexp(logits, -1)
+
+
 def mask_of(layer: KVLayer, valid: Tensor | None, batch: int, tokens: int) -> Tensor | None:
     """The mask that the model would be given for ``tokens`` new columns; ``valid`` is the 2D mask of all columns."""
     length, offset = layer.get_mask_sizes(tokens)

@@ -181,11 +181,13 @@ def test_paper_defaults_hold_a_long_row(name):
     scheme = get_scheme(name)
     page = unit(scheme)
     layer = make(scheme)
-    own = row(5, 2 * page + 60)
-    feed(layer, [own], [page + 50, *[16] * ((page - 16) // 16), *[1] * 26])
+    sink, local = scheme.layout(DIM, DIM).sink, scheme.layout(DIM, DIM).values.local
+    # What stays whole beside a page and a sink of 32 is fed with the prompt.
+    more = max(0, sink + local - page - 32)
+    own = row(5, 2 * page + 60 + more)
+    feed(layer, [own], [page + 50 + more, *[16] * ((page - 16) // 16), *[1] * 26])
     assert_dense_agrees(layer, own.queries[None, :, -1:])
     assert int(sealed(layer)[0, 0]) >= page
-    sink, local = scheme.layout(DIM, DIM).sink, scheme.layout(DIM, DIM).values.local
     seen = layer.get_seq_length()
     # Sink and local window come back whole.
     torch.testing.assert_close(layer.dense("keys")[0, :, :sink], own.keys[:, :sink], rtol=1e-5, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -268,13 +270,29 @@ def test_no_mask_in_a_module_that_is_not_causal(handles, extra, monkeypatch):
 
 
 def test_none_always_means_bottom_right():
-    """Several queries on a longer cache: stock code may skip the mask, this one may not."""
-    for queries, columns in ((5, 25), (20, 64)):
-        got = hfkvq_mask(1, queries, columns, q_offset=columns - queries)
+    """Several queries on a longer cache: stock code would align them to the upper left."""
+    padded = torch.ones(1, 64, dtype=torch.bool)
+    padded[0, 3] = False
+    # A step's; with columns behind the queries; with padding; of a window.
+    for queries, columns, offset, more in (
+        (5, 25, 20, {}),
+        (20, 64, 30, {}),
+        (20, 64, 44, {"attention_mask": padded}),
+        (20, 64, 44, {"allow_is_causal_skip": False}),
+        (20, 64, 44, {"config": SimpleNamespace(model_type="doge")}),
+        (20, 64, 44, {"config": SimpleNamespace(model_type="gemma2", use_bidirectional_attention=True)}),
+        (20, 64, 44, {"mask_function": and_masks(causal_mask_function, lambda b, h, q, k: k >= 0)}),
+    ):
+        got = hfkvq_mask(1, queries, columns, q_offset=offset, **more)
         assert got is not None
-        assert got[0, 0].tolist() == torch.ones(queries, columns, dtype=torch.bool).tril(columns - queries).tolist()
-    # A prompt alone: both corners are one.
+        expected = torch.ones(queries, columns, dtype=torch.bool).tril(offset)
+        if "attention_mask" in more:
+            expected &= padded
+        assert got[0, 0].tolist() == expected.tolist()
+    # A prompt alone: both corners are one. And behind a cache, where nothing is padding.
     assert hfkvq_mask(1, 20, 20) is None
+    assert hfkvq_mask(1, 20, 64, q_offset=44) is None
+    assert hfkvq_mask(1, 20, 64, q_offset=44, attention_mask=torch.ones(1, 64, dtype=torch.bool)) is None
 
 
 # What schemes see of the queries.

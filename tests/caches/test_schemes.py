@@ -14,7 +14,7 @@ from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.layers.forward import attend
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
-from hfkvq.kernels import PageFormat, channel_widths
+from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import rotation
 from hfkvq.measure.bench.cases import default_formats
@@ -204,6 +204,23 @@ def test_kivi_groups_by_hand():
     assert layer.dense("values")[0, 0, 5].tolist() == pytest.approx(expected, abs=1e-5)
     # Algorithm 1: keys in blocks of R = 16, values all but the newest R.
     assert layer.store.counters[2:, 0].tolist() == [32, 24]
+
+
+def test_kivi_rotates_keys_before_it_groups_them():
+    """Channels that hold 0, 1, 2 and 3 times a step once they are rotated are stored exactly, and not without."""
+    codes = torch.tensor(
+        [[0, 1, 3, 0], [3, 0, 3, 2], [1, 3, 0, 3], [2, 2, 1, 1], [3, 3, 3, 3], [0, 0, 0, 0]] + 2 * [4 * [1]]
+    )
+    keys = hadamard(codes.float(), 4)[None, None]
+    found = {}
+    for rotate in (True, False):
+        scheme = Kivi(group_size=8, local_length=8, rotate_keys=rotate)
+        assert scheme.layout(128, 64).store.rotate_keys == 128 * rotate
+        layer = make(scheme)
+        forward(layer, torch.zeros(1, 1, 8, 4), keys, keys.clone())
+        found[rotate] = (layer.dense("keys") - keys).abs().max().item()
+    assert found[True] < 1e-6
+    assert found[False] > 0.05
 
 
 # SAW-INT4.
@@ -527,6 +544,7 @@ def test_unknown_knob_shows_the_nearest(make_scheme):
         ("kitty", {"exact_keys": 1, "token_norm": True}, r"exact_keys: got 1 with token_norm, allowed 0"),
         ("kitty", {"exact_keys": 1, "score": "q_error"}, r"exact_keys: got 1 with score='q_error', .* score='error'"),
         ("kivi", {"exact_keys": 2, "token_norm": True}, r"exact_keys: got 2 with token_norm, allowed 0"),
+        ("kivi", {"exact_keys": 1, "rotate_keys": True}, r"exact_keys: got 1 with rotate_keys, allowed 0"),
         ("saw-int4", {"rotate": "values"}, r"rotate: got 'values', allowed 'keys', 'both', 'none'"),
         ("saw-int4", {"block": 1}, r"block: got 1, allowed 2 to 1024"),
         ("saw-int4", {"block": 2.5}, r"block: got 2\.5, allowed a whole number"),

@@ -86,12 +86,12 @@ def test_the_losses_that_ship():
 
 class TestCommand:
     def test_ends_with_lines_to_copy(self):
-        done = run(*SMALL, "--schemes", "bf16,kitty-pro,best-4.3", columns=79)
+        done = run(*SMALL, "--schemes", "bf16,kitty-pro,saw-int4", columns=79)
         assert done.exit_code == 0, done.output
         lines = done.stdout.splitlines()
         assert lines[-2:] == [
-            'Python:  cache = MixedKVCache(model.config, "best-4.3")',
-            "Command: hfkvq demo --schemes best-4.3",
+            'Python:  cache = MixedKVCache(model.config, "saw-int4")',
+            "Command: hfkvq demo --schemes saw-int4",
         ]
         assert max(map(len, lines[:-3])) <= 79
         assert "of 4,096 tokens, bf16 none" in lines[-3]
@@ -169,7 +169,7 @@ def test_a_model_of_which_nothing_is_compressed(tmp_path):
 def test_latents_are_offered_what_attends_to_them():
     config = DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
     found = presets_for(outline(config), default=candidates())
-    assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4", "best-4.3"}
+    assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4"}
 
 
 def test_rows_of_latents_have_no_loss():

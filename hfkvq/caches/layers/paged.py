@@ -171,10 +171,7 @@ class PagedLayer(LayerBase):
         if new is None or waits or self.window:
             old = store.dense(side, before, waits)
             return old if new is None else torch.cat([old, new], 2)
-        # Not joined behind: that would copy all that has been dequantized.
-        dense = store.dense(side, self.seen)
-        dense[:, :, before:] = new
-        return dense
+        return store.dense_before(new, side, self.seen)
 
     def tensors(self) -> list[Tensor]:
         """Small tensors beside the store: statistics, scores, the padding last found, token ids and tags."""

@@ -32,6 +32,8 @@ class Kivi(Scheme):
         local_length: R, number of keys sealed together, and of newest values kept in full precision.
         key_local_length: newest keys kept in full precision, besides those waiting for a full page (0 in the paper).
         sink_length: first tokens kept in full precision (0 in the paper).
+        rotate_keys: rotate keys, and queries with them, by Hadamard blocks of up to 128 channels before their page is
+            quantized per channel (not in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
             different size (not in the paper; 0.125 bits per element of keys at 128 channels).
@@ -41,7 +43,7 @@ class Kivi(Scheme):
         fit_values: the same for values.
         exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their
             codes: those with the highest logits for the mean query since the last seal (not in the paper; each costs
-            0.125 bits per element of keys in pages of 128). Cannot be combined with token_norm.
+            0.125 bits per element of keys in pages of 128). Not with token_norm or rotate_keys.
     """
 
     name = "kivi"
@@ -54,6 +56,18 @@ class Kivi(Scheme):
             ("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
         "kivi-4": Entry("A short distance from bf16, for 5 bits.", {"bits": 4}, ("bench kernels", "fit")),
+        "best-4.3": Entry(
+            "The closest to bf16 at about 4 bits: rotated keys with scales per channel, windows. Not of a paper.",
+            {
+                "bits": 4,
+                "group_size": 128,
+                "sink_length": 32,
+                "key_local_length": 128,
+                "rotate_keys": True,
+                "rotate_values": True,
+            },
+            ("kld", "bench generate", "fit"),
+        ),
     }
 
     bits: int = knob(2, choices=(2, 4))
@@ -63,6 +77,7 @@ class Kivi(Scheme):
     local_length: int = knob(128, low=8, high=1024, search=[128, 256])
     key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
+    rotate_keys: bool = knob(False, choices=(False, True), search=[False, True])
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
@@ -72,8 +87,9 @@ class Kivi(Scheme):
     def __post_init__(self) -> None:
         """Checks each knob, and that exact keys go with the others."""
         super().__post_init__()
-        if self.exact_keys and self.token_norm:
-            raise ValueError(f"exact_keys: got {self.exact_keys} with token_norm, allowed 0; use one of the two.")
+        for name in ("token_norm", "rotate_keys"):
+            if self.exact_keys and getattr(self, name):
+                raise ValueError(f"exact_keys: got {self.exact_keys} with {name}, allowed 0; use one of the two.")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -87,9 +103,10 @@ class Kivi(Scheme):
         own, normed, exact = next(bits), self.token_norm, self.exact_keys
         keys = PageFormat(own, "channel", self.group_size, page, normed=normed, fit=self.fit, exact=exact)
         values = PageFormat(next(bits), "token", group, page, fit=self.fit_values)
+        rotated = rotation_block(key_dim) if self.rotate_keys else 0
         block = rotation_block(value_dim) if self.rotate_values else 0
         return Layout(
-            SideLayout((keys,), self.key_local_length, page),
+            SideLayout((keys,), self.key_local_length, page, rotate=rotated),
             SideLayout((values,), page, rotate=block),
             self.sink_length,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -151,12 +153,27 @@ class StoreView:
             query, state.counters, state.windows, self.flat_runs(), mask, sinks, scaling, softcap, self.format
         )
 
-    def dense(self, side: Side, columns: int, plain: bool = False) -> Tensor:
-        """(B, H, columns, D) in logical order, rotated back; 0 at padding; by PyTorch's operations if ``plain``."""
+    def dense(self, side: Side, columns: int, plain: bool = False, back: bool = True) -> Tensor:
+        """(B, H, columns, D) in logical order, 0 at padding.
+
+        By PyTorch's operations if ``plain``; rotated back, or else in the store's basis.
+        """
         state = self.state
+        if not back:
+            form = replace(self.format, rotate_keys=0, rotate_values=0)
+            return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, form, side)
         if plain and self.format.ordered and len(state.states) == 1 and state.longest == columns:
             return dense_alike(state, side)
         return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, self.format, side, plain)
+
+    def dense_before(self, new: Tensor, side: Side, columns: int) -> Tensor:
+        """(B, H, columns, D): everything held, as `dense` has it, and ``new`` (B, H, t, D) in the last columns.
+
+        Written where it belongs: to join the two would copy all that has been dequantized.
+        """
+        dense = self.dense(side, columns)
+        dense[:, :, columns - new.shape[2] :] = new
+        return dense
 
     def nbytes(self) -> StoreBytes:
         """Exact bytes by kind (asks the device for the rows' lengths)."""

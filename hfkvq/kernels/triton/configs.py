@@ -1,7 +1,7 @@
 """Launch parameters by GPU and format: looked up, never searched for while somebody waits for a token.
 
-Later layers win: the defaults, the table by class of GPU, the file that ``hfkvq bench tune`` saved on this machine,
-and `override`.
+Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU (`SHIPPED`), the file that ``hfkvq bench
+tune`` saved on this machine, and `override`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -31,34 +32,39 @@ Knobs = Mapping[str, int]
 DEFAULTS: Mapping[str, Knobs] = {
     # programs_per_sm: programs of one warp that run on a multiprocessor at a time (registers allow two on each of its
     # four parts). stages: loads in flight. max_registers: limit a thread, 0 leaves it to the compiler. step: tokens
-    # of a turn of the page loop, 0 for what suits the format.
-    "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0},
+    # of a turn of the page loop, 0 for what suits the format. loose: tokens of a block of what no page holds, which are
+    # in shared memory in 16 bits: 32, or 16 where there is little of it.
+    "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
+    # Integer products leave registers for three programs on each part of a multiprocessor.
+    "digits": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     # Of latents programs have so many warps; programs_per_sm counts those of eight.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "warps": 1}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1}
 """Smallest legal value of every knob."""
 
-# By (major, minor) of the compute capability, or by major alone; what is not listed takes the defaults, which fit the
-# 228 KB of shared memory a multiprocessor that 9.0 and 10.x have. Shared memory bounds stages times the programs that
-# registers let in (65,536 of them everywhere: eight warps at 255 each), and bandwidth a multiprocessor says how much
-# has to be in flight at all. These rows are reasoned, not measured; `hfkvq bench tune` measures.
-CLASSES: Mapping[str, Mapping[tuple[int, ...], Knobs]] = {
-    "decode": {
-        # A100: 164 KB; half the bytes in flight that an H200 needs.
-        (8, 0): {"stages": 3},
-        # A10, A40, RTX 30; L4, L40, RTX 40: 100 KB and a third or less of those bytes; 48 warps at the most.
-        (8, 6): {"stages": 3},
-        (8, 9): {"stages": 3},
-        # RTX 50, RTX PRO 6000, GB10: 100 KB, 48 warps.
-        (12,): {"stages": 3},
-    },
-}
+MOST: Knobs = {"loose": 32}
+"""Greatest legal value, where there is one."""
+
+ANY = "*"
+"""Stands for every key in what is shipped."""
+
+SHIPPED = Path(__file__).with_name("parameters.json")
+"""What comes with the package: {GPU: {kernel: {key: knobs}}}, "*" for all keys.
+
+A GPU is a major compute capability ("12"), a capability ("8.9") or a name ("NVIDIA H200"), the later winning; the
+defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have. Rows of capabilities are reasoned
+from what `evals/resources.py` counts, not measured: shared memory bounds stages times the programs that registers let
+in, and bandwidth a multiprocessor says how much has to be in flight at all, of which an A100 (8.0, 164 KB) needs half
+of what an H200 does, and others with 100 KB a third or less. That of latents on 9.0 was measured on an H200
+(evals/results/latents-sweep-h200.json). Rows of names were found by ``hfkvq bench tune``, see `evals/parameters.py`.
+"""
 
 # The interpreter runs one program after the other.
 _INTERPRETER: Mapping[str, Knobs] = {
     "decode": {"programs_per_sm": 4, "stages": 1},
+    "digits": {"programs_per_sm": 4, "stages": 1},
     "latent": {"programs_per_sm": 4, "stages": 1},
 }
 
@@ -100,9 +106,9 @@ def _merged(device: torch.device, kernel: str, key: str) -> Knobs:
     knobs = dict(DEFAULTS[kernel])
     if device.type == "cuda":
         name, capability = _gpu(device)
-        classes = CLASSES.get(kernel, {})
-        knobs |= classes.get(capability[:1], {})
-        knobs |= classes.get(capability, {})
+        for which in (f"{capability[0]}", f"{capability[0]}.{capability[1]}", name):
+            own = _shipped().get(which, {}).get(kernel, {})
+            knobs |= {**own.get(ANY, {}), **own.get(key, {})}
         knobs |= _saved(tuning_file()).get(gpu_key(name), {}).get(kernel, {}).get(key, {})
     else:
         knobs |= _INTERPRETER.get(kernel, {})
@@ -184,8 +190,12 @@ def _problem(kernel: str, knobs: object) -> str | None:
     for name, value in knobs.items():
         if name not in DEFAULTS[kernel]:
             return f"{kernel}: knob {name!r} is unknown; known {', '.join(DEFAULTS[kernel])}."
-        if not isinstance(value, int) or isinstance(value, bool) or value < LEAST[name]:
-            return f"{kernel}: {name}: got {value!r}, allowed whole numbers from {LEAST[name]}."
+        most = MOST.get(name, math.inf)
+        if not isinstance(value, int) or isinstance(value, bool) or not LEAST[name] <= value <= most:
+            until = f" to {most}" if name in MOST else ""
+            return f"{kernel}: {name}: got {value!r}, allowed whole numbers from {LEAST[name]}{until}."
+        if name == "loose" and value & (value - 1):
+            return f"{kernel}: {name}: got {value!r}, allowed 16 or 32."
     return None
 
 
@@ -204,6 +214,11 @@ def _parse(path: Path) -> dict[str, dict[str, dict[str, dict[str, int]]]]:
                 if problem := _problem(kernel, knobs):
                     raise ValueError(problem)
     return data
+
+
+@lru_cache(maxsize=1)
+def _shipped() -> Mapping[str, Mapping[str, Mapping[str, Knobs]]]:
+    return _parse(SHIPPED)
 
 
 @lru_cache(maxsize=1)

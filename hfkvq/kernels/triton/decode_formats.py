@@ -18,7 +18,7 @@ SMALL = 1088
 """Bytes of shared memory of a program beside its tiles: metadata, and what the system keeps."""
 
 BLOCK = 32
-"""Tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
+"""Most tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
 
 PROGRAM_COST = 2.0
 """What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
@@ -64,6 +64,22 @@ def takes_open(keys: PageFormat, values: PageFormat) -> bool:
     return not keys.whole and not values.whole and max(keys.bits, values.bits) < 8
 
 
+def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int) -> bool:
+    """Whether the page loop makes integer products of these formats, where queries are few enough.
+
+    One scale a token, or a channel and page; fields that fill tiles of bytes.
+    """
+    for fmt, dim in ((keys, head_dim), (values, value_dim)):
+        if fmt.bits >= 8 or fmt.normed or fmt.exact or fmt.raised_count(16):
+            return False
+        words = fmt.words(dim)
+        if words != power(words) or words < 16 or words * 16 != dim * fmt.bits:
+            return False
+    if values.group_size != value_dim or keys.raised_room(4) % 16:
+        return False
+    return keys.group_size == (keys.page_size if keys.axis == "channel" else head_dim)
+
+
 def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:
     """Most tokens that a row has behind the sink and what the page loop takes, from the first block on.
 
@@ -78,6 +94,11 @@ def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int)
     # A page that only some of the queries may see is not taken as a full one.
     key_part, value_part = (0 if fmt.whole and queries == 1 else page - 1 for fmt in (keys, values))
     return max(key_tail + key_part, value_tail + value_part) + queries - 1
+
+
+def loose_room(block: int, head_dim: int, value_dim: int) -> int:
+    """Shared memory of a program that takes so many loose tokens: keys and values of a window, in 16 bits."""
+    return 2 * block * (power(head_dim) + power(value_dim)) + SMALL
 
 
 def _low_bit(x: int) -> int:
@@ -101,8 +122,7 @@ def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
         # A group holds whole fields.
         return fmt.group_size % words == 0
     group = fmt.group_size
-    tile = min(fmt.page_size, 128)
-    if power(group) != group or not 32 <= group <= tile:
+    if power(group) != group or not 32 <= group <= fmt.page_size:
         return False
     return not fmt.raised_count(4) or fmt.page_size == 128
 
@@ -134,6 +154,7 @@ def pair_format(
     room: int,
     step: int = 0,
     rotated: bool = False,
+    digits: bool = False,
 ) -> tuple[PairFormat, int]:
     """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
     channel = keys.axis == "channel" and keys.bits < 8
@@ -184,6 +205,7 @@ def pair_format(
         exact_at=FACTORS + values.normed if keys.exact else 0,
         open=open_pages,
         rests=not keys.whole and not open_pages,
+        digits=digits,
         layout=LAYOUT,
     )
     return constants, buffers * size + SMALL

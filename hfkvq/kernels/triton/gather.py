@@ -6,22 +6,38 @@ windows and its padding, is left to programs that follow the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import MockTensor
 
 from ..decode import RUNS
 from ..dispatch import reference
 from ..hadamard import factor_of
-from ..pages import Side, StoreFormat, split_runs
-from ._lib import DOT_DTYPES, cdiv, load_page_in_order, on_device, page_block, page_constants, page_tensors, power
+from ..pages import PageFormat, Side, StoreFormat, split_runs
+from ._lib import (
+    DOT_DTYPES,
+    cdiv,
+    load_page_in_order,
+    on_device,
+    page_block,
+    page_constants,
+    page_kinds,
+    page_tensors,
+    power,
+)
+from .ahead import Wanted
 from .hadamard import saturated, turned
 
-TILE = 4096
-"""Elements that a program takes at a time."""
+TILE, WARPS = 4096, 4
+"""Elements of a page that a program takes, and its warps."""
+
+LOOPS = 16
+"""Blocks of columns that a program looks through for what no page holds."""
 
 
 @triton.jit
@@ -54,12 +70,16 @@ def gather_pages_kernel(
     i_b, i_h = i_bh // H, i_bh % H
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     i_page, i_slot = i_t // CHUNKS, i_t % CHUNKS * BT
+    # Asked for together: a program's time is for the most part what it waits for, one thing after the other.
     n = tl.load(counters + COUNTER * B + i_b)
+    i_start = tl.load(counters + i_b)
+    i_length = tl.load(counters + B + i_b)
+    i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
     if i_page * G + i_slot >= n:
         return
     if WINDOW > 0:
         # Columns are the newest ones. Pages before them may hold other tokens by now.
-        i_start = COLUMNS - tl.load(counters + B + i_b)
+        i_start = COLUMNS - i_length
         if i_start + S + i_page * G + i_slot + BT <= 0:
             return
     o_slot = i_slot + tl.arange(0, BT)
@@ -69,27 +89,35 @@ def gather_pages_kernel(
         o_x = o_j + S
     else:
         o_x = tl.load(pos + i_b * (N * G) + o_j, mask=m_t, other=0)
-    i_head = tl.load(table + i_b * N + i_page).to(tl.int64) * H + i_h
+    o_column = i_start + o_x
+    m_out = m_t & (o_column >= 0) & (o_column < COLUMNS)
+    if G % BT == 0:
+        # All tokens are there, as nearly always: then none of them is looked at for that.
+        if i_page * G + i_slot + BT <= n:
+            m_t = tl.full([BT], 1, tl.int1)
+            b_x = load_page_in_order(
+                codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
+                D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE, BD,
+            )  # fmt: skip
+            store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, D, ROTATE, BT, BD)
+            return
     b_x = load_page_in_order(
         codes, scale, zero, norm, high, high_index, full, full_index, exact, exact_index, i_head, i_slot, m_t,
         D, G, BITS, GROUP, PER_CHANNEL, TOKEN_MAJOR, N4, N16, NX, BT, BE, BD,
     )  # fmt: skip
-    if WINDOW == 0:
-        i_start = tl.load(counters + i_b)
-    o_column = i_start + o_x
-    m_t = m_t & (o_column >= 0) & (o_column < COLUMNS)
-    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
+    store_columns(out, b_x, i_bh, o_column, m_out, COLUMNS, rotation, D, ROTATE, BT, BD)
 
 
 @triton.jit(do_not_specialize=["B", "W", "COLUMNS"])
 def gather_windows_kernel(
     out, counters, sink, tail, rotation, B, W, COLUMNS,
     H: tl.constexpr, SIDE: tl.constexpr, RUNS: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
-    ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    ROTATE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    """BT logical columns: what they hold of the windows, 0 where they hold nothing; columns of pages are left alone.
+    """BT logical columns LOOPS times: what they hold of the windows, 0 where they hold nothing.
 
-    SIDE is the row of the counters with the tokens that the first run has sealed of this side.
+    Columns of pages are left alone, and most blocks have nothing else. SIDE is the row of the counters with the tokens
+    that the first run has sealed of this side.
     """
     i_t, i_bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_b = i_bh // H
@@ -100,27 +128,57 @@ def gather_windows_kernel(
     n_sealed = 0
     for i_run in tl.static_range(RUNS):
         n_sealed += tl.load(counters + (SIDE + 2 * i_run) * B + i_b)
-    i_first = i_t * BT - i_start
-    if (i_first >= S) & (i_first + BT <= S + n_sealed):
-        return
-    o_x = i_first + tl.arange(0, BT)
-    o_d = tl.arange(0, BD)
-    # Tokens behind the sink that no page holds.
-    o_newest = o_x - S - n_sealed
-    m_tail = (o_x >= S) & (o_newest >= 0) & (o_newest < W) & (o_x < i_length)
-    p_tail = tail + (i_bh * W + (o_x - S) % W)[:, None] * D + o_d[None, :]
-    b_x = tl.load(p_tail, mask=m_tail[:, None] & (o_d < D)[None, :], other=0.0)
-    if S > 0:
-        m_sink = (o_x >= 0) & (o_x < S) & (o_x < i_length)
-        p_sink = sink + (i_bh * S + o_x)[:, None] * D + o_d[None, :]
-        b_sink = tl.load(p_sink, mask=m_sink[:, None] & (o_d < D)[None, :], other=0.0)
-        b_x = tl.where(m_sink[:, None], b_sink, b_x)
-    o_column = i_t * BT + tl.arange(0, BT)
-    m_t = (o_column < COLUMNS) & ((o_x < S) | (o_newest >= 0))
-    if RUNS > 1:
-        # Tokens of pages may stand before the row's start, and zeros are there already.
-        m_t = m_t & (o_x >= 0)
-    store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
+    for i in range(LOOPS):
+        i_column = (i_t * LOOPS + i) * BT
+        i_first = i_column - i_start
+        if (i_column < COLUMNS) & ((i_first < S) | (i_first + BT > S + n_sealed)):
+            o_x = i_first + tl.arange(0, BT)
+            o_d = tl.arange(0, BD)
+            # Tokens behind the sink that no page holds.
+            o_newest = o_x - S - n_sealed
+            m_tail = (o_x >= S) & (o_newest >= 0) & (o_newest < W) & (o_x < i_length)
+            p_tail = tail + (i_bh * W + (o_x - S) % W)[:, None] * D + o_d[None, :]
+            b_x = tl.load(p_tail, mask=m_tail[:, None] & (o_d < D)[None, :], other=0.0)
+            if S > 0:
+                m_sink = (o_x >= 0) & (o_x < S) & (o_x < i_length)
+                p_sink = sink + (i_bh * S + o_x)[:, None] * D + o_d[None, :]
+                b_sink = tl.load(p_sink, mask=m_sink[:, None] & (o_d < D)[None, :], other=0.0)
+                b_x = tl.where(m_sink[:, None], b_sink, b_x)
+            o_column = i_column + tl.arange(0, BT)
+            m_t = (o_column < COLUMNS) & ((o_x < S) | (o_newest >= 0))
+            if RUNS > 1:
+                # Tokens of pages may stand before the row's start, and zeros are there already.
+                m_t = m_t & (o_x >= 0)
+            store_columns(out, b_x, i_bh, o_column, m_t, COLUMNS, rotation, D, ROTATE, BT, BD)
+
+
+def _constants(form: StoreFormat, side: Side, heads: int, head_dim: int) -> dict[str, Any]:
+    """What both kernels know, by name."""
+    rotate = form.rotate_values if side == "values" else form.rotate_keys
+    constants = {"H": heads, "S": form.sink, "WINDOW": form.window, "ROTATE": rotate}
+    # The reference multiplies and adds, and rounds both.
+    return {**constants, "BD": max(16, power(head_dim)), "enable_fp_fusion": False}
+
+
+def _page_constants(form: StoreFormat, run: int, side: Side, head_dim: int) -> dict[str, Any]:
+    """What `gather_pages_kernel` knows of a run besides."""
+    at = int(side == "values")
+    fmt: PageFormat = form.runs[run][at]
+    block = page_block(fmt, head_dim, TILE, 1)
+    constants = page_constants(fmt, side, head_dim)
+    return {"COUNTER": RUNS + 2 * run + at, "BT": block, "num_warps": WARPS, **constants}
+
+
+def gather_wanted(form: StoreFormat, side: Side, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[Wanted]:
+    """The variants that dequantize the pages of each run."""
+    for run, formats in enumerate(form.runs):
+        kinds = page_kinds(formats[side == "values"], side, heads, head_dim, dtype)
+        given = [dtype, torch.int32, torch.int32, None if form.ordered else torch.int32, *kinds]
+        constants = _constants(form, side, heads, head_dim)
+        numbers = (factor_of(constants["ROTATE"]), 2, 2, 2)
+        tensors = [None if kind is None else MockTensor(kind) for kind in given]
+        own = _page_constants(form, run, side, head_dim)
+        yield Wanted(gather_pages_kernel, (*tensors, *numbers), {**own, **constants})
 
 
 def gather_rows_triton(
@@ -144,28 +202,23 @@ def gather_rows_triton(
     if not out.numel():
         return out.to(sink.dtype)
     common = {"out": out, "counters": counters.contiguous(), "rotation": factor_of(rotate)}
-    common |= {"B": batch, "COLUMNS": columns, "H": heads, "S": form.sink, "WINDOW": form.window}
-    common |= {"ROTATE": rotate, "num_warps": 4}
-    # The reference multiplies and adds, and rounds both.
-    common |= {"BD": max(16, power(head_dim)), "enable_fp_fusion": False}
+    common |= {"B": batch, "COLUMNS": columns, **_constants(form, which, heads, head_dim)}
     with on_device(sink):
         for i, (view, formats) in enumerate(zip(views, form.runs, strict=True)):
             fmt, blocks = formats[at], view.table.shape[1]
             if not blocks:
                 continue
-            block_t = page_block(fmt, head_dim, TILE, 1)
-            gather_pages_kernel[(blocks * -(-fmt.page_size // block_t), batch * heads)](
+            own = _page_constants(form, i, which, head_dim)
+            gather_pages_kernel[(blocks * -(-fmt.page_size // own["BT"]), batch * heads)](
                 table=view.table.contiguous(),
                 pos=None if view.pos is None else view.pos.contiguous(),
                 **page_tensors(view.values if at else view.keys, fmt),
                 N=blocks,
-                COUNTER=RUNS + 2 * i + at,
-                BT=block_t,
-                **page_constants(fmt, which, head_dim),
+                **own,
                 **common,
             )
-        block_t = max(1, TILE // power(head_dim))
-        gather_windows_kernel[(cdiv(columns, block_t), batch * heads)](
+        block_t = max(1, 4096 // power(head_dim))
+        gather_windows_kernel[(cdiv(columns, block_t * LOOPS), batch * heads)](
             sink=sink,
             tail=tail,
             W=tail.shape[2],
@@ -173,6 +226,8 @@ def gather_rows_triton(
             RUNS=len(views),
             D=head_dim,
             BT=block_t,
+            LOOPS=LOOPS,
+            num_warps=4,
             **common,
         )
     return out.to(sink.dtype)

@@ -141,12 +141,17 @@ def main() -> None:
 _JOBS: list[Wanted] = []
 
 
+def leave_gpu_alone(gpu: Gpu) -> None:
+    """From now on this process compiles for a GPU, which need not be there, and can launch nothing."""
+    stand_in(gpu)
+    driver.set_active(Absent(gpu))
+
+
 def compile_all(orders: Sequence[Order], gpu: Gpu, most: int) -> list[Compiled]:
     """Compiles for a GPU that need not be there, ``most`` at a time; from now on this process can launch nothing."""
     from .warm import wanted
 
-    stand_in(gpu)
-    driver.set_active(Absent(gpu))
+    leave_gpu_alone(gpu)
     device = torch.device("cuda", 0)
     every = {_key(each): each for order in orders for each in wanted(*order, device)}
     _JOBS[:] = sorted(every.values(), key=_rank)

@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hfkvq.kernels.arguments import AttentionArguments
 
 from .cases import Shape, fill
+from .several import measure_several
 from .split_kv import FAILURES, GRID, Tuning, split_kv
-from .timing import Timing, time_calls
+from .timing import Timing, first_line, time_calls
 
 SDPA = {"cuDNN SDPA": SDPBackend.CUDNN_ATTENTION, "flash SDPA": SDPBackend.FLASH_ATTENTION}
 PLAIN = "plain Triton"
@@ -41,12 +42,15 @@ def measure_baselines(
 
     Args:
         shape: the shape.
-        query: (B, Hq, 1, D).
+        query: (B, Hq, Q, D).
         copies: keys and values (B, H, T, D), several times.
         replays: see `time_calls`.
     """
     if shape.rope_dim:
         yield from _measure_latents(shape, query, copies, replays)
+        return
+    if shape.queries > 1:
+        yield from measure_several(shape, query, copies, replays)
         return
     for name, backend in SDPA.items():
         try:
@@ -95,9 +99,3 @@ def _measure_latents(
         yield "matmul", time_calls(plain, replays), "softmax between two products"
     except RuntimeError as error:
         yield "matmul", first_line(error), ""
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

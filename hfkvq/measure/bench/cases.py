@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfkvq.caches.registry import entry_of, listed
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_schemes, nearest
-from hfkvq.caches.store import SIDES, KVStore
+from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.kernels.decode import LENGTH, run_count, sealed_count
 from hfkvq.kernels.pages import PageFormat
 
@@ -24,7 +24,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One layer's decode step: a query token a row against its context.
+    """One layer's decode step, a query token a row against its context; or several tokens, or a prompt behind it.
 
     Attributes:
         batch: rows.
@@ -34,6 +34,8 @@ class Shape:
         head_dim: channels of a head, or of a latent.
         dtype: of queries and of what is not quantized, a key of `DTYPES`.
         rope_dim: channels of the rotary parts beside latents; 0 for keys and values, not latents.
+        queries: newest tokens of each row, which ask: the last of its context, or, if they are more than a step has, a
+            prompt behind it.
     """
 
     batch: int
@@ -43,6 +45,7 @@ class Shape:
     head_dim: int = 128
     dtype: str = "bfloat16"
     rope_dim: int = 0
+    queries: int = 1
 
     @classmethod
     def of_latents(cls, batch: int, context: int, heads: int, dtype: str = "bfloat16") -> Shape:
@@ -51,9 +54,15 @@ class Shape:
 
     def __post_init__(self) -> None:
         """Checks what kernels and data rely on."""
-        for field in ("batch", "context", "heads", "kv_heads", "head_dim"):
+        for field in ("batch", "context", "heads", "kv_heads", "head_dim", "queries"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: got {getattr(self, field)}, allowed 1 or more.")
+        if not self.is_prompt and self.queries > self.context:
+            raise ValueError(
+                f"queries: got {self.queries}, allowed no more than the context's tokens ({self.context})."
+            )
+        if self.queries > 1 and self.rope_dim:
+            raise ValueError(f"queries: got {self.queries}, allowed 1 of latents.")
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: got {self.heads}, allowed multiples of kv_heads ({self.kv_heads}).")
         if self.dtype not in DTYPES:
@@ -65,15 +74,22 @@ class Shape:
         return 1 / math.sqrt(self.head_dim + self.rope_dim)
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether there are more queries than a step has, so that pages are dequantized for them."""
+        return self.queries > MAX_STEP
+
+    @property
     def title(self) -> str:
         """E.g. ``32 x 32k tokens, 32/8 heads of 128, bfloat16``."""
         heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
         if self.rope_dim:
             heads = f"{self.heads} heads, latents of {self.head_dim} + {self.rope_dim}"
-        return f"{self.batch} x {short(self.context)} tokens, {heads}, {self.dtype}"
+        asked = f", {short(self.queries)} queries" if self.queries > 1 else ""
+        asked += " behind them" if self.is_prompt else ""
+        return f"{self.batch} x {short(self.context)} tokens{asked}, {heads}, {self.dtype}"
 
     def data(self, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Random query (B, Hq, 1, D), keys and values (B, H, T, D).
+        """Random query (B, Hq, Q, D), keys and values (B, H, T, D).
 
         Of latents the query is (B, Hq, 1, D + R), and values are their rotary parts (B, 1, T, R).
         """
@@ -83,9 +99,10 @@ class Shape:
         def normal(heads: int, tokens: int, dim: int) -> Tensor:
             return torch.randn((self.batch, heads, tokens, dim), generator=generator, device=device, dtype=kind)
 
-        query = normal(self.heads, 1, self.head_dim + self.rope_dim)
-        keys = normal(self.kv_heads, self.context, self.head_dim)
-        return query, keys, normal(self.kv_heads, self.context, self.rope_dim or self.head_dim)
+        columns = self.context + (self.queries if self.is_prompt else 0)
+        query = normal(self.heads, self.queries, self.head_dim + self.rope_dim)
+        keys = normal(self.kv_heads, columns, self.head_dim)
+        return query, keys, normal(self.kv_heads, columns, self.rope_dim or self.head_dim)
 
 
 def short(tokens: int) -> str:
@@ -223,6 +240,6 @@ def bytes_read(store: KVStore, query: Tensor) -> int:
 
 
 def as_dict(shape: Shape) -> dict[str, int | str]:
-    """Fields by name; no rotary parts where there are none, as in files from before there were any."""
-    fields = dataclasses.asdict(shape)
-    return fields if shape.rope_dim else {name: x for name, x in fields.items() if name != "rope_dim"}
+    """Fields by name; none for rotary parts and for queries where they are as in files from before there were any."""
+    usual = {"rope_dim": 0, "queries": 1}
+    return {name: x for name, x in dataclasses.asdict(shape).items() if usual.get(name) != x}

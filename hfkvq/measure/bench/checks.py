@@ -79,7 +79,7 @@ def self_check(
     Raises:
         GateError: an error is too large.
     """
-    small = {dataclasses.replace(shape, batch=2, context=CONTEXT): None for shape in shapes}
+    small = {dataclasses.replace(shape, batch=2, context=CONTEXT, queries=1): None for shape in shapes}
     errors: dict[str, float] = {}
     for shape in small:
         query, keys, values = shape.data(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from .cases import Shape
+    from .peers import Peer
     from .report import Record
 
 app = typer.Typer(
@@ -34,9 +36,19 @@ Formats = Annotated[
     str | None,
     typer.Option(help=r"Presets and formats to time, comma-separated. \[default: all]"),
 ]
+Peers = Annotated[
+    str | None,
+    typer.Option(help=r"Other packages' kernels to time: all, none, or names, comma-separated. \[default: all]"),
+]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Channels per head.")]
+Queries = Annotated[
+    str | None,
+    typer.Option(
+        help=r"Newest tokens of each row, which ask, e.g. 2,16,1k: more than 16 behind the context. \[default: 1]"
+    ),
+]
 Latents = Annotated[
     int | None,
     typer.Option(min=1, metavar="HEADS", help="Time latent attention: 512 + 64 channels, this many query heads."),
@@ -54,7 +66,13 @@ BenchDTypes = Annotated[BenchDType, typer.Option(help="Dtype of queries and of u
 
 
 def _bench_cases(
-    batch: str | None, context: str | None, formats: str | None, sweep: bool, latents: int | None, **heads: int | str
+    batch: str | None,
+    context: str | None,
+    formats: str | None,
+    sweep: bool,
+    latents: int | None,
+    queries: str | None = None,
+    **heads: int | str,
 ) -> tuple[list[Shape], tuple[str, ...]]:
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
@@ -69,10 +87,17 @@ def _bench_cases(
             sizes = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
             sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+        asked = [parse_count(part) for part in split(queries or "1")]
+        if latents and asked != [1]:
+            raise ValueError("queries: latents are timed with one query a row; leave --queries out.")
         if latents:
             shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in sizes]
         else:
-            shapes = [cases.Shape(rows, tokens, **heads) for rows, tokens in sizes]  # type: ignore[arg-type]
+            shapes = [
+                cases.Shape(rows, tokens, queries=count, **heads)  # type: ignore[arg-type]
+                for rows, tokens in sizes
+                for count in asked
+            ]
         default = cases.LATENT_FORMATS if latents else cases.default_formats()
         names = default if formats is None else split(formats)
         cases.check(names, shapes)
@@ -102,6 +127,20 @@ def _gate(shapes: list[Shape], names: tuple[str, ...], device: torch.device, ski
     return {"tests": tests, "self_check": errors}
 
 
+def _peers(names: str | None, latents: int | None) -> list[Peer]:
+    """Other packages' kernels that are asked for and there, with a line for each that is not."""
+    from .peers import choose, present
+
+    if latents:
+        if names not in (None, "none"):
+            fail(f"peers: got {names!r} with --latents, which is for keys and values alone; leave one of them out.")
+        return []
+    try:
+        return present(choose("all" if names is None else names), make_console().print)
+    except ValueError as error:
+        fail(error)
+
+
 @app.command("kernels")
 def bench_kernels(
     batch: Batches = None,
@@ -109,9 +148,11 @@ def bench_kernels(
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
+    queries: Queries = None,
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
+    peers: Peers = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Contexts of 1k to 128k at batch 1 and 32.")] = False,
     replays: Annotated[int, typer.Option(min=20, help="Replays of each CUDA graph.")] = 30,
     json_file: Annotated[
@@ -137,16 +178,21 @@ def bench_kernels(
     device = bench_device()
 
     from . import report, timing
+    from .peers.measure import check_peers
     from .run import measure_shape
 
     shapes, names = _bench_cases(
-        batch, context, formats, sweep, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
-    )
+        batch, context, formats, sweep, latents, queries, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=dtype.value,
+    )  # fmt: skip
+    others = _peers(peers, latents)
     try:
         before = report.load(compare) if compare is not None else None
     except ValueError as error:
         fail(error)
     record: Record = {**report.environment(device, commit), "checks": _gate(shapes, names, device, skip_tests)}
+    checked = check_peers(others, shapes, device)
+    record["checks"]["peers"] = checked
     record |= {"copy": report.describe_copy(*timing.copy_bandwidth(device)), "rows": []}
     json_file, plot_file = (
         path and report.file_name(path, record["gpu"], suffix)
@@ -154,7 +200,7 @@ def bench_kernels(
     )
 
     console = make_console()
-    done, work = 0, len(shapes) * (len(names) + 1)
+    done, work = 0, len(shapes) * (len(names) + len(others) + 1)
     kept = "nothing is saved" if json_file is None else f"{json_file} has the shapes that were finished"
     words = f"{kept}; the same command begins anew, --batch and --context choose what is left."
     with stoppable(words), progress_bar() as show:
@@ -165,7 +211,8 @@ def bench_kernels(
                 show(f"{shape.title}: {name}", done / work)
                 done += 1
 
-            rows = measure_shape(shape, names, device, record["copy"]["tb_per_s"] * 1e12, replays, tell)
+            copied = record["copy"]["tb_per_s"] * 1e12
+            rows = measure_shape(shape, names, device, copied, replays, tell, others, checked)
             record["rows"] += rows
             console.print(report.table(rows))
             # What is measured is kept, even if a later shape ends the run.
@@ -191,6 +238,12 @@ def bench_tune(
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: search everything]")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")
+    ] = None,
 ) -> None:
     """Search for the fastest launch parameters on this GPU, and save them where attention looks them up."""
     device = bench_device()
@@ -204,17 +257,26 @@ def bench_tune(
     shapes, names = _bench_cases(
         batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
-    with stoppable("nothing is saved; fewer --formats or sizes take less time."), progress_bar() as show:
+    path = configs.tuning_file()
+
+    def keep(finding: tune.Finding) -> None:
+        nonlocal path
+        path = configs.save(device, tune.to_save([finding]))
+
+    limit = math.inf if minutes is None else minutes
+    with stoppable(f"what was found until now is in {path}."), progress_bar() as show:
         try:
-            findings = tune.tune(names, shapes, device, show)
+            findings, variants = tune.tune(names, shapes, device, show, limit, keep)
         except torch.OutOfMemoryError as error:
-            fail(f"tune: {error} All shapes and formats are held at once; choose fewer or smaller ones.", code=1)
+            fail(f"tune: {error} All shapes of a format are held at once; choose fewer or smaller ones.", code=1)
+        except ValueError as error:
+            fail(error)
     console = make_console()
-    if not findings:
+    if not variants:
         fail(f"tune: no kernel with launch parameters serves {', '.join(names)} at these shapes.")
     console.print(tune.table(findings))
-    try:
-        path = configs.save(device, tune.to_save(findings))
-    except ValueError as error:
-        fail(error)
-    print_saved(console, path)
+    if len(findings) < variants:
+        console.print(f"{len(findings)} of {variants} variants in {minutes:g} minutes; name --formats for the others.")
+    if json_file is not None:
+        tune.write(findings, device, json_file)
+    print_saved(console, json_file, path)

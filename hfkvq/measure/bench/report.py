@@ -19,7 +19,7 @@ from ..records import now, versions
 from ..tables import NOTHING, new_table, number
 from .cases import Shape, short
 from .checks import checkout
-from .run import Row
+from .rows import Row
 from .timing import METHOD, Timing
 
 KIND = "hfkvq bench kernels"
@@ -34,7 +34,9 @@ _SHAPE = ("batch", "context", "heads", "kv_heads", "head_dim", "dtype")
 def shape_of(row: Row) -> Shape:
     """The shape a line was measured at."""
     # Rotary parts are of latents alone.
-    return Shape(**{field: row[field] for field in _SHAPE}, rope_dim=row.get("rope_dim", 0))
+    return Shape(
+        **{field: row[field] for field in _SHAPE}, rope_dim=row.get("rope_dim", 0), queries=row.get("queries", 1)
+    )
 
 
 # The record.
@@ -115,7 +117,7 @@ def table(rows: Sequence[Row]) -> Table:
     columns = ("name", "us", "p20 to p80", "MB", "TB/s", "of copy", "speed-up", "")
     view = new_table(shape_of(rows[0]).title, columns)
     for row, after in zip(rows, [*rows[1:], None], strict=True):
-        last = row["kind"] == "baseline" and after is not None and after["kind"] != "baseline"
+        last = after is not None and after["kind"] != row["kind"]
         if "error" in row:
             view.add_row(row["name"], *[NOTHING] * 6, row["error"], end_section=last)
             continue
@@ -172,7 +174,7 @@ def compare_table(before: Record, after: Record) -> Table:
     for line in compare(before, after):
         shape = line["shape"]
         view.add_row(
-            f"{shape.batch} x {short(shape.context)}",
+            f"{shape.batch} x {short(shape.context)}" + (f", {short(shape.queries)}" if shape.queries > 1 else ""),
             line["name"],
             number(line["before"], 1),
             number(line["after"], 1),
@@ -190,7 +192,7 @@ def notes(record: Record) -> list[str]:
         f"{record['gpu']}, torch {record['versions']['torch']}, Triton {record['versions']['triton']}, commit "
         f"{record['commit'] or 'unknown'}. A copy within the GPU moves {copied:.2f} TB/s, read and written.",
         "MB is what has to move: pages and windows as far as they hold tokens, queries and outputs. Speed-up is "
-        "against the fastest baseline of the same shape.",
+        "against the fastest unquantized kernel of the same shape, of whichever package.",
         record["method"],
     ]
 
@@ -198,18 +200,38 @@ def notes(record: Record) -> list[str]:
 # The picture.
 
 
+def _place(row: Row) -> tuple[int, int, int]:
+    return row["batch"], row["context"], row.get("queries", 1)
+
+
 def save_plot(record: Record, path: Path) -> bool:
-    """Speed-up of each format, a column for each shape, as a PNG; False if there is nothing to draw.
+    """Speed-up of each line, a column for each shape, as a PNG; False if there is nothing to draw.
+
+    A bar goes from the dot to where the bytes read would take it at the bandwidth of a copy.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    rows = [row for row in record["rows"] if row["kind"] == "format" and "speedup" in row]
+    rows = [row for row in record["rows"] if "speedup" in row]
     columns = []
-    for batch, context in sorted({(row["batch"], row["context"]) for row in rows}):
-        own = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
-        marks = {row["name"]: Mark(row["speedup"]) for row in own}
-        columns.append(Column(f"{batch} x {short(context)}, speed-up", marks, line=1.0, form="{:.2f}"))
+    for batch, context, queries in sorted({_place(row) for row in rows}):
+        own = [row for row in rows if _place(row) == (batch, context, queries)]
+        marks = {row["name"]: _mark(row) for row in own}
+        asked = f", {short(queries)} queries" if queries > 1 else ""
+        title = f"{batch} x {short(context)}{asked}, speed-up"
+        columns.append(Column(title, marks, logarithmic=True, line=1.0, form="{:.2f}"))
     names = list(dict.fromkeys(row["name"] for row in rows))
-    title = f"Decode attention of one layer against the fastest unquantized kernel, {record['gpu']}"
-    return save_chart(names, columns, title, path)
+    others = {row["name"] for row in rows if row["kind"] != "format"}
+    title = (
+        f"Decode attention of one layer against the fastest unquantized kernel, {record['gpu']}\n"
+        "bars: to where the bytes read would take it at the bandwidth of a copy; grey: not this library's"
+    )
+    return save_chart(names, columns, title, path, others)
+
+
+def _mark(row: Row) -> Mark:
+    """Speed-up, and the one that its bytes allow."""
+    if not row["share_of_copy"]:
+        return Mark(row["speedup"])
+    limit = row["speedup"] / row["share_of_copy"]
+    return Mark(row["speedup"], min(row["speedup"], limit), max(row["speedup"], limit))

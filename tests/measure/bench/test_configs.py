@@ -66,6 +66,22 @@ def test_every_class_knows_every_knob(gpu, capability):
     assert knobs["stages"] == {8: 3, 12: 3}.get(capability[0], 5)
 
 
+def test_what_is_shipped_for_a_gpu_wins_over_its_kind(gpu, file, monkeypatch, tmp_path):
+    shipped = tmp_path / "parameters.json"
+    table = {"9": {"decode": {"*": {"stages": 2, "step": 64}}}, "9.0": {"decode": {"*": {"stages": 4}}}}
+    shipped.write_text(json.dumps({**table, "Synthetic 9000": {"decode": {KEY: {"stages": 7}}}}), encoding="utf-8")
+    monkeypatch.setattr(configs, "SHIPPED", shipped)
+    configs._shipped.cache_clear()
+    try:
+        configs.reload()
+        found = configs.lookup(GPU, "decode", KEY), configs.lookup(GPU, "decode", "other")
+        assert [(knobs["stages"], knobs["step"]) for knobs in found] == [(7, 64), (4, 64)]
+        write(file, {configs.gpu_key("Synthetic 9000"): {"decode": {KEY: {"stages": 3}}}})
+        assert configs.lookup(GPU, "decode", KEY)["stages"] == 3
+    finally:
+        configs._shipped.cache_clear()
+
+
 def test_the_interpreter_gets_small_numbers_and_no_file(file):
     write(file, {configs.gpu_key("cpu"): {"decode": {KEY: {"stages": 4}}}})
     knobs = configs.lookup(CPU, "decode", KEY)

@@ -18,10 +18,13 @@ from hfkvq.measure.bench.cases import Shape
 from hfkvq.measure.bench.timing import Timing
 from tests.command import assert_refused, flat, invoke
 
+from . import peer_fakes as fakes
+
 run = partial(invoke, "bench")
 CPU = torch.device("cpu")
 SMALL = Shape(1, 8, heads=2, kv_heads=1, head_dim=64)
 OPTIONS = ["--heads", "2", "--kv-heads", "1", "--head-dim", "64"]
+ALONE = ["--peers", "none", "--skip-tests"]
 
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
 
@@ -119,7 +122,7 @@ def test_without_a_gpu_it_says_what_it_needs(command, monkeypatch):
 
 @pytest.fixture
 def pretended_gpu(monkeypatch, tmp_path):
-    """Commands run on the CPU, with times that are invented: 10 us for what is dense, 5 us for the rest."""
+    """Commands run on the CPU, with invented times: 10 us for what is dense, 20 us for peers, 5 us for the rest."""
     properties = SimpleNamespace(
         name="Synthetic 9000", major=9, minor=0, multi_processor_count=2, L2_cache_size=10**5, total_memory=10**9
     )
@@ -138,6 +141,7 @@ def pretended_gpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr("hfkvq.measure.bench.baselines.time_calls", invented(10.0))
     monkeypatch.setattr("hfkvq.measure.bench.run.time_calls", invented(5.0))
+    monkeypatch.setattr("hfkvq.measure.bench.peers.measure.time_calls", invented(20.0))
     yield
     configs.reload()
 
@@ -151,6 +155,8 @@ def pretended_gpu(monkeypatch, tmp_path):
         (["--batch", "0"], "got '0', allowed numbers"),
         (["--heads", "6", "--kv-heads", "4"], "heads: got 6, allowed multiples of kv_heads"),
         (["--sweep", "--batch", "1"], "leave --batch and --context out"),
+        (["--peers", "vllm-fa4"], "peers: got 'vllm-fa4', which is unknown; did you mean 'vllm-fa"),
+        (["--peers", "vllm-fa3", "--latents", "16"], "peers: got 'vllm-fa3' with --latents"),
         (["--replays", "5"], "Invalid value for '--replays'"),
         (["--json", "no-such-folder/a.json"], "the folder no-such-folder does not exist"),
         (["--compare", "no-such-file.json"], "compare: no-such-file.json cannot be read"),
@@ -191,9 +197,11 @@ def test_the_self_check_cannot_be_skipped(monkeypatch, pretended_gpu):
 
 
 @needs_interpreter
-def test_a_whole_run(pretended_gpu, tmp_path):
+def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
-    arguments = [*OPTIONS, "--context", "200,1k", "--formats", "kitty,2-bit,fp8+16", "--skip-tests"]
+    fakes.flash(monkeypatch)
+    options = ["--context", "200,1k", "--formats", "kitty,2-bit,fp8+16", "--peers", "vllm-fa2", "--skip-tests"]
+    arguments = [*OPTIONS, *options]
     done = run("kernels", *arguments, "--json", str(tmp_path), "--plot", str(tmp_path), "--commit", "abc")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "kernels-synthetic-9000.png").is_file()
@@ -207,6 +215,11 @@ def test_a_whole_run(pretended_gpu, tmp_path):
     ]
     assert all(row["speedup"] == 2 and row["bytes"] > 0 and row["copies"] > 1 for row in formats)
     assert formats[0]["spec"] == "s32;k0;v0;2c128p128+4x8/2t64p128"
+    peers = [row for row in record["rows"] if row["kind"] == "peer"]
+    assert [(row["context"], row["name"], row["us"]["p50"]) for row in peers] == [
+        (context, "vllm-fa2", 20.0) for context in (200, 1024)
+    ]
+    assert set(record["checks"]["peers"]["vllm-fa2"]) == {"pages of 128", "pages of 256"}
 
     data = str(tmp_path / "kernels-synthetic-9000.json")
     again = run("kernels", *arguments, "--compare", data)
@@ -225,7 +238,7 @@ def test_a_format_that_fails_is_reported_and_stops_no_other(pretended_gpu, monke
         return fill(name, keys, values)
 
     monkeypatch.setattr("hfkvq.measure.bench.run.fill", full)
-    done = run("kernels", *OPTIONS, "--context", "200", "--formats", "int4,kivi-4", "--skip-tests")
+    done = run("kernels", *OPTIONS, "--context", "200", "--formats", "int4,kivi-4", *ALONE)
     assert done.exit_code == 1
     lines = {line.split()[0]: line for line in done.output.splitlines() if line.strip()}
     assert "OutOfMemoryError: CUDA out of memory." in lines["int4"]
@@ -242,7 +255,9 @@ def test_a_shape_that_does_not_fit_stops_no_other(pretended_gpu, monkeypatch):
         return data(shape, device, seed)
 
     monkeypatch.setattr(Shape, "data", full)
-    done = run("kernels", *OPTIONS, "--context", "2k,200", "--formats", "int4,kivi-4", "--skip-tests")
+    done = run(
+        "kernels", *OPTIONS, "--context", "2k,200", "--formats", "int4,kivi-4", "--peers", "none", "--skip-tests"
+    )
     assert done.exit_code == 1
     assert done.output.count("CUDA out of memory.") == 2
     assert done.output.count("2.00x") == 2
@@ -257,7 +272,7 @@ def test_tuning_says_when_memory_is_full(pretended_gpu, monkeypatch):
 
 
 def test_tuning_a_format_without_parameters(pretended_gpu, monkeypatch):
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: [])
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: ([], 0))
     assert_refused(run("tune", *OPTIONS, "--formats", "full"), "no kernel with launch parameters serves full")
 
 
@@ -266,9 +281,18 @@ def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
 
     before = dict(configs.DEFAULTS["decode"])
     found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
-    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: [found])
-    done = run("tune", *OPTIONS)
+
+    def tune(formats, shapes, device, progress, minutes, keep):
+        assert minutes == 0.5
+        keep(found)
+        return [found], 3
+
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", tune)
+    done = run("tune", *OPTIONS, "--minutes", "0.5", "--json", str(tmp_path / "found.json"))
     assert done.exit_code == 0, done.output
+    assert "1 of 3 variants in 0.5 minutes" in " ".join(done.output.split())
+    record = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert (record["gpu"], record["findings"][0]["share"]) == ("Synthetic 9000", 0.9)
     assert "stages 3" in done.output
     assert "-10.0 %" in done.output
     saved = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))

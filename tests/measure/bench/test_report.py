@@ -10,7 +10,7 @@ import pytest
 
 from hfkvq.measure.bench import report
 from hfkvq.measure.bench.cases import Shape
-from hfkvq.measure.bench.run import add_speedups, row_of
+from hfkvq.measure.bench.rows import add_speedups, row_of
 from hfkvq.measure.bench.timing import METHOD, Timing
 from tests.command import printed
 

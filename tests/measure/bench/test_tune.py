@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 
@@ -10,6 +12,7 @@ import torch
 
 from hfkvq import kernels
 from hfkvq.kernels.triton import configs
+from hfkvq.kernels.triton._lib import Gpu
 from hfkvq.measure.bench import tune
 from hfkvq.measure.bench.cases import Shape
 from hfkvq.measure.bench.timing import Timing
@@ -19,16 +22,13 @@ KEY = "2c128/2t128,D128,N8"
 START = dict(configs.DEFAULTS["decode"])
 
 
-def search(model, start=START):
+def search(model, start=START, ready=lambda knobs: True):
     """Searches where ``model(knobs)`` gives the times."""
     said = []
 
-    def times():
-        knobs = configs.lookup(CPU, "decode", KEY)
-        return model(knobs)
-
+    timers = [lambda i=i: model(configs.lookup(CPU, "decode", KEY))[i] for i in range(len(model(start)))]
     with configs.override("decode", KEY, **start):
-        found = tune.search("decode", KEY, start, times, lambda what, share: said.append((what, share)))
+        found = tune.search("decode", KEY, start, timers, lambda what, share: said.append((what, share)), ready)
     assert all(0 <= share < 1 for _, share in said)
     return found, [what for what, _ in said]
 
@@ -85,79 +85,144 @@ def test_what_the_gpu_has_no_room_for_is_passed_over():
     assert found.after["stages"] == 3
 
 
-def test_tune_finds_the_variants_that_formats_use(monkeypatch):
-    """The kernels' own look-ups tell which variants there are."""
+def test_a_candidate_that_is_slower_at_first_is_measured_once():
+    asked = []
+
+    def model(knobs):
+        asked.append(dict(knobs))
+        return [100.0 if knobs["stages"] in (5, 3) else 105.0, 100.0 - 40 * (knobs["stages"] == 3)]
+
+    found, _ = search(model)
+    assert found.after["stages"] == 3
+    asked = [knobs["stages"] for knobs in asked]
+    assert [asked.count(stages) for stages in (3, 2, 7)] == [2, 1, 1]
+
+
+def test_candidates_that_are_not_compiled_in_time_are_left_out():
+    found, _ = search(lambda knobs: [100.0 - 10 * knobs["stages"]], ready=lambda knobs: knobs["stages"] == 3)
+    assert (found.after, found.share) == (START, 1.0)
+    found, _ = search(lambda knobs: [100.0 + knobs["stages"]], ready=lambda knobs: knobs["stages"] == 2)
+    assert found.after["stages"] == 2
+
+
+class Jobs:
+    """A pool that notes what it is given, and does some of it."""
+
+    def __init__(self, workers, context, initializer, initargs):
+        assert context.get_start_method() == "forkserver"
+        assert (initializer, initargs[0].name) == (tune.leave_gpu_alone, "Synthetic")
+        self.given, self.late = [], ()
+
+    def submit(self, function, *args):
+        self.given.append((function.__name__, *args))
+        job = Future()
+        if args[0] == "dies":
+            raise BrokenProcessPool
+        if args[0] not in self.late:
+            job.set_result(None)
+        return job
+
+    def shutdown(self, **how):
+        assert how == {"wait": False, "cancel_futures": True}
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Of a GPU that is not there."""
+    monkeypatch.setattr(tune, "ProcessPoolExecutor", Jobs)
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(tune, "properties", lambda device: Gpu("Synthetic", 9, 0, 132, 228 << 10))
+
+    def make(end):
+        return tune.Compiler(Shape(1, 64), torch.device("cuda", 0), end)
+
+    return make
+
+
+def test_candidates_are_compiled_in_the_order_of_measuring(compiler):
+    with compiler(math.inf) as own:
+        own.begin(["kitty", "int4"], {("decode", "a"): START}, {("decode", "a"): ["int4"]})
+        tried = tune.candidates("decode", START)
+        shape = Shape(1, 64)
+        assert own._pool.given == [
+            ("compile_format", "kitty", shape),
+            ("compile_format", "int4", shape),
+            *(("compile_candidate", "int4", shape, "decode", "a", knobs) for knobs in tried),
+        ]
+        assert own.wait(("kitty",))
+        assert own.wait(("int4", "decode", "a", tune._plain(tried[0])))
+        # Nobody asked for it: a launch compiles it.
+        assert own.wait(("int4", "decode", "b", ()))
+
+
+def test_nothing_is_waited_for_beyond_the_end(compiler):
+    with compiler(time.monotonic() + 0.05) as own:
+        own.begin([], {}, {})
+        own._pool.late = ("int4",)
+        own._jobs["int4",] = own._pool.submit(tune.compile_format, "int4")
+        assert not own.wait(("int4",))
+    with compiler(time.monotonic() - 1) as own:
+        assert not own.wait(("kitty",))
+
+
+def test_a_pool_that_dies_is_passed_over(compiler):
+    with compiler(math.inf) as own:
+        own.begin(["dies", "int4"], {}, {})
+        assert own.wait(("dies",))
+
+
+@pytest.fixture
+def invented(monkeypatch):
+    """Formats that are variants, and times that fall with their steps."""
 
     class Store:
         def __init__(self, key):
             self.key = key
 
+    def kernels_of(name, shape, device):
+        configs.lookup(CPU, "decode", {"kitty-pro": "kitty"}.get(name, name))
+        return iter(())
+
     def store_calls(store, query, scaling, cache):
         return [lambda: configs.lookup(CPU, "decode", store.key)]
 
-    def time_calls(calls, replays):
-        knobs = calls[0]()
-        return Timing(1, 500.0 - knobs["step"] if knobs else 0.0, 1, 1, 1, replays)
+    def time_calls(calls, replays, aim):
+        return Timing(1, 500.0 - calls[0]()["step"], 1, 1, 1, replays)
 
+    monkeypatch.setattr(tune, "kernels_of", kernels_of)
     monkeypatch.setattr(tune, "fill", lambda name, keys, values: Store({"kitty-pro": "kitty"}.get(name, name)))
     monkeypatch.setattr(tune, "store_calls", store_calls)
     monkeypatch.setattr(tune, "cache_size", lambda device: 1)
     monkeypatch.setattr(tune, "time_calls", time_calls)
-    shapes = [Shape(1, 64, heads=1, kv_heads=1, head_dim=16), Shape(2, 64, heads=1, kv_heads=1, head_dim=16)]
-    said = []
-    findings = tune.tune(["kitty", "kitty-pro", "int4"], shapes, CPU, lambda what, share: said.append(what))
-    assert [(finding.kernel, finding.key, finding.after["step"]) for finding in findings] == [
-        ("decode", "int4", 128),
-        ("decode", "kitty", 128),
-    ]
-    first_timing = next(i for i, what in enumerate(said) if what.startswith(("int4", "kitty")))
-    assert any(what.startswith("compiling") for what in said[:first_timing])
-    assert not any(what.startswith(("compiling", "filling")) for what in said[first_timing:])
+    return [Shape(1, 64, heads=1, kv_heads=1, head_dim=16), Shape(2, 64, heads=1, kv_heads=1, head_dim=16)]
+
+
+def test_tune_finds_the_variants_that_formats_use(invented):
+    """The kernels' own look-ups tell which variants there are; what is found is kept at once."""
+    kept = []
+    findings, variants = tune.tune(["kitty", "kitty-pro", "int4"], invented, CPU, keep=kept.append)
+    found = [(finding.kernel, finding.key, finding.after["step"]) for finding in findings]
+    # In the order of the formats.
+    assert found == [("decode", "kitty", 128), ("decode", "int4", 128)]
+    assert (variants, kept) == (2, findings)
     # Nothing stays overridden.
     assert configs.lookup(CPU, "decode", "kitty")["step"] == 0
     assert tune.to_save(findings)["decode"]["kitty"]["step"] == 128
 
 
-def test_candidates_are_compiled_in_processes(monkeypatch):
-    """Every candidate of every format that looks a variant up; a pool that dies is passed over."""
-    done, said = [], []
-
-    class Pool:
-        def __init__(self, workers, context):
-            assert context.get_start_method() == "spawn"
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            return None
-
-        def submit(self, function, name, shape, kernel, key, knobs):
-            assert function is tune.compile_format
-            if name == "dies":
-                raise BrokenProcessPool
-            done.append((name, shape, key, knobs))
-            job = Future()
-            job.set_result(None)
-            return job
-
-    monkeypatch.setattr(tune, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(tune.os, "cpu_count", lambda: 4)
-    uses = {"kitty": {("decode", "a")}, "int4": {("decode", "b")}}
-    starts = {("decode", "a"): START, ("decode", "b"): START}
-    shape = Shape(32, 8192, heads=1, kv_heads=1, head_dim=16)
-    tune._compile_apart(uses, shape, starts, lambda what, share: said.append(share))
-    tried = tune.candidates("decode", START)
-    assert [(name, key) for name, _, key, _ in done] == [("kitty", "a")] * len(tried) + [("int4", "b")] * len(tried)
-    assert [knobs for *_, knobs in done] == [*tried, *tried]
-    assert {(small.batch, small.context, small.head_dim) for _, small, _, _ in done} == {(1, 512, 16)}
-    assert said == [i / len(done) for i in range(len(done))]
-    tune._compile_apart({"dies": {("decode", "a")}}, shape, starts, lambda what, share: None)
+def test_tune_ends_in_time(invented, monkeypatch):
+    """With what was found until then."""
+    now = [0.0]
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    findings, variants = tune.tune(
+        ["kitty", "int4"], invented, CPU, minutes=1, keep=lambda found: now.append(now.pop() + 70)
+    )
+    assert ([finding.key for finding in findings], variants) == (["kitty"], 2)
 
 
-def test_compiling_a_format_is_attending_once():
-    looked = []
+def test_compiling_leaves_the_gpu_alone():
+    """A child of a process that has one: nothing is launched, and the kernels are those that a launch takes."""
     with kernels.use_interpreter(), configs.watch() as seen:
-        tune.compile_format("int4", Shape(1, 160, 2, 1, 32, "float16"), "decode", KEY, {"stages": 2}, "cpu")
-        looked += seen
-    assert [kernel for kernel, _ in looked] == ["decode"]
+        wanted = list(tune.kernels_of("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
+    assert [kernel for kernel, _ in seen] == ["decode"]
+    assert {each.kernel.__name__ for each in wanted} == {"decode_kernel", "merge_kernel"}

@@ -1,0 +1,179 @@
+"""What kernels take of a GPU that need not be there: registers, spilled bytes, shared memory, programs at a time.
+
+    PYTHONPATH=. python evals/resources.py [--gpus 80,89,90,100,120] [--presets kitty-pro,saw-int4]
+
+Kernels are compiled by Triton and its own ptxas (ptxas-blackwell from sm_100 on), and their binaries are read by its
+cuobjdump. Writes evals/results/resources.json and the table in docs/speed.md. Nothing is launched, so nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from hfkvq.caches.make import layer_plan
+from hfkvq.caches.scheme import get_scheme
+from hfkvq.kernels.pages import SIDES, StoreFormat
+from hfkvq.kernels.triton.ahead import Wanted, compile_one
+from hfkvq.kernels.triton.decode import programs_planned
+from hfkvq.kernels.triton.gather import gather_wanted
+from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
+from hfkvq.kernels.triton.warm import GPUS, wanted
+from hfkvq.kernels.triton.worker import leave_gpu_alone
+from hfkvq.kernels.warm import normal
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, PAGE = ROOT / "evals" / "results" / "resources.json", ROOT / "docs" / "speed.md"
+BEGIN, END = "<!-- resources: begin -->", "<!-- resources: end -->"
+
+HEADS, KV_HEADS, DIM = 32, 8, 128
+PRESETS = ("kitty-pro", "saw-int4", "kivi-2", "mixkvq", "triaxial", "kvarn", "full")
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+# What is compiled of each preset; the rest is small.
+KERNELS = {
+    "decode_kernel": "attention",
+    "merge_kernel": "merge",
+    "seal_channel_kernel": "seal, by channel",
+    "seal_token_kernel": "seal, by token",
+    "page_norms_kernel": "balance",
+    "advance_kernel": "append",
+    "gather_pages_kernel": "dequantize",
+}
+
+Row = dict[str, Any]
+
+
+def every(preset: str, device: torch.device) -> Iterator[tuple[StoreFormat, Wanted]]:
+    """What a layer of Qwen3-8B's shape launches, for one query and for sixteen, and what dequantizes its pages."""
+    scheme = get_scheme(preset)
+    plan = normal(layer_plan(scheme, HEADS, KV_HEADS, DIM, torch.bfloat16))
+    for each in wanted(plan, HEADS, scheme.channel_rule, True, device):
+        yield plan.format, each
+    for side in SIDES:
+        for each in gather_wanted(plan.format, side, KV_HEADS, DIM, torch.bfloat16):
+            yield plan.format, each
+
+
+def resources(compiled: Any) -> Row:
+    """Registers of a thread, bytes of local memory that they spill to, and bytes of shared memory of a program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [str(TOOL), "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {name: int(re.search(rf"\b{name}:(\d+)", said)[1]) for name in ("REG", "STACK")}
+    # What the kernel's code adds is the same in all and counted with the launch.
+    return {
+        "registers": found["REG"],
+        "spilled": found["STACK"],
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+    }
+
+
+def work(number: int, presets: Sequence[str], found: Any) -> None:
+    """Compiles for one GPU, in a process of its own, which can launch nothing."""
+    gpu = GPUS[number]
+    leave_gpu_alone(gpu)
+    device, limits = torch.device("cuda", 0), LIMITS[gpu.major, gpu.minor]
+    rows, seen = [], {}
+    for preset in presets:
+        for form, each in every(preset, device):
+            name = each.kernel.__name__
+            if name not in KERNELS:
+                continue
+            compiled = compile_one(each)
+            if compiled.hash in seen:
+                seen[compiled.hash]["presets"] = [*dict.fromkeys([*seen[compiled.hash]["presets"], preset])]
+                continue
+            row: Row = {"gpu": number, "kernel": name, "presets": [preset], "variant": variant(each)}
+            row |= resources(compiled)
+            row["programs"] = programs_that_fit(limits, row["registers"], row["warps"], row["shared"])
+            row["fits"] = row["programs"] > 0
+            if name == "decode_kernel":
+                row["planned"] = programs_planned(form, DIM, DIM, each.constants["BM"], device)
+            seen[compiled.hash] = row
+            rows.append(row)
+    found.put((number, rows, limits._asdict()))
+
+
+def variant(each: Wanted) -> str:
+    """What tells a kernel's variants apart."""
+    names = ("SEVERAL", "BM", "BITS", "GROUP", "PER_CHANNEL", "ROTATE", "TOKEN_MAJOR", "BS", "BD")
+    said = [f"{name}={each.constants[name]}" for name in names if name in each.constants]
+    return ", ".join(said)
+
+
+def table(record: Row) -> list[str]:
+    """The table in the documentation: attention of one query and of sixteen, and what is worst of the rest."""
+    numbers = sorted(record["gpus"], key=int)
+    lines = ["| kernel | " + " | ".join(f"sm_{number}" for number in numbers) + " |", "|---|" + "---|" * len(numbers)]
+
+    def add(title: str, rows: Sequence[Row]) -> None:
+        cells = []
+        for number in map(int, numbers):
+            own = [row for row in rows if row["gpu"] == number]
+            worst = min(own, key=lambda row: (row["programs"] * row["warps"], -row["registers"], -row["spilled"]))
+            spilled = f" ({worst['spilled']})" if worst["spilled"] else ""
+            warps = f" x {worst['warps']}" if worst["warps"] > 1 else ""
+            cells.append(f"{worst['registers']}{spilled}, {worst['shared'] / 1024:.1f}, {worst['programs']}{warps}")
+        lines.append(f"| {title} | " + " | ".join(cells) + " |")
+
+    for several, words in (("SEVERAL=False", ""), ("SEVERAL=True, BM=16", ", 16 queries")):
+        for preset in record["presets"]:
+            own = [row for row in record["rows"] if row["kernel"] == "decode_kernel" and preset in row["presets"]]
+            add(f"attention, `{preset}`{words}", [row for row in own if row["variant"].startswith(several)])
+    for name, title in list(KERNELS.items())[1:]:
+        if own := [row for row in record["rows"] if row["kernel"] == name]:
+            add(title, own)
+    return lines
+
+
+def main() -> None:
+    """Compiles, one process for each GPU, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", default="80,89,90,100,120", help="compute capabilities times ten")
+    parser.add_argument("--presets", default=",".join(PRESETS))
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    presets, rows, limits = given.presets.split(","), [], {}
+    context = multiprocessing.get_context("spawn")
+    for number in map(int, given.gpus.split(",")):
+        found = context.Queue()
+        process = context.Process(target=work, args=(number, presets, found))
+        process.start()
+        number, own, limits[str(number)] = found.get()
+        process.join()
+        rows += own
+        print(f"sm_{number}: {len(own)} kernels, {sum(not row['fits'] for row in own)} do not fit", flush=True)
+    record = {
+        "kind": "evals/resources.py",
+        "versions": {"triton": version("triton"), "torch": version("torch")},
+        "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16"},
+        "presets": presets,
+        "gpus": limits,
+        "rows": rows,
+    }
+    # A kernel a line.
+    text = json.dumps({**record, "rows": []}, indent=1).removesuffix('"rows": []\n}')
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    given.json.write_text(f'{text}"rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    if given.json == RESULTS:
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        PAGE.write_text("\n".join([before + BEGIN, "", *table(record), "", END + after]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Causal attention of a prompt's tokens behind a context, by PyTorch's own kernels and without a mask.
+
+A mask of Q x T columns would rule out the fastest kernels, and query heads that share keys would each get a copy of
+them. So attention is asked twice, for the context, which every query sees all of, and for the prompt's own tokens, and
+joined. Nothing is copied behind the context, and it need not be rotated back: queries are rotated instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+
+from hfkvq import kernels
+from hfkvq.kernels.arguments import AttentionArguments
+
+from .store import MAX_STEP, SIDES, KVStore
+
+PAYS = 1 << 31
+"""Queries of all rows and heads times tokens of the context from which on cuDNN is asked for the context.
+
+On an H200 it takes half of flash attention's time, but some 50 ms of planning for each length, which all layers share.
+"""
+
+Pair = tuple[Tensor, Tensor]
+"""Keys (B, H, T, D) and values (B, H, T, D)."""
+
+
+def is_plain(arguments: AttentionArguments, columns: int, dropout: float, given: dict[str, Any]) -> bool:
+    """Whether a call is causal, aligned to the newest token, and nothing else; ``given`` is what the model adds."""
+    if arguments.mask is not None or not arguments.causal or arguments.softcap or dropout:
+        return False
+    names = ("softcap", "s_aux", "sinks", "position_bias")
+    if arguments.sinks is not None or arguments.bias is not None or any(given.get(name) is not None for name in names):
+        return False
+    return not given.get("output_attentions") and (given.get("sliding_window") or columns) >= columns
+
+
+def takes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether `attend_behind` takes these: as flash attention does, and of tensors that get no gradient."""
+    if not query.is_cuda or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))):
+        return False
+    dim = query.shape[3]
+    return values.shape[3] == dim and dim % 8 == 0 and can_use_flash_attention(_asked(query, keys, values))
+
+
+def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Tensor | None:
+    """Attention of a prompt that a layer has been given, behind what it holds; of `is_plain` calls.
+
+    Args:
+        layer: of the cache, that has been updated and has begun.
+        query: (B, Hq, Q, D), after RoPE.
+        arguments: of the call.
+
+    Returns:
+        (B, Hq, Q, D); None where there is nothing before, or where it has to go another way.
+    """
+    new, tokens = layer.staged, layer.staged_length
+    before = layer.columns - tokens
+    if new is None or not before or tokens <= MAX_STEP or query.shape[2] != tokens:
+        return None
+    waits = layer.steps is not None and layer.steps.sync.waits
+    if waits or layer.window or layer.latents or layer.evicted or not takes(query, *new):
+        return None
+    if layer.buffer is not None:
+        layer.buffer.close()
+    return attend_store(layer.held(), query, new, before, arguments.scaling)
+
+
+def attend_store(store: KVStore, query: Tensor, new: Pair, columns: int, scaling: float) -> Tensor:
+    """`attend_behind` of a store's ``columns``, which are dequantized for it."""
+    keys, values = (store.dense(side, columns, back=False) for side in SIDES)
+    form = store.format
+    return attend_behind(query, (keys, values), new, scaling, form.rotate_keys, form.rotate_values)
+
+
+def attend_behind(
+    query: Tensor, past: Pair, new: Pair, scaling: float, rotate_keys: int = 0, rotate_values: int = 0
+) -> Tensor:
+    """Attention of the newest tokens over a context and themselves: causal, aligned to the newest.
+
+    Args:
+        query: (B, Hq, Q, D), of the newest Q tokens.
+        past: of T tokens before them, rotated.
+        new: of the Q tokens, not rotated.
+        scaling: factor on the logits.
+        rotate_keys: rotation of the past keys, see `kernels.hadamard`; 0 for none.
+        rotate_values: likewise of the past values.
+
+    Returns:
+        (B, Hq, Q, D).
+    """
+    much = query.shape[:3].numel() * past[0].shape[2] >= PAYS
+    part = _cudnn if much and can_use_cudnn_attention(_asked(query, *past)) else _flash
+    out, lse = part(kernels.hadamard(query, rotate_keys), *past, scaling, False)
+    out = kernels.hadamard(out, rotate_values, back=True)
+    kernels.join(out, lse, *_flash(query, *new, scaling, True))
+    return out
+
+
+def _asked(query: Tensor, keys: Tensor, values: Tensor) -> SDPAParams:
+    return SDPAParams(query, keys, values, None, 0.0, False, True)
+
+
+# PyTorch's public function does not give the log-sum-exps.
+
+
+def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Pair:
+    """Attention (B, Hq, Q, D) and log-sum-exps (B, Hq, Q), f32; ``causal`` is aligned to the upper left."""
+    ask = torch.ops.aten._scaled_dot_product_cudnn_attention
+    found = ask(query, keys, values, None, True, 0.0, causal, scale=scaling)
+    return found[0], found[1].reshape(query.shape[:3])
+
+
+def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Pair:
+    """The same by flash attention, aligned to the newest token."""
+    ask = torch.ops.aten._scaled_dot_product_flash_attention
+    found = ask(query, keys, values, 0.0, causal, scale=scaling)
+    return found[0], found[1].reshape(query.shape[:3])

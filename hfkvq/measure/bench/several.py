@@ -1,0 +1,120 @@
+"""Several queries of each row: steps of up to 16 tokens, as in speculative decoding, and prompts behind a context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from hfkvq.caches.behind import attend_behind, attend_store
+
+from .cases import Shape, bytes_read, fill
+from .timing import Timing, first_line, time_calls
+
+MOST_MASK = 1 << 28
+"""Bytes of a mask of queries times columns up to which attention with one is timed."""
+
+OPEN = "not causal: shows later tokens, too"
+"""Remark of what is no baseline, since its result is another one, but a bound."""
+
+
+def _lower_right(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    bias = causal_lower_right(query.shape[2], keys.shape[2])
+    return lambda: F.scaled_dot_product_attention(query, keys, values, bias, enable_gqa=True)
+
+
+def _by(
+    backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+) -> Callable[[], Tensor]:
+    def attend() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
+
+    return attend
+
+
+def _in_two_parts(query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    past, new = zip(*(x.tensor_split([x.shape[2] - query.shape[2]], 2) for x in (keys, values)), strict=True)
+    return lambda: attend_behind(query, past, new, query.shape[3] ** -0.5)
+
+
+def _packed(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Callable[[], Tensor]:
+    """The query heads of a KV head as more queries of one head."""
+    return _by(backend, query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3), keys, values)
+
+
+def measure_several(
+    shape: Shape, query: Tensor, copies: Sequence[tuple[Tensor, Tensor]], replays: int
+) -> Iterator[tuple[str, Timing | str, str]]:
+    """What several queries are held against; see `baselines.measure_baselines`.
+
+    cuDNN aligns its triangle to the upper left, so it is given a mask, or shows every token: the same work for a
+    context that is long beside the queries, and the bar that no right result of its own would be above. So are a step's
+    queries with the heads of a KV head packed, which keeps a kernel from reading keys once for each of them.
+    """
+    made: dict[str, tuple[Callable[..., Callable[[], Tensor]], str]] = {
+        "flash SDPA": (_lower_right, "causal, lower right"),
+        "cuDNN SDPA": (partial(_by, SDPBackend.CUDNN_ATTENTION), OPEN),
+    }
+    if shape.is_prompt:
+        made["SDPA in two parts"] = (_in_two_parts, "as this library asks for it, of dense keys and values")
+    else:
+        made["flash SDPA, packed"] = (partial(_packed, SDPBackend.FLASH_ATTENTION), OPEN)
+        made["cuDNN SDPA, packed"] = (partial(_packed, SDPBackend.CUDNN_ATTENTION), OPEN)
+    columns = copies[0][0].shape[2]
+    if shape.queries * columns <= MOST_MASK:
+        mask = torch.ones(shape.queries, columns, dtype=torch.bool, device=query.device)
+        mask = mask.tril(columns - shape.queries)[None, None]
+        made["cuDNN SDPA, mask"] = (
+            partial(_by, SDPBackend.CUDNN_ATTENTION, mask=mask),
+            "a mask of queries times columns",
+        )
+    for name, (make, remark) in made.items():
+        try:
+            yield name, time_calls([make(query, *copy) for copy in copies], replays), remark
+        except RuntimeError as error:
+            # Not every GPU and build has all.
+            yield name, first_line(error), remark
+
+
+def measure_prompt(
+    shape: Shape, name: str, data: tuple[Tensor, Tensor, Tensor], replays: int
+) -> tuple[Timing, int, str, str]:
+    """A prompt's attention behind a compressed context, as layers do it: dequantized once, then PyTorch's attention.
+
+    Args:
+        shape: the shape.
+        name: of the format.
+        data: query, keys and values.
+        replays: see `time_calls`.
+
+    Returns:
+        The time, bytes read of the store, the store's format, and how much memory a call takes at most.
+    """
+    query, *sides = data
+    store = fill(name, *(x[:, :, : shape.context] for x in sides))
+    new = [x[:, :, shape.context :] for x in sides]
+
+    def attend() -> Tensor:
+        return attend_store(store, query, (new[0], new[1]), shape.context, shape.scaling)
+
+    peak = peak_of(attend)
+    dense = sum(x.nbytes for x in sides)
+    remark = f"peak {peak / 2**20:,.0f} MiB, dense keys and values {dense / 2**20:,.0f}"
+    return time_calls([attend], replays), bytes_read(store, query), store.format.spec, remark
+
+
+def peak_of(call: Callable[[], object]) -> int:
+    """Bytes that a call takes at most beyond what is there, its result included."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -1,0 +1,134 @@
+"""Prompts behind a context, without a mask: what PyTorch's kernels are asked, and what is made of their answers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfkvq.caches import attention as attending
+from hfkvq.caches import behind, dense
+from hfkvq.caches.attention import hfkvq_attention
+from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.kernels.arguments import AttentionArguments
+from tests.caches.driver import DIM, HEADS, SHARE, attention, small, with_sums
+
+SCALING = 0.2
+
+
+def given(device="cpu", dtype=torch.float32, queries=40, columns=140, batch=2, dim=64):
+    """Queries, keys and values."""
+    sizes = ((8, queries), (2, columns), (2, columns))
+    return (torch.randn(batch, heads, tokens, dim, device=device, dtype=dtype) for heads, tokens in sizes)
+
+
+class Module(torch.nn.Module):
+    is_causal, num_key_value_groups = True, SHARE
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """PyTorch's kernels, which are a GPU's, in f32; gives what each was asked for, and whether causal."""
+    asked = []
+
+    def stand_in(name):
+        def ask(query, keys, values, scaling, causal):
+            asked.append((name, keys.shape[2], causal))
+            return with_sums(query, keys, values, scaling, causal)
+
+        return ask
+
+    monkeypatch.setattr(behind, "_cudnn", stand_in("cudnn"))
+    monkeypatch.setattr(behind, "_flash", stand_in("flash"))
+    monkeypatch.setattr(behind, "can_use_cudnn_attention", lambda params: True)
+    monkeypatch.setattr(behind, "takes", lambda *rest: True)
+    monkeypatch.setattr(dense, "takes", lambda *rest: True)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_two_parts_are_causal_attention(plain, monkeypatch, name):
+    """cuDNN for much, flash attention for little."""
+    query, keys, values = given()
+    whole = query.shape[:3].numel() * 100
+    monkeypatch.setattr(behind, "PAYS", whole + (name == "flash"))
+    arguments = AttentionArguments(SCALING)
+    got, _ = dense.dense_attention(None, query, keys, values, arguments)
+    assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
+    assert plain == [(name, 100, False), ("flash", 40, True)]
+
+
+@pytest.mark.parametrize("preset", ["int4", "saw-int4", "saw-int4-kv", "kvarn", "triaxial", "full"])
+def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
+    """The same as with a mask, though nothing is rotated back, and nothing joined to what the layer holds."""
+    outs = []
+    for masked in (True, False):
+        torch.manual_seed(0)
+        layer = KVLayer(small(preset), PaddingReader())
+        for tokens in (90, 1, 1, 33):
+            query, keys, values = (torch.randn(2, heads, tokens, DIM) for heads in (HEADS * SHARE, HEADS, HEADS))
+            handles = layer.update(keys, values)
+            mask = torch.ones(tokens, layer.seen, dtype=torch.bool).tril(layer.seen - tokens)[None, None]
+            with monkeypatch.context() as patch:
+                if masked:
+                    patch.setattr(attending, "is_plain", lambda *rest: False)
+                out, _ = hfkvq_attention(
+                    Module(), query, *handles, mask if masked or tokens < 33 else None, scaling=SCALING
+                )
+        outs.append((out, layer.dense("keys"), layer.dense("values")))
+    assert plain == [("flash", 92, False), ("flash", 33, True)]
+    torch.testing.assert_close(outs[1][0], outs[0][0], rtol=1e-4, atol=1e-4)
+    # What is stored then is the same to the bit.
+    assert all(torch.equal(a, b) for a, b in zip(*(x[1:] for x in outs), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("mask", "more", "expected"),
+    [
+        (None, {}, True),
+        (None, {"sliding_window": 500}, True),
+        (None, {"sliding_window": 30}, False),
+        (None, {"softcap": 30.0}, False),
+        (None, {"dropout": 0.1}, False),
+        (None, {"position_bias": torch.zeros(1, 8, 40, 140)}, False),
+        (torch.ones(1, 1, 40, 140, dtype=torch.bool), {}, False),
+    ],
+)
+def test_what_goes_without_a_mask(plain, mask, more, expected):
+    query, keys, values = given()
+    arguments = AttentionArguments(SCALING, mask, more.get("softcap", 0.0))
+    out, _ = dense.dense_attention(None, query, keys, values, arguments, **more)
+    assert out.shape == (2, 40, 8, 64)
+    assert bool(plain) == expected
+
+
+def test_a_bias_is_not_all_that_hides():
+    """Of several queries without a mask, where it becomes one."""
+    made = AttentionArguments(1.0, bias=torch.zeros(1, 2, 3, 5)).biased().mask
+    assert made is not None
+    assert (made[0, 0] > -1).tolist() == torch.ones(3, 5, dtype=torch.bool).tril(2).tolist()
+    made = AttentionArguments(1.0, bias=torch.zeros(1, 2, 3, 5), causal=False).biased().mask
+    assert made is not None
+    assert (made == 0).all()
+
+
+def test_without_a_gpu_there_is_a_mask():
+    assert not behind.takes(*given())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pays", [0, 1 << 60])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu(monkeypatch, pays, dtype):
+    """Either way: its error is at most twice that of PyTorch's attention with a mask."""
+    monkeypatch.setattr(behind, "PAYS", pays)
+    query, keys, values = given("cuda", dtype, 200, 1100, dim=128)
+    # As models make queries.
+    query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert behind.takes(query, keys, values)
+    past, new = zip(*(x.tensor_split([900], 2) for x in (keys, values)), strict=True)
+    got = behind.attend_behind(query, past, new, SCALING)
+    exact = attention(query.float(), keys.float(), values.float(), None, SCALING)
+    triangle = torch.ones(200, 1100, dtype=torch.bool, device="cuda").tril(900)
+    many = (x.repeat_interleave(4, 1) for x in (keys, values))
+    usual = torch.nn.functional.scaled_dot_product_attention(query, *many, triangle, scale=SCALING).float()
+    assert (got.float() - exact).square().mean() <= 4 * (usual - exact).square().mean()
