@@ -89,7 +89,7 @@ def picture(path: Path) -> None:
     axes.set_yticks([0.001, 0.003, 0.01, 0.03, 0.1, 0.3], ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    axes.set_xlabel("total bits an element, windows and scales included (DynamicCache: 16)")
+    axes.set_xlabel("total bits per element, windows and scales included (DynamicCache: 16)")
     axes.set_ylabel("KLD from DynamicCache, nats (lower is better)")
     axes.set_title("What a compressed cache costs: SmolLM2-135M, contexts of 7,680 tokens, 95 % intervals", fontsize=11)
     kinds = ((RED, "o", "hfkvq's presets by budget"), (BLUE, "o", "published methods in hfkvq"))

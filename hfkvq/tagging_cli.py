@@ -88,7 +88,7 @@ def read_conversations(path: Path, tools_path: Path | None) -> list[Conversation
                 f"messages: {path} holds {str(given)[:60]!r}, allowed messages, lists of them, or {{'messages': ...}}."
             )
     if loose and found:
-        fail(f"messages: {path} mixes messages and conversations; give one message a line, or one conversation a line.")
+        fail(f"messages: {path} mixes messages and conversations; write only one kind, one per line.")
     return found or [Conversation(loose, tools)]
 
 
@@ -106,7 +106,7 @@ def _read_json(option: str, path: Path) -> Iterator[Any]:
                 try:
                     yield parse_json(line)
                 except ValueError as error:
-                    fail(f"{option}: line {number} of {path} is no JSON: {error}")
+                    fail(f"{option}: line {number} of {path} is not JSON: {error}")
     else:
         yield from whole if isinstance(whole, list) else [whole]
 

@@ -92,7 +92,7 @@ def warm(
 
     names = split(preset)
     if not names:
-        fail("preset: got none; give the names of presets, between commas (`hfkvq schemes` lists them).")
+        fail("preset: got none; give the names of presets, separated by commas (`hfkvq schemes` lists them).")
     try:
         number = pick_gpu(gpu)
         shape = pick_shape(model, heads, kv_heads, head_dim)

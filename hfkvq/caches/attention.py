@@ -27,6 +27,7 @@ from .layers.gradient import refuse_gradient
 from .layers.handle import layer_of
 from .layers.step import take_step
 from .layers.steps import StepKV
+from .model_config import TOUCHES_KEYS
 from .recorded import is_captured, is_recorded
 from .store import MAX_STEP
 from .switched import NAME
@@ -152,8 +153,8 @@ def hfkvq_mask(
         if columns.shape[1] == kv_length:
             return columns[:, None, None, :] if torch.compiler.is_compiling() else step_mask(columns)
     if q_length > 1 and kv_length != q_length:
-        # Some models add to their masks, and say that they need one.
-        plain = allow_is_causal_skip and mask_function is causal_mask_function
+        plain = allow_is_causal_skip and not _needs_masks(kwargs.get("config"))
+        plain = plain and mask_function is causal_mask_function
         if plain and _is_newest(q_length, kv_length, q_offset, kv_offset):
             columns = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
             # Asked once a forward, as stock code asks of a first prompt.
@@ -171,6 +172,15 @@ def hfkvq_mask(
         allow_is_causal_skip=allow_is_causal_skip,
         **kwargs,
     )
+
+
+def _needs_masks(config: Any) -> bool:
+    """Whether none is not causal, or is not taken: PaliGemma's modules are not causal, and Doge adds to its masks.
+
+    Models that add to theirs say so (``allow_is_causal_skip``), but Doge with newer releases only.
+    """
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    return bool(bidirectional) or getattr(config, "model_type", None) in TOUCHES_KEYS
 
 
 def _is_newest(q_length: int, kv_length: int, q_offset: Any, kv_offset: int) -> bool:

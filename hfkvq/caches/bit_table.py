@@ -139,7 +139,7 @@ def read_json(path: str | Path, kind: str, name: str, maker: str) -> dict[str, A
     except OSError as error:
         raise ValueError(f"{name}: {path} cannot be read ({error.strerror}); make it with `{maker}`.") from None
     except ValueError as error:
-        raise ValueError(f"{name}: {path} is no JSON ({error}).") from None
+        raise ValueError(f"{name}: {path} is not JSON ({error}).") from None
     if not isinstance(values, dict) or values.get("kind") != kind:
         found = values.get("kind") if isinstance(values, dict) else type(values).__name__
         raise ValueError(f"{name}: {path} holds {found!r}, expected {kind!r} as `{maker}` writes it.")

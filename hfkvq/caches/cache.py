@@ -137,14 +137,14 @@ class MixedKVCache(SavedCache, Cache):
     def attach(self) -> None:
         """Switches the config's attention implementation to "hfkvq", as the constructor does unless told otherwise.
 
-        Does nothing for models that cannot do with another than their own (Falcon, for example).
+        Does nothing for models that need their own implementation (Falcon, for example).
         """
         if self._attachable:
             switch(self.config, self)
             self._expanding = any(layer.latents for layer in self.compressed_layers)
 
     def detach(self) -> None:
-        """Gives the config back the attention implementation that it had; the cache goes on working, intercepted."""
+        """Restores the config's own attention implementation; the cache goes on working, intercepted."""
         restore(self.config)
 
     def update(
@@ -164,7 +164,7 @@ class MixedKVCache(SavedCache, Cache):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if self._why_not_captured is not None and key_states.is_cuda and key_states.shape[2] == 1:
             why, self._why_not_captured = self._why_not_captured, None
-            say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run as without graphs.")
+            say_once(f"{self.preset.scheme.name}: steps are not captured, since {why}; they run without graphs.")
         if layer_idx == self._first:
             self._check_even()
             if self._expanding and self.attached:
@@ -277,7 +277,7 @@ class MixedKVCache(SavedCache, Cache):
     def step(self, model: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         """One step of the model with this cache, for loops of your own; captured and replayed like those of `generate`.
 
-        ``model(input_ids, past_key_values=cache)`` does the same once the model has met a cache of ours.
+        ``model(input_ids, past_key_values=cache)`` does the same once the model has been used with such a cache.
 
         Args:
             model: the model.
@@ -306,7 +306,7 @@ class MixedKVCache(SavedCache, Cache):
         return memory_of(self._parts, int(self.get_seq_length()))
 
     def __repr__(self) -> str:
-        """Scheme, tokens and memory in a line."""
+        """Scheme, tokens and memory in one line."""
         return described(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedKVCache:
@@ -353,7 +353,7 @@ def _met_model(cache: MixedKVCache) -> bool:
 def _check_layer(cache: MixedKVCache, layer_idx: int) -> None:
     if layer_idx >= len(cache.layers):
         raise ValueError(
-            f"model_or_config: this cache was made for {len(cache.layers)} layers, and is given keys of layer "
+            f"model_or_config: this cache was made for {len(cache.layers)} layers, but got keys of layer "
             f"{layer_idx}; make it from the config of the model that it is used with."
         )
 

@@ -82,8 +82,8 @@ def _matrices(module: Any, like: Tensor) -> Tensor:
         weight = linear.weight
     else:
         say_once(
-            f"{type(module).__name__}: kv_b_proj is a {type(linear).__name__} that is no plain linear layer, or has "
-            "hooks; its matrix is made from unit vectors in each step."
+            f"{type(module).__name__}: kv_b_proj (a {type(linear).__name__}) is not a plain linear layer, or has "
+            "hooks, so its matrix is computed from unit vectors in each step."
         )
         eye = torch.eye(module.kv_lora_rank, dtype=like.dtype, device=like.device)
         weight = linear(eye)

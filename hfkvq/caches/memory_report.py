@@ -1,4 +1,4 @@
-"""`MemoryReport`, what ``cache.memory()`` returns: bytes by kind, bits an element, ratio to bf16."""
+"""`MemoryReport`, what ``cache.memory()`` returns: bytes by kind, bits per element, ratio to bf16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MemoryReport:
         staged: bytes of tokens that are not in the store yet (between update and attention).
         stock: bytes of layers left to Transformers (sliding windows), of whole storages.
         elements: key and value elements of the tokens that compressed layers were given, evicted ones included.
-        code_bits: payload bits an element of sealed pages, all room for raised channels included.
+        code_bits: payload bits per element of sealed pages, all room for raised channels included.
         used_bits: the same without room that no channel was raised into.
         key_bits: of these the keys' alone: the mean width of their channels (MixKVQ's B_eff, equation 17).
         seen: logical tokens of the cache.
@@ -59,7 +59,7 @@ class MemoryReport:
 
     @property
     def total_bits(self) -> float:
-        """Bits an element, every byte of the compressed layers counted."""
+        """Bits per element, every byte of the compressed layers counted."""
         return 8 * (self.compressed.total + self.staged) / self.elements if self.elements else float("nan")
 
     @property

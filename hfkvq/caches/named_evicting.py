@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ARKVCache(NamedCache):
-    """`MixedKVCache` with the ARKV scheme: the best tokens whole, the next in fp8, the others evicted.
+    """`MixedKVCache` with the ARKV scheme: the best tokens in 16 bits, the next in fp8, the others evicted.
 
     ``ARKVCache(model.config, budget_tokens=512)`` keeps at most 512 tokens in each KV head of each layer;
     ``budget_bytes=...`` counts bytes instead, so that few bits make room for more tokens. Layers share what they learn
@@ -48,9 +48,9 @@ class ARKVCache(NamedCache):
 
 
 class SnapKVCache(NamedCache):
-    """`MixedKVCache` that evicts as SnapKV does: of a prompt the tokens stay that its last queries attend to.
+    """`MixedKVCache` that evicts as SnapKV does: it keeps the tokens of a prompt that its last queries attend to.
 
-    ``SnapKVCache(model.config, budget_tokens=1024, pages="kitty-pro")`` holds what stays in Kitty-Pro's pages.
+    ``SnapKVCache(model.config, budget_tokens=1024, pages="kitty-pro")`` stores the kept tokens in Kitty-Pro's pages.
     """
 
     preset_name = "snapkv"
@@ -94,7 +94,7 @@ class PyramidKVCache(NamedCache):
 
 
 class H2OCache(NamedCache):
-    """`MixedKVCache` that evicts as H2O does: the newest tokens stay, and those that were attended to most so far."""
+    """`MixedKVCache` that evicts as H2O does: it keeps the newest tokens, and those attended to most so far."""
 
     preset_name = "h2o"
 
@@ -114,7 +114,7 @@ class H2OCache(NamedCache):
 
 
 class StreamingLLMCache(NamedCache):
-    """`MixedKVCache` that evicts as StreamingLLM does: the first tokens and the newest stay."""
+    """`MixedKVCache` that evicts as StreamingLLM does: it keeps the first tokens and the newest."""
 
     preset_name = "streaming-llm"
 
@@ -134,7 +134,7 @@ class StreamingLLMCache(NamedCache):
 
 
 class TOVACache(NamedCache):
-    """`MixedKVCache` that evicts as TOVA does: the tokens stay that the newest query attends to."""
+    """`MixedKVCache` that evicts as TOVA does: it keeps the tokens that the newest query attends to."""
 
     preset_name = "tova"
 
@@ -154,7 +154,7 @@ class TOVACache(NamedCache):
 
 
 class ExpectedAttentionCache(NamedCache):
-    """`MixedKVCache` that evicts by expected attention: what the queries to come may look at stays."""
+    """`MixedKVCache` that evicts by expected attention: it keeps what future queries are expected to attend to."""
 
     preset_name = "expected-attention"
 

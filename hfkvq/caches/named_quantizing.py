@@ -77,7 +77,7 @@ class KIVICache(NamedCache):
 
 
 class MixKVQCache(NamedCache):
-    """`MixedKVCache` with the MixKVQ scheme: key channels in 2, 4 or 16 bits, by how much the queries see their error.
+    """`MixedKVCache` with the MixKVQ scheme: key channels in 2, 4 or 16 bits, by their error as queries see it.
 
     ``MixKVQCache(model.config)`` fills the room of each page with its most salient channels;
     ``MixKVQCache(model.config, select="thresholds", tau_bf16=1.44, tau_int4=0.79)`` raises by the paper's thresholds.
@@ -134,9 +134,9 @@ class SawInt4Cache(NamedCache):
 
 
 class KVarNCache(NamedCache):
-    """`MixedKVCache` with the KVarN scheme: both sides rotated, tokens and channels evened out; keys in 4 bits.
+    """`MixedKVCache` with the KVarN scheme: keys and values rotated, tokens and channels balanced; keys in 4 bits.
 
-    ``KVarNCache(model.config, value_bits=4)`` is ``kvarn-k4v4``, the closest to bf16 of what was measured.
+    ``KVarNCache(model.config, value_bits=4)`` is ``kvarn-k4v4``, the closest to bf16 of all measured presets.
     """
 
     preset_name = "kvarn"
@@ -185,7 +185,7 @@ class LatentCache(NamedCache):
 
 
 class FullCache(NamedCache):
-    """`MixedKVCache` with pages of the model's own dtype: the control, which loses nothing but rounding."""
+    """`MixedKVCache` with pages of the model's own dtype: the control, which differs from bf16 only by rounding."""
 
     preset_name = "full"
 

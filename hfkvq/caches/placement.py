@@ -97,7 +97,7 @@ class Placement:
             except torch.OutOfMemoryError:
                 for buffer in buffers:
                     buffer.leave()
-                say_once("There is no memory for the buffers of captured steps; this step runs as without graphs.")
+                say_once("There is not enough memory for the buffers of captured steps; this step runs without graphs.")
                 return None
         else:
             for buffer in buffers:

@@ -103,7 +103,7 @@ def _or_missing(path: Path) -> Iterator[None]:
 
 def discard(path: Path, why: Exception | str) -> None:
     """Removes a file that is no good, and warns of it."""
-    logger.warning("a file of the prefix store is no good and was removed; its tokens are computed again: %s", why)
+    logger.warning("a prefix store's file was unusable and has been removed; its tokens are computed again: %s", why)
     with contextlib.suppress(OSError):
         path.unlink()
 

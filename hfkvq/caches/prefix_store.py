@@ -108,13 +108,13 @@ class PrefixStore:
         config: Any = getattr(model, "config", None)
         if not isinstance(model, torch.nn.Module) or config is None:
             raise ValueError(
-                f"model: got {type(model).__name__}, allowed a Transformers model; its weights tell its prompts from "
-                "those of others."
+                f"model: got {type(model).__name__}, allowed a Transformers model; stored prompts are found by its "
+                "weights."
             )
         if config.is_encoder_decoder:
             raise ValueError(
-                f"model: got a {config.model_type}, an encoder-decoder, allowed a decoder: what the encoder is given "
-                "decides what the cache holds, and token_ids do not say it. Keep such caches with cache.save(path)."
+                f"model: got a {config.model_type}, an encoder-decoder, allowed a decoder: the cache depends on "
+                "the encoder's input, which token_ids do not contain. Keep such caches with cache.save(path)."
             )
         # type(), because True is an int.
         if type(max_bytes) is not int or max_bytes < 1:
@@ -330,9 +330,9 @@ class PrefixStore:
                 "store.match(token_ids), or a store of its scheme."
             )
         if cache.architecture()["config"] != self._architecture["config"]:
-            raise ValueError("cache: it is of another model than the store, by their configs; make a store of its own.")
+            raise ValueError("cache: its config is that of another model than the store's; make another store for it.")
         if not cache.get_seq_length():
-            raise ValueError("cache: got an empty one, allowed one that was given a prompt.")
+            raise ValueError("cache: got an empty one, allowed one that holds a prompt.")
 
     def _check_tokens(self, cache: MixedKVCache, ids: Tensor, held: int) -> Tensor:
         """The ids of what the cache holds."""
@@ -361,7 +361,7 @@ def _check_padding(description: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ]
     if padded or description["holes"]:
         raise ValueError(
-            "cache: it was given padding, which later prompts would have as tokens; compute the prompt without an "
+            "cache: it was given padding, which would count as tokens of later prompts; compute the prompt without an "
             "attention mask."
         )
 

@@ -164,5 +164,5 @@ def checked_knobs(scheme: Any, given: dict[str, Any]) -> dict[str, Any]:
     for name in given:
         if name not in known:
             near = nearest(name, [*_OPTIONS, *known])
-            raise ValueError(f"{name}: no option of a cache, and no knob of its scheme; {near}")
+            raise ValueError(f"{name}: neither an option of the cache nor of its scheme; {near}")
     return given

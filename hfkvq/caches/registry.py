@@ -90,7 +90,7 @@ def entry_of(name: str) -> tuple[type[Scheme], Entry]:
         return cls, replace(entry, knobs={**entry.knobs, "pages": pages}, lists=())
     if not isinstance(name, str) or name not in _PRESETS:
         raise ValueError(
-            f"scheme: got {name!r}, which is unknown; {nearest(name, presets())} Knobs go behind it: "
+            f"scheme: got {name!r}, which is unknown; {nearest(name, presets())} Options follow the name: "
             "'kitty:boost_ratio=0.2'."
         )
     return _PRESETS[name]

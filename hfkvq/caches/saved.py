@@ -53,7 +53,7 @@ class SavedCache(WholeCache):
     def save(self, path: str | Path, token_ids: Tensor | None = None) -> None:
         """Writes the cache to a file: compressed bytes, windows, counters and statistics.
 
-        The file is written whole, or what was there stays. `load` gives a cache that goes on as this one does.
+        An existing file is replaced only by a complete one. `load` returns a cache that continues as this one does.
 
         Args:
             path: of the file, ``prompt.safetensors`` for example.
@@ -120,12 +120,12 @@ class SavedCache(WholeCache):
             path: of the file.
             model_or_config: the model, or its config; its architecture must be that of the cache's model. Weights are
                 not compared.
-            device: where to; None for the model's, or the CPU if it is given a config.
+            device: where to load it. None: the model's device, or the CPU if a config is passed.
             **options: of the constructor: ``graphs``, ``headroom``, ``offloading``, ``attach``, ``debug``.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is no saved cache, of another model, of a later version, cut off or changed.
+            ValueError: the file is not a saved cache, is damaged, or comes from another model or a later version.
         """
         device = device_of(model_or_config) if device is None else torch.device(device)
         description, tensors = read_file(path, device)
@@ -135,7 +135,7 @@ class SavedCache(WholeCache):
             theirs, own = description["model"], made.architecture()
             if theirs["config"] != own["config"]:
                 raise ValueError(
-                    f"it is of another model (a {theirs['type']}) than this one (a {own['type']}), by their configs; "
+                    f"its config is that of another model (a {theirs['type']}) than this one (a {own['type']}); "
                     "compute the prompt again"
                 )
             made.unpack(description, tensors, device)

@@ -147,7 +147,7 @@ class SavedFile:
     def description(self, digests: Digests) -> Any:
         """The description, if all tensors are what was written; ValueError if not."""
         if checksum(self.text, digests) != self.sha256:
-            raise ValueError(f"path: {self.path} is damaged (its checksum is another); save it again.")
+            raise ValueError(f"path: {self.path} is damaged (its checksum differs); save it again.")
         return parse_json(self.text)
 
 
@@ -185,7 +185,7 @@ def opened(path: str | Path) -> Iterator[SavedFile]:
                     yield _header(path, file.fileno(), header)
                     return
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"path: {path} is no saved cache, or was cut off ({error}); save it again.") from None
+        raise ValueError(f"path: {path} is not a saved cache, or is truncated ({error}); save it again.") from None
     except KeyError as error:
         raise ValueError(f"path: {path} is damaged (it lacks {error}); save it again.") from None
 
@@ -193,7 +193,7 @@ def opened(path: str | Path) -> Iterator[SavedFile]:
 def _header(path: Path, descriptor: int, header: Any) -> SavedFile:
     metadata = header.metadata() or {}
     if FIELD not in metadata:
-        raise ValueError(f"path: {path} is no saved cache; cache.save(path) writes one.")
+        raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
     head = parse_json(metadata[FIELD])
     _check_head(path, head)
     # Safetensors has checked that tensors follow each other without gaps, up to the end of the file.
@@ -215,7 +215,7 @@ def _check_head(path: Path, head: Any) -> None:
     except DAMAGE:
         kind, number = None, 0
     if kind != KIND or number < 1:
-        raise ValueError(f"path: {path} is no saved cache; cache.save(path) writes one.")
+        raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
     if number > VERSION:
         raise ValueError(
             f"path: {path} is of version {number}, and this hfkvq ({__version__}) reads up to {VERSION}; install "

@@ -108,7 +108,7 @@ class TokenRecord:
             assert self.ids is not None
             if not torch.equal(self.ids[:, seen : seen + have].cpu(), ids[:, :have].to("cpu", torch.int32)):
                 raise ValueError(
-                    f"input_ids: the tokens from column {seen} on are not those that see() was shown; show it the ids "
+                    f"input_ids: the tokens from column {seen} on differ from those shown to see(); show it the ids "
                     "of the whole conversation again, as they are given to the model."
                 )
         if self.expected >= seen + ids.shape[1]:
@@ -139,7 +139,7 @@ class TokenRecord:
         elif self.ids is not None and self.ids.shape[0] != rows:
             if rows % self.ids.shape[0]:
                 raise ValueError(
-                    f"input_ids: got {rows} rows, but see() was shown {self.ids.shape[0]}; show it what the model gets."
+                    f"input_ids: got {rows} rows, but see() got {self.ids.shape[0]}; show it what the model gets."
                 )
             # As `generate` does for beams and for several answers to a prompt.
             self.repeat_rows(rows // self.ids.shape[0])
@@ -160,7 +160,7 @@ class TokenRecord:
             if not bool(same.all()):
                 column = int((~same).any(0).int().argmax())
                 raise ValueError(
-                    f"input_ids: the token in column {column} is another than the one that is cached there; show the "
+                    f"input_ids: the token in column {column} differs from the one that is cached there; show the "
                     "conversation as the cache has it, or call reset() first."
                 )
             self.ids[:, :known] = torch.where(held == _UNKNOWN, shown, held).to(self.ids.device)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CHUNK = 2**22
-"""Bytes that are read and hashed at a time: few, as they are pinned, and enough to hide calls of Python."""
+"""Bytes that are read and hashed at a time: few, to pin little memory, and enough to hide calls of Python."""
 
 THREADS = min(os.cpu_count() or 1, 8)
 """More of them wait for each other's calls."""

@@ -55,29 +55,29 @@ class _Hook:
 
 
 class TriAxialCache(NamedCache):
-    """`MixedKVCache` with the TriAxialKV scheme: 2 or 4 bits a token, by turn, modality and role.
+    """`MixedKVCache` with the TriAxialKV scheme: 2 or 4 bits per token, by turn, modality and role.
 
-    ``TriAxialCache(model, tokenizer)`` is all it takes: the cache sees the token ids of every forward that it is passed
-    to, and the tokenizer's chat template says what they are. Without the model (``TriAxialCache(model.config,
-    tokenizer)``) show it the conversation before each turn: ``cache.see(input_ids)``. While it has seen no ids
-    everything gets 4 bits, and a warning says so once.
+    ``TriAxialCache(model, tokenizer)`` needs nothing else: the cache sees the token ids of every forward that it is
+    passed to, and the tokenizer's chat template says what they are. If it is made from the config
+    (``TriAxialCache(model.config, tokenizer)``), show it the conversation before each turn: ``cache.see(input_ids)``.
+    Until it has seen ids, everything gets 4 bits, and a warning says so once.
 
-    A token's bits are settled when it is first sealed: as a conversation goes on, the tags of new tokens tell what is
-    old, but what is stored stays as it is. Generated tokens get 4 bits. With ``requantize_on_turn_end=True`` every
-    prompt behind cached tokens tags all of them anew, generated ones by what they turned out to be, and before it is
-    attended to, whole pages of those that have come to 2 bits are quantized again; bits never rise. A prompt that is
-    refused changes nothing. One whose forward fails later on leaves the layers that it has passed requantized: every
-    token is there, and the next prompt does the rest. It takes the ids of all cached tokens: compiled steps show none
-    of theirs, so after them ``see`` the whole conversation before the next turn, or nothing is requantized.
+    A token's bit width is fixed when the token is first sealed. What is stored does not change as the conversation goes
+    on and the token gets older. Generated tokens get 4 bits. With ``requantize_on_turn_end=True``, every prompt after
+    cached tokens tags all of them again, generated ones by what they turned out to be. Before the prompt is attended
+    to, whole pages of tokens that are now due 2 bits are quantized again; bits never rise. A prompt that is refused
+    changes nothing. If its forward fails later, the layers that it has passed stay requantized: no token is lost, and
+    the next prompt does the rest. This needs the ids of all cached tokens. Compiled steps do not show theirs, so after
+    them ``see`` the whole conversation before the next turn, or nothing is requantized.
 
-    A prompt that the model is given in several chunks is tagged chunk by chunk, as if each ended the conversation;
-    ``see`` the whole of it first, and its turns are told right.
+    A prompt that is passed to the model in several chunks is tagged chunk by chunk, as if each chunk ended the
+    conversation. ``see`` the whole prompt first, so that its turns are recognized.
 
     Args:
         model_or_config: the model, or its config.
-        tokenizer: the model's, with its chat template; of models that see images the processor. Placeholders of images
-            and videos are known by the config and the processor.
-        tagger: a `hfkvq.caches.tags.Tagger`, in place of the tokenizer's.
+        tokenizer: the model's, with its chat template; for models that see images, the processor. Placeholders of
+            images and videos are recognized by the config and the processor.
+        tagger: a `hfkvq.caches.tags.Tagger`, instead of the tokenizer's.
         table: bits of each tag: a mapping ``{"older|text|obs": 2}``, a `BitTable`, or the file of one, as ``hfkvq
             allocate`` writes it. None takes the scheme's default.
 
@@ -168,21 +168,21 @@ class TriAxialCache(NamedCache):
         return layers[0].get_seq_length() if layers else self.get_seq_length()
 
     def see(self, input_ids: Tensor, attention_mask: Tensor | None = None, **inputs: Any) -> None:
-        """Shows the conversation before the model is given its newest part.
+        """Shows the cache the conversation before the model gets its newest part.
 
-        Needed where the cache was made from a config, or where the model is given embeddings or chunks of a prompt.
-        Cached tokens whose ids were not shown so far become known. What a processor makes goes in as it is:
+        This is needed if the cache was made from a config, or if the model gets embeddings or chunks of a prompt.
+        Cached tokens whose ids were not shown before become known. A processor's output can be passed as it is:
         ``cache.see(**processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt"))``.
 
         Args:
-            input_ids: (B, n), all tokens of the conversation, those that are cached included.
+            input_ids: (B, n), all tokens of the conversation, including the cached ones.
             attention_mask: (B, n), 0 at padding, or None.
-            **inputs: what else the processor made. Placeholders of images are counted against it, see
+            **inputs: the rest of the processor's output. The number of image placeholders is checked against it, see
                 `hfkvq.caches.tags.ImageTokens`; nothing of it is kept.
 
         Raises:
-            ValueError: not of that shape, no more tokens than are cached, others than are cached, or images whose
-                placeholders nobody has expanded. Nothing is changed then.
+            ValueError: another shape, no more tokens than are cached, tokens that differ from the cached ones, or
+                images whose placeholders were not expanded. Nothing is changed then.
         """
         seen, layers = self._seen, self.compressed_layers
         held = layers[0].batch_size if seen and layers else input_ids.shape[0]
@@ -199,8 +199,8 @@ class TriAxialCache(NamedCache):
             raise ValueError(f"input_ids: got {input_ids.shape[0]} rows, but the cache holds {held}.")
         if input_ids.shape[1] <= seen:
             raise ValueError(
-                f"input_ids: got {input_ids.shape[1]} tokens, but {seen} are cached; give all tokens of the "
-                "conversation, those that are cached included, and the new ones."
+                f"input_ids: got {input_ids.shape[1]} tokens, but {seen} are cached; pass all tokens of the "
+                "conversation, both the cached ones and the new ones."
             )
         self.images.check(input_ids, inputs)
         self.tokens.expect(input_ids, attention_mask, seen)

@@ -156,6 +156,6 @@ def check_loading(others: Mapping[str, Any], config: PreTrainedConfig, preset: P
         hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
         mine = "" if scheme is None else f" Knobs of {scheme.name!r}: {', '.join(knobs) or 'none'}."
         raise ValueError(
-            f"model_args: {name!r} is unknown; {hint}It is no knob of the scheme, no option of lm-eval's hf model, "
-            f"none of from_pretrained and no attribute of the model's config.{mine}"
+            f"model_args: {name!r} is unknown; {hint}It is neither an option of the scheme, of lm-eval's hf model or "
+            f"of from_pretrained, nor an attribute of the model's config.{mine}"
         )

@@ -102,7 +102,7 @@ class Board:
         other = [words for name, words in zip(names, other, strict=True) if there.get(name) != own.get(name)]
         if other:
             raise ValueError(
-                f"out: {manifest.parent} holds results of other settings: {'; '.join(other)}. Choose another folder, "
+                f"out: {manifest.parent} holds results with other settings: {'; '.join(other)}. Choose another folder, "
                 "or the settings that are there: only tasks and schemes can be added."
             )
 

@@ -48,7 +48,7 @@ def tokenizer_of(metadata: Mapping[str, Any], task: str, *, chat: bool = True) -
         )
     tokenizer = _load(name, str(metadata.get("revision") or "main"), metadata.get("trust_remote_code") is True)
     if chat and not tokenizer.chat_template:
-        raise ValueError(f"{task}: {name} has no chat template, which must render the prompts; take a chat model.")
+        raise ValueError(f"{task}: {name} has no chat template, which must render the prompts; choose a chat model.")
     return tokenizer
 
 
@@ -83,6 +83,6 @@ def render(
     lost = [tool["function"]["name"] for tool in tools if tool["function"]["name"] not in text]
     if lost:
         raise ValueError(
-            f"{task}: the chat template ignores tools ({lost[0]} is not in the prompt); take another model."
+            f"{task}: the chat template ignores tools ({lost[0]} is not in the prompt); choose another model."
         )
     return str(text)

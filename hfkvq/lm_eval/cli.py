@@ -60,7 +60,7 @@ def _metadata(text: str | None) -> dict[str, Any]:
     try:
         values = {} if text is None else parse_json(text)
     except ValueError as error:
-        fail(f"metadata: got {text!r}, which is no JSON: {error}")
+        fail(f"metadata: got {text!r}, which is not JSON: {error}")
     if not isinstance(values, dict):
         fail(f"metadata: got {text!r}, allowed a JSON object.")
     return values
@@ -76,7 +76,7 @@ def _gen_kwargs(text: str | None) -> dict[str, Any]:
         if text.lstrip().startswith("{"):
             return parse_json(text)
     except ValueError as error:
-        fail(f"gen_kwargs: got {text!r}, which is no JSON: {error}")
+        fail(f"gen_kwargs: got {text!r}, which is not JSON: {error}")
     if not all("=" in part for part in split(text)):
         fail(f"gen_kwargs: got {text!r}, allowed NAME=VALUE,... or a JSON object.")
     return simple_parse_args_string(text)

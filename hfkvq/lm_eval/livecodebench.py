@@ -142,9 +142,9 @@ def livecodebench(
                 if (first is None or day >= first) and (last is None or day <= last):
                     rows.append(_row(row, day))
             except (*DAMAGE, pickle.UnpicklingError, zlib.error, binascii.Error, EOFError) as error:
-                raise ValueError(f"{path}: row {number} is no problem of LiveCodeBench ({error!r}).") from error
+                raise ValueError(f"{path}: row {number} is not a problem of LiveCodeBench ({error!r}).") from error
     if not rows:
-        raise ValueError(f"start_date, end_date: got {start_date} and {end_date}, but {place} has no problem of then.")
+        raise ValueError(f"start_date, end_date: got {start_date} and {end_date}, but {place} has none from that time.")
     return as_dataset({"test": rows})
 
 

@@ -25,7 +25,7 @@ def fit(tokens: list[int], limit: int, truncate: str, task: str, max_length: int
         return tokens
     if truncate == "refuse":
         raise ValueError(
-            f"truncate: a prompt of task {task!r} has {len(tokens)} tokens, but {limit} fit beside the answer into the "
+            f"truncate: a prompt of task {task!r} has {len(tokens)} tokens, but {limit} fit beside the answer in the "
             f"model's {max_length}; raise max_length, lower max_gen_toks or use truncate=middle."
         )
     if truncate == "left":

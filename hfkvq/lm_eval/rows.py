@@ -104,11 +104,11 @@ def read_jsonl(path: Path) -> list[Row]:
             row = parse_json(line)
         except ValueError as error:
             raise ValueError(
-                f"{path}: line {number} is no JSON ({error}); got {line[:60]!r}, allowed one "
-                "JSON object a line. The file is damaged or cut off; fetch it again."
+                f"{path}: line {number} is not JSON ({error}); got {line[:60]!r}, allowed one "
+                "JSON object per line. The file is damaged or truncated; fetch it again."
             ) from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path}: line {number} is {type(row).__name__}, allowed one JSON object a line.")
+            raise ValueError(f"{path}: line {number} is {type(row).__name__}, allowed one JSON object per line.")
         rows.append(row)
     if not rows:
         raise ValueError(f"{path}: has no rows; fetch it again.")
@@ -121,7 +121,7 @@ def read_csv(path: Path, header: Iterable[str] | None = None) -> list[Row]:
     rows = list(csv.DictReader(io.StringIO(read_text(path)), fieldnames=names))
     for number, row in enumerate(rows, start=1):
         if None in row or (names and None in row.values()):
-            raise ValueError(f"{path}: row {number} has another number of columns than {len(names or row)}.")
+            raise ValueError(f"{path}: row {number} does not have {len(names or row)} columns.")
     if not rows:
         raise ValueError(f"{path}: has no rows; fetch it again.")
     return rows

@@ -11,7 +11,7 @@ from typing import Any
 from .drawing import BLUE, GREY, new_figure
 from .records import BASELINE
 
-BITS = "total bits an element"
+BITS = "total bits per element"
 KLD = f"KLD from {BASELINE}, nats"
 
 

@@ -133,7 +133,7 @@ class Point:
 
     Attributes:
         budget: B that was asked for.
-        bits: mean code bits a token, ``Σ N_k b_k / Σ N_k``.
+        bits: mean code bits per token, ``Σ N_k b_k / Σ N_k``.
         narrow: share of tokens in 2 bits.
         distortion: ``Σ D_k(b_k)``.
         table: the allocation.

@@ -110,8 +110,8 @@ def calibrate(
     requests = [x for x in (make_request(conversation, tokenizer) for conversation in conversations) if x is not None]
     if not requests:
         raise ValueError(
-            f"data: none of the {len(conversations)} conversations has an assistant's turn behind something else, so "
-            "there is no request to measure; give conversations as they were held, with the model's answers."
+            f"data: none of the {len(conversations)} conversations has an assistant's turn after another turn, so "
+            "there is no request to measure; pass complete conversations, with the model's answers."
         )
     chosen = [x for x in requests if max_tokens is None or len(x.ids) <= max_tokens]
     if not chosen:

@@ -78,7 +78,7 @@ def load_conversations(path: str | Path) -> list[Conversation]:
             except ValueError as error:
                 raise ValueError(f"data: line {number} of {path}: {error}") from None
     if not found:
-        raise ValueError(f"data: {path} holds no conversation; give one JSON object a line with its messages.")
+        raise ValueError(f"data: {path} holds no conversation; write one JSON object with its messages per line.")
     return found
 
 
@@ -173,8 +173,8 @@ def encode(conversation: Conversation, tokenizer: Any, prompt: bool = True) -> t
     shown = conversation.images
     if shown and getattr(tokenizer, "image_processor", None) is None:
         raise ValueError(
-            f"tokenizer: got a {type(tokenizer).__name__}, which makes no tokens of a conversation's images; "
-            "give the model's processor, AutoProcessor.from_pretrained(...)."
+            f"tokenizer: got a {type(tokenizer).__name__}, which makes no tokens from a conversation's images; "
+            "pass the model's processor, AutoProcessor.from_pretrained(...)."
         )
     # Processors write into the messages that they are given.
     messages = copy.deepcopy(list(conversation.messages))

@@ -209,5 +209,5 @@ def check_number(score: Score, what: str, cost: Cost) -> None:
     if not (math.isfinite(score.value) and math.isfinite(score.cost(cost))):
         raise ValueError(
             f"objective: got {score.value} at {score.cost(cost)} {cost} for {what}, allowed numbers; leave this "
-            "candidate out, or mend the objective."
+            "candidate out, or fix the objective."
         )

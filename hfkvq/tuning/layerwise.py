@@ -59,7 +59,7 @@ def tune_layers(
         candidates: what a layer may get instead; names of presets, schemes, or these by names of your own.
         objective: measures presets, e.g. `hfkvq.tuning.objectives.TextKLD`.
         layers: of the decoder.
-        max_total_bits: most bits an element, every byte counted, at the length that the objective measures.
+        max_total_bits: most bits per element, every byte counted, at the length that the objective measures.
         max_bytes: instead, most bytes of the cache, there.
         compressed: layers that a cache compresses (`hfkvq.measure.capture.compressed_layers`); others, such as sliding
             windows, are skipped. None takes all.
@@ -86,7 +86,7 @@ def tune_layers(
     limit = max_total_bits if max_bytes is None else max_bytes
     options = {layer: [own[layer], *named.values()] for layer in places}
     if all(own[layer] == scheme for layer in places for scheme in named.values()):
-        raise ValueError("candidates: got the base's own scheme alone; name others, e.g. 'full' or 'kitty-pro'.")
+        raise ValueError("candidates: got only the base's own scheme; name others, e.g. 'full' or 'kitty-pro'.")
     search = Search(
         start,
         own,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COSTS: dict[Cost, tuple[str, float]] = {
-    "total_bits": ("total bits an element, everything counted", 1.0),
+    "total_bits": ("total bits per element, everything counted", 1.0),
     "cache_bytes": ("cache of a sample, MiB", 2.0**20),
     "milliseconds": ("a step of generation, ms", 1.0),
 }

@@ -140,7 +140,7 @@ def layer_steps(plan: LayerPlan) -> Figure:
 
 
 def layer_bits(preset: Preset, layers: int, head_dim: int) -> list[dict[Side, tuple[float, float]]]:
-    """Code bits and all bits an element of sealed pages, of the keys and the values of each layer.
+    """Code bits and all bits per element of sealed pages, of the keys and the values of each layer.
 
     What a long context comes to: windows and tables vanish there. Where tokens differ in width, the widest.
     """
@@ -159,7 +159,7 @@ def layer_bits(preset: Preset, layers: int, head_dim: int) -> list[dict[Side, tu
 
 
 def bits_by_layer(what: Preset | MixedKVCache, layers: int | None = None, head_dim: int = 128) -> Figure:
-    """Bits an element that each layer takes: of a preset in a long context, or of a filled cache as it is.
+    """Bits per element that each layer takes: of a preset in a long context, or of a filled cache as it is.
 
     Args:
         what: a preset, or a cache that has seen tokens.
@@ -172,7 +172,7 @@ def bits_by_layer(what: Preset | MixedKVCache, layers: int | None = None, head_d
     """
     if isinstance(what, Preset):
         if layers is None:
-            raise ValueError("layers: a preset does not say how many there are; name the model's number of layers.")
+            raise ValueError("layers: a preset does not say how many there are; pass the model's number of layers.")
         return _preset_bits(what, layers, head_dim)
     stores = {
         number: layer.store
@@ -220,7 +220,7 @@ def _words(preset: Preset) -> str:
 def _finish_bars(axes: Any, layers: list[int], tops: list[float]) -> None:
     axes.set_xticks(range(len(layers)), [str(layer) for layer in layers], fontsize=9 if len(layers) <= 40 else 6)
     axes.set_xlabel("layer")
-    axes.set_ylabel("bits an element")
+    axes.set_ylabel("bits per element")
     axes.set_ylim(0, 1.08 * max(tops))
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)

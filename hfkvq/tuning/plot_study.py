@@ -137,7 +137,7 @@ def hypervolume(study: TuningStudy) -> Figure:
     """
     points = _points(study, 2)
     if len(study.optuna.directions) < 2:
-        raise ValueError("study: it searched for the value alone, so there is no front; see pareto_front.")
+        raise ValueError("study: it searched only for the value, so there is no front; see pareto_front.")
     # Says which extra is missing, before Optuna does in its own words.
     new_figure(1, 1)
     from matplotlib import pyplot

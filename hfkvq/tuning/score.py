@@ -19,8 +19,8 @@ class Score:
 
     Attributes:
         value: the objective's: an accuracy, or a KL divergence.
-        total_bits: bits an element, every byte counted.
-        code_bits: payload bits an element of sealed pages.
+        total_bits: bits per element, every byte counted.
+        code_bits: payload bits per element of sealed pages.
         cache_bytes: held at the end of a sample, or None.
         milliseconds: of a step of generation, or None.
         samples: how many, independent of each other.

@@ -105,7 +105,7 @@ def make_plan(
         raise ValueError("tasks: got none; name lm-eval's tasks with --tasks, e.g. --tasks gsm8k.")
     thresholds = raises_by_threshold(preset)
     if (text or dataset) and objective != "kld" and not thresholds:
-        raise ValueError(f"text: got text, but the objective {objective!r} takes none; leave it out.")
+        raise ValueError(f"text: got text, but the objective {objective!r} does not use it; leave it out.")
     tables = None
     if sensitivity is not None:
         if preset.scheme.name != "triaxial":
@@ -138,7 +138,7 @@ def make_plan(
         if len(windows.tokens) < samples + held_out:
             raise ValueError(
                 f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
-                f"--held-out {held_out} take {samples + held_out}; give more text, or fewer or smaller windows."
+                f"--held-out {held_out} need {samples + held_out}; give more text, or fewer or smaller windows."
             )
         loaded = _load(checkpoint, where, kind, outliers)
         shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": checkpoint.tokenizer}

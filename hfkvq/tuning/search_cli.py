@@ -127,7 +127,7 @@ def tune(
     """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
 
     Run it on several GPUs or machines with one --storage: they share the trials, and take up those of a worker that
-    died. Run it again and it goes on where it stopped.
+    died. Run the same command again to continue where it stopped.
     """
     check_files("png", out, png)
     if outliers is not None and model not in (None, "reference"):

@@ -36,7 +36,7 @@ class Sensitivity:
         """Checks that the numbers are such as can be allocated."""
         if self.distortion.keys() != self.counts.keys():
             odd = sorted(self.distortion.keys() ^ self.counts.keys())
-            raise ValueError(f"counts: must have the tags of distortion; {', '.join(odd)} stand in one of them only.")
+            raise ValueError(f"counts: must have the same tags as distortion; only one of them has {', '.join(odd)}.")
         for tag, count in self.counts.items():
             parse_tag(tag)
             if not all(math.isfinite(x) and x >= 0 for x in (*self.distortion[tag], count)):

@@ -43,7 +43,7 @@ def open_storage(where: str | None) -> BaseStorage | None:
         except (*DAMAGE, RecursionError) as error:
             damage = f"{type(error).__name__} {error}".strip()
             raise ValueError(
-                f"storage: {where!r} is no journal of Optuna, or a damaged one ({damage}); choose another file."
+                f"storage: {where!r} is not a journal of Optuna, or is damaged ({damage}); choose another file."
             ) from None
     try:
         return _database(_with_driver(where))

@@ -236,7 +236,7 @@ def _run(
         study.optuna.tell(trial, state=TrialState.PRUNED)
     except optuna.exceptions.UpdateFinishedTrialError:
         logger.warning(
-            "trial %d was taken for dead and is run by another worker; this result is left out", trial.number
+            "trial %d was considered dead and is being run by another worker; this result is ignored", trial.number
         )
     except Exception:
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):

@@ -167,7 +167,7 @@ class TuningStudy:
         Points that were confirmed on held-out samples are preferred to those that were not, and compared by these.
 
         Args:
-            max_total_bits: most bits an element, every byte counted.
+            max_total_bits: most bits per element, every byte counted.
             max_milliseconds: most of a step, where it was measured.
             max_key_bits: most of the keys' mean width, MixKVQ's effective bits.
             max_bytes: most bytes of the whole cache, ``"2GiB"`` or a number, at ``context`` tokens of ``batch`` rows.

@@ -784,7 +784,7 @@ def test_tiers_are_worth_their_bytes_on_the_reference_model():
 
 
 def test_evicted_tokens_count_among_what_was_saved():
-    """Bits an element are of all tokens that were seen: eviction saves memory."""
+    """Bits per element are of all tokens that were seen: eviction saves memory."""
     model = build("llama")
     ids = prompt(2, 120)
     caches = {name: MixedKVCache(model.config, get_scheme(name, **knobs)) for name, knobs in (

@@ -859,7 +859,7 @@ def test_nominal_code_bits(name, dim, keys, values):
     assert cache.memory().code_bits == pytest.approx((keys * sealed + values * late) / (sealed + late))
 
 
-# Bits an element of a page, codes, scale, zero and index: head dim 128, pages of 128.
+# Bits per element of a page, codes, scale, zero and index: head dim 128, pages of 128.
 #   kitty keys: 2 + (scale, zero of 128 tokens) 32/128 + (high) 2*16/128 + (index) 8*16/(128*128)
 #   mixkvq keys: 2 + (scale, zero of 32 tokens) 32/32 + (full) 16*8/128 + (index) 8*8/(128*128) + high as kitty's.
 #   kvarn: b + 32/128 + (factors) 16/128, so that a token and head has 16 * (4 + 0.375) + 16 * (2 + 0.375) = 108 bytes.

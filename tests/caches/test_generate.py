@@ -414,7 +414,7 @@ def test_attention_is_compressed(family, compressed):
 def test_models_with_nothing_to_compress_warn(caplog):
     chunked = LlamaConfig(num_hidden_layers=2, layer_types=["chunked_attention"] * 2, attention_chunk_size=8)
     MixedKVCache(chunked)
-    assert "LlamaConfig has no layer of attention alone, over all tokens or a window" in caplog.text
+    assert "LlamaConfig has no layer with only attention, over all tokens or a window" in caplog.text
     caplog.clear()
     MixedKVCache(build("llama"))
     assert not caplog.text

@@ -424,7 +424,7 @@ def test_images_that_nobody_expanded_are_refused(family):
     """With the count found and the count wanted, before anything is cached or noted."""
     model, inputs = build(family), one_row(family)
     wanted = int(placeholders_of(family, inputs["input_ids"]).sum())
-    message = rf"got 1 placeholders \(token .*shown, 1, take {wanted}: nobody has expanded them.*processor\(text="
+    message = rf"got 1 placeholders \(token .*shown, 1, need {wanted}: they were not expanded.*processor\(text="
     cache = TriAxialCache(model, processor(family), **SHORT)
     given = unexpanded(family, inputs)
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -277,6 +279,8 @@ def test_none_always_means_bottom_right():
         (20, 64, 30, {}),
         (20, 64, 44, {"attention_mask": padded}),
         (20, 64, 44, {"allow_is_causal_skip": False}),
+        (20, 64, 44, {"config": SimpleNamespace(model_type="doge")}),
+        (20, 64, 44, {"config": SimpleNamespace(model_type="gemma2", use_bidirectional_attention=True)}),
         (20, 64, 44, {"mask_function": and_masks(causal_mask_function, lambda b, h, q, k: k >= 0)}),
     ):
         got = hfkvq_mask(1, queries, columns, q_offset=offset, **more)

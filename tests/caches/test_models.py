@@ -209,9 +209,7 @@ def test_cache_of_another_models_layers():
     model, cache = build("llama", num_hidden_layers=3), MixedKVCache(config("llama", num_hidden_layers=2), "full")
     with torch.no_grad():
         build("llama", num_hidden_layers=2)(prompt(1, 9), past_key_values=cache)
-        with pytest.raises(
-            ValueError, match=r"made for 2 layers, and is given keys of layer 2; make it from the config"
-        ):
+        with pytest.raises(ValueError, match=r"made for 2 layers, but got keys of layer 2; make it from the config"):
             model(prompt(1, 5), past_key_values=cache)
     assert [layer.seen for layer in cache.layers] == [9, 9]
 

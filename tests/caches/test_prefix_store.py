@@ -307,7 +307,7 @@ def test_damaged_files_are_not_found_and_go(which, damage, model, store, caplog)
     with caplog.at_level(logging.WARNING):
         assert store.match(ids).tokens == 40
     warned = damage != "gone" or which == "page"
-    assert ("is no good and was removed" in caplog.text) == warned
+    assert ("was unusable and has been removed" in caplog.text) == warned
     assert not file.exists()
     # It can be put again.
     store.put(filled_with(model, ids[:, :90], store.preset.scheme), ids[:, :90])
@@ -512,7 +512,7 @@ def test_caches_that_cannot_be_stored(model, store):
     other = MixedKVCache(build("qwen3"), small("kitty-pro"))
     for given, tokens, words in (
         (filled(model, "kitty")[0], ids[:1], "cache: got one of .*kitty.*, allowed .*make it by store.match"),
-        (other, ids[:1], "cache: it is of another model"),
+        (other, ids[:1], "cache: its config is that of another model"),
         (MixedKVCache(model, small("kitty-pro")), ids[:1], "cache: got an empty one"),
         (filled(model, rows=2)[0], ids[:1], "cache: got 2 rows, allowed one; take each out of a copy"),
         (padded, ids[:1], "cache: it was given padding"),

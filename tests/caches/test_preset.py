@@ -174,8 +174,8 @@ def test_knobs_behind_a_name_and_as_arguments(tmp_path):
 @pytest.mark.parametrize(
     ("scheme", "knobs", "message"),
     [
-        ("kitty", {"max_cache_length": 9}, "max_cache_length: no option .* did you mean 'max_cache_len'"),
-        ("kitty", {"boost": 0.2}, "boost: no option of a cache, and no knob of its scheme; did you mean 'boost_ratio'"),
+        ("kitty", {"max_cache_length": 9}, "max_cache_length: neither an option .* did you mean 'max_cache_len'"),
+        ("kitty", {"boost": 0.2}, "boost: neither an option of the cache nor of its scheme; did you mean 'boost_r"),
         ("kitty:boost=0.2", {}, "kitty: knob 'boost' is unknown; did you mean 'boost_ratio'"),
         ("latent-4:bits=8.0", {}, "bits: got 8.0, allowed 4, 8"),
         ("kitty:fit=false", {}, "fit: got False, allowed"),

@@ -211,7 +211,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(file, monkeypatch):
         return read(self, name, reader, out)
 
     monkeypatch.setattr(saved_file.SavedFile, "read", cut)
-    with pytest.raises(ValueError, match=r"was cut off \(it ends too early\)"):
+    with pytest.raises(ValueError, match=r"is truncated \(it ends too early\)"):
         MixedKVCache.load(file, build("llama"))
 
 
@@ -251,7 +251,7 @@ def test_files_that_are_cut_off_or_changed(file):
     model, whole = build("llama"), file.read_bytes()
     for length in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="is no saved cache, or was cut off"):
+        with pytest.raises(ValueError, match="is not a saved cache, or is truncated"):
             MixedKVCache.load(file, model)
     torch.manual_seed(0)
     for at in torch.randint(len(whole), (40,)).tolist():
@@ -298,7 +298,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_files_that_say_something_else(change, file):
     _rewritten(file, CHANGES[change])
-    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 3|is no saved cache)"):
+    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 3|is not a saved cache)"):
         MixedKVCache.load(file, build("llama"))
 
 
@@ -307,10 +307,10 @@ def test_other_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         MixedKVCache.load(tmp_path / "none", model)
     save_file({"x": torch.zeros(2)}, tmp_path / "weights")
-    with pytest.raises(ValueError, match=r"is no saved cache; cache\.save"):
+    with pytest.raises(ValueError, match=r"is not a saved cache; cache\.save"):
         MixedKVCache.load(tmp_path / "weights", model)
     (tmp_path / "text").write_text("prompt")
-    with pytest.raises(ValueError, match="is no saved cache, or was cut off"):
+    with pytest.raises(ValueError, match="is not a saved cache, or is truncated"):
         MixedKVCache.load(tmp_path / "text", model)
 
 

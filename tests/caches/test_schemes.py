@@ -377,7 +377,7 @@ def test_kvarn_survives_outlier_tokens_and_channels():
 
 @pytest.mark.parametrize("scheme", [Kitty, Kivi, MixKVQ])
 def test_token_norm_is_a_plane_of_the_keys(scheme):
-    """Off by default; 16 bits a token of the page, hence 0.125 bits an element of keys at 128 channels."""
+    """Off by default; 16 bits a token of the page, hence 0.125 bits per element of keys at 128 channels."""
     plain, normed = (scheme(token_norm=on).layout(128, 128) for on in (False, True))
     assert scheme().layout(128, 128) == plain
     (before,), (after,) = plain.keys.formats, normed.keys.formats

@@ -439,7 +439,7 @@ def test_see_wants_more_than_is_cached(model, shown):
     cache, ids = make(model), prompt(1, 60)
     forward(model, cache, ids[:, :40])
     asked = len(cache.tokens.tagger.asked)
-    with pytest.raises(ValueError, match=rf"input_ids: got {shown} tokens, but 40 are cached; give all tokens"):
+    with pytest.raises(ValueError, match=rf"input_ids: got {shown} tokens, but 40 are cached; pass all tokens"):
         cache.see(ids[:, :shown])
     assert (cache.tokens.length, len(cache.tokens.tagger.asked)) == (40, asked)
     cache.see(ids)
@@ -451,7 +451,7 @@ def test_see_wants_the_conversation_that_is_cached(model):
     forward(model, cache, ids[:, :40])
     other = ids.clone()
     other[0, 17] += 1
-    with pytest.raises(ValueError, match=r"input_ids: the token in column 17 is another than the one that is cached"):
+    with pytest.raises(ValueError, match=r"input_ids: the token in column 17 differs from the one that is cached"):
         cache.see(other)
     assert cache.tokens.length == 40
 
@@ -461,9 +461,7 @@ def test_the_model_must_be_given_what_was_shown(model):
     cache.see(ids)
     forward(model, cache, ids[:, :40])
     held = stored(cache.layers[0], 0)
-    with pytest.raises(
-        ValueError, match=r"input_ids: the tokens from column 40 on are not those that see\(\) was shown"
-    ):
+    with pytest.raises(ValueError, match=r"input_ids: the tokens from column 40 on differ from those shown to see\(\)"):
         forward(model, cache, ids[:, 40:] + 1)
     assert cache.get_seq_length() == 40
     assert_same_bits(stored(cache.layers[0], 0), held)
@@ -549,7 +547,7 @@ def test_table_of_another_model_or_template_is_refused(model):
     ("text", "message"),
     [
         (None, r"table: .* cannot be read"),
-        ("{", r"table: .* is no JSON"),
+        ("{", r"table: .* is not JSON"),
         ("[]", r"table: .* holds 'list', expected 'hfkvq.bit_table'"),
         ('{"kind": "hfkvq.sensitivity"}', r"table: .* holds 'hfkvq.sensitivity'"),
         ('{"kind": "hfkvq.bit_table"}', r"table: .* is damaged"),

@@ -229,7 +229,7 @@ def test_numbers_beyond_float16():
         if not refused:
             layer.update(given, given)
             continue
-        with pytest.raises(ValueError, match=r"update: keys are as large as .* holds numbers of up to 65504"):
+        with pytest.raises(ValueError, match=r"update: keys are as large as .* stores numbers of up to 65504 only"):
             layer.update(given, given)
         assert layer.seen == 0
 

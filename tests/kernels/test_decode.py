@@ -64,6 +64,9 @@ CASES = {
         for name, runs, dim, dtype, rotate, share in (
             ("2c", "2c128p128/2t128p128", 128, torch.float16, 0, 4),
             ("2c-raised-4", "2c128p128+4x20/2t128p128", 128, torch.bfloat16, 0, 7),
+            ("2c-raised-4-digits", "2c128p128+4x32/2t128p128", 128, torch.bfloat16, 0, 3),
+            ("4c-digits", "4c128p128/4t128p128", 128, torch.float16, 128, 4),
+            ("2t-digits", "2t128p128/4t128p128", 128, torch.bfloat16, 0, 1),
             ("2c-exact", "2c128p128e2+4x20/2t128p128", 128, torch.bfloat16, 0, 4),
             ("2c-exact-dim-96", "2c32p128e1+16x5/2t96p128", 96, torch.float16, 0, 3),
             ("4c-exact-rotated", "4c64p128e3/4t128p128", 128, torch.bfloat16, 128, 7),
@@ -496,9 +499,36 @@ def test_tiles_take_the_main_kernel(name):
     assert is_served(case.store.spec, case.head_dim, case.value_dim, case.dtype)
 
 
+@pytest.mark.parametrize(
+    ("store", "share", "softcap", "expected"),
+    [
+        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 0.0, True),
+        ("s0;k0;v0;4t128p128/4t128p128", 1, 0.0, True),
+        ("s0;k0;v0;2c128p128+4x32/2t128p128", 5, 0.0, False),
+        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 9.0, False),
+        ("s0;k0;v0;2c128p128+4x24/2t128p128", 4, 0.0, False),
+        ("s0;k0;v0;2c32p128/2t128p128", 4, 0.0, False),
+        ("s0;k0;v0;4c128p128n/4t128p128n", 4, 0.0, False),
+        ("w200;s0;k0;v0;4t128p128/4t128p128", 4, 0.0, False),
+    ],
+)
+def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, expected):
+    """The cases above would pass without them."""
+    pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
+    from hfkvq.kernels.triton.decode import Queries, Scoring, decode_plan
+
+    dtype = torch.bfloat16
+    query = Queries((1, share, 1, 128), (share * 128, 128, share * 128, 1), dtype, dtype)
+    scoring = Scoring(None, None, 0.1, softcap)
+    plan = decode_plan(store, query, (1, 128, 32, 32, dtype), (1,), scoring, torch.device("cpu"), 0)
+    assert plan is not None
+    assert pair_format.PairFormat(*plan.launches[0].constants["FORMATS"][0]).digits == expected
+
+
 # Formats that the loop over pages takes in ways of their own; the interpreter, which is slow, sees these alone.
 INTERPRETED = (
-    *("2c", "2c-raised-4-16", "2c-exact", "4c-exact-rotated", "4t-groups", "8t", "16-dim-80", "4cn-dim-96"),
+    *("2c", "2c-raised-4-digits", "4c-digits"),
+    *("2c-raised-4-16", "2c-exact", "4c-exact-rotated", "4t-groups", "8t", "16-dim-80", "4cn-dim-96"),
     *("page-64", "page-256", "group-256", "q2-r4", "192-128", "three-runs"),
 )
 BY_THE_PAGE = [

@@ -70,9 +70,9 @@ def test_no_such_folder(monkeypatch):
     [
         (
             '{"question": "cut o',
-            r"line 3 is no JSON \(Unterminated string.*got '.*cut o', allowed one JSON object a line",
+            r"line 3 is not JSON \(Unterminated string.*got '.*cut o', allowed one JSON object per line",
         ),
-        ("[1, 2]", "line 3 is list, allowed one JSON object a line"),
+        ("[1, 2]", "line 3 is list, allowed one JSON object per line"),
         ('{"question": "?", "target": 2}', "row 3 has no field 'answer'; got 'question', 'target'"),
     ],
 )
@@ -95,7 +95,7 @@ def test_damaged_and_empty_files(tmp_path):
     with pytest.raises(ValueError, match="has no rows"):
         read_jsonl(tmp_path / "empty")
     (tmp_path / "short.csv").write_text("a,b\nc\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="row 2 has another number of columns than 2"):
+    with pytest.raises(ValueError, match="row 2 does not have 2 columns"):
         read_csv(tmp_path / "short.csv", ("x", "y"))
 
 

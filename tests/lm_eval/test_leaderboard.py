@@ -36,7 +36,7 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     assert "full" in text
     # One question tells nothing, and the report says so.
     assert "| `full` | 1 | +0.0 | -100.0 to +100.0 | too few to tell, ±100 |" in text
-    assert "Too few questions to tell full, kitty:sink_length=4 from DynamicCache" in flat(done.output)
+    assert "Too few questions to distinguish full, kitty:sink_length=4 from DynamicCache" in flat(done.output)
     # Another run finds the results.
     again = run(*options)
     assert again.exit_code == 0, again.output
@@ -51,7 +51,7 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     assert [row["name"] for row in rows["kld-2.json"]] == ["kivi-2"]
     # Whatever else results depend on.
     for other in (["--limit", 2], ["--chat"], ["--gen_kwargs", "temperature=0.5"], ["--context", 200]):
-        assert_refused(run(*options, *other), "holds results of other settings")
+        assert_refused(run(*options, *other), "holds results with other settings")
 
 
 class TestBoard:
@@ -120,7 +120,7 @@ class TestBoard:
     ("arguments", "message"),
     [
         (["--schemes", "kity"], "scheme: got 'kity', which is unknown"),
-        (["--metadata", "{"], "which is no JSON"),
+        (["--metadata", "{"], "which is not JSON"),
         (["--metadata", "[1]"], "allowed a JSON object"),
         (["--gen_kwargs", "temperature"], "gen_kwargs: got 'temperature', allowed NAME=VALUE"),
         (["--device", "tpu"], "device: got 'tpu'"),

@@ -285,7 +285,7 @@ class TestLaunched:
         assert again.stdout.count("already") == 3
         refused = launch(2, "hfkvq.cli", "leaderboard", *options, "--num-fewshot", 1)
         assert refused.returncode != 0
-        assert refused.stderr.count("holds results of other settings: num_fewshot") == 1
+        assert refused.stderr.count("holds results with other settings: num_fewshot") == 1
 
 
 @pytest.mark.gpu

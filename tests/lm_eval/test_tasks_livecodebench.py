@@ -80,10 +80,10 @@ def test_a_slow_program_fails(folder, monkeypatch):
     ("change", "message"),
     [
         ({"private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(pytest.fail))).decode()}, "is no text"),
-        ({"private_test_cases": "@@"}, "row 1 is no problem of LiveCodeBench"),
-        ({"contest_date": "soon"}, "row 1 is no problem of LiveCodeBench"),
+        ({"private_test_cases": "@@"}, "row 1 is not a problem of LiveCodeBench"),
+        ({"contest_date": "soon"}, "row 1 is not a problem of LiveCodeBench"),
         ({"metadata": '{"func_name": "f"}'}, "need metadata with 'func_name', others none"),
-        ({"public_test_cases": '[{"input": ""}]'}, "row 1 is no problem"),
+        ({"public_test_cases": '[{"input": ""}]'}, "row 1 is not a problem"),
     ],
 )
 def test_damaged_rows(tmp_path, change, message):
@@ -103,5 +103,5 @@ def test_missing_files_and_days(folder, tmp_path, monkeypatch):
         livecodebench(data_dir=str(tmp_path / "empty"))
     with pytest.raises(ValueError, match="start_date: got 'May', allowed a day"):
         livecodebench(data_dir=str(folder), start_date="May")
-    with pytest.raises(ValueError, match="has no problem of then"):
+    with pytest.raises(ValueError, match="has none from that time"):
         livecodebench(data_dir=str(folder), start_date="2026-01-01")

@@ -157,7 +157,7 @@ def test_files_come_back(tmp_path):
     ("text", "message"),
     [
         (None, "sensitivity: .* cannot be read .*hfkvq calibrate"),
-        ("nonsense", "sensitivity: .* is no JSON"),
+        ("nonsense", "sensitivity: .* is not JSON"),
         (json.dumps({"kind": "hfkvq.bit_table"}), "sensitivity: .* holds 'hfkvq.bit_table'"),
         (json.dumps({"kind": "hfkvq.sensitivity"}), "sensitivity: .* is damaged"),
     ],
@@ -173,7 +173,7 @@ def test_damaged_files(tmp_path, text, message):
 @pytest.mark.parametrize(
     ("distortion", "counts", "message"),
     [
-        ({INST: (1, 0)}, {}, "counts: must have the tags of distortion; older|text|inst"),
+        ({INST: (1, 0)}, {}, "counts: must have the same tags as distortion; only one of them has older|text|inst"),
         ({INST: (float("nan"), 0)}, {INST: 1}, "allowed finite numbers"),
         ({INST: (1, 0)}, {INST: -1}, "allowed finite numbers"),
         ({"older|text|nothing": (1, 0)}, {"older|text|nothing": 1}, "tag: got"),

@@ -89,7 +89,7 @@ def test_keys_are_those_of_a_forward_with_pixels(processor, model):
 
 
 def test_a_tokenizer_alone_is_refused(processor, model):
-    with pytest.raises(ValueError, match="give the model's processor"):
+    with pytest.raises(ValueError, match="pass the model's processor"):
         calibrate(model, processor.tokenizer, [talk()])
 
 
@@ -135,7 +135,7 @@ def test_every_family_is_measured(family):
 def test_a_processor_that_expands_no_images_is_refused(processor, model, monkeypatch):
     """Before anything is measured."""
     monkeypatch.setattr(type(processor), "replace_image_token", lambda self, *args, **kwargs: self.image_token)
-    with pytest.raises(ValueError, match=r"got 1 placeholders .* shown, 1, take 4: nobody has expanded them"):
+    with pytest.raises(ValueError, match=r"got 1 placeholders .* shown, 1, need 4: they were not expanded"):
         calibrate(model, processor, [talk()])
 
 
@@ -188,7 +188,7 @@ def test_the_command_shows_tags_of_images(folder):
 def test_the_command_wants_a_processor_for_images(folder, tmp_path):
     byte_tokenizer("qwen3", processor_of("llava").chat_template).save_pretrained(tmp_path)
     done = invoke("tag", "--tokenizer", tmp_path, "--messages", folder / "talk.jsonl")
-    assert_refused(done, "give the model's processor")
+    assert_refused(done, "pass the model's processor")
 
 
 def test_tokens_of_an_image_may_see_each_other():

@@ -231,7 +231,7 @@ class TestErrors:
             ({"max_total_bits": 3, "max_bytes": 3}, "got both; choose one"),
             ({"candidates": []}, r"candidates: got \[\], allowed one or more"),
             ({"candidates": "full"}, "candidates: got 'full', allowed one or more"),
-            ({"candidates": ["kivi-2"]}, "candidates: got the base's own scheme alone"),
+            ({"candidates": ["kivi-2"]}, "candidates: got only the base's own scheme"),
             ({"candidates": ["kivi-3"]}, "scheme: got 'kivi-3', which is unknown"),
             ({"candidates": [get_preset("full", {"0": "kivi-2"})]}, "differs by layer, but a candidate is for one"),
             ({"compressed": [0, 3]}, r"compressed: got \[3\], allowed layers 0 to 2"),

@@ -78,7 +78,7 @@ class TestStudy:
         picked = study.pick(max_total_bits=3.0)
         figure = plots.pareto_front(study, picked, limit=3.0)
         axes = figure.axes[0]
-        assert axes.get_xlabel() == "total bits an element, everything counted"
+        assert axes.get_xlabel() == "total bits per element, everything counted"
         assert axes.get_ylabel() == "mean KL divergence to DynamicCache, nats (lower is better)"
         assert set(labels(axes)) == {
             "trials",
@@ -139,7 +139,7 @@ class TestStudy:
     def test_too_few_trials(self):
         with pytest.raises(ValueError, match="study: it has 3 measured trials, and this picture needs 4"):
             plots.knob_importance(search(trials=3))
-        with pytest.raises(ValueError, match="searched for the value alone"):
+        with pytest.raises(ValueError, match="searched only for the value"):
             plots.hypervolume(search(single=True))
 
 
@@ -213,7 +213,7 @@ class TestLayers:
         figure = plots.bits_by_layer(preset, 4)
         axes = figure.axes[0]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2", "3"]
-        assert (axes.get_xlabel(), axes.get_ylabel()) == ("layer", "bits an element")
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("layer", "bits per element")
         assert len(axes.patches) == 16
         check_file(figure, tmp_path)
         with pytest.raises(ValueError, match="layers: a preset does not say how many there are"):

@@ -163,7 +163,7 @@ class TestCommand:
 def test_a_model_of_which_nothing_is_compressed(tmp_path):
     sizes = {"hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 256, "num_key_value_heads": 2}
     MistralConfig(num_hidden_layers=2, vocab_size=64, sliding_window=64, **sizes).save_pretrained(tmp_path)
-    assert_refused(run("--model", tmp_path), "has no layer of full attention alone, so nothing is compressed", 1)
+    assert_refused(run("--model", tmp_path), "has no layer with only full attention, so nothing is compressed", 1)
 
 
 def test_latents_are_offered_what_attends_to_them():

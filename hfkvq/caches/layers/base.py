@@ -179,8 +179,8 @@ class LayerBase:
         """Raises RuntimeError if tokens have been evicted: zeros in their place would draw attention."""
         if self.evicted:
             raise RuntimeError(
-                f"{self.scheme.name}: tokens have been evicted, so this cache can be attended to by the 'hfkvq' "
-                "attention (attach=True) and by sdpa only."
+                f"{self.scheme.name}: tokens have been evicted, so only the 'hfkvq' attention (attach=True) "
+                "and sdpa can attend to this cache."
             )
 
 

@@ -155,7 +155,7 @@ def build_layers(
         why = _why_not_recorded(text, own, sharing is not None or shares, dims)
         if latents is not None and not all(as_they_are[i] for i in full):
             why = f"latents are dequantized in each step: {_others(own, *latents)} cannot be attended to as latents"
-            say_once(f"{name}: {why}; latent-4, latent-8, full and saw-int4 can.")
+            say_once(f"{name}: {why}; those of latent-4, latent-8, full and saw-int4 can.")
     can = why is None and bool(held)
     captured = can and capture and all(i in held or _stays_in_place(layer) for i, layer in enumerate(stock))
     recordable = captured or (can and max_cache_len is not None)
@@ -178,7 +178,7 @@ def build_layers(
             layer.eviction.place = i, len(layers)
     if not held:
         logger.warning(
-            "%s has no layer of attention alone, over all tokens or a window, so nothing is compressed: all layers "
+            "%s has no layer with only attention, over all tokens or a window, so nothing is compressed: all layers "
             "stay as Transformers makes them.",
             name,
         )

@@ -28,7 +28,7 @@ def allocate(layers: Iterable[KVLayer], keys: Tensor, values: Tensor) -> None:
 def update_outside(cache: Any, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
     """An update of a cache that grows, by a compiled model: plain tensors, since its compiler follows no handles."""
     say_once(
-        "A compiled model dequantizes a cache that grows in each step, which is right but slow; give the cache a "
+        "A compiled model dequantizes a growing cache in each step, which is correct but slow; make the cache with "
         "max_cache_len, or do not compile the model."
     )
     keys, values = cache.update(keys, values, layer_idx)

@@ -83,7 +83,7 @@ class EvictingGroup(_Group[E]):
         if not self.warned:
             self.warned = True
             logger.warning(
-                "%s: attention did not show its queries, so nothing can be evicted and the budget is not kept; use the "
+                "%s: the cache did not see the queries, so nothing can be evicted and the budget is exceeded; use the "
                 "'hfkvq' attention (attach=True) or sdpa.",
                 scheme,
             )

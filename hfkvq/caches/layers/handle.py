@@ -72,7 +72,7 @@ class LazyKV(LazyTensor):
         """
         if self._layer.edition != self._edition:
             raise RuntimeError(
-                "These keys or values are of an earlier update, and the cache has moved on; take a copy "
+                "These keys or values are from an earlier update, and the cache has changed since; take a copy "
                 "(x.clone()) of what is needed later."
             )
         return self._layer

@@ -43,8 +43,8 @@ def _check_numbers(layer: LayerBase, keys: Tensor, values: Tensor) -> None:
         if largest > F16_MAX:
             rotated = " once they are rotated" if block else ""
             raise ValueError(
-                f"update: {SIDES[at]} are as large as {largest:.4g}{rotated}, but {layer.scheme.name} holds numbers "
-                f"of up to {F16_MAX:g}, and greater ones as some less; nothing was cached. Use the scheme 'full' in "
+                f"update: {SIDES[at]} are as large as {largest:.4g}{rotated}, but {layer.scheme.name} stores numbers "
+                f"of up to {F16_MAX:g} only, and larger ones as less; nothing was cached. Use the scheme 'full' in "
                 'this layer: layers={index: "full"}.'
             )
 

@@ -103,7 +103,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
 
     def _stick(self, why: str) -> None:
         self._stuck = True
-        say_once(f"{self.policy.name}: nothing more is evicted from a cache where {why}; its budget is not kept.")
+        say_once(f"{self.policy.name}: this cache evicts no more tokens, because {why}; it may exceed its budget.")
 
     # A first prompt.
 

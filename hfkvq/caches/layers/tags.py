@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def _warn_without_tags(scheme: str) -> None:
     logger.warning(
-        "%s gives tokens their bits by tags, which this cache is not shown, so every token gets the most bits; use "
+        "%s chooses bits by tags, which this cache does not get, so every token has the most bits; use "
         "TriAxialCache(model, tokenizer).",
         scheme,
     )

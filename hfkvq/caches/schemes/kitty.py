@@ -48,7 +48,7 @@ class Kitty(Scheme):
         wide_from, wide_to: layers from the first share of the depth up to the second hold their values in 4 bits (none
             in the paper): of 30 layers those from 16 to 23 for 0.55 and 0.8.
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
-            larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
+            larger than others (not in the paper; 0.125 bits per element of keys at 128 channels).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
             sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
@@ -58,7 +58,7 @@ class Kitty(Scheme):
         fit_values: the same for values.
         exact_keys: so many keys of each page and KV head are also stored in 16 bits and read in place of their codes:
             those that the mean of the queries seen since the last seal points to most (not in the paper; each costs
-            0.125 bits an element of keys in pages of 128). Neither with token_norm nor with a score of queries.
+            0.125 bits per element of keys in pages of 128). Neither with token_norm nor with a score of queries.
     """
 
     name = "kitty"

@@ -36,14 +36,14 @@ class Kivi(Scheme):
             quantized per channel (not in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
-            larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
+            larger than others (not in the paper; 0.125 bits per element of keys at 128 channels).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
             those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
             decoding are the same.
         fit_values: the same for values.
         exact_keys: so many keys of each page and KV head are also stored in 16 bits and read in place of their codes:
             those that the mean of the queries seen since the last seal points to most (not in the paper; each costs
-            0.125 bits an element of keys in pages of 128). Not with token_norm or rotate_keys.
+            0.125 bits per element of keys in pages of 128). Not with token_norm or rotate_keys.
     """
 
     name = "kivi"

@@ -20,7 +20,7 @@ class KVarN(Scheme):
     Layout: keys and values are rotated and wait until ``page_size`` of them are there. Keys are quantized per channel
     over the page, and each token has a factor beside; values per token over the head, and each channel of a page has
     one. The first ``sink_length`` tokens and the newest, which fill no page, stay whole. At D = 128 and with pages of
-    128 tokens scales, minima and factors take 0.375 bits an element.
+    128 tokens scales, minima and factors take 0.375 bits per element.
 
     Paper: KVarN, arXiv 2606.03458.
     Differs from the paper: root mean squares are divided out, not standard deviations, rows before columns, and beside

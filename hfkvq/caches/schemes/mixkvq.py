@@ -45,7 +45,7 @@ class MixKVQ(Scheme):
     there, and are sealed together, keys per channel and ``group_size`` tokens, values 2 bits per token and
     ``group_size`` channels. Every page of a KV head has room for so many raised key channels: of D channels
     ``most_bf16`` and ``most_int4``, rounded up to multiples of eight. The room is paid for whether it is used or not:
-    eight channels of 128 cost one bit an element of keys at 16 bits, an eighth at 4 bits. With the default room keys
+    eight channels of 128 cost one bit per element of keys at 16 bits, an eighth at 4 bits. With the default room keys
     take 4.52 bits, values 3, at D = 128, scales and indices included; ``code_bits`` of a cache takes the room as used,
     ``used_bits`` does not, and ``key_bits`` is equation 17.
     Room at 4 bits buys more: on the reference model none at 16 and half the channels at 4 bits (3.52 bits in all) lost
@@ -81,7 +81,7 @@ class MixKVQ(Scheme):
         sink_length: first tokens kept whole.
         page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
-            larger than others (not in the paper; 0.125 bits an element of keys at 128 channels).
+            larger than others (not in the paper; 0.125 bits per element of keys at 128 channels).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
             those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
             decoding are the same.

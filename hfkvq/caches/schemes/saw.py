@@ -20,7 +20,7 @@ class SawInt4(Scheme):
     query is rotated as the keys are, the output is rotated back where the values are.
 
     Paper: Jia et al., arXiv:2604.19157, section 3; block 128, keys only, is its default.
-    Differs from the paper: scale and minimum are stored in f16 (4.25 bits an element), not scale and zero point in f32
+    Differs from the paper: scale and minimum are stored in f16 (4.25 bits per element), not scale and zero point in f32
     (4.5), which also keeps constant vectors exact. Signs are random where ``signs`` says so. The newest tokens are
     attended before they are quantized, and prompts attend to their own unquantized keys and values unless
     ``quantize_first`` says otherwise. K-means codes (A.2) and

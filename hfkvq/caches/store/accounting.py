@@ -120,7 +120,7 @@ def elements(state: StoreState) -> int:
 
 
 class PayloadBits(NamedTuple):
-    """Payload bits an element of sealed pages, weighted by tokens and sides.
+    """Payload bits per element of sealed pages, weighted by tokens and sides.
 
     Attributes:
         room: codes, and all room for raised channels.

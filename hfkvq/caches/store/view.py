@@ -184,5 +184,5 @@ class StoreView:
         return accounting.elements(self.state)
 
     def payload_bits(self) -> PayloadBits:
-        """Payload bits an element of sealed pages (asks the device)."""
+        """Payload bits per element of sealed pages (asks the device)."""
         return accounting.payload_bits(self.state)

@@ -67,7 +67,7 @@ class ImageTokens:
         if found < wanted and found <= shown:
             raise ValueError(
                 f"input_ids: got {found} placeholders (token {' or '.join(map(str, self.ids))}), but the images and "
-                f"videos that are shown, {shown}, take {wanted}: nobody has expanded them. Make ids and pixels "
+                f"videos that are shown, {shown}, need {wanted}: they were not expanded. Make ids and pixels "
                 "together with the model's processor: processor(text=..., images=...), or "
                 "processor.apply_chat_template(messages, tokenize=True, return_dict=True)."
             )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import pair_format as pair
+from .attend_digits import attend_digits, twice
 from .attend_loose import attend_loose
 from .attend_pages import attend_pages
 from .attend_rows import first_token, last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
@@ -86,11 +87,11 @@ def ask_for_page(
 
 @triton.jit
 def attend_split(
-    run, counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, FINE, mask,
-    scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, SEVERAL: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, ORDERED: tl.constexpr,
-    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr, DTYPE: tl.constexpr,
-    ROTATE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+    run, counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, FINE, mask,
+    scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
+    ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
+    DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Split ``i_split`` of SPLITS of a row's pages: whole pages or, if FINE, steps."""
     BT: tl.constexpr = FORM[pair.STEP]
@@ -98,6 +99,8 @@ def attend_split(
     # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
     if not PDL:
         i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
+    if FORM[pair.DIGITS]:
+        p_rows, m_w = twice(p_q, 16, SHARE)
     b_qs = query_fields(
         p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORM[pair.KEY_WORDS], K_BITS, BM, ROTATE
     )  # fmt: skip
@@ -117,11 +120,17 @@ def attend_split(
         o_last = last_visible(i_length, o_m, m_m, n_q, MASK)
         o_past = last_past(i_length, o_m, n_q, o_last, WINDOW)
         i_start = mask_start(i_start, i_length, mask, MASK, WINDOW)
-        attend_pages(
-            run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last,
-            o_past, mask, scaling, softcap, FORM, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
-            WINDOW,
-        )  # fmt: skip
+        if FORM[pair.DIGITS]:
+            attend_digits(
+                run, outs, p_q, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, scaling, FORM, H, SHARE, D,
+                DV, G,
+            )  # fmt: skip
+        else:
+            attend_pages(
+                run, outs, p_head, b_qs, i_row, i_b, i_h, o_m, m_m, i_first, i_end, n_tokens, n_table, i_start, o_last,
+                o_past, mask, scaling, softcap, FORM, H, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE,
+                WINDOW,
+            )  # fmt: skip
 
 
 @triton.jit(
@@ -169,18 +178,20 @@ def decode_kernel(
     s_m = (s_mb, s_mh, s_mq)
     o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
 
+    # A KV head's queries, one token's.
+    p_q = (q + i_b * s_qb + i_h * SHARE * s_qh, s_qh)
     if i_s < PAGES0:
         attend_split(
-            runs[0], counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0, FINE,
-            masks, scaling, softcap, n_q, FORM0, AT, H, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP, CAUSAL,
-            DTYPE, ROTATE, PDL, WINDOW,
+            runs[0], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0, FINE,
+            masks, scaling, softcap, n_q, FORM0, AT, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP,
+            CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
-                runs[1], counters, outs, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1, B,
-                TABLE1, FINE, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SEVERAL, D, DV, S, G, BM, ORDERED, MASK,
-                ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
+                runs[1], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1, B,
+                TABLE1, FINE, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED,
+                MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(

@@ -16,7 +16,16 @@ from ._lib import capability, cdiv, multiprocessors, power, shared_memory
 from .ahead import Wanted
 from .attend import decode_kernel
 from .configs import Knobs, edition, key_of, lookup
-from .decode_formats import BLOCK, DTYPES, is_served, loose_room, most_behind, pair_format, split_counts
+from .decode_formats import (
+    BLOCK,
+    DTYPES,
+    is_served,
+    loose_room,
+    most_behind,
+    pair_format,
+    split_counts,
+    takes_digits,
+)
 from .dequantized import dequantized_decode
 from .launch import Launch, Nest
 from .merge import SPLITS, MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
@@ -64,21 +73,24 @@ Windows = tuple[int, int, int, int, torch.dtype]
 
 
 def _tiles(
-    form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device
+    form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device, digits: bool
 ) -> tuple[list[Knobs], list[tuple[PairFormat, int]], int]:
     """Launch parameters and formats of the runs, with the shared memory of each, and that of a program."""
-    knobs = [lookup(device, "decode", key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
+    kernel = "digits" if digits else "decode"
+    knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     room = shared_memory(device) // knobs[0]["programs_per_sm"]
     formats = [
-        pair_format(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0)
+        pair_format(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0, digits)
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     return knobs, formats, room
 
 
-def programs_planned(form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device) -> int:
+def programs_planned(
+    form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device, digits: bool = False
+) -> int:
     """Programs of a multiprocessor that splits are made for: at least one."""
-    knobs, formats, _ = _tiles(form, head_dim, value_dim, columns, device)
+    knobs, formats, _ = _tiles(form, head_dim, value_dim, columns, device, digits)
     memory, loose = shared_memory(device), loose_room(knobs[0]["loose"], head_dim, value_dim)
     return max(1, min(knobs[0]["programs_per_sm"], *(memory // max(size, loose) for _, size in formats)))
 
@@ -120,8 +132,13 @@ def _plan(
     kind, softcap = scoring.mask or MaskKind(), scoring.softcap
 
     sms = multiprocessors(device)
-    knobs, formats, room = _tiles(form, head_dim, value_dim, columns, device)
-    resident = sms * programs_planned(form, head_dim, value_dim, columns, device)
+    # Each query takes two of eight columns then.
+    plain = scoring.mask is None and not softcap and not form.window
+    # Tensor cores of other generations make integer products slowly, or not at all. The interpreter has none.
+    plain = plain and capability(device)[0] in (0, 8, 9)
+    digits = plain and queries == 1 and rows <= 4 and all(takes_digits(*own, head_dim, value_dim) for own in form.runs)
+    knobs, formats, room = _tiles(form, head_dim, value_dim, columns, device, digits)
+    resident = sms * programs_planned(form, head_dim, value_dim, columns, device, digits)
     rows_of_programs = batch * heads * tiles
     block = knobs[0]["loose"]
     loose = cdiv(form.sink, block) + cdiv(most_behind(form, key_tail, value_tail, queries), block)
@@ -139,7 +156,7 @@ def _plan(
 
     dependent = capability(device)[0] >= 9
     unquantized = PageFormat(16, "token", 1, page)
-    plain, _ = pair_format(unquantized, unquantized, head_dim, value_dim, 1, room)
+    whole, _ = pair_format(unquantized, unquantized, head_dim, value_dim, 1, room)
     launches, first = [], 0
     for own in pairs:
         counts = [paged[own[0]], 0, loose if own[0] == 0 else 0, rests[own[0]], 0]
@@ -169,7 +186,7 @@ def _plan(
             "QUERIES": queries,
         }
         constants = {
-            "FORMATS": (*(tuple(formats[i][0]) for i in own), tuple(plain)),
+            "FORMATS": (*(tuple(formats[i][0]) for i in own), tuple(whole)),
             "AT": own[0],
             "TOTAL": len(blocks),
             "H": heads,

@@ -64,6 +64,22 @@ def takes_open(keys: PageFormat, values: PageFormat) -> bool:
     return not keys.whole and not values.whole and max(keys.bits, values.bits) < 8
 
 
+def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int) -> bool:
+    """Whether the page loop makes integer products of these formats, where queries are few enough.
+
+    One scale a token, or a channel and page; fields that fill tiles of bytes.
+    """
+    for fmt, dim in ((keys, head_dim), (values, value_dim)):
+        if fmt.bits >= 8 or fmt.normed or fmt.exact or fmt.raised_count(16):
+            return False
+        words = fmt.words(dim)
+        if words != power(words) or words < 16 or words * 16 != dim * fmt.bits:
+            return False
+    if values.group_size != value_dim or keys.raised_room(4) % 16:
+        return False
+    return keys.group_size == (keys.page_size if keys.axis == "channel" else head_dim)
+
+
 def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:
     """Most tokens that a row has behind the sink and what the page loop takes, from the first block on.
 
@@ -138,6 +154,7 @@ def pair_format(
     room: int,
     step: int = 0,
     rotated: bool = False,
+    digits: bool = False,
 ) -> tuple[PairFormat, int]:
     """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
     channel = keys.axis == "channel" and keys.bits < 8
@@ -188,6 +205,7 @@ def pair_format(
         exact_at=FACTORS + values.normed if keys.exact else 0,
         open=open_pages,
         rests=not keys.whole and not open_pages,
+        digits=digits,
         layout=LAYOUT,
     )
     return constants, buffers * size + SMALL

@@ -33,6 +33,7 @@ class PairFormat(NamedTuple):
         exact_at: where in a run's tensors they stand, their slots behind them; 0 if nowhere.
         open: whether the page loop takes pages that are not full.
         rests: whether blocks of loose tokens take those, where tokens have positions.
+        digits: whether the page loop makes integer products.
         layout: a fingerprint of where all this stands: Triton's cache knows kernels by their source and these numbers,
             and does not look at what ``pair.KEY_BITS`` is.
     """
@@ -58,13 +59,14 @@ class PairFormat(NamedTuple):
     exact_at: int
     open: bool
     rests: bool
+    digits: bool
     layout: int
 
 
 # Where its fields stand, for kernels: FORMATS[I][pair.KEY_BITS].
 (
     KEY_BITS, KEY_CHANNEL, KEY_GROUP, ROOM4, ROOM16, VALUE_BITS, VALUE_GROUP, STEP, SUB, RANKS4, RANKS16,
-    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, EXACT, EXACT_AT, OPEN, RESTS, _,
+    KEY_WORDS, VALUE_WORDS, STAGES, PART, KEY_NORM, VALUE_NORM, EXACT, EXACT_AT, OPEN, RESTS, DIGITS, _,
 ) = map(tl.constexpr, range(len(PairFormat._fields)))  # fmt: skip
 
 KEY_TENSORS = ("codes", "scale", "zero", "high", "high_index", "full", "full_index")

@@ -218,7 +218,7 @@ class Memory:
     Attributes:
         held: every byte of codes, metadata, windows and tables.
         bf16: the same tokens, without padding, in bf16.
-        code_bits: payload bits an element of sealed pages; NaN if none is sealed.
+        code_bits: payload bits per element of sealed pages; NaN if none is sealed.
         key_bits: mean width of the keys' channels there; see `MemoryReport.key_bits`.
         tokens: columns of the cache, padding included.
     """
@@ -231,7 +231,7 @@ class Memory:
 
     @property
     def total_bits(self) -> float:
-        """Bits an element, every byte counted."""
+        """Bits per element, every byte counted."""
         return 16 * self.held / self.bf16
 
 

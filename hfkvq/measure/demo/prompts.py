@@ -136,7 +136,7 @@ def make_batches(
         room = getattr(subject.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if room and ids.shape[1] + limit > room:
             raise ValueError(
-                f"tasks: {task} takes {ids.shape[1]} tokens and {limit} for the answer, {subject.name} has {room} "
+                f"tasks: {task} needs {ids.shape[1]} tokens and {limit} for the answer, but {subject.name} has {room} "
                 "positions; choose a smaller size or fewer --max-new-tokens."
             )
         device = subject.model.device

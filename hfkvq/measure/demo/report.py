@@ -106,7 +106,7 @@ def notes(result: Result) -> list[str]:
     base = result.rows[0]
     assert base.memory is not None
     said = [
-        f"{result.model}, {result.dtype}, on {result.device}: {result.settings.samples} examples a task, greedy, "
+        f"{result.model}, {result.dtype}, on {result.device}: {result.settings.samples} examples per task, greedy, "
         f"seed {result.settings.seed}, {result.seconds:.0f} s.",
         f"held is the size of the cache after {result.memory_rows} answers to {result.memory_task} of "
         f"{base.memory.tokens:,} tokens each, codes, scales, windows and tables. bf16 is the size of the same tokens "

@@ -90,7 +90,7 @@ def budget_words(scheme: Scheme) -> str:
 
 
 def page_bits(fmt: PageFormat, side: Side, head_dim: int) -> float:
-    """Bits an element of a sealed page, scales and indices included, for a bf16 model."""
+    """Bits per element of a sealed page, scales and indices included, for a bf16 model."""
     sizes = fmt.shapes(side, 1, head_dim).values()
     held = sum(math.prod(shape) * (2 if dtype is None else dtype.itemsize) for shape, dtype in sizes)
     return 8 * held / (fmt.page_size * head_dim)
@@ -119,7 +119,7 @@ def costly_choices(scheme: Scheme, head_dim: int = HEAD_DIM) -> dict[str, str]:
 
 
 def long_context_bits(scheme: Scheme, head_dim: int = HEAD_DIM) -> list[float]:
-    """Least and most bits an element, scales included, of pages alone: the mean of keys, values and layers."""
+    """Least and most bits per element, scales included, of pages alone: the mean of keys, values and layers."""
     return _mean_bits(scheme, head_dim, page_bits)
 
 

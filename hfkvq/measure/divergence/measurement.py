@@ -229,7 +229,7 @@ def measure(
             if bool(logits.isnan().any()):
                 at = prefill + number * chunk
                 raise ValueError(
-                    f"model: its logits through {name} are not numbers, at a token from {at} on; use another --dtype "
+                    f"model: its logits with {name} are not numbers, at a token from {at} on; use another --dtype "
                     "(bfloat16 or float32 in place of float16), or another scheme."
                 )
             yield logits.flatten(0, 1)

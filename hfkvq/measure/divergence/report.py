@@ -144,7 +144,7 @@ def notes(record: Record) -> list[str]:
         f"{record['model']}, {record['dtype']}, on {record['device_type']}: {record['tokens']:,} scored tokens in "
         f"{count} of {settings['context']:,} of {text['source']}, after prompts of {settings['prefill']:,}; "
         f"{settings['chunk']} tokens fed at a time"
-        + (", as generate does." if settings["chunk"] == 1 else ", which see each other unquantized."),
+        + (", as generate does." if settings["chunk"] == 1 else ", which attend to each other unquantized."),
         f"KLD is the divergence, in nats, from {BASELINE}'s predictions on the same chunks."
         + (" `full` holds 16 bits, so its row shows what rounding alone does." if has_floor else ""),
     ]
@@ -158,7 +158,7 @@ def notes(record: Record) -> list[str]:
     said.append("Bits and MiB are those of one window's cache at its end, with every window, scale and table.")
     if any(row.get("simulated") for row in record["rows"]):
         said.append(
-            "Simulated rows are no caches for use: they hold everything in full precision and round it as a method "
+            "Simulated rows are not usable caches: they hold everything in full precision and round it as a method "
             "would. Their bits are computed from the method's format, not from bytes held."
         )
     said += dict.fromkeys(row["about"] for row in record["rows"] if row.get("about"))

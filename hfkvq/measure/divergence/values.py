@@ -17,8 +17,8 @@ class Bill:
     """What a cache holds at the end of a window, mean over the windows.
 
     Attributes:
-        code_bits: payload bits an element of sealed pages; NaN if none is sealed.
-        total_bits: bits an element, every byte counted.
+        code_bits: payload bits per element of sealed pages; NaN if none is sealed.
+        total_bits: bits per element, every byte counted.
         held_bytes: of one window's cache; NaN if it is simulated, and total bits computed from its format.
         bf16_bytes: of the same tokens in bf16.
         key_bits: mean width of the keys' channels, as raised; NaN where that is not known.

@@ -82,7 +82,7 @@ def _lines(path: Path, text: str, field: str) -> Iterator[str]:
         try:
             record = parse_json(line)
         except ValueError as error:
-            raise ValueError(f"text: line {number} of {path} is no JSON: {error}") from error
+            raise ValueError(f"text: line {number} of {path} is not JSON: {error}") from error
         yield _field(record, field, f"line {number} of {path}")
 
 
@@ -186,7 +186,7 @@ def _tokens(text: Text, tokenizer: Any, room: int, windows: int) -> list[int]:
             break
     if len(ids) < room:
         raise ValueError(
-            f"text: {text.name} has {len(ids):,} tokens, but a window takes {room:,}; give more text, or a smaller "
+            f"text: {text.name} has {len(ids):,} tokens, but a window needs {room:,}; give more text, or a smaller "
             "--context."
         )
     return ids

@@ -96,7 +96,7 @@ def _convert(path: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         # Each architecture and each kind of tokenizer fails in its own way.
-        raise ValueError(f"{path.name} is no GGUF file that Transformers can read: {error}") from error
+        raise ValueError(f"{path.name} is not a GGUF file that Transformers can read: {error}") from error
     # `save_pretrained` refuses models that were quantized, also dequantized ones.
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")

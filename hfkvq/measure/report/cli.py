@@ -83,7 +83,7 @@ def _plots(boards: list[Board], found: Collection, out: Path) -> dict[str, list[
         tail = f"-{_slug(board.model)}" if len(boards) > 1 else ""
         for words, name, save in (
             ("Bits, bytes, right answers and KLD, with 95 % intervals", f"quality{tail}.png", pictures.save_quality),
-            ("Tokens a second by task", f"speed{tail}.png", pictures.save_speed),
+            ("Tokens per second by task", f"speed{tail}.png", pictures.save_speed),
         ):
             if save(board, out / name):
                 shown.setdefault(board.model, []).append((words, name))

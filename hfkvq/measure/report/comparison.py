@@ -88,10 +88,10 @@ def notes(record: Record) -> list[str]:
         for name, run in (("First", record["first"]), ("Second", record["second"]))
     ]
     said.append(
-        "Differences are second less first; more and less count the samples where the second run has more or less. "
+        "Differences are second minus first; more and less count the samples where the second run has more or less. "
         "p is two-sided, of the same questions in both runs: McNemar's exact test for right and wrong, random signs "
         "for other metrics. It is not corrected for the number of tasks."
     )
     if record["unpaired_tasks"]:
-        said.append(f"In one of the files only, so left out: {', '.join(record['unpaired_tasks'])}.")
+        said.append(f"Left out, because only one of the files has them: {', '.join(record['unpaired_tasks'])}.")
     return said

@@ -109,7 +109,7 @@ def _read_samples(path: Path) -> dict[tuple[str, int], Sample]:
             sample = (record["doc_hash"], record["prompt_hash"], values)
         except DAMAGE as error:
             raise ValueError(
-                f"files: line {number} of {path} is no sample of lm-eval: {type(error).__name__} {error}."
+                f"files: line {number} of {path} is not a sample of lm-eval: {type(error).__name__} {error}."
             ) from error
         if key in found:
             raise ValueError(f"files: {path} has document {key[1]} twice for the filter {key[0]!r}; run lm-eval again.")
@@ -130,7 +130,7 @@ def _check_same(task: str, first: dict[tuple[str, int], Sample], second: dict[tu
     ):
         differ = sum(first[key][at] != second[key][at] for key in first)
         if differ:
-            raise ValueError(f"{task}: {differ} of {len(first)} samples have other {name}; {remedy}.")
+            raise ValueError(f"{task}: {differ} of {len(first)} samples have different {name}; {remedy}.")
 
 
 def pair(first: Run, second: Run, metrics: Iterable[str] = ()) -> tuple[list[Pairs], list[str]]:

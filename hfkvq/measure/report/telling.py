@@ -142,7 +142,8 @@ def telling_note(found: Sequence[Telling]) -> str:
     )
     if few:
         said += (
-            f" Too few questions to tell {', '.join(one.cache for one in few)} from {BASELINE}: about "
-            f"{max(one.needed for one in few):,.0f} would tell {FINE:g} points. Raise --limit, or add tasks."
+            f" Too few questions to distinguish {', '.join(one.cache for one in few)} from {BASELINE}: about "
+            f"{max(one.needed for one in few):,.0f} would detect a difference of {FINE:g} points. "
+            "Raise --limit, or add tasks."
         )
     return said

@@ -57,7 +57,7 @@ class Rival(ABC):
 
     @abstractmethod
     def bits(self, cache: Cache) -> tuple[float, float]:
-        """Payload bits of a quantized element (NaN without any), and bits an element with everything, of a cache.
+        """Payload bits of a quantized element (NaN without any), and bits per element with everything, of a cache.
 
         Those with everything are computed from the format if it is simulated, and otherwise NaN: bytes tell them.
         """

@@ -28,7 +28,7 @@ class LayerFormat:
     Attributes:
         keys: quantizes keys.
         values: quantizes values.
-        bits: an element of quantized tokens, keys and values, metadata counted.
+        bits: per element of quantized tokens, keys and values, metadata included.
         code_bits: of that the codes.
         sink: first tokens that stay whole.
         recent: newest tokens that stay whole.

@@ -65,8 +65,8 @@ def recommend(
 ) -> None:
     """Choose a preset: what fits on a GPU, what it loses, and one line to copy.
 
-    Bytes are computed from the model's config. The loss is SmolLM2's, as the package brings it along, or with --text
-    that of the model itself on your text.
+    Bytes are computed from the model's config. The loss is SmolLM2's, from figures in the package; with --text it is
+    measured on your model and text.
     """
     from .compute import compute
     from .recommend import candidates, choose, fits_users, make_rows, measured_losses
@@ -89,7 +89,7 @@ def recommend(
         fail(error)
     if not any(layer.compressed for layer in done.found.layers):
         fail(
-            f"model: {done.about['model']} has no layer of full attention alone, so nothing is compressed; use "
+            f"model: {done.about['model']} has no layer with only full attention, so nothing is compressed; use "
             "Transformers' own cache.",
             code=1,
         )

@@ -113,7 +113,7 @@ def test_a_window_takes_more_tokens_than_the_text_has(stand_in: Path, tmp_path: 
     short = tmp_path / "short.txt"
     short.write_text("Too short.", encoding="utf-8")
     assert_refused(
-        run("--model", str(stand_in), "--text", str(short), "--context", "64"), "but a window takes 64; give more text"
+        run("--model", str(stand_in), "--text", str(short), "--context", "64"), "but a window needs 64; give more text"
     )
 
 

@@ -72,7 +72,7 @@ def test_four_kinds_of_text_come_with_the_package() -> None:
 
 
 def test_too_little_text() -> None:
-    with pytest.raises(ValueError, match="text: a has 3 tokens, but a window takes 8; give more text, or a smaller"):
+    with pytest.raises(ValueError, match="text: a has 3 tokens, but a window needs 8; give more text, or a smaller"):
         cut([Text("a", ["abc"])], Letters(), 8, 1)
 
 
@@ -90,7 +90,7 @@ def test_files(tmp_path) -> None:
         ("a.txt", b"\xff\xfe\xfa", "a.txt cannot be read as UTF-8"),
         ("a.txt", b" \n", "a.txt holds no text"),
         ("a.jsonl", b"", "a.jsonl holds no text"),
-        ("a.jsonl", b'{"text": "x"}\n{"text', "line 2 of .*a.jsonl is no JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text', "line 2 of .*a.jsonl is not JSON"),
         ("a.jsonl", b'{"body": "x", "n": 1}', "field: line 1 of .* has no text in 'text'; it has body, n"),
         ("a.jsonl", b"[1]", "it has no fields, but list"),
     ],
@@ -148,7 +148,7 @@ def test_schemes_with_knobs() -> None:
     [
         ("kity", "did you mean 'kitty'"),
         ("kitty:bost_ratio=0.2", "knob 'bost_ratio' is unknown; did you mean 'boost_ratio'"),
-        ("kitty:0.2", "got 'kitty:0.2', .* Knobs go behind it: 'kitty:boost_ratio=0.2'"),
+        ("kitty:0.2", "got 'kitty:0.2', .* Options follow the name: 'kitty:boost_ratio=0.2'"),
         ("kitty:boost_ratio=7", "boost_ratio: got 7"),
         ("kitty:boost_ratio=much", "boost_ratio: got 'much'"),
     ],

@@ -138,7 +138,7 @@ def test_a_failure_leaves_nothing(assets: Path, tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("gguf", reason="pip install 'hfkvq[real]'")
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"no such format")
-    with pytest.raises(ValueError, match=r"broken.gguf is no GGUF file that Transformers can read"):
+    with pytest.raises(ValueError, match=r"broken.gguf is not a GGUF file that Transformers can read"):
         find_model(str(file))
     assert not list(assets.iterdir())
 

@@ -20,7 +20,7 @@ def test_compare(tmp_path: Path) -> None:
     done = invoke("compare", str(first), str(second), "--json", str(saved), columns=100)
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.splitlines()[:10])) <= 100
-    assert "In one of the files only, so left out: z." in flat(done.output)
+    assert "Left out, because only one of the files has them: z." in flat(done.output)
     rows = {row["task"]: row for row in json.loads(saved.read_text(encoding="utf-8"))["rows"]}
     assert rows["x"]["p"] == pytest.approx(2 / 2**8)
     assert rows["x"]["difference"] == pytest.approx(-0.8)

@@ -73,8 +73,8 @@ def test_folders_give_their_newest_results(tmp_path) -> None:
     ("other", "message"),
     [
         ({"values": [1.0, 0.0, 1.0]}, "x: the samples do not match: the first file has 2, the second 3, in both are 2"),
-        ({"doc_hash": "z"}, "x: 2 of 2 samples have other documents; run both on the same data"),
-        ({"prompt_hash": "z"}, "x: 2 of 2 samples have other prompts; run both with the same --num_fewshot"),
+        ({"doc_hash": "z"}, "x: 2 of 2 samples have different documents; run both on the same data"),
+        ({"prompt_hash": "z"}, "x: 2 of 2 samples have different prompts; run both with the same --num_fewshot"),
         ({"task": "y"}, "no task in common: x in the first, y in the second"),
     ],
 )
@@ -101,7 +101,7 @@ def test_bad_samples(tmp_path) -> None:
         read_run(path)
     samples = tmp_path / "samples_x_1.jsonl"
     samples.write_text('{"doc_id": 0}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 1 of .* is no sample of lm-eval: KeyError 'metrics'"):
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a sample of lm-eval: KeyError 'metrics'"):
         read_run(path)
     line = {"doc_id": 0, "doc_hash": "d", "prompt_hash": "p", "filter": "none", "metrics": ["acc"], "acc": 1.0}
     samples.write_text(2 * (json.dumps(line) + "\n"), encoding="utf-8")

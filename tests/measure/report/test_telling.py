@@ -22,7 +22,7 @@ def test_answers_that_never_differ_tell_as_much_as_there_are():
     assert (few.interval, few.words) == ((-30.0, 30.0), "too few to tell, ±30")
     assert few.needed == pytest.approx(150)
     assert many.words == "alike within 0.8 points"
-    assert "Too few questions to tell kitty from DynamicCache: about 150 would tell 2 points." in telling_note([few])
+    assert "to distinguish kitty from DynamicCache: about 150 would detect a difference of 2" in telling_note([few])
     assert "Too few" not in telling_note([many])
 
 

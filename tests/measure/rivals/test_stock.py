@@ -138,5 +138,5 @@ def test_reports_mark_simulated_rows() -> None:
     shown = console.file.getvalue()
     assert "computed" in shown
     said = " ".join(notes(record))
-    assert "Simulated rows are no caches for use" in said
+    assert "Simulated rows are not usable caches" in said
     assert "arXiv 2504.19874" in said
