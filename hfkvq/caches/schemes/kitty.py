@@ -80,8 +80,8 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "best-2.8": Entry(
-            "The same with more raised channels, finer key scales and more first tokens whole. Not of a paper.",
-            {**_BEST, "boost_ratio": 0.375, "group_size": 64, "sink_length": 128},
+            "The same with more raised channels and finer key scales. Not of a paper.",
+            {**_BEST, "boost_ratio": 0.375, "group_size": 64},
             ("kld", "fit"),
         ),
         "best-3.4": Entry(
