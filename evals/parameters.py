@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python evals/parameters.py FILE...
 
-Replaces the GPU's rows in `hfkvq.kernels.triton.configs.SHIPPED`; of a variant only what differs from the knobs before.
+Adds to the GPU's rows in `hfkvq.kernels.triton.configs.SHIPPED` what differs from the knobs before, and so from what
+these rows said: other variants, and knobs that a run has left as they were, stay.
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ def rows_of(record: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
     return found
 
 
+def add(table: dict[str, Any], record: dict[str, Any]) -> int:
+    """Puts a run's findings into the table, and says how many."""
+    rows = rows_of(record)
+    for kernel, keys in rows.items():
+        own = table.setdefault(record["gpu"], {}).setdefault(kernel, {})
+        for key, knobs in keys.items():
+            own[key] = own.get(key, {}) | knobs
+    return sum(map(len, rows.values()))
+
+
 def main() -> None:
     """Every file in turn."""
     table = json.loads(SHIPPED.read_text(encoding="utf-8"))
     for name in sys.argv[1:]:
         record = json.loads(Path(name).read_text(encoding="utf-8"))
-        table.pop(record["gpu"], None)
-        if rows := rows_of(record):
-            table[record["gpu"]] = rows
-        print(f"{record['gpu']}: {sum(map(len, rows.values()))} of {len(record['findings'])} variants")
+        print(f"{record['gpu']}: {add(table, record)} of {len(record['findings'])} variants")
     lines = [f" {json.dumps(gpu)}: {json.dumps(kernels)}" for gpu, kernels in table.items()]
     SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 

@@ -16,6 +16,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 
+from .once import say_once
 from .store import MAX_STEP, SIDES, KVStore
 
 PAYS = 1 << 31
@@ -92,9 +93,10 @@ def attend_behind(
     Returns:
         (B, Hq, Q, D).
     """
-    much = query.shape[:3].numel() * past[0].shape[2] >= PAYS
-    part = _cudnn if much and can_use_cudnn_attention(_asked(query, *past)) else _flash
-    out, lse = part(kernels.hadamard(query, rotate_keys), *past, scaling, False)
+    turned, found = kernels.hadamard(query, rotate_keys), None
+    if query.shape[:3].numel() * past[0].shape[2] >= PAYS and _likes_cudnn(query, past):
+        found = _cudnn_or_none(turned, *past, scaling)
+    out, lse = _flash(turned, *past, scaling, False) if found is None else found
     out = kernels.hadamard(out, rotate_values, back=True)
     kernels.join(out, lse, *_flash(query, *new, scaling, True))
     return out
@@ -102,6 +104,23 @@ def attend_behind(
 
 def _asked(query: Tensor, keys: Tensor, values: Tensor) -> SDPAParams:
     return SDPAParams(query, keys, values, None, 0.0, False, True)
+
+
+def _likes_cudnn(query: Tensor, past: Pair) -> bool:
+    """Whether cuDNN is the faster one: where PyTorch prefers it, too."""
+    major, _ = torch.cuda.get_device_capability(query.device)
+    return major in (9, 10) and can_use_cudnn_attention(_asked(query, *past))
+
+
+def _cudnn_or_none(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Pair | None:
+    """`_cudnn` of all keys; None where it has no plan after all, which PyTorch does not know before it asks."""
+    try:
+        return _cudnn(query, keys, values, scaling, False)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        say_once("cuDNN has no plan for prompts behind a long context here; flash attention takes them, more slowly.")
+        return None
 
 
 # PyTorch's public function does not give the log-sum-exps.

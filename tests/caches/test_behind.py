@@ -9,6 +9,7 @@ from hfkvq.caches import attention as attending
 from hfkvq.caches import behind, dense
 from hfkvq.caches.attention import hfkvq_attention
 from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.once import say_once
 from hfkvq.kernels.arguments import AttentionArguments
 from tests.caches.driver import DIM, HEADS, SHARE, attention, small, with_sums
 
@@ -40,6 +41,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(behind, "_cudnn", stand_in("cudnn"))
     monkeypatch.setattr(behind, "_flash", stand_in("flash"))
     monkeypatch.setattr(behind, "can_use_cudnn_attention", lambda params: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(behind, "takes", lambda *rest: True)
     monkeypatch.setattr(dense, "takes", lambda *rest: True)
     return asked
@@ -55,6 +57,38 @@ def test_two_parts_are_causal_attention(plain, monkeypatch, name):
     got, _ = dense.dense_attention(None, query, keys, values, arguments)
     assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
     assert plain == [(name, 100, False), ("flash", 40, True)]
+
+
+def test_cudnn_may_refuse_what_it_was_said_to_take(plain, monkeypatch, caplog):
+    """Flash attention takes it, and a warning says so once; a lack of memory is nothing that it would mend."""
+    raised = [RuntimeError("No valid execution plans built."), torch.OutOfMemoryError("out of memory")]
+
+    def refuse(*rest):
+        raise raised[0]
+
+    monkeypatch.setattr(behind, "PAYS", 0)
+    monkeypatch.setattr(behind, "_cudnn", refuse)
+    say_once.cache_clear()
+    query, keys, values = given()
+    for _ in range(2):
+        got, _ = dense.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
+        assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
+    assert plain == 2 * [("flash", 100, False), ("flash", 40, True)]
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "cuDNN has no plan for prompts behind a long context here"
+    ]
+    del raised[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        dense.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
+
+
+@pytest.mark.parametrize(("major", "first"), [(8, "flash"), (9, "cudnn"), (10, "cudnn"), (12, "flash")])
+def test_cudnn_is_asked_where_it_is_the_faster_one(plain, monkeypatch, major, first):
+    """It plans for each length, which elsewhere gains nothing that anybody measured."""
+    monkeypatch.setattr(behind, "PAYS", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    dense.dense_attention(None, *given(), AttentionArguments(SCALING))
+    assert plain[0] == (first, 100, False)
 
 
 @pytest.mark.parametrize("preset", ["int4", "saw-int4", "saw-int4-kv", "kvarn", "triaxial", "full"])

@@ -187,6 +187,18 @@ def test_fewer_columns_than_tokens(backend, name):
         assert torch.equal(gather(layer, backend, "keys", columns), whole[:, :, :columns])
 
 
+@pytest.mark.parametrize("name", ["2c-2t", "two-runs"])
+def test_windows_behind_more_columns_than_one_program_takes(backend, name):
+    """Rows that begin in the second program of what no page holds, and end on either side of a third."""
+    near, layer = build(CASES[name]), build(replace(CASES[name], starts=[1984, 1100]))
+    whole, got = gather(near, backend, "values"), gather(layer, backend, "values")
+    for row, (own, length) in enumerate(zip(near.case.starts, near.case.lengths, strict=True)):
+        start = layer.case.starts[row]
+        assert torch.equal(got[row, :, start : start + length], whole[row, :, own : own + length])
+        assert not got[row, :, :start].any()
+        assert not got[row, :, start + length :].any()
+
+
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_columns_that_no_run_holds_are_zero(backend, side):
     """Positions may have holes: tokens that were dropped, and slots that are said to be nowhere."""

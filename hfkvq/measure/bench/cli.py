@@ -257,12 +257,19 @@ def bench_tune(
     shapes, names = _bench_cases(
         batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
     )
-    path = configs.tuning_file()
+    found: list[tune.Finding] = []
 
     def keep(finding: tune.Finding) -> None:
-        nonlocal path
-        path = configs.save(device, tune.to_save([finding]))
+        found.append(finding)
+        configs.save(device, tune.to_save([finding]))
+        if json_file is not None:
+            tune.write(found, device, json_file)
 
+    try:
+        # Before anything is searched: there may be no place for what is found.
+        path = configs.save(device, {})
+    except (OSError, ValueError) as error:
+        fail(f"{error} HFKVQ_TUNING names another tuning file." if isinstance(error, OSError) else error)
     limit = math.inf if minutes is None else minutes
     with stoppable(f"what was found until now is in {path}."), progress_bar() as show:
         try:
@@ -277,6 +284,4 @@ def bench_tune(
     console.print(tune.table(findings))
     if len(findings) < variants:
         console.print(f"{len(findings)} of {variants} variants in {minutes:g} minutes; name --formats for the others.")
-    if json_file is not None:
-        tune.write(findings, device, json_file)
-    print_saved(console, json_file, path)
+    print_saved(console, json_file if found else None, path)

@@ -220,3 +220,24 @@ def test_watch_tells_what_is_looked_up():
             configs.lookup(CPU, "decode", key)
     configs.lookup(CPU, "decode", "after")
     assert seen == {("decode", KEY), ("decode", "before")}
+
+
+def test_what_a_run_found_joins_what_is_shipped():
+    """A run starts from the rows that are there, and another may be of other formats."""
+    from evals.parameters import add
+
+    before = dict(configs.DEFAULTS["decode"])
+
+    def record(key, before, share=0.9, **found):
+        return {
+            "gpu": "Synthetic 9000",
+            "findings": [{"kernel": "decode", "key": key, "before": before, "after": before | found, "share": share}],
+        }
+
+    table = {"8.0": {"decode": {"*": {"stages": 3}}}}
+    assert add(table, record("a", before, stages=7)) == 1
+    assert add(table, record("b", before, step=64)) == 1
+    assert add(table, record("a", before | {"stages": 7}, step=128)) == 1
+    assert add(table, record("a", before | {"stages": 7, "step": 128}, share=1.0)) == 0
+    assert table["8.0"] == {"decode": {"*": {"stages": 3}}}
+    assert table["Synthetic 9000"] == {"decode": {"a": {"stages": 7, "step": 128}, "b": {"step": 64}}}

@@ -297,3 +297,30 @@ def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
     assert "-10.0 %" in done.output
     saved = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))
     assert saved == {configs.gpu_key("Synthetic 9000"): {"decode": {found.key: {**before, "stages": 3}}}}
+
+
+def test_tuning_that_is_stopped_has_saved_what_it_found(pretended_gpu, monkeypatch, tmp_path):
+    from hfkvq.measure.bench.tune import Finding
+
+    before = dict(configs.DEFAULTS["decode"])
+
+    def tune(formats, shapes, device, progress, minutes, keep):
+        keep(Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", tune)
+    done = run("tune", *OPTIONS, "--json", str(tmp_path / "found.json"))
+    assert done.exit_code != 0
+    assert "what was found until now is in" in " ".join(done.output.split())
+    for name in ("tuning.json", "found.json"):
+        assert '"stages": 3' in (tmp_path / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", ["[]", None])
+def test_tuning_without_a_place_for_what_it_finds(pretended_gpu, monkeypatch, tmp_path, content):
+    """Refused at once: a search takes minutes."""
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: pytest.fail("searched"))
+    path = tmp_path / "here"
+    path.write_text(content or "", encoding="utf-8")
+    monkeypatch.setenv("HFKVQ_TUNING", str(path if content else path / "tuning.json"))
+    assert_refused(run("tune", *OPTIONS), "HFKVQ_TUNING")
