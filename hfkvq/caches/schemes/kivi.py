@@ -28,7 +28,8 @@ class Kivi(Scheme):
         bits: width of keys and values, 2 or 4.
         key_bits: width of keys; None takes ``bits``.
         value_bits: width of values; None takes ``bits``.
-        group_size: g, tokens (keys) or channels (values) that share a scale; of a head with fewer channels all.
+        group_size: g, tokens (keys) or channels (values) that share a scale; of a head with fewer channels all, and of
+            rotated values if it does not divide their head.
         local_length: R, tokens sealed together on the key side and kept whole on the value side.
         key_local_length: newest keys kept whole beside those that wait for a page to be full (0 in the paper).
         sink_length: first tokens kept whole (0 in the paper).
@@ -99,6 +100,8 @@ class Kivi(Scheme):
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""
         page, group = self.local_length, min(self.group_size, value_dim)
+        if self.rotate_values and value_dim % group:
+            group = value_dim
         bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
         own, normed, exact = next(bits), self.token_norm, self.exact_keys
         keys = PageFormat(own, "channel", self.group_size, page, normed=normed, fit=self.fit, exact=exact)
