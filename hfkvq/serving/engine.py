@@ -151,17 +151,22 @@ class CompressedManager(ContinuousBatchingManager):
         """Adds a request, as the engine's does; one that no pool could ever hold is refused, and the others go on.
 
         Raises:
-            ValueError: prompt and answer are longer than all blocks.
+            ValueError: prompt and answer are longer than all blocks, or the prompt is empty.
         """
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         if self.batch_processor is not None:
             pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
             room = pages.num_blocks * pages.tokens_per_page
-            if len(input_ids) + (new or 1) > room:
+            error = None
+            if not len(input_ids):
+                # A batch without a token would end the engine for everybody.
+                error = ValueError("request: got a prompt without tokens, allowed one token or more.")
+            elif len(input_ids) + (new or 1) > room:
                 error = ValueError(
                     f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all "
                     "blocks hold no more; shorten it, or give the engine more num_blocks."
                 )
+            if error is not None:
                 if request_id is None or not getattr(self._several, "now", False):
                     raise error
                 names = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
@@ -383,8 +388,8 @@ def enable(
         ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason.
     """
     for name, value in (("requests", requests), ("request_tokens", request_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: got {value}, allowed 1 or more, or None.")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}: got {value!r}, allowed 1 or more, or None.")
     found = get_scheme(scheme, **knobs)
     check(model.config, found)
     return Serving(model, found, requests, request_tokens)
