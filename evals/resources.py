@@ -30,6 +30,7 @@ from hfkvq.kernels.triton.ahead import Wanted, compile_one
 from hfkvq.kernels.triton.decode import programs_planned
 from hfkvq.kernels.triton.gather import gather_wanted
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
+from hfkvq.kernels.triton.pair_format import PairFormat
 from hfkvq.kernels.triton.warm import GPUS, wanted
 from hfkvq.kernels.triton.worker import leave_gpu_alone
 from hfkvq.kernels.warm import normal
@@ -103,7 +104,8 @@ def work(number: int, presets: Sequence[str]) -> tuple[list[Row], Row]:
             row["programs"] = programs_that_fit(limits, row["registers"], row["warps"], row["shared"])
             row["fits"] = row["programs"] > 0
             if name == "decode_kernel":
-                row["planned"] = programs_planned(form, DIM, DIM, each.constants["BM"], device)
+                digits = PairFormat(*each.constants["FORMATS"][0]).digits
+                row["planned"] = programs_planned(form, DIM, DIM, each.constants["BM"], device, digits)
             seen[compiled.hash] = row
             rows.append(row)
     return rows, limits._asdict()

@@ -298,33 +298,35 @@ def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> Non
     ours: tuple[str, ...] = (BLUE, RED, GREEN, ORANGE, PINK)
     colors = {"none": GREY} | dict(zip([name for name in schemes if name != "none"], ours, strict=False))
     label = {name: "the engine's own" if name == "none" else name for name in schemes}
-    figure, grid = new_figure(9.6, 3.6, 2)
-    speed, held = grid[0]
-    for name in schemes:
-        own = sorted(
-            (row["users"], row["tokens_per_s"])
-            for (kind, _, scheme), row in rows.items()
-            if kind == "chat" and scheme == name
-        )
-        speed.plot(*zip(*own, strict=True), "o-", color=colors[name], markersize=4, label=label[name])
-    speed.set(xlabel="users", ylabel="new tokens a second", ylim=0)
     counts = sorted({row["users"] for row in rows.values() if row["requests"] == "chat"})
-    if counts:
-        speed.set_xscale("log")
-        speed.set_xticks(counts, [f"{count}" for count in counts])
-        speed.minorticks_off()
-    speed.set_title("chat: prompts of 500 to 2,000, answers of 1,000 to 2,000", fontsize=9)
+    figure, grid = new_figure(11.6 if counts else 8.0, 3.6, 3 if counts else 2)
+    *lines, speeds, held = grid[0]
+    for axes in lines:
+        for name in schemes:
+            own = sorted(
+                (row["users"], row["tokens_per_s"])
+                for (kind, _, scheme), row in rows.items()
+                if kind == "chat" and scheme == name
+            )
+            if own:
+                axes.plot(*zip(*own, strict=True), "o-", color=colors[name], markersize=4)
+        axes.set(xscale="log", xlabel="users", ylabel="new tokens a second", ylim=0)
+        axes.set_xticks(counts, [f"{count}" for count in counts])
+        axes.minorticks_off()
+        axes.set_title("chat", fontsize=9)
     kinds = [kind for kind in ("long", "chat") if any(row[0] == kind and row[1] == "all" for row in rows)]
-    for i, name in enumerate(schemes):
-        for j, kind in enumerate(kinds):
-            row = rows.get((kind, "all", name))
-            if row:
-                at, value = j + (i - (len(schemes) - 1) / 2) * 0.8 / len(schemes), row["most_at_a_time"]
-                held.bar(at, value, 0.72 / len(schemes), color=colors[name], label=label[name])
-                held.text(at, value, f"{value}", ha="center", va="bottom", fontsize=8)
-    held.set_xticks(range(len(kinds)), ["8k tokens" if kind == "long" else "chat" for kind in kinds])
-    held.set_ylabel("requests in the same bytes")
-    for axes in (speed, held):
+    bars = (speeds, "tokens_per_s", "new tokens a second"), (held, "most_at_a_time", "requests in the same bytes")
+    for axes, key, title in bars:
+        for i, name in enumerate(schemes):
+            for j, kind in enumerate(kinds):
+                row = rows.get((kind, "all", name))
+                if row:
+                    at = j + (i - (len(schemes) - 1) / 2) * 0.8 / len(schemes)
+                    axes.bar(at, row[key], 0.72 / len(schemes), color=colors[name], label=label[name])
+                    axes.text(at, row[key], f"{row[key]:,.0f}", ha="center", va="bottom", fontsize=7)
+        axes.set_xticks(range(len(kinds)), ["8k tokens" if kind == "long" else "chat" for kind in kinds])
+        axes.set_title(f"{title}, more users than fit", fontsize=9)
+    for axes in grid[0]:
         axes.grid(alpha=0.25, axis="y")
         axes.set_axisbelow(True)
     handles, labels = held.get_legend_handles_labels()

@@ -137,17 +137,17 @@ class EvictionScheme(Scheme):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEviction(EvictionScheme):
-    """Tokens stay or go; those that stay are held as another scheme says.
+    """Tokens are kept or evicted; those that are kept are stored as another scheme says.
 
     Attributes:
-        budget_tokens: most tokens of a row in each KV head of a layer; 1024 if there is no other budget.
+        budget_tokens: largest number of tokens per row, KV head and layer; 1024 if there is no other budget.
         budget_share: the same as a share of the tokens that the row was given.
         window: newest tokens that always stay.
         sink_length: first tokens that always stay.
-        trim_every: steps trim a row that holds so many tokens more than its budget; 0 trims prompts alone, so that what
-            is generated stays.
-        pages: the scheme that holds what stays: a preset, a `Scheme`, or the description of one. Its sink and local
-            window hold the first and the newest of them.
+        trim_every: steps trim a row when it holds this many tokens more than its budget. With 0 only prompts are
+            trimmed, and every generated token is kept.
+        pages: the scheme that stores the kept tokens: a preset, a `Scheme`, or the description of one. Its sink and
+            local window hold the first and the newest of them.
     """
 
     budget_share: float | None = knob(None, low=0.001, high=1.0)

@@ -24,13 +24,13 @@ class MemoryReport:
     Attributes:
         compressed: bytes of compressed layers, by kind (`StoreBytes`).
         staged: bytes of tokens that are not in the store yet (between update and attention).
-        stock: bytes of layers left to Transformers (sliding windows), of whole storages.
-        elements: key and value elements of the tokens that compressed layers were given, evicted ones included.
-        code_bits: payload bits per element of sealed pages, all room for raised channels included.
-        used_bits: the same without room that no channel was raised into.
-        key_bits: of these the keys' alone: the mean width of their channels (MixKVQ's B_eff, equation 17).
+        stock: bytes of layers left to Transformers (sliding windows), whole storages counted.
+        elements: key and value elements of all tokens given to compressed layers, including evicted ones.
+        code_bits: payload bits per element of sealed pages, with all room for raised channels.
+        used_bits: the same without the room that no raised channel uses.
+        key_bits: used_bits of the keys only: the mean width of their channels (MixKVQ's B_eff, equation 17).
         seen: logical tokens of the cache.
-        tokens: of each compressed layer that holds any, in order: shares of tokens whole, quantized and evicted.
+        tokens: for each compressed layer that holds any, in order: shares of tokens whole, quantized and evicted.
         offloaded: bytes of compressed layers that lie in the host's memory; all others are on the model's device.
         states: bytes of recurrent states (Mamba, linear attention, convolutions), which do not grow with tokens.
     """

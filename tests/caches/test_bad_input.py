@@ -205,8 +205,8 @@ def test_bad_token_harms_no_other(scheme, bad):
             assert torch.isfinite(got[:, where]).all() or not (layer.store.counters[2:, 0] > where).all()
         assert torch.equal(got[:, block], expected[:, block])
         # Raised channels are ranked without the bad entry, so its own page may rank as the neighbour's copy does not.
-        # Factors of a normed page are of means, to which the copy adds and the bad entry does not. Rotated, equal entries
-        # leave zeros in all channels but one, which those channels' ranges take in.
+        # Factors of a normed page are of means, to which the copy adds and the bad entry does not. Equal entries,
+        # rotated, leave zeros in all channels but one, and the ranges of those take them in.
         if keys.normed or (layout.keys.rotate and keys.axis == "channel" and side == "keys"):
             error, usual = ((x - getattr(own, side))[:, rest].square().mean() for x in (got, expected))
             assert error <= 1.1 * usual

@@ -199,7 +199,7 @@ def test_wrong_files(tmp_path):
     with pytest.raises(ValueError, match=r"scheme: .*tuned\.json cannot be read"):
         MixedKVCache(config("llama"), str(path))
     path.write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         MixedKVCache(config("llama"), path)
     path.write_text('{"kind": "other"}')
     with pytest.raises(ValueError, match="holds 'other', expected 'hfkvq preset' as `hfkvq tune` writes it"):

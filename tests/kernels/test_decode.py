@@ -64,9 +64,8 @@ CASES = {
         for name, runs, dim, dtype, rotate, share in (
             ("2c", "2c128p128/2t128p128", 128, torch.float16, 0, 4),
             ("2c-raised-4", "2c128p128+4x20/2t128p128", 128, torch.bfloat16, 0, 7),
-            ("2c-raised-4-digits", "2c128p128+4x32/2t128p128", 128, torch.bfloat16, 0, 3),
-            ("4c-digits", "4c128p128/4t128p128", 128, torch.float16, 128, 4),
-            ("2t-digits", "2t128p128/4t128p128", 128, torch.bfloat16, 0, 1),
+            ("2c-share-3", "2c128p128/2t128p128", 128, torch.bfloat16, 128, 3),
+            ("4t-share-1", "4t64p128/4t64p128", 64, torch.float16, 0, 1),
             ("2c-exact", "2c128p128e2+4x20/2t128p128", 128, torch.bfloat16, 0, 4),
             ("2c-exact-dim-96", "2c32p128e1+16x5/2t96p128", 96, torch.float16, 0, 3),
             ("4c-exact-rotated", "4c64p128e3/4t128p128", 128, torch.bfloat16, 128, 7),
@@ -502,11 +501,11 @@ def test_tiles_take_the_main_kernel(name):
 @pytest.mark.parametrize(
     ("store", "share", "softcap", "expected"),
     [
-        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 0.0, True),
+        ("s0;k0;v0;2c128p128/2t128p128", 4, 0.0, True),
         ("s0;k0;v0;4t128p128/4t128p128", 1, 0.0, True),
-        ("s0;k0;v0;2c128p128+4x32/2t128p128", 5, 0.0, False),
-        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 9.0, False),
-        ("s0;k0;v0;2c128p128+4x24/2t128p128", 4, 0.0, False),
+        ("s0;k0;v0;2c128p128/2t128p128", 5, 0.0, False),
+        ("s0;k0;v0;2c128p128/2t128p128", 4, 9.0, False),
+        ("s0;k0;v0;2c128p128+4x32/2t128p128", 4, 0.0, False),
         ("s0;k0;v0;2c32p128/2t128p128", 4, 0.0, False),
         ("s0;k0;v0;4c128p128n/4t128p128n", 4, 0.0, False),
         ("w200;s0;k0;v0;4t128p128/4t128p128", 4, 0.0, False),
@@ -527,8 +526,19 @@ def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, 
 
 # Formats that the loop over pages takes in ways of their own; the interpreter, which is slow, sees these alone.
 INTERPRETED = (
-    *("2c", "2c-raised-4-digits", "4c-digits"),
-    *("2c-raised-4-16", "2c-exact", "4c-exact-rotated", "4t-groups", "8t", "16-dim-80", "4cn-dim-96"),
+    *(
+        "2c",
+        "2c-share-3",
+        "4t",
+        "4t-share-1",
+        "2c-raised-4-16",
+        "2c-exact",
+        "4c-exact-rotated",
+        "4t-groups",
+        "8t",
+        "16-dim-80",
+        "4cn-dim-96",
+    ),
     *("page-64", "page-256", "group-256", "q2-r4", "192-128", "three-runs"),
 )
 BY_THE_PAGE = [

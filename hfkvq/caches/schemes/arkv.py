@@ -38,22 +38,22 @@ class Arkv(TieredEviction):
     is done, not a step later; a step of several tokens never keeps more than a prompt would.
 
     Attributes:
-        budget_tokens: C, most tokens of a row in a KV head of a layer; 1024 if both budgets are None.
-        budget_bytes: the same in bytes of keys, values, scales and positions: few bits make room for more tokens. Pages
-            that are not full, tables and unused slots of the tail come on top, a few pages a KV head.
-        window: W, newest tokens that always stay, whole, and the queries that a prompt is judged by.
-        alpha: α, share of the older tokens that a trim keeps, so that the next one is a while away.
+        budget_tokens: C, largest number of tokens per row, KV head and layer; 1024 if both budgets are None.
+        budget_bytes: the same in bytes of keys, values, scales and positions, so that few bits make room for more
+            tokens. Partly filled pages, tables and unused slots of the tail add a few pages per KV head.
+        window: W, newest tokens that always stay in full precision, and whose queries rank a prompt's tokens.
+        alpha: α, share of the older tokens that a trim keeps; the smaller, the fewer trims.
         gamma: γ, weight of the variance over queries in a token's score.
         tau_entropy: τ1, root of the entropy in a layer's strength.
         tau_variance: τ2, of the variance.
         tau_kurtosis: τ3, of the kurtosis.
-        stats: which statistics, and which variance in eq. (9): those of the released code, which γ and τ were tuned
-            on, or the paper's equations. Both of the attention that the window pays older tokens (eq. 2).
-        tiers: "mixed"; "origin" keeps all whole (ρ = 1, eviction alone), "quant" none (ρ = 0).
+        stats: which statistics, and which variance in eq. (9): those of the released code, for which γ and τ were
+            tuned, or those of the paper's equations. Both use the window's attention to older tokens (eq. 2).
+        tiers: "mixed"; "origin" keeps all tokens in full precision (ρ = 1, only eviction), "quant" none (ρ = 0).
         score: what ranks tokens: "attention", or "recency" (the newest stay; a baseline).
-        low_bits: the tier of few bits: 8 (fp8 e4m3, one scale a token) or 4 (INT4, a scale per 32 channels).
-        beta: share of a token's earlier score in its new one; 0 asks the newest queries alone, as published. More than
-            0 scores every step, which costs a step about as much as attention does.
+        low_bits: width of the low tier: 8 (fp8 e4m3, one scale per token) or 4 (INT4, one scale per 32 channels).
+        beta: share of a token's earlier score in its new one; 0 uses only the newest queries, as published. Above 0,
+            every step computes scores, which takes about as long as attention.
         page_size: G, tokens per page.
     """
 

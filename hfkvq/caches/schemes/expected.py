@@ -28,14 +28,14 @@ class ExpectedAttention(TokenEviction):
     Differs from the released code: as above; scores of padded rows are those of the rows alone.
 
     Attributes:
-        budget_tokens: most tokens of a row in each KV head after a prompt; 1024 if unset.
+        budget_tokens: largest number of tokens per row and KV head after a prompt; 1024 if unset.
         budget_share: the same as a share of the prompt.
         window: newest tokens that always stay (none in the paper; here one at least).
-        recent: queries that μ and Σ are taken of.
+        recent: number of newest queries from which μ and Σ are computed.
         epsilon: added to expected attention before it is multiplied by the value's norm.
         sink_length: first tokens that always stay, and whose queries do not count.
-        trim_every: see `TokenEviction`; by the newest query alone where steps trim.
-        pages: the scheme that holds what stays.
+        trim_every: see `TokenEviction`; steps trim by the newest query only.
+        pages: the scheme in whose pages the kept tokens are stored.
     """
 
     name = "expected-attention"

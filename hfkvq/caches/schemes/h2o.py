@@ -26,13 +26,13 @@ class H2O(TokenEviction):
     Differs from the released code: softmax in f32; padding neither pays nor receives attention.
 
     Attributes:
-        budget_tokens: tokens of a row in each KV head; 1024 if unset.
+        budget_tokens: tokens per row and KV head; 1024 if unset.
         budget_share: the same as a share of the tokens given (the released code's way).
         window: newest tokens that always stay; the paper takes half of the budget.
         sink_length: first tokens that always stay (0 in the paper).
-        trim_every: see `TokenEviction`. Steps that are trimmed ask attention every time and cannot be captured; with
-            0 they are like any other scheme's.
-        pages: the scheme that holds what stays.
+        trim_every: see `TokenEviction`. If steps are trimmed, each one needs its attention weights and cannot be
+            captured; with 0 steps are like any other scheme's.
+        pages: the scheme in whose pages the kept tokens are stored.
     """
 
     name = "h2o"

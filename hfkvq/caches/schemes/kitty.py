@@ -36,29 +36,29 @@ class Kitty(Scheme):
             ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
             of a page and KV head has a random score, of ``seed``.
         seed: of random scores.
-        sink_length: S, first tokens kept whole.
-        local_length: R, newest values kept whole.
-        key_local_length: newest keys kept whole beside those that wait for a page to be full (0 in the paper: right
-            after a page is sealed, no key outside of the sink is whole).
+        sink_length: S, first tokens kept in full precision.
+        local_length: R, newest values kept in full precision.
+        key_local_length: newest keys kept in full precision, besides those waiting for a full page (0 in the paper:
+            right after a page is sealed, only the sink's keys are in full precision).
         page_size: G, tokens per page.
         group_size: tokens of a channel that share a key scale; None takes the page, as in the paper.
         value_bits: width of values, 2 or 4 (2 in the paper).
-        value_unit: values that are sealed together; None takes the page, as the paper's Figure 1 and its runtime do, 1
+        value_unit: number of values sealed together; None takes the page, as in the paper's Figure 1 and its runtime; 1
             seals each value as it leaves the local window, as the simulator behind its accuracy tables does.
-        wide_from, wide_to: layers from the first share of the depth up to the second hold their values in 4 bits (none
-            in the paper): of 30 layers those from 16 to 23 for 0.55 and 0.8.
-        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
-            larger than others (not in the paper; 0.125 bits per element of keys at 128 channels).
+        wide_from, wide_to: layers between these shares of the depth hold their values in 4 bits (none in the paper).
+            For example, 0.55 and 0.8 mean layers 16 to 23 of 30.
+        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
+            different size (not in the paper; 0.125 bits per element of keys at 128 channels).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
         clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
             sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
-            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
-            decoding are the same.
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
+            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            decoding stay the same.
         fit_values: the same for values.
-        exact_keys: so many keys of each page and KV head are also stored in 16 bits and read in place of their codes:
-            those that the mean of the queries seen since the last seal points to most (not in the paper; each costs
-            0.125 bits per element of keys in pages of 128). Neither with token_norm nor with a score of queries.
+        exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their
+            codes: those with the highest logits for the mean query since the last seal (not in the paper; each costs
+            0.125 bits per element of keys in pages of 128). Not with token_norm, nor with a score that uses queries.
     """
 
     name = "kitty"

@@ -28,22 +28,22 @@ class Kivi(Scheme):
         bits: width of keys and values, 2 or 4.
         key_bits: width of keys; None takes ``bits``.
         value_bits: width of values; None takes ``bits``.
-        group_size: g, tokens (keys) or channels (values) that share a scale; of a head with fewer channels all, and of
-            rotated values if it does not divide their head.
-        local_length: R, tokens sealed together on the key side and kept whole on the value side.
-        key_local_length: newest keys kept whole beside those that wait for a page to be full (0 in the paper).
-        sink_length: first tokens kept whole (0 in the paper).
+        group_size: g, tokens (keys) or channels (values) that share a scale; all channels if a head has fewer, and
+            for rotated values if it does not divide their head.
+        local_length: R, number of keys sealed together, and of newest values kept in full precision.
+        key_local_length: newest keys kept in full precision, besides those waiting for a full page (0 in the paper).
+        sink_length: first tokens kept in full precision (0 in the paper).
         rotate_keys: rotate keys, and queries with them, by Hadamard blocks of up to 128 channels before their page is
             quantized per channel (not in the paper).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
-        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
-            larger than others (not in the paper; 0.125 bits per element of keys at 128 channels).
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
-            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
-            decoding are the same.
+        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
+            different size (not in the paper; 0.125 bits per element of keys at 128 channels).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
+            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            decoding stay the same.
         fit_values: the same for values.
-        exact_keys: so many keys of each page and KV head are also stored in 16 bits and read in place of their codes:
-            those that the mean of the queries seen since the last seal points to most (not in the paper; each costs
+        exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their
+            codes: those with the highest logits for the mean query since the last seal (not in the paper; each costs
             0.125 bits per element of keys in pages of 128). Not with token_norm or rotate_keys.
     """
 

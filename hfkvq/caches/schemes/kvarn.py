@@ -34,13 +34,13 @@ class KVarN(Scheme):
         key_bits: width of keys, 2 or 4.
         value_bits: width of values, 2 or 4.
         rotate: what is rotated, in blocks of up to 128 channels: "both", "keys", "values" or "none".
-        rounds: how often rows and columns take turns in balancing a page; 0 balances nothing, the authors take 16.
-        balance: how a page is balanced: "error" for the least error to be expected, "deviation" as KVarN's authors do.
-        sink_length: first tokens kept whole.
+        rounds: how often rows and columns of a page are balanced in turn; 0 balances nothing, the authors use 16.
+        balance: how a page is balanced: "error" for the least expected error, "deviation" as KVarN's authors do.
+        sink_length: first tokens kept in full precision.
         page_size: tokens per page.
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
-            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
-            decoding are the same.
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
+            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            decoding stay the same.
         fit_values: the same for values.
     """
 

@@ -69,22 +69,22 @@ class MixKVQ(Scheme):
         salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, for which one pair of
             thresholds can do for several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
             in standard deviations. "error_only": S, the paper's ablation (Table 6).
-        accumulate: whether I averages all queries so far, as appendix D.2's running accumulator does, which is never
-            reset; by default those since the last seal, the "current window" of section 4.2.
-        tau_bf16: channels of A above this get 16 bits; asked first. The paper searches 0.1 to 2.
-        tau_int4: other channels of A above this get 4 bits. From ``tau_bf16`` on that tier is empty, as in the
-            paper's pairs for R1-Qwen-14B and 32B, but for what has no room at 16 bits.
-        most_bf16: room at 16 bits (the model's own dtype), a share of the channels.
-        most_int4: room at 4 bits, a share of the channels.
+        accumulate: whether I averages all queries so far, like the running accumulator of appendix D.2, which is never
+            reset. By default it averages those since the last seal, the "current window" of section 4.2.
+        tau_bf16: channels with A above this get 16 bits; checked first. The paper searches 0.1 to 2.
+        tau_int4: other channels with A above this get 4 bits. From ``tau_bf16`` on, that tier holds only channels
+            without room at 16 bits, as in the paper's pairs for R1-Qwen-14B and 32B.
+        most_bf16: room at 16 bits (the model's own dtype), as a share of the channels.
+        most_int4: room at 4 bits, as a share of the channels.
         group_size: G, tokens (keys) or channels (values) that share a scale; values take the largest divisor of their
             head dim up to this.
-        sink_length: first tokens kept whole.
+        sink_length: first tokens kept in full precision.
         page_size: R, tokens sealed together, and window over which queries are averaged; a multiple of G.
-        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys that are
-            larger than others (not in the paper; 0.125 bits per element of keys at 128 channels).
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
-            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
-            decoding are the same.
+        token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
+            different size (not in the paper; 0.125 bits per element of keys at 128 channels).
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
+            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            decoding stay the same.
         fit_values: the same for values.
     """
 

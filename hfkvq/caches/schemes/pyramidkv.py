@@ -27,14 +27,14 @@ class PyramidKV(TokenEviction):
     Differs from the released code: as above; budgets are rounded to the nearest token, half to even.
 
     Attributes:
-        budget_tokens: tokens of a row in each KV head after a prompt, on average over layers; 1024 if unset.
+        budget_tokens: tokens per row and KV head after a prompt, on average over layers; 1024 if unset.
         budget_share: the same as a share of the prompt.
         window: α, newest tokens, whose queries vote.
-        beta: β, by which the last layer's budget is less than the mean: larger is steeper.
-        kernel: neighbours that are averaged, an odd number.
+        beta: β, the factor between the mean budget and that of the last layer; larger is steeper.
+        kernel: number of neighbouring scores that are averaged; odd.
         sink_length: first tokens that always stay (0 in the paper).
-        trim_every: see `TokenEviction`; by the newest query alone where steps trim.
-        pages: the scheme that holds what stays.
+        trim_every: see `TokenEviction`; steps trim by the newest query only.
+        pages: the scheme in whose pages the kept tokens are stored.
     """
 
     name = "pyramidkv"

@@ -31,17 +31,17 @@ class SawInt4(Scheme):
     Attributes:
         rotate: what is rotated: "keys", "both", or "none" (plain token-wise INT4, a baseline).
         block: h, order of the Hadamard blocks, a power of two that divides head_dim; None takes the largest up to 128.
-        signs: seed of the random signs that channels have before their block is rotated, the paper's randomised
-            Hadamard transform; 0 for none, as in the released code.
-        quantize_first: whether a prompt attends to its own keys and values as they are stored, as the released code
-            does, which costs accuracy and makes a prefix that is stored the same as one that comes with the prompt;
-            prompts of up to 16 tokens and steps attend to theirs as they came.
-        sink_length: first tokens kept whole (0 in the paper).
-        local_length: newest tokens kept whole (0 in the paper).
+        signs: seed of the random signs given to channels before their block is rotated (the paper's randomised
+            Hadamard transform); 0 for none, as in the released code.
+        quantize_first: whether a prompt attends to its own keys and values as stored, as in the released code. This
+            costs accuracy, but a stored prefix then gives the same results as one passed with the prompt. Steps and
+            prompts of up to 16 tokens attend to their own unquantized tokens.
+        sink_length: first tokens kept in full precision (0 in the paper).
+        local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page.
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
-            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
-            decoding are the same.
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
+            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            decoding stay the same.
         fit_values: the same for values.
     """
 

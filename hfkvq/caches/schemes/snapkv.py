@@ -26,13 +26,13 @@ class SnapKV(TokenEviction):
     Differs from the released code: softmax in f32; scores of padded rows are those of the rows alone.
 
     Attributes:
-        budget_tokens: most tokens of a row in each KV head after a prompt, the window included; 1024 if unset.
+        budget_tokens: largest number of tokens per row and KV head after a prompt, the window included; 1024 if unset.
         budget_share: the same as a share of the prompt.
         window: w, newest tokens, whose queries vote.
-        kernel: neighbours that are averaged, an odd number.
+        kernel: number of neighbouring scores that are averaged; odd.
         sink_length: first tokens that always stay (0 in the paper).
-        trim_every: see `TokenEviction`; by the newest query alone where steps trim.
-        pages: the scheme that holds what stays.
+        trim_every: see `TokenEviction`; steps trim by the newest query only.
+        pages: the scheme in whose pages the kept tokens are stored.
     """
 
     name = "snapkv"

@@ -25,12 +25,12 @@ class StreamingLLM(TokenEviction):
     Differs from the released code: as above.
 
     Attributes:
-        budget_tokens: tokens of a row, the first ones included; 1024 if unset.
+        budget_tokens: tokens per row, including the first ones; 1024 if unset.
         budget_share: the same as a share of the tokens given.
-        window: least number of newest tokens; the budget has room for more.
+        window: smallest number of newest tokens; the budget may have room for more.
         sink_length: first tokens that always stay.
         trim_every: see `TokenEviction`.
-        pages: the scheme that holds what stays.
+        pages: the scheme in whose pages the kept tokens are stored.
     """
 
     name = "streaming-llm"

@@ -26,12 +26,12 @@ class TOVA(TokenEviction):
     Differs from the released code: as above; softmax in f32.
 
     Attributes:
-        budget_tokens: tokens of a row in a layer; 1024 if unset.
+        budget_tokens: tokens per row and layer; 1024 if unset.
         budget_share: the same as a share of the tokens given.
-        window: newest tokens that always stay. The newest query alone is asked, whatever it is.
+        window: newest tokens that always stay. Only the newest query ranks tokens, whatever the window.
         sink_length: first tokens that always stay (0 in the paper).
         trim_every: see `TokenEviction`.
-        pages: the scheme that holds what stays.
+        pages: the scheme in whose pages the kept tokens are stored.
     """
 
     name = "tova"

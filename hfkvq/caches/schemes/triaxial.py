@@ -54,21 +54,21 @@ class TriAxial(Scheme):
     the tokens that have aged and their second rounding.
 
     Attributes:
-        table: bits of each tag, ``{"older|text|obs": 2, ...}`` (any mapping or pairs; kept as sorted pairs). Tags that
-            it leaves out, padding within a row, and tokens without a tag (generated ones) get 4 bits.
+        table: bits of each tag, ``{"older|text|obs": 2, ...}`` (any mapping or pairs; kept as sorted pairs). Tags not
+            in it, padding within a row, and tokens without a tag (generated ones) get 4 bits.
         group_size: g, elements that share a scale.
-        seal_unit: tokens sealed together. Smaller than a page, so that no step of generation can fill one of 2 bits:
-            then steps need not ask where their tokens go, and can be captured.
-        sink_length: first tokens kept whole (0 in the paper).
-        local_length: newest tokens kept whole (0 in the paper).
-        page_size: G, tokens per page; so many tokens of 2 bits must come together to be held in 2 bits. Of a turn's
-            tokens up to 31 are left over by the default, the paper's; 64 or 128 leave more, and have decoding take more
-            tokens at a time.
-        requantize_on_turn_end: whether a new prompt gives cached tokens of 4 bits the 2 that the table has for them by
-            then, in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
-        fit: 0 takes scale and minimum of keys from the extremes of each group, as the paper does; 2, 3 or 4 takes
-            those of the least sum of |error| to this power. Use a sink with it: without one it does harm. Bytes and
-            decoding are the same.
+        seal_unit: number of tokens sealed together. It is smaller than a page, so that no decode step can fill a page
+            of 2 bits. Steps then need not ask where their tokens go, and can be captured.
+        sink_length: first tokens kept in full precision (0 in the paper).
+        local_length: newest tokens kept in full precision (0 in the paper).
+        page_size: G, tokens per page. 2-bit tokens are held in 2 bits only if they fill a page. With the default, the
+            paper's, up to 31 tokens of a turn are left over and get 4 bits. With 64 or 128 more are left over, and
+            decoding reads more tokens at a time.
+        requantize_on_turn_end: whether a new prompt moves cached tokens from 4 bits to 2 if the table now gives them 2,
+            in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
+        fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
+            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            decoding stay the same.
         fit_values: the same for values.
     """
 

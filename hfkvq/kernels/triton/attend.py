@@ -122,7 +122,7 @@ def attend_split(
         i_start = mask_start(i_start, i_length, mask, MASK, WINDOW)
         if FORM[pair.DIGITS]:
             attend_digits(
-                run, outs, p_q, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, scaling, FORM, H, SHARE, D,
+                run, outs, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, scaling, FORM, H, SHARE, D,
                 DV, G,
             )  # fmt: skip
         else:

@@ -1,4 +1,7 @@
-"""The page loop with integer products."""
+"""The page loop with integer products, for up to four queries and pages with one scale a token (of keys, a channel).
+
+Every step has units of its own: of scaled queries, and of probabilities times the scales of values. See `digits`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,9 @@ from .digits import (
     field_bytes,
     larger,
     query_digits,
-    raised_digits,
-    raised_rows,
     weight_digits,
 )
-from .fields import LOG2E, Q_SHIFT, put, stacked, unstacked, words_of
+from .fields import LOG2E, Q_SHIFT, put, words_of
 
 
 @triton.jit
@@ -32,33 +33,16 @@ def twice(p_q, COLUMNS: tl.constexpr, SHARE: tl.constexpr):
 
 
 @triton.jit
-def places(run, i_head, N4: tl.constexpr):
-    """Raised channels of a page: tuple of [16]."""
-    b_places = ()
-    for r in tl.static_range(N4 // 16):
-        b_places = b_places + (tl.load(run[pair.K_HIGH_INDEX] + i_head * N4 + r * 16 + tl.arange(0, 16)),)
-    return b_places
+def normed_queries(b_us):
+    """The power of two that brings the largest magnitude of a column to 32 and more, below 64: [8]. Its inverse: [4].
 
-
-@triton.jit
-def raised(run, p_q, m_q, b_places, i_head, D: tl.constexpr, N4: tl.constexpr):
-    """A quarter of the queries of raised channels, with their scales: tuple of f16 [16, 8]."""
-    b_risen = ()
-    for r in tl.static_range(N4 // 16):
-        b_channel = b_places[r].to(tl.int32)
-        b_q = tl.load(p_q[None, :] + b_channel[:, None], mask=m_q[None, :], other=0.0).to(tl.float32)
-        b_scale = tl.load(run[pair.K_SCALE] + i_head * D + b_channel)
-        b_risen = b_risen + ((b_q * (0.25 * Q_SHIFT)).to(tl.float16) * b_scale[:, None],)
-    return b_risen
-
-
-@triton.jit
-def normed_queries(b_us, b_more):
-    """What brings the largest magnitude of each column below 64: [8], and its inverse for every other column [4]."""
+    At most 2^15, which f16 holds: products with smaller numbers than 2^-10 hardly matter.
+    """
     b_big = b_us[0]
     for f in tl.static_range(1, len(b_us)):
         b_big = larger(b_big, b_us[f])
     b_bits = tl.max(tl.abs(b_big.to(tl.float32)), 0).to(tl.int32, bitcast=True) & 0x7F800000
+    # Exponents, where f32 has them.
     b_bits = tl.maximum(b_bits, 117 << 23)
     b_all = ((117 << 23) - b_bits) + (142 << 23)
     b_unit, _ = tl.split(tl.reshape((b_bits - (5 << 23)).to(tl.float32, bitcast=True), (4, 2)))
@@ -67,39 +51,35 @@ def normed_queries(b_us, b_more):
 
 @triton.jit
 def attend_digits(
-    run, outs, p_q, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, scaling, FORM: tl.constexpr,
+    run, outs, b_qs, i_row, i_b, i_h, i_first, i_end, n_tokens, n_table, scaling, FORM: tl.constexpr,
     H: tl.constexpr, SHARE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
-    """``b_qs``: every query in two columns."""
+    """Steps ``i_first`` to ``i_end`` over the pages of one row's run, as `attend_pages.attend_pages` takes them.
+
+    ``b_qs`` has every query in two columns. Logits stand as [tokens / 16, 8, 2, 4]: pairs of tokens in lanes.
+    """
     table = run[pair.TABLE]
     STAGES: tl.constexpr = FORM[pair.STAGES]
     BT: tl.constexpr = FORM[pair.STEP]
-    K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
-    V_BITS: tl.constexpr = FORM[pair.VALUE_BITS]
+    BITS: tl.constexpr = FORM[pair.KEY_BITS]
     K_CHANNEL: tl.constexpr = FORM[pair.KEY_CHANNEL]
     OPEN: tl.constexpr = FORM[pair.OPEN]
-    AHEAD: tl.constexpr = FORM[pair.DIGITS] == 2
     STEPS: tl.constexpr = G // BT
-    EK: tl.constexpr = words_of(D, K_BITS)
-    EV: tl.constexpr = words_of(DV, V_BITS)
-    K_FIELDS: tl.constexpr = 16 // K_BITS
-    V_FIELDS: tl.constexpr = 16 // V_BITS
-    LATE: tl.constexpr = K_FIELDS // 2 - 1
-    N4: tl.constexpr = FORM[pair.ROOM4]
+    EK: tl.constexpr = words_of(D, BITS)
+    EV: tl.constexpr = words_of(DV, BITS)
+    FIELDS: tl.constexpr = 16 // BITS
     o_r = tl.arange(0, BT)
     # Rows of products are tokens 0, 2, .. 14, 1, 3, .. 15 of sixteen.
     o_turned = o_r // 16 * 16 + o_r % 8 * 2 + o_r // 8 % 2
     o_e = tl.arange(0, EV)
-    o_high = tl.arange(0, 16) % 8 * 2 + tl.arange(0, 16) // 8
-    p_twice, m_q = twice(p_q, 8, SHARE)
     o_m = tl.arange(0, 4)
     m_m = o_m < SHARE
     m_lower = tl.arange(0, 8) % 2 == 1
     b_halves = ()
-    for f in tl.static_range(K_FIELDS):
-        b_halves = b_halves + ((b_qs[f] * (Q_SHIFT * (0.25 ** (f % 2) if K_BITS == 2 else 1.0))).to(tl.float16),)
-    b_base = (b_qs[0] * 0.0 + tl.where(m_lower, 1.0 * BASE, 1.0)[None, :]).to(tl.float16)
-    b_accs = values.zero_tiles(V_FIELDS, EV, 4)
+    for f in tl.static_range(FIELDS):
+        b_halves = b_halves + ((b_qs[f] * (Q_SHIFT * (0.25 ** (f % 2) if BITS == 2 else 1.0))).to(tl.float16),)
+    b_base = tl.where(m_lower, 1.0 * BASE, 1.0).to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
+    b_accs = values.zero_tiles(FIELDS, EV, 4)
     b_sum = tl.zeros([8, 4], tl.float32)
     b_least = tl.zeros([8, 4], tl.float32)
     b_most = tl.zeros([8, 4], tl.float32)
@@ -109,47 +89,18 @@ def attend_digits(
     b_unit = b_top
     b_total = b_top
     if not K_CHANNEL:
-        b_all, b_unit = normed_queries(b_halves, ())
+        b_all, b_unit = normed_queries(b_halves)
         b_unit = b_unit * (log2_scaling / (Q_SHIFT * BASE))
         b_first = tl.where(m_lower, b_all, 0.0).to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
         b_all = b_all.to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
-        for f in tl.static_range(K_FIELDS // 2):
-            b_ds = b_ds + (bytes_of(query_digits(b_halves[f], b_halves[f + K_FIELDS // 2], b_first, b_all, b_base)),)
+        for f in tl.static_range(FIELDS // 2):
+            b_ds = b_ds + (bytes_of(query_digits(b_halves[f], b_halves[f + FIELDS // 2], b_first, b_all, b_base)),)
         b_total = keys.group_totals(b_qs, D, EK, D)[0] * log2_scaling
         b_total, _ = tl.split(tl.reshape(b_total, (4, 2)))
-    b_risen = ()
-    b_places = ()
-    i_next = i_row * 0
-    if N4 > 0 and AHEAD:
-        i_next = tl.load(table + i_b * n_table + i_first // STEPS).to(tl.int64) * H + i_h
-        b_risen = raised(run, p_twice, m_q, places(run, i_next, N4), i_next, D, N4)
-        i_next = tl.load(table + i_b * n_table + tl.minimum(i_first + 1, i_end - 1) // STEPS).to(tl.int64) * H + i_h
-        b_places = places(run, i_next, N4)
     for i_step in tl.range(i_first, i_end, num_stages=STAGES):
         i_slot = i_step % STEPS * BT
         i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
         p_t = i_head * G + i_slot + o_r
-        b_rises = ()
-        b_highs = ()
-        if N4 > 0:
-            if AHEAD:
-                b_rises = b_risen
-                # The next page's queries, of channels that have been asked for a page ago.
-                b_risen = raised(run, p_twice, m_q, b_places, i_next, D, N4)
-                i_next = (
-                    tl.load(table + i_b * n_table + tl.minimum(i_step + 2, i_end - 1) // STEPS).to(tl.int64) * H + i_h
-                )
-                b_places = places(run, i_next, N4)
-            else:
-                b_rises = raised(run, p_twice, m_q, places(run, i_head, N4), i_head, D, N4)
-            for r in tl.static_range(N4 // 16):
-                b_high = tl.load(
-                    run[pair.K_HIGH].to(tl.pointer_type(tl.int8), bitcast=True)
-                    + i_head * (G // 4 * N4)
-                    + o_high[:, None] * (2 * N4)
-                    + (r * 32 + tl.arange(0, 32))[None, :]
-                )
-                b_highs = b_highs + (raised_rows(b_high),)
         # int8 [BT, 2 EK]
         b_k = tl.load(
             run[pair.K_CODES].to(tl.pointer_type(tl.int8), bitcast=True)
@@ -157,18 +108,18 @@ def attend_digits(
             + (i_slot + o_turned)[:, None] * (2 * EK)
             + tl.arange(0, 2 * EK)[None, :]
         )
-        b_ks = byte_fields(b_k, K_BITS)
+        b_ks = byte_fields(b_k, BITS)
         b_x = tl.zeros([BT, 8], tl.int32)
         if K_CHANNEL:
             b_us = ()
-            b_scales = keys.channel_meta(run[pair.K_SCALE], i_head, 0, D, G, G, EK, EK, K_FIELDS, 1)
-            b_lows = keys.channel_meta(run[pair.K_ZERO], i_head, 0, D, G, G, EK, EK, K_FIELDS, 1)
+            b_scales = keys.channel_meta(run[pair.K_SCALE], i_head, 0, D, G, G, EK, EK, FIELDS, 1)
+            b_lows = keys.channel_meta(run[pair.K_ZERO], i_head, 0, D, G, G, EK, EK, FIELDS, 1)
             # What zeros add.
             b_even = tl.zeros([16, 8], tl.float32)
             b_odd = tl.zeros([16, 8], tl.float32)
             b_ones = tl.full([16, EK], 1.0, tl.float16)
-            for f in tl.static_range(K_FIELDS):
-                if f % 2 == 0 or K_BITS == 4:
+            for f in tl.static_range(FIELDS):
+                if f % 2 == 0:
                     b_even = tl.dot(b_ones, b_halves[f] * b_lows[f][:, None], b_even)
                 else:
                     b_odd = tl.dot(b_ones, b_halves[f] * b_lows[f][:, None], b_odd)
@@ -177,28 +128,15 @@ def attend_digits(
             b_bias, _ = tl.split(tl.reshape(b_bias, (8, 4, 2)))
             b_bias = b_bias * (log2_scaling / Q_SHIFT)
             # Digits: the largest magnitude of a query is below 64.
-            b_all, b_unit = normed_queries(b_us, ())
+            b_all, b_unit = normed_queries(b_us)
             b_unit = b_unit * (log2_scaling / (Q_SHIFT * BASE))
             b_first = tl.where(m_lower, b_all, 0.0).to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
             b_all = b_all.to(tl.float16)[None, :] + tl.zeros([EK, 8], tl.float16)
-            for f in tl.static_range(LATE):
-                b_d = query_digits(b_us[f], b_us[f + K_FIELDS // 2], b_first, b_all, b_base)
+            for f in tl.static_range(FIELDS // 2):
+                b_d = query_digits(b_us[f], b_us[f + FIELDS // 2], b_first, b_all, b_base)
                 b_x = tl.dot(b_ks[f], bytes_of(b_d), b_x, out_dtype=tl.int32)
-            if N4 > 0:
-                b_parts = unstacked(b_x, 8, 8)
-                for r in tl.static_range(len(b_rises)):
-                    b_low, b_high = raised_digits(b_rises[r], b_first, b_all, b_base)
-                    for j in tl.static_range(4):
-                        b_part = tl.dot(b_highs[r][j], bytes_of(b_low), b_parts[j], out_dtype=tl.int32)
-                        b_parts = put(b_parts, j, b_part)
-                        b_part = tl.dot(b_highs[r][j], bytes_of(b_high), b_parts[j + 4], out_dtype=tl.int32)
-                        b_parts = put(b_parts, j + 4, b_part)
-                b_x = stacked(b_parts, BT, 8)
-            # A product comes last: `weight_digits` takes what one leaves.
-            b_d = query_digits(b_us[LATE], b_us[LATE + K_FIELDS // 2], b_first, b_all, b_base)
-            b_x = tl.dot(b_ks[LATE], bytes_of(b_d), b_x, out_dtype=tl.int32)
         else:
-            for f in tl.static_range(K_FIELDS // 2):
+            for f in tl.static_range(FIELDS // 2):
                 b_x = tl.dot(b_ks[f], b_ds[f], b_x, out_dtype=tl.int32)
         b_hi, b_lo = tl.split(tl.reshape(b_x, (BT, 4, 2)))
         b_s = (b_hi * BASE + b_lo).to(tl.float32)
@@ -241,18 +179,18 @@ def attend_digits(
         b_d = weight_digits(tl.reshape(b_n, (BT, 4)), BT)
         b_grow = b_grow * (b_largest * (1.0 / MOST_WEIGHT))
         b_v = tl.load(run[pair.V_CODES] + i_head * (G * EV) + o_e[:, None] * G + (i_slot + o_r)[None, :])
-        b_ws = field_bytes(b_v, V_BITS)
-        for f in tl.static_range(V_FIELDS):
+        b_ws = field_bytes(b_v, BITS)
+        for f in tl.static_range(FIELDS):
             b_o = tl.dot(b_ws[f], b_d, out_dtype=tl.int32)
             b_hi, b_lo = tl.split(tl.reshape(b_o, (EV, 4, 2)))
             b_o = (b_hi * 256 + b_lo).to(tl.float32)
             b_accs = put(b_accs, f, b_accs[f] * b_shrink[None, :] + b_o * b_grow[None, :])
     # Of the uppermost field of a byte products have found 128 less.
     b_lowest = tl.sum(b_least, 0)
-    UPPER: tl.constexpr = 8 // V_BITS
-    b_lower = b_lowest + (128.0 * 2.0 ** (V_BITS - 8)) * tl.sum(b_most, 0)
+    UPPER: tl.constexpr = 8 // BITS
+    b_lower = b_lowest + (128.0 * 2.0 ** (BITS - 8)) * tl.sum(b_most, 0)
     b_outs = ()
-    for f in tl.static_range(V_FIELDS):
+    for f in tl.static_range(FIELDS):
         b_low = b_lower if f % UPPER == UPPER - 1 else b_lowest
-        b_outs = b_outs + (b_accs[f] * (2.0 ** (-V_BITS * (f % UPPER))) + b_low[None, :],)
-    values.store_part(outs, b_outs, b_top, tl.sum(b_sum, 0), i_row, o_m, m_m, DV, V_BITS, EV, EV)
+        b_outs = b_outs + (b_accs[f] * (2.0 ** (-BITS * (f % UPPER))) + b_low[None, :],)
+    values.store_part(outs, b_outs, b_top, tl.sum(b_sum, 0), i_row, o_m, m_m, DV, BITS, EV, EV)

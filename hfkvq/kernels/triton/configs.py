@@ -35,8 +35,10 @@ DEFAULTS: Mapping[str, Knobs] = {
     # of a turn of the page loop, 0 for what suits the format. loose: tokens of a block of what no page holds, which are
     # in shared memory in 16 bits: 32, or 16 where there is little of it.
     "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
-    # Integer products leave registers for three programs on each part of a multiprocessor.
-    "digits": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
+    # Integer products, of codes of so many bits. Of 2 bits they want three programs on each part of a multiprocessor:
+    # with two they wait longer than f16 products.
+    "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
+    "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Of latents programs have so many warps; programs_per_sm counts those of eight.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
@@ -64,7 +66,8 @@ of what an H200 does, and others with 100 KB a third or less. That of latents on
 # The interpreter runs one program after the other.
 _INTERPRETER: Mapping[str, Knobs] = {
     "decode": {"programs_per_sm": 4, "stages": 1},
-    "digits": {"programs_per_sm": 4, "stages": 1},
+    "digits-2": {"programs_per_sm": 4, "stages": 1},
+    "digits-4": {"programs_per_sm": 4, "stages": 1},
     "latent": {"programs_per_sm": 4, "stages": 1},
 }
 

@@ -76,7 +76,7 @@ def _tiles(
     form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device, digits: bool
 ) -> tuple[list[Knobs], list[tuple[PairFormat, int]], int]:
     """Launch parameters and formats of the runs, with the shared memory of each, and that of a program."""
-    kernel = "digits" if digits else "decode"
+    kernel = f"digits-{form.runs[0][0].bits}" if digits else "decode"
     knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     room = shared_memory(device) // knobs[0]["programs_per_sm"]
     formats = [
@@ -134,9 +134,15 @@ def _plan(
     sms = multiprocessors(device)
     # Each query takes two of eight columns then.
     plain = scoring.mask is None and not softcap and not form.window
-    # Tensor cores of other generations make integer products slowly, or not at all. The interpreter has none.
-    plain = plain and capability(device)[0] in (0, 8, 9)
-    digits = plain and queries == 1 and rows <= 4 and all(takes_digits(*own, head_dim, value_dim) for own in form.runs)
+    # Measured on 9.0 alone; the interpreter stands for it.
+    plain = plain and capability(device)[0] in (0, 9)
+    digits = (
+        plain
+        and queries == 1
+        and rows <= 4
+        and len(form.runs) == 1
+        and takes_digits(*form.runs[0], head_dim, value_dim)
+    )
     knobs, formats, room = _tiles(form, head_dim, value_dim, columns, device, digits)
     resident = sms * programs_planned(form, head_dim, value_dim, columns, device, digits)
     rows_of_programs = batch * heads * tiles
@@ -145,9 +151,10 @@ def _plan(
     rests = [page // block if constants.rests and not form.ordered else 0 for constants, _ in formats]
     blocks_seen = tuple(form.pages_seen(count, queries) for count in blocks)
     paged = split_counts(blocks_seen, rows_of_programs, resident, loose + sum(rests))
-    # Where pages are few and many bytes, steps of one run side by side.
+    # Where pages are few and many bytes, or so few that they are merged at once, steps of one run side by side.
     steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
+    wide = wide or (digits and sum(steps) + loose <= SPLITS[0])
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps

@@ -67,17 +67,20 @@ def takes_open(keys: PageFormat, values: PageFormat) -> bool:
 def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int) -> bool:
     """Whether the page loop makes integer products of these formats, where queries are few enough.
 
-    One scale a token, or a channel and page; fields that fill tiles of bytes.
+    Where it was measured to be faster: 2-bit keys with scales of their own by channel and page, and 4-bit keys by
+    token; values likewise by token, and nothing raised.
     """
-    for fmt, dim in ((keys, head_dim), (values, value_dim)):
-        if fmt.bits >= 8 or fmt.normed or fmt.exact or fmt.raised_count(16):
-            return False
-        words = fmt.words(dim)
-        if words != power(words) or words < 16 or words * 16 != dim * fmt.bits:
-            return False
-    if values.group_size != value_dim or keys.raised_room(4) % 16:
+    if keys.bits != values.bits or keys.bits not in (2, 4) or (keys.axis == "channel") != (keys.bits == 2):
         return False
-    return keys.group_size == (keys.page_size if keys.axis == "channel" else head_dim)
+    if any(fmt.normed or fmt.exact or fmt.raised for fmt in (keys, values)):
+        return False
+    for dim in (head_dim, value_dim):
+        # Fields fill tiles of bytes.
+        words = keys.words(dim)
+        if words != power(words) or words < 16 or words * 16 != dim * keys.bits:
+            return False
+    group = keys.page_size if keys.bits == 2 else head_dim
+    return keys.group_size == group and values.group_size == value_dim
 
 
 def most_behind(form: StoreFormat, key_tail: int, value_tail: int, queries: int) -> int:

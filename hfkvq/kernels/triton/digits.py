@@ -76,31 +76,6 @@ def byte_fields(b_w, BITS: tl.constexpr):
 
 
 @triton.jit
-def raised_rows(b_w):
-    """Four 2-bit fields of bytes int8, times 16."""
-    if INTERPRETED:
-        return (b_w & 0x3) << 4, (b_w & 0xC) << 2, b_w & 0x30, (b_w >> 2) & 0x30
-    else:
-        return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 s, t, u;
-            shl.b32 s, $4, 4;
-            shl.b32 t, $4, 2;
-            shr.u32 u, $4, 2;
-            and.b32 $0, s, 0x30303030;
-            and.b32 $1, t, 0x30303030;
-            and.b32 $2, $4, 0x30303030;
-            and.b32 $3, u, 0x30303030;
-            }""",
-            constraints="=r,=r,=r,=r,r",
-            args=[b_w],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
-            is_pure=True,
-            pack=4,
-        )
-
-
-@triton.jit
 def field_bytes(b_w, BITS: tl.constexpr):
     """Fields of 16-bit words as bytes where they stand in theirs; of the uppermost in a byte 128 less."""
     if INTERPRETED:
@@ -219,33 +194,6 @@ def query_digits(b_x, b_y, b_first, b_all, b_base):
             constraints="=r,r,r,r,r,r",
             args=[b_x, b_y, b_first, b_all, b_base],
             dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def raised_digits(b_x, b_first, b_all, b_base):
-    """Digits of an f16 tile, see `query_digits`, as int16 twice: in lower bytes, and in upper ones; 0 in the others."""
-    if INTERPRETED:
-        b_d = digit(b_x, b_first, b_all, b_base)
-        return b_d & 0xFF, b_d << 8
-    else:
-        return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 m, d, e, mg;
-            mov.b32 mg, 0x66006600;
-            fma.rn.f16x2 m, $2, $3, mg;
-            sub.f16x2 m, mg, m;
-            fma.rn.f16x2 d, $2, $4, m;
-            fma.rn.f16x2 e, d, $5, mg;
-            and.b32 $0, e, 0x00ff00ff;
-            shl.b32 e, e, 8;
-            and.b32 $1, e, 0xff00ff00;
-            }""",
-            constraints="=r,=r,r,r,r,r",
-            args=[b_x, b_first, b_all, b_base],
-            dtype=(tl.int16, tl.int16),
             is_pure=True,
             pack=2,
         )

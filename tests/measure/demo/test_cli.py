@@ -46,7 +46,7 @@ def test_schemes_explains_each_knob(columns: int) -> None:
     words = " ".join(done.output.split())
     for knob in hfkvq.get_scheme("kitty").knobs():
         assert f" {knob} " in words
-    assert "sink_length 4 S, first tokens kept whole. Default 32; 0 to 1024." in words
+    assert "sink_length 4 S, first tokens kept in full precision. Default 32; 0 to 1024." in words
     assert "not measured loss, speed" in words
     assert 'MixedKVCache(model.config, "kitty-pro", boost_ratio=0.25)' in words
     assert "KittyCache(model.config, boost_ratio=0.25)" in words
