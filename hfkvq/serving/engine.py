@@ -289,7 +289,8 @@ class Serving:
         manager, kept = self.manager, held.get(KEPT)
         # The engine would go on with it, whatever is asked.
         if isinstance(kept, CompressedManager) and not kept.is_running():
-            self.model.destroy_cached_continuous_batching_manager()
+            del held[KEPT]
+            kept.destroy()
         # One that could not start was never stopped, which is when managers give attention back.
         if manager is not None and not manager.is_running() and manager._original_attn_impl is not None:
             self.model.set_attn_implementation(manager._original_attn_impl)
