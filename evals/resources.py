@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,8 @@ def resources(compiled: Any) -> Row:
     }
 
 
-def work(number: int, presets: Sequence[str], found: Any) -> None:
-    """Compiles for one GPU, in a process of its own, which can launch nothing."""
+def work(number: int, presets: Sequence[str]) -> tuple[list[Row], Row]:
+    """Rows of one GPU and its limits: compiles in a process of its own, which can launch nothing."""
     gpu = GPUS[number]
     leave_gpu_alone(gpu)
     device, limits = torch.device("cuda", 0), LIMITS[gpu.major, gpu.minor]
@@ -107,7 +108,7 @@ def work(number: int, presets: Sequence[str], found: Any) -> None:
                 row["planned"] = programs_planned(form, DIM, DIM, each.constants["BM"], device, digits)
             seen[compiled.hash] = row
             rows.append(row)
-    found.put((number, rows, limits._asdict()))
+    return rows, limits._asdict()
 
 
 def variant(each: Wanted) -> str:
@@ -150,13 +151,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS)
     given = parser.parse_args()
     presets, rows, limits = given.presets.split(","), [], {}
-    context = multiprocessing.get_context("spawn")
     for number in map(int, given.gpus.split(",")):
-        found = context.Queue()
-        process = context.Process(target=work, args=(number, presets, found))
-        process.start()
-        number, own, limits[str(number)] = found.get()
-        process.join()
+        # What goes wrong there is raised here.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            own, limits[str(number)] = process.submit(work, number, presets).result()
         rows += own
         print(f"sm_{number}: {len(own)} kernels, {sum(not row['fits'] for row in own)} do not fit", flush=True)
     record = {

@@ -63,6 +63,11 @@ def test_no_line_names_a_path_of_one_machine():
     assert found == []
 
 
+def test_no_file_has_marks_of_a_conflict():
+    marks = re.compile(rb"^(<{7} |>{7} |\|{7} )", re.MULTILINE)
+    assert [str(path.relative_to(ROOT)) for path in tracked_files() if marks.search(path.read_bytes())] == []
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_commands_in_the_documents_exist(document):
     text = (ROOT / document).read_text(encoding="utf-8")

@@ -57,10 +57,10 @@ def generation(**given):
     )
 
 
-def together(model, inputs, config=None, **given):
+def together(model, inputs, config=None, persistent_manager=False, **given):
     out = model.generate_batch(
         inputs=inputs, generation_config=generation(**given), continuous_batching_config=config or settings(),
-        progress_bar=False,
+        progress_bar=False, persistent_manager=persistent_manager,
     )  # fmt: skip
     assert all(each.error is None for each in out.values())
     return [each.generated_tokens for each in out.values()]
@@ -230,6 +230,56 @@ def test_a_model_is_as_before(model):
     assert "init_continuous_batching" not in vars(model)
     assert len(compressed[0]) == NEW
     handle.disable()
+
+
+def test_managers_that_are_kept(model):
+    """One is dropped with its scheme, and is not taken where more requests were asked for."""
+    inputs = prompts(50)
+    before = together(model, inputs)
+    with serving.enable(model, "int4"):
+        compressed = together(model, inputs, persistent_manager=True)
+        assert together(model, inputs, persistent_manager=True) == compressed != before
+    assert together(model, inputs) == before
+    seen = []
+    for requests in (2, 3):
+        with serving.enable(model, "int4", requests=requests) as handle:
+            together(model, inputs, settings(max_requests_per_batch=None), persistent_manager=True)
+            seen.append(handle.manager.continuous_batching_config.max_requests_per_batch)
+            if requests == 2:
+                # Kept for longer than its handle.
+                handle.manager.start()
+                kept = handle.manager
+        if requests == 2:
+            kept.stop(block=True, keep_for_next_session=True)
+            assert together(model, inputs) == before
+    assert seen == [2, 3]
+    with serving.enable(model, "int4", requests=2) as handle:
+        together(model, inputs, settings(max_requests_per_batch=None), persistent_manager=True)
+        other = serving.enable(model, "int4", requests=3)
+        together(model, inputs, settings(max_requests_per_batch=None))
+        assert other.manager.continuous_batching_config.max_requests_per_batch == 3
+        other.disable()
+
+
+def test_several_schemes_of_a_model(model):
+    """The last one is in effect; those before it are again when it ends, unless they have ended, or nobody has them."""
+    inputs = prompts(50)
+    plain = together(model, inputs)
+    with serving.enable(model, "int4"):
+        outer = together(model, inputs)
+        with serving.enable(model, "full"):
+            assert together(model, inputs) == plain != outer
+        assert together(model, inputs) == outer
+    assert together(model, inputs) == plain
+    first, second = serving.enable(model, "int4"), serving.enable(model, "full")
+    first.disable()
+    assert vars(model)["init_continuous_batching"] == second._init
+    second.disable()
+    assert "init_continuous_batching" not in vars(model)
+    lost = serving.enable(model, "int4")
+    lost = serving.enable(model, "full")
+    lost.disable()
+    assert "init_continuous_batching" not in vars(model)
 
 
 @pytest.mark.parametrize(

@@ -258,8 +258,9 @@ def test_windows_take_their_bytes_from_the_blocks(model, caplog):
 
 
 def test_more_windows_than_memory(model):
-    with pytest.raises(ValueError, match="requests: got 0, allowed 1 or more"):
-        serving.enable(model, "kitty-pro", requests=0)
+    for name, value in (("requests", 0), ("requests", 2.5), ("requests", True), ("request_tokens", "8k")):
+        with pytest.raises(ValueError, match=f"{name}: got {value!r}, allowed 1 or more"):
+            serving.enable(model, "kitty-pro", **{name: value})
     with (
         serving.enable(model, "kitty-pro"),
         pytest.raises(ValueError, match=r"max_requests_per_batch: got 64, allowed at most \d+: .* more num_blocks"),
@@ -414,3 +415,20 @@ def test_a_prompt_that_is_too_long_fails_alone(model):
     assert short.error is None
     assert len(short.generated_tokens) == 4
     assert "got 9000 tokens and 4 new ones, allowed" in long.error
+
+
+@pytest.mark.parametrize("scheme", ["int4", "kivi-2"])
+def test_an_empty_prompt_fails_alone(model, scheme):
+    """Alone in a batch it would end the engine, and whoever asked later would wait for ever."""
+    with (
+        serving.enable(model, small(scheme) if scheme in SMALL else scheme),
+        model.continuous_batching_context_manager(
+            generation_config=generation(max_new_tokens=4), continuous_batching_config=settings()
+        ) as manager,
+    ):
+        with pytest.raises(ValueError, match="got a prompt without tokens"):
+            manager.add_request([], request_id="empty")
+        (empty,) = manager.add_requests([[]])
+        assert "without tokens" in manager.get_result(empty, timeout=60).error
+        manager.add_request([1, 2, 3], request_id="later")
+        assert len(manager.get_result("later", timeout=60).generated_tokens) == 4

@@ -185,6 +185,9 @@ def opened(path: str | Path) -> Iterator[SavedFile]:
                     yield _header(path, file.fileno(), header)
                     return
     except (SafetensorError, OSError) as error:
+        if getattr(error, "errno", None):
+            # The system's word, not the file's: nobody has to save it again.
+            raise ValueError(f"path: {path} cannot be read ({error}); see to it, and load it again.") from None
         raise ValueError(f"path: {path} is not a saved cache, or is truncated ({error}); save it again.") from None
     except KeyError as error:
         raise ValueError(f"path: {path} is damaged (it lacks {error}); save it again.") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel
 
 try:
     from transformers.generation.continuous_batching import cache as paged
@@ -28,14 +29,21 @@ except ImportError as error:
     ) from error
 
 from hfkvq.caches import Scheme, get_scheme
-from hfkvq.caches.model_config import attention_shape, text_config
+from hfkvq.caches.model_config import text_config
 
-from .pages import CompressedPages, has_windows, refusal
-from .slots import USUAL_TOKENS, of_schemes
+from .models import check, schemes_of, windowed
+from .pages import CompressedPages
+from .slots import USUAL_TOKENS
 from .windows import WindowedPages
 
 ATTENTION = "hfkvq_flash"
 """The attention's name: with "flash" in it the engine makes no masks and reserves nothing for them."""
+
+ENTRY = "init_continuous_batching"
+"""The method of models that all ways to the engine begin with."""
+
+KEPT = "_cached_continuous_batching_manager"
+"""Where models have the manager that is kept for the next call (``persistent_manager``)."""
 
 MOST_BLOCKS = 128
 """Blocks of a request in batches of steps alone, where the user says nothing; longer requests take the slower way."""
@@ -74,7 +82,7 @@ class CompressedManager(ContinuousBatchingManager):
     """Transformers' manager, whose cache has pages of a scheme."""
 
     def __init__(self, scheme: Scheme, requests: int | None, tokens: int | None, **given: Any) -> None:
-        self.scheme = scheme
+        self.scheme, self.wanted = scheme, (scheme, requests, tokens)
         hints = given["workload_hints"]
         if tokens is None and hints is not None:
             # The most of any request: one that is long shall not cost many short ones their windows.
@@ -125,6 +133,13 @@ class CompressedManager(ContinuousBatchingManager):
             self.batch_processor = self._create_batch_processor()
         super().start()
 
+    def stop(self, block: bool = True, timeout: float | None = None, *args: Any, **kwargs: Any) -> None:
+        """Stops the engine, as the engine's does; of a model that has been disabled meanwhile it is not kept."""
+        super().stop(block, timeout, *args, **kwargs)
+        held = vars(self.model)
+        if ENTRY not in held and held.get(KEPT) is self:
+            del held[KEPT]
+
     def add_request(
         self,
         input_ids: list[int],
@@ -136,17 +151,22 @@ class CompressedManager(ContinuousBatchingManager):
         """Adds a request, as the engine's does; one that no pool could ever hold is refused, and the others go on.
 
         Raises:
-            ValueError: prompt and answer are longer than all blocks.
+            ValueError: prompt and answer are longer than all blocks, or the prompt is empty.
         """
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         if self.batch_processor is not None:
             pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
             room = pages.num_blocks * pages.tokens_per_page
-            if len(input_ids) + (new or 1) > room:
+            error = None
+            if not len(input_ids):
+                # A batch without a token would end the engine for everybody.
+                error = ValueError("request: got a prompt without tokens, allowed one token or more.")
+            elif len(input_ids) + (new or 1) > room:
                 error = ValueError(
                     f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all "
                     "blocks hold no more; shorten it, or give the engine more num_blocks."
                 )
+            if error is not None:
                 if request_id is None or not getattr(self._several, "now", False):
                     raise error
                 names = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
@@ -243,6 +263,7 @@ class Serving:
         requests: at a time, where the engine's config says nothing.
         request_tokens: of a usual request.
         manager: the last that was made, or None.
+        enabled: until `disable`; of several at a time the last one is in effect.
     """
 
     def __init__(
@@ -250,13 +271,26 @@ class Serving:
     ) -> None:
         self.model, self.scheme, self.requests, self.request_tokens = model, scheme, requests, request_tokens
         self.manager: CompressedManager | None = None
+        self.enabled, held = True, vars(model)
+        earlier = getattr(held.get(ENTRY), "__self__", None)
+        # What nobody can disable any more shall not come back.
+        self._earlier = [] if earlier is None else [*earlier._earlier, weakref.ref(earlier)]
         # Found before the class's: the engine's entry points are methods of the model.
-        vars(model)["init_continuous_batching"] = self._init
+        held[ENTRY] = self._init
 
     def disable(self) -> None:
-        """Makes the model as it was. A manager that runs goes on until it is stopped."""
-        vars(self.model).pop("init_continuous_batching", None)
-        manager = self.manager
+        """Makes the model as it was. A manager that runs goes on until it is stopped; one that was kept is dropped."""
+        self.enabled, held = False, vars(self.model)
+        last = getattr(held.pop(ENTRY, None), "__self__", None)
+        known = [] if last is None else [last, *(found() for found in reversed(last._earlier))]
+        left = next((each for each in known if each is not None and each.enabled), None)
+        if left is not None:
+            held[ENTRY] = left._init
+        manager, kept = self.manager, held.get(KEPT)
+        # The engine would go on with it, whatever is asked.
+        if isinstance(kept, CompressedManager) and not kept.is_running():
+            del held[KEPT]
+            kept.destroy()
         # One that could not start was never stopped, which is when managers give attention back.
         if manager is not None and not manager.is_running() and manager._original_attn_impl is not None:
             self.model.set_attn_implementation(manager._original_attn_impl)
@@ -298,8 +332,8 @@ class Serving:
     ) -> ContinuousBatchingManager:
         """`model.init_continuous_batching`, whose manager is ours."""
         model = self.model
-        cached = getattr(model, "_cached_continuous_batching_manager", None)
-        if isinstance(cached, CompressedManager) and cached.scheme == self.scheme:
+        cached, wanted = getattr(model, KEPT, None), (self.scheme, self.requests, self.request_tokens)
+        if isinstance(cached, CompressedManager) and cached.wanted == wanted:
             cached.switch_to_cb_friendly_attn(model)
             self.manager = cached
             return cached
@@ -322,36 +356,6 @@ class Serving:
             workload_hints=workload_hints,
         )
         return self.manager
-
-
-def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
-    """What each layer of a model takes."""
-    layers = text_config(config).num_hidden_layers
-    return tuple(scheme.in_layer(layer, layers) for layer in range(layers))
-
-
-def windowed(config: PreTrainedConfig, schemes: tuple[Scheme, ...]) -> bool:
-    """Whether requests of a model have windows beside their blocks."""
-    shape = attention_shape(config)
-    return shape is not None and any(has_windows(scheme, shape[2]) for scheme in schemes)
-
-
-def check(config: PreTrainedConfig, scheme: Scheme) -> None:
-    """Raises ValueError if the engine's blocks cannot hold pages of a scheme for a model, with the reason."""
-    shape, kinds = attention_shape(config), set(paged.group_layers_by_attn_type(text_config(config)))
-    if shape is None or kinds != {FULL_ATTENTION}:
-        raise ValueError(
-            f"model: got {config.model_type!r} with layers of {', '.join(sorted(kinds))}, allowed models whose layers "
-            "all have full attention of one shape; use Transformers' own blocks."
-        )
-    schemes = schemes_of(config, scheme)
-    reason = next((found for found in (refusal(own, shape[2]) for own in schemes) if found), None)
-    reason = reason or of_schemes(schemes, shape[2])
-    if reason:
-        raise ValueError(
-            f"scheme: got {scheme.name!r}, allowed schemes of one width a side that keep all tokens (saw-int4, "
-            f"kitty-pro, best-2.5, kivi-2, kvarn, mixkvq...): {reason}. MixedKVCache with generate takes every scheme."
-        )
 
 
 def enable(
@@ -385,8 +389,8 @@ def enable(
         ValueError: a scheme whose pages cannot be the engine's, or a model with other layers, with the reason.
     """
     for name, value in (("requests", requests), ("request_tokens", request_tokens)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: got {value}, allowed 1 or more, or None.")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name}: got {value!r}, allowed 1 or more, or None.")
     found = get_scheme(scheme, **knobs)
     check(model.config, found)
     return Serving(model, found, requests, request_tokens)

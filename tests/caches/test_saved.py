@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -213,6 +214,26 @@ def test_a_file_that_is_cut_off_while_it_is_read(file, monkeypatch):
     monkeypatch.setattr(saved_file.SavedFile, "read", cut)
     with pytest.raises(ValueError, match=r"is truncated \(it ends too early\)"):
         MixedKVCache.load(file, build("llama"))
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError("no room"), KeyboardInterrupt()])
+def test_a_disk_that_fails(file, error, monkeypatch):
+    """While several threads read: no damage of the file's is claimed, and no thread stays."""
+    before, calls = threading.active_count(), []
+
+    def fail(*_):
+        calls.append(1)
+        raise error
+
+    monkeypatch.setattr(transfer.os, "preadv", fail)
+    kind = ValueError if isinstance(error, OSError) else type(error)
+    with pytest.raises(kind) as raised:
+        MixedKVCache.load(file, build("llama"))
+    assert calls
+    assert threading.active_count() == before
+    if kind is ValueError:
+        assert "cannot be read ([Errno 5] Input/output error)" in str(raised.value)
+        assert "save it again" not in str(raised.value)
 
 
 @pytest.mark.gpu

@@ -223,6 +223,20 @@ def test_kivi_rotates_keys_before_it_groups_them():
     assert found[False] > 0.05
 
 
+@pytest.mark.parametrize("dim", [80, 96, 160, 192, 256])
+def test_heads_that_groups_do_not_divide(dim):
+    """Rotated values share a scale over the whole head then, as in presets that have no groups."""
+    layout = get_scheme("best-4.3").layout(dim, dim)
+    assert layout.values.formats[0].group_size == (128 if dim == 256 else dim)
+    layer = make(get_scheme("best-4.3", local_length=32, group_size=32, key_local_length=0, sink_length=8))
+    torch.manual_seed(0)
+    queries, tokens = torch.randn(1, 2, 80, dim), torch.randn(1, 2, 80, dim)
+    forward(layer, queries, tokens, tokens.clone())
+    for side in ("keys", "values"):
+        # A range of about six in fifteen steps, evenly off.
+        assert 0.02 < (layer.dense(side) - tokens).std() < 6 / 15 / 12**0.5 * 1.2
+
+
 # SAW-INT4.
 
 

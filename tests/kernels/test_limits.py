@@ -80,3 +80,14 @@ def test_what_is_compiled_fits(tmp_path, gpu):
     subprocess.run([*command, "--json", str(file)], check=True, env=env, cwd=ROOT, capture_output=True)
     found = json.loads(file.read_text(encoding="utf-8"))["rows"]
     assert all(row["programs"] >= row.get("planned", 1) for row in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_what_fails_to_compile_is_said(tmp_path):
+    """By the process that was waiting for it."""
+    command = [sys.executable, str(ROOT / "evals" / "resources.py"), "--gpus", "77", "--json", str(tmp_path / "none")]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode
+    assert "KeyError: 77" in done.stderr

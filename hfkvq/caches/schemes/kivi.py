@@ -28,7 +28,8 @@ class Kivi(Scheme):
         bits: width of keys and values, 2 or 4.
         key_bits: width of keys; None takes ``bits``.
         value_bits: width of values; None takes ``bits``.
-        group_size: g, tokens (keys) or channels (values) that share a scale; all channels if a head has fewer.
+        group_size: g, tokens (keys) or channels (values) that share a scale; all channels if a head has fewer, and
+            for rotated values if it does not divide their head.
         local_length: R, number of keys sealed together, and of newest values kept in full precision.
         key_local_length: newest keys kept in full precision, besides those waiting for a full page (0 in the paper).
         sink_length: first tokens kept in full precision (0 in the paper).
@@ -87,6 +88,8 @@ class Kivi(Scheme):
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""
         page, group = self.local_length, min(self.group_size, value_dim)
+        if self.rotate_values and value_dim % group:
+            group = value_dim
         bits = (self.bits if own is None else own for own in (self.key_bits, self.value_bits))
         own, normed, exact = next(bits), self.token_norm, self.exact_keys
         keys = PageFormat(own, "channel", self.group_size, page, normed=normed, fit=self.fit, exact=exact)
