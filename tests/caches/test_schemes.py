@@ -226,9 +226,9 @@ def test_kivi_rotates_keys_before_it_groups_them():
 @pytest.mark.parametrize("dim", [80, 96, 160, 192, 256])
 def test_heads_that_groups_do_not_divide(dim):
     """Rotated values share a scale over the whole head then, as in presets that have no groups."""
-    layout = get_scheme("best-4.3").layout(dim, dim)
+    layout = get_scheme("kivi-4", group_size=128, rotate_keys=True, rotate_values=True).layout(dim, dim)
     assert layout.values.formats[0].group_size == (128 if dim == 256 else dim)
-    layer = make(get_scheme("best-4.3", local_length=32, group_size=32, key_local_length=0, sink_length=8))
+    layer = make(get_scheme("kivi-4", local_length=32, rotate_keys=True, rotate_values=True, sink_length=8))
     torch.manual_seed(0)
     queries, tokens = torch.randn(1, 2, 80, dim), torch.randn(1, 2, 80, dim)
     forward(layer, queries, tokens, tokens.clone())
