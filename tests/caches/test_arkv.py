@@ -697,7 +697,7 @@ def test_attention_that_hides_its_queries_evicts_nothing(caplog):
     expected = generate(model, DynamicCache(config=model.config), ids)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(generate(model, cache, ids), expected)
-    assert sum("did not show its queries" in x.message for x in caplog.records) == 1
+    assert sum("did not see the queries" in x.message for x in caplog.records) == 1
     assert not any(layer.evicted for layer in cache.layers)
 
 

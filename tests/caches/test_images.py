@@ -473,7 +473,7 @@ def test_frames_that_share_tokens_are_counted_once():
     tokens = ImageTokens.of(SimpleNamespace(video_token_id=9, vision_config=vision_config))
     film = {"pixel_values_videos": torch.zeros(8, 3), "video_grid_thw": torch.tensor([[2, 2, 2]])}
     tokens.check(torch.tensor([[1, 9, 2]]), film)
-    with pytest.raises(ValueError, match=r"got 1 placeholders .*take 2"):
+    with pytest.raises(ValueError, match=r"got 1 placeholders .*need 2"):
         tokens.check(torch.tensor([[1, 9, 2]]), film | {"video_grid_thw": torch.tensor([[4, 2, 2]])})
 
 

@@ -212,5 +212,5 @@ def test_logits_that_are_no_numbers(tokens) -> None:
     model = build("llama")
     with torch.no_grad():
         model.lm_head.weight[5] = math.nan
-    with pytest.raises(ValueError, match="through DynamicCache are not numbers, at a token from 30 on"):
+    with pytest.raises(ValueError, match="its logits with DynamicCache are not numbers, at a token from 30 on"):
         measure(model, tokens[:1, :40], ["full"], prefill=30)
