@@ -6,7 +6,7 @@ Models have published shapes and random weights. A row is SHAPE[:LAYERS]@TOKENS=
 keys and values, or, where layers hold something else, a prompt that the model computes, in chunks of 4,096 tokens. Then
 single steps are timed, once graphs are captured. `DynamicCache` is first, without cuDNN's attention, which plans anew
 for every length. Written for each cache: milliseconds a step (20th, 50th and 80th percentile), bytes of
-the cache, bits an element by `memory()`, whether steps were captured, and what remained uncompressed.
+the cache, bits per element by `memory()`, whether steps were captured, and what remained uncompressed.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ request and how many users there are; "all" is more than any cache holds. Kinds:
 
 Users are met in the middle: the first request of each has a random part of its answer behind it, as a prompt. So work
 is from the beginning what it is after hours. Counting begins when all users are served or no more can be, and goes on
-for --seconds. Written are, for every scheme ("none" is the engine as it is): new tokens a second, the time between two
-tokens of a request, the time to the first token of those that asked then, the most requests at a time and the bits an
-element that they held at the end, and the attention: the engine takes FlashAttention where there is one. All caches
+for --seconds. Written are, for every scheme ("none" is the engine as it is): new tokens per second, the time between
+two tokens of a request, the time to the first token of those that asked then, the most requests at a time and the bits
+per element that they held at the end, and the attention: the engine takes FlashAttention where there is one. All caches
 have as many bytes; those of schemes that keep tokens in 16 bits include windows for as many requests of the kind's mean
 length as there is room for. A row is written to --json when it is done, and none begins after --budget seconds.
 
@@ -202,7 +202,7 @@ def spread(found: list[float]) -> dict[str, float] | None:
 
 @contextlib.contextmanager
 def engine(model: Any, scheme: str, kinds: list[Kind], users: int, args: argparse.Namespace) -> Iterator[Any]:
-    """An engine that runs and has its graphs: its manager, and what says the bits an element."""
+    """An engine that runs and has its graphs: its manager, and what says the bits per element."""
     settings = ContinuousBatchingConfig(
         num_blocks=args.blocks, max_batch_tokens=args.batch_tokens, allow_block_sharing=False
     )
@@ -291,7 +291,7 @@ def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
 
 
 def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> None:
-    """Tokens a second by users, and requests at a time in the same bytes."""
+    """Tokens per second by users, and requests at a time in the same bytes."""
     from hfkvq.measure.drawing import BLUE, GREEN, GREY, ORANGE, PINK, RED, legend_beside, new_figure
 
     schemes = list(dict.fromkeys(scheme for *_, scheme in rows))
@@ -310,12 +310,12 @@ def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> Non
             )
             if own:
                 axes.plot(*zip(*own, strict=True), "o-", color=colors[name], markersize=4)
-        axes.set(xscale="log", xlabel="users", ylabel="new tokens a second", ylim=0)
+        axes.set(xscale="log", xlabel="users", ylabel="new tokens per second", ylim=0)
         axes.set_xticks(counts, [f"{count}" for count in counts])
         axes.minorticks_off()
         axes.set_title("chat", fontsize=9)
     kinds = [kind for kind in ("long", "chat") if any(row[0] == kind and row[1] == "all" for row in rows)]
-    bars = (speeds, "tokens_per_s", "new tokens a second"), (held, "most_at_a_time", "requests in the same bytes")
+    bars = (speeds, "tokens_per_s", "new tokens per second"), (held, "most_at_a_time", "requests in the same bytes")
     for axes, key, title in bars:
         for i, name in enumerate(schemes):
             for j, kind in enumerate(kinds):

@@ -161,7 +161,7 @@ def test_pages_are_compressed(model, caplog):
     stock = super(serving.pages.CompressedPages, type(pages)).get_bytes_per_page(2, 64, torch.float32, 256)
     # `num_blocks` is of the engine's own blocks, of 256 tokens.
     assert pages.num_blocks == pytest.approx(32 * stock / pages.bytes_per_page, abs=1)
-    assert "4.50 bits an element" in caplog.text
+    assert "4.50 bits per element" in caplog.text
     manager.switch_to_cb_friendly_attn(model)
     model.set_attn_implementation("sdpa")
 

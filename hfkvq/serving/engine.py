@@ -198,7 +198,7 @@ class CompressedManager(ContinuousBatchingManager):
             pages.settle(processor.cache)
             size = pages.num_blocks * pages.bytes_per_block / 2**20
             logger.info(
-                "%s: blocks for %d tokens in %.1f MiB, %.2f bits an element with every byte counted.",
+                "%s: blocks for %d tokens in %.1f MiB, %.2f bits per element with every byte counted.",
                 self.scheme.name, pages.num_blocks * pages.tokens_per_page, size, pages.bits,
             )  # fmt: skip
             if pages.window_room:

@@ -196,7 +196,7 @@ class CompressedPages(FullAttentionCacheAllocator):
 
     @property
     def bits(self) -> float:
-        """Bits an element of keys and values, every byte of a page counted."""
+        """Bits per element of keys and values, every byte of a page counted."""
         return 8 * self.bytes_per_page / (2 * self.num_key_value_heads * self.head_dim * self.tokens_per_page)
 
     # What batches with prompts are told: a number for each block, which the engine hands on as it is. Lists of each
