@@ -21,10 +21,12 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.caches import behind
 from hfkvq.caches.dense import dense_attention
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.measure.divergence.naming import parse_scheme
+from tests.caches.driver import with_sums
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
 
@@ -374,6 +376,38 @@ def test_attention_of_prompts(tokens, columns):
     )
     assert found.shape == exact.shape
     assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6
+
+
+def test_long_prompts_go_to_cudnn_and_where_it_refuses_to_flash_attention(monkeypatch):
+    """Padded to few lengths for cuDNN, as they are for flash attention."""
+    asked = []
+
+    def stand_in(name, refuses=False):
+        def ask(query, keys, values, scaling, causal):
+            asked.append((name, keys.shape[2], causal))
+            if refuses:
+                raise RuntimeError("No valid execution plans built.")
+            return with_sums(query, keys, values, scaling, causal)
+
+        return ask
+
+    monkeypatch.setattr(serving.prompts, "takes", lambda *rest: True)
+    monkeypatch.setattr(serving.prompts, "likes_cudnn", lambda *rest: True)
+    monkeypatch.setattr(serving.prompts, "LONG", 20)
+    monkeypatch.setattr(serving.prompts, "STEP", 16)
+    monkeypatch.setattr(serving.prompts, "flash", stand_in("flash"))
+    for tokens, refuses, expected in (
+        (19, False, [("flash", 19, True)]),
+        (20, False, [("cudnn", 32, True)]),
+        (20, True, [("cudnn", 32, True), ("flash", 20, True)]),
+    ):
+        asked.clear()
+        monkeypatch.setattr(behind, "_cudnn", stand_in("cudnn", refuses))
+        query, keys, values = (torch.randn(1, heads, tokens, 16) for heads in (4, 2, 2))
+        found = serving.prompts.prompt_attention(None, query, keys, values, AttentionArguments(0.1))
+        exact, _ = with_sums(query, keys, values, 0.1, True)
+        torch.testing.assert_close(found.transpose(1, 2), exact)
+        assert asked == expected
 
 
 def test_columns_of_a_batch():

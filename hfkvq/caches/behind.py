@@ -94,11 +94,11 @@ def attend_behind(
         (B, Hq, Q, D).
     """
     turned, found = kernels.hadamard(query, rotate_keys), None
-    if query.shape[:3].numel() * past[0].shape[2] >= PAYS and _likes_cudnn(query, past):
-        found = _cudnn_or_none(turned, *past, scaling)
-    out, lse = _flash(turned, *past, scaling, False) if found is None else found
+    if query.shape[:3].numel() * past[0].shape[2] >= PAYS and likes_cudnn(query, *past):
+        found = cudnn_or_none(turned, *past, scaling)
+    out, lse = flash(turned, *past, scaling, False) if found is None else found
     out = kernels.hadamard(out, rotate_values, back=True)
-    kernels.join(out, lse, *_flash(query, *new, scaling, True))
+    kernels.join(out, lse, *flash(query, *new, scaling, True))
     return out
 
 
@@ -106,20 +106,23 @@ def _asked(query: Tensor, keys: Tensor, values: Tensor) -> SDPAParams:
     return SDPAParams(query, keys, values, None, 0.0, False, True)
 
 
-def _likes_cudnn(query: Tensor, past: Pair) -> bool:
+def likes_cudnn(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether cuDNN is the faster one: where PyTorch prefers it, too."""
     major, _ = torch.cuda.get_device_capability(query.device)
-    return major in (9, 10) and can_use_cudnn_attention(_asked(query, *past))
+    return major in (9, 10) and can_use_cudnn_attention(_asked(query, keys, values))
 
 
-def _cudnn_or_none(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Pair | None:
-    """`_cudnn` of all keys; None where it has no plan after all, which PyTorch does not know before it asks."""
+def cudnn_or_none(query: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool = False) -> Pair | None:
+    """Attention (B, Hq, Q, D) and log-sum-exps (B, Hq, Q) in f32, by cuDNN; ``causal`` is aligned to the upper left.
+
+    None where cuDNN has no plan after all, which PyTorch does not know before it asks.
+    """
     try:
-        return _cudnn(query, keys, values, scaling, False)
+        return _cudnn(query, keys, values, scaling, causal)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        say_once("cuDNN has no plan for prompts behind a long context here; flash attention takes them, more slowly.")
+        say_once("cuDNN has no plan for long prompts here; flash attention takes them, more slowly.")
         return None
 
 
@@ -127,14 +130,13 @@ def _cudnn_or_none(query: Tensor, keys: Tensor, values: Tensor, scaling: float) 
 
 
 def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Pair:
-    """Attention (B, Hq, Q, D) and log-sum-exps (B, Hq, Q), f32; ``causal`` is aligned to the upper left."""
     ask = torch.ops.aten._scaled_dot_product_cudnn_attention
     found = ask(query, keys, values, None, True, 0.0, causal, scale=scaling)
     return found[0], found[1].reshape(query.shape[:3])
 
 
-def _flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Pair:
-    """The same by flash attention, aligned to the newest token."""
+def flash(query: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> Pair:
+    """Attention (B, Hq, Q, D) and log-sum-exps (B, Hq, Q) in f32; ``causal`` is aligned to the newest token."""
     ask = torch.ops.aten._scaled_dot_product_flash_attention
     found = ask(query, keys, values, 0.0, causal, scale=scaling)
     return found[0], found[1].reshape(query.shape[:3])

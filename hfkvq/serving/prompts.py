@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
+from hfkvq.caches.behind import cudnn_or_none, flash, likes_cudnn, takes
 from hfkvq.caches.dense import dense_attention
 from hfkvq.kernels.arguments import AttentionArguments
 
@@ -33,19 +32,16 @@ def prompt_attention(module: Any, query: Tensor, keys: Tensor, values: Tensor, a
     Returns:
         (1, Q, Hq, D).
     """
-    tokens, asked = query.shape[2], SDPAParams(query, keys, values, None, 0.0, False, True)
-    special = arguments.softcap or arguments.sinks is not None or values.shape != keys.shape
-    if special or not query.is_cuda or query.shape[3] % 8 or not can_use_flash_attention(asked):
+    tokens = query.shape[2]
+    if arguments.softcap or arguments.sinks is not None or not takes(query, keys, values):
         return dense_attention(module, query, keys, values, arguments)[0]
-    if LONG <= tokens == keys.shape[2] and can_use_cudnn_attention(asked):
+    found = None
+    if LONG <= tokens == keys.shape[2] and likes_cudnn(query, keys, values):
         room = -(-tokens // STEP) * STEP
-        padded = [_padded(x, room) for x in (query, keys, values)]
-        ask: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out = ask(*padded, None, False, 0.0, True, scale=arguments.scaling)[0][:, :, :tokens]
-    else:
-        ask = torch.ops.aten._scaled_dot_product_flash_attention
-        out = ask(query, keys, values, 0.0, True, scale=arguments.scaling)[0]
-    return out.transpose(1, 2)
+        own = _padded(query, room), _padded(keys, room), _padded(values, room)
+        found = cudnn_or_none(*own, arguments.scaling, causal=True)
+    out, _ = found or flash(query, keys, values, arguments.scaling, True)
+    return out[:, :, :tokens].transpose(1, 2)
 
 
 def _padded(x: Tensor, tokens: int) -> Tensor:

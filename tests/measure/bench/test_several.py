@@ -79,7 +79,7 @@ def test_what_prompts_and_steps_are_held_against(monkeypatch):
     assert torch.allclose(outs[0], attention(query, keys, values, None, shape.scaling), atol=1e-4)
     monkeypatch.setattr(several, "MOST_MASK", 10)
     assert len(list(several.measure_several(shape, query, [(keys, values)], 3))) == 4
-    monkeypatch.setattr(behind, "_flash", with_sums)
+    monkeypatch.setattr(behind, "flash", with_sums)
     prompt = Shape(1, 60, queries=20, **SMALL)
     assert [name for name, *_ in several.measure_several(prompt, query, [(keys, values)], 3)] == [
         "flash SDPA",
@@ -93,7 +93,7 @@ def test_a_prompts_time_is_of_attention_over_all(monkeypatch, name):
     shape, outs = Shape(1, 300, queries=20, **SMALL), []
     query, keys, values = data_of(shape)
     monkeypatch.setattr(several, "peak_of", lambda call: 3 << 20)
-    monkeypatch.setattr(behind, "_flash", with_sums)
+    monkeypatch.setattr(behind, "flash", with_sums)
 
     def time_calls(calls, replays):
         outs.append(calls[0]())
