@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 
@@ -35,6 +36,23 @@ def _pool(device: torch.device, stream: int) -> _Pool:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+class NumbersOnDevice(TorchFunctionMode):
+    """Makes ``torch.tensor(number, device=...)`` on the device itself: a graph cannot copy it there.
+
+    Transformers 5.17 writes it in every eager mask.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """``func`` as it is, but for ``torch.tensor`` of a number."""
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func is torch.tensor and device is not None and len(args) == 1 and isinstance(args[0], (bool, int, float)):
+            more = {name: x for name, x in kwargs.items() if name in ("dtype", "requires_grad")}
+            if torch.device(device).type != "cpu" and len(more) + 1 == len(kwargs):
+                return torch.full((), args[0], device=device, **more)
+        return func(*args, **kwargs)
 
 
 class CapturedGraph:
@@ -74,7 +92,8 @@ class CapturedGraph:
                 self._graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
                 for other in others:
                     other.wait_stream(side)
-                outputs = run(cache)
+                with NumbersOnDevice():
+                    outputs = run(cache)
                 for other in others:
                     side.wait_stream(other)
                 self._graph.capture_end()

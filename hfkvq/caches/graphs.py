@@ -25,6 +25,7 @@ from .buffers import BufferPool, Recording
 from .callers import asked_to_compile, calling_model
 from .capture import RECORDERS
 from .layers.base import ROLLBACK
+from .layers.followed import MASK_SIZES_BIAS
 from .layers.group import DeviceSync
 from .model_calls import CallInterceptor, forward_parameters, inside_call, intercept, is_inside_call
 from .once import say_once
@@ -232,6 +233,8 @@ class StepGraphs:
         tensors = dict(step.tensors)
         if masked and step.mask is not None:
             tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
+        elif self.sync.first.layer.follows in MASK_SIZES_BIAS:
+            tensors["attention_mask"] = buffers.all_shown(self.sync.first.layer.batch_size)
         key = (*kind, masked)
         recorded = buffers.recordings.get(key)
         if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():

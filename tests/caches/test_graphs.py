@@ -14,10 +14,11 @@ import weakref
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import CompileConfig, DynamicCache
 
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, kernels
-from hfkvq.caches import dense, graphs, placement
+from hfkvq.caches import capture, dense, graphs, placement
 from hfkvq.caches.layers.buffer import StepBuffer
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import FAMILIES, build, prompt
@@ -683,3 +684,23 @@ def test_layers_are_of_the_kind_that_is_captured():
     assert not any(x.steps for x in MixedKVCache(build("llama").config, graphs=False).layers)
     assert graphs.MAX_STEP == 16
     assert TriAxialCache
+
+
+def test_numbers_are_made_on_the_device():
+    """As eager masks of Transformers 5.17 make them, which a CUDA graph could not copy."""
+    seen = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.extend([func] * (func in (torch.tensor, torch.full)))
+            return func(*args, **(kwargs or {}))
+
+    with Seen(), capture.NumbersOnDevice():
+        made = [torch.tensor(x, device="meta", dtype=dtype) for x, dtype in ((0.5, torch.bfloat16), (3, None))]
+        assert seen == [torch.full, torch.full]
+        torch.tensor(0.5), torch.tensor([1, 2], device="meta")
+    assert [(x.dtype, x.shape, x.device.type) for x in made] == [
+        (torch.bfloat16, (), "meta"),
+        (torch.int64, (), "meta"),
+    ]
+    assert seen[2:] == [torch.tensor, torch.tensor]

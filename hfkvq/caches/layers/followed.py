@@ -46,6 +46,9 @@ RECORDABLE = frozenset({"bloom", "codegen", "gpt_neox_japanese", "gptj", "mpt"})
 COUNTS_KEYS = frozenset({"mpt"})
 """Of these, those that ask how many tokens there are as a number, to cut a bias to the keys that they are given."""
 
+MASK_SIZES_BIAS = frozenset({"bloom"})
+"""Of these, those whose bias is made from the padding mask: recorded steps show one of ones, with all columns."""
+
 
 def recorded_handles(layer: LayerBase, step: StepKV, room: int) -> tuple[LazyKV, LazyKV]:
     """What an update returns in a recorded step: handles with columns for all that there is room for."""
