@@ -21,10 +21,10 @@ from torch.nn.modules import module as torch_module
 from hfkvq.kernels import dispatch
 from hfkvq.kernels.step import MAX_STEP
 
-from .buffers import BufferPool, Recording
+from .buffers import BufferPool, BufferSet, Recording
 from .callers import asked_to_compile, calling_model
 from .capture import RECORDERS
-from .layers.base import ROLLBACK
+from .layers.base import ROLLBACK, LayerBase
 from .layers.followed import MASK_SIZES_BIAS
 from .layers.group import DeviceSync
 from .model_calls import CallInterceptor, forward_parameters, inside_call, intercept, is_inside_call
@@ -230,11 +230,7 @@ class StepGraphs:
                 return False, None
             if step.mask.shape[0] != first.batch_size:
                 return False, None
-        tensors = dict(step.tensors)
-        if masked and step.mask is not None:
-            tensors["attention_mask"] = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
-        elif self.sync.first.layer.follows in MASK_SIZES_BIAS:
-            tensors["attention_mask"] = buffers.all_shown(self.sync.first.layer.batch_size)
+        tensors = _with_mask(step, masked, buffers, self.sync.first.layer)
         key = (*kind, masked)
         recorded = buffers.recordings.get(key)
         if recorded is not None and recorded.model() is model and recorded.fingerprint == interceptor.fingerprint():
@@ -375,6 +371,17 @@ class StepGraphs:
             torch._foreach_sub_(buffers.lengths, tokens)  # pyright: ignore[reportPrivateImportUsage]
             sync.ahead -= tokens
         return True
+
+
+def _with_mask(step: Step, masked: bool, buffers: BufferSet, first: LayerBase) -> dict[str, Tensor]:
+    """A step's tensors with a padding mask for all columns, where it needs one."""
+    if masked and step.mask is not None:
+        wide = torch.nn.functional.pad(step.mask, (0, buffers.room - step.mask.shape[1]))
+    elif first.follows in MASK_SIZES_BIAS:
+        wide = buffers.all_shown(first.batch_size)
+    else:
+        return dict(step.tensors)
+    return step.tensors | {"attention_mask": wide}
 
 
 def _shapes(tensors: dict[str, Tensor]) -> tuple[Any, ...]:
