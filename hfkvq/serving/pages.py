@@ -114,6 +114,7 @@ class Rows(NamedTuple):
         counters: i32 (4, R), as `kernels.decode_attention` wants them, if all requests have one token.
         lengths: tokens held and tokens to come of each request, known to the host; None in a step.
         steps: rows with one token and something held, of such a list.
+        slot: i64 (n, 1, 1, 1), where the newest token of each row with one token waits.
     """
 
     table: Tensor
@@ -123,6 +124,7 @@ class Rows(NamedTuple):
     counters: Tensor
     lengths: list[tuple[int, int]] | None = None
     steps: Tensor | None = None
+    slot: Tensor | None = None
 
 
 class CompressedPages(FullAttentionCacheAllocator):
@@ -250,10 +252,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         if rows is None:
             return query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
         arguments, form = arguments_of(scaling, given), self.forms[layer]
-        stored = [
-            saturated(hadamard(x.float(), rotation), x.dtype) if rotation else x
-            for x, rotation in ((key, form.rotate_keys), (value, form.rotate_values))
-        ]
+        stored = [hadamard(x, rotation) for x, rotation in ((key, form.rotate_keys), (value, form.rotate_values))]
         if rows.lengths is None:
             # Every token is a request: rows of one token.
             out = self._step(layer, query.transpose(0, 2), [x.transpose(0, 2) for x in stored], rows, arguments)
@@ -275,7 +274,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         past, new = (lengths - 1).clamp(min=0), lengths.clamp(max=1)
         index = torch.arange(count, dtype=torch.int32, device=past.device)[:, None]
         table = given["block_table"][self.index].clamp(min=0)
-        return Rows(table, past, new, index, torch.stack([torch.zeros_like(past), lengths, past, past]))
+        counters = torch.stack([torch.zeros_like(past), lengths, past, past])
+        return Rows(table, past, new, index, counters, slot=_slot(past))
 
     def _batch_rows(self, given: dict[str, Any]) -> Rows | None:
         """Of a batch with prompts, or parts of them: asks the device once for the lengths. None without a token."""
@@ -290,7 +290,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         counters = torch.stack([torch.zeros_like(past), past + new, past, past])
         lengths = list(zip(held, news, strict=True))
         steps = [i for i, (past_, new_) in enumerate(lengths) if past_ and new_ == 1]
-        return Rows(table, past, new, index, counters, lengths, torch.tensor(steps).to(device) if steps else None)
+        at = torch.tensor(steps).to(device) if steps else None
+        return Rows(table, past, new, index, counters, lengths, at, None if at is None else _slot(past[at]))
 
     def _columns(self, given: dict[str, Any]) -> Columns | None:
         """See there; asks the device."""
@@ -307,7 +308,8 @@ class CompressedPages(FullAttentionCacheAllocator):
     ) -> Tensor:
         """Attention of one token of each request, (R, Hq, 1, D), over its blocks and itself."""
         count = query.shape[0]
-        slot = (rows.past % TAIL).long()[:, None, None, None].expand(-1, self.num_key_value_heads, 1, self.head_dim)
+        assert rows.slot is not None
+        slot = rows.slot.expand(-1, self.num_key_value_heads, 1, self.head_dim)
         tails = [tail[:count].scatter_(2, slot, x) for tail, x in zip(self._tails, stored, strict=True)]
         sink = tails[0][:, :, :0]
         keys, values = self._parts[layer]
@@ -358,6 +360,11 @@ class CompressedPages(FullAttentionCacheAllocator):
         dense = dense.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
         rotation = form.rotate_values if at else form.rotate_keys
         return saturated(hadamard(dense, rotation, back=True), self.cache_dtype)
+
+
+def _slot(past: Tensor) -> Tensor:
+    """Where the token behind so many, (R,), waits in its row's tail: (R, 1, 1, 1)."""
+    return (past % TAIL).long()[:, None, None, None]
 
 
 def arguments_of(scaling: float, given: dict[str, Any]) -> AttentionArguments:
