@@ -299,6 +299,8 @@ def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> Non
     colors = {"none": GREY} | dict(zip([name for name in schemes if name != "none"], ours, strict=False))
     label = {name: "the engine's own" if name == "none" else name for name in schemes}
     counts = sorted({row["users"] for row in rows.values() if row["requests"] == "chat"})
+    # A line needs more than its ends.
+    counts = counts if len(counts) > 3 else []
     figure, grid = new_figure(11.6 if counts else 8.0, 3.6, 3 if counts else 2)
     *lines, speeds, held = grid[0]
     for axes in lines:

@@ -121,6 +121,29 @@ def test_kernels_take_the_blocks(model):
 
 
 @pytest.mark.gpu
+def test_a_first_batch_waits_until_inputs_are_cleared(model):
+    """The engine clears them on the default stream when its thread begins, and copies them on another one."""
+    own = copy.deepcopy(model).to("cuda", torch.bfloat16)
+    inputs, found = prompts(30, 90), []
+    for busy in (False, True):
+        with serving.enable(own, "saw-int4"):
+            manager = own.init_continuous_batching(generation(), settings())
+            manager.warmup()
+            if busy:
+                torch.cuda._sleep(2**31)
+            manager.start()
+            try:
+                for number, ids in enumerate(inputs):
+                    manager.add_request(ids, request_id=str(number))
+                results = [manager.get_result(timeout=60) for _ in inputs]
+            finally:
+                manager.stop(block=True)
+            found.append({each.request_id: each.generated_tokens for each in results})
+    assert found[0] == found[1]
+    assert any(any(tokens) for tokens in found[0].values())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_graphs_of_the_engine(scheme):
     """Steps recorded by the engine, without its graphs, among prompts, and of plain `generate`: alike in bf16."""

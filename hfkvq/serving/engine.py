@@ -184,8 +184,15 @@ class CompressedManager(ContinuousBatchingManager):
             self._several.now = False
 
     def _create_batch_processor(self) -> Any:
-        if self.batch_processor is not None:
-            return super()._create_batch_processor()
+        known = self.batch_processor is not None
+        processor = super()._create_batch_processor() if known else self._make_batch_processor()
+        if self.model.device.type == "cuda":
+            # The engine clears its inputs on this stream, when they are made and when its thread begins, and copies
+            # those of the first batch on another one, which does not wait: they might be cleared again.
+            torch.cuda.current_stream(self.model.device).synchronize()
+        return processor
+
+    def _make_batch_processor(self) -> Any:
         config = self.continuous_batching_config
         kind = WindowedPages if self.windowed else CompressedPages
         own = {"schemes": self.schemes, "config": config}
@@ -206,9 +213,6 @@ class CompressedManager(ContinuousBatchingManager):
                     "%s: windows of %d requests in %.1f MiB; prefixes are not shared, since what waits in 16 bits is a "
                     "request's own.", self.scheme.name, config.max_requests_per_batch, pages.window_room / 2**20,
                 )  # fmt: skip
-        if self.model.device.type == "cuda":
-            # The engine fills its inputs on this stream and copies the first batch on another one, which does not wait.
-            torch.cuda.synchronize(self.model.device)
         return processor
 
 
