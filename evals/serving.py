@@ -28,13 +28,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import itertools
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,9 @@ KINDS = {
 }
 
 
+_NUMBERS = itertools.count()
+
+
 class Users:
     """Users of an engine who ask again when they are answered.
 
@@ -105,7 +108,8 @@ class Users:
     def ask(self, middle: bool = False) -> None:
         """Another request."""
         prompt, new = self.kind.draw(self.rng, middle)
-        name = str(len(self.asked))
+        # New every time: one taken back when it has ended would take the next of its name back.
+        name = str(next(_NUMBERS))
         ids = self.rng.choices(range(10, self.vocabulary), k=prompt)
         self.asked[name] = time.perf_counter()
         self._open.add(name)
@@ -174,7 +178,7 @@ def run(
     gaps = sorted(
         (later - earlier) * 1000
         for state in users.seen.values()
-        for earlier, later in pairwise(state.timestamps or [])
+        for earlier, later in itertools.pairwise(state.timestamps or [])
         if begin < later <= end
     )
     first = sorted(
@@ -239,7 +243,7 @@ def measure(args: argparse.Namespace, write: Callable[[dict[str, Any]], None]) -
         "rows": [],
     }
     asked = [row.split(":") for row in args.rows.split(",")]
-    for _, own in groupby(asked, lambda row: KINDS[row[0]].engine):
+    for _, own in itertools.groupby(asked, lambda row: KINDS[row[0]].engine):
         rows = [(name, ALL if load == "all" else int(load), load) for name, load in own]
         for scheme in args.schemes.split(","):
             if time.perf_counter() - start > args.budget:
