@@ -19,9 +19,15 @@ from hfkvq.measure.figures import KIND, PATH
 
 RESULTS = Path(__file__).parent / "results"
 # Of several files with a preset the first one counts.
-LOSS = ("kld-smollm2-h200.json", "kld-smollm2-pages-h200.json", "kld-smollm2-ablation-h200.json")
+LOSS = (
+    "kld-smollm2-budgets-h200.json",
+    "kld-smollm2-h200.json",
+    "kld-smollm2-pages-h200.json",
+    "kld-smollm2-ablation-h200.json",
+)
 STEPS = (
     "generate-steps-qwen3-8b-h200.json",
+    "generate-budgets-qwen3-8b-h200.json",
     "generate-best-qwen3-8b-h200.json",
     "generate-kvarn-256-steps-qwen3-8b-h200.json",
     "generate-triaxial-pages-qwen3-8b-h200.json",

@@ -18,7 +18,12 @@ from hfkvq.measure.tables import markdown_table
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
 BEGIN, END = "<!-- smollm2: begin -->", "<!-- smollm2: end -->"
-FILES = ("kld-smollm2-ablation-h200.json", "kld-smollm2-pages-h200.json", "kld-smollm2-h200.json")
+FILES = (
+    "kld-smollm2-ablation-h200.json",
+    "kld-smollm2-pages-h200.json",
+    "kld-smollm2-h200.json",
+    "kld-smollm2-budgets-h200.json",
+)
 """Older first."""
 
 HEAD = ("cache", "long context", "total bits", "KLD", "95 %", "99.9 %", "top-1", "perplexity")

@@ -19,7 +19,7 @@ SMALL = {
     "kitty-pro": {"page_size": 32, "sink_length": 8, "local_length": 32},
     "best-2.5": {"page_size": 32, "sink_length": 8, "local_length": 32, "key_local_length": 16},
     "best-3.4": {"page_size": 32, "group_size": 16, "sink_length": 8, "local_length": 32, "key_local_length": 16},
-    "best-4.3": {"page_size": 32, "sink_length": 8, "local_length": 16},
+    "best-4.3": {"local_length": 32, "group_size": 16, "sink_length": 8, "key_local_length": 16},
     "kivi-2": {"local_length": 32, "group_size": 16},
     "kvarn": {"page_size": 32, "sink_length": 16},
     "mixkvq": {"page_size": 32, "sink_length": 8, "accumulate": True},

@@ -169,7 +169,7 @@ def test_a_model_of_which_nothing_is_compressed(tmp_path):
 def test_latents_are_offered_what_attends_to_them():
     config = DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
     found = presets_for(outline(config), default=candidates())
-    assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4", "best-4.3"}
+    assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4"}
 
 
 def test_rows_of_latents_have_no_loss():

@@ -57,6 +57,18 @@ class Kivi(Scheme):
             ("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
         "kivi-4": Entry("A short distance from bf16, for 5 bits.", {"bits": 4}, ("bench kernels", "fit")),
+        "best-4.3": Entry(
+            "The closest to bf16 at about 4 bits: both sides rotated, first and newest tokens whole. Not of a paper.",
+            {
+                "bits": 4,
+                "group_size": 128,
+                "sink_length": 32,
+                "key_local_length": 128,
+                "rotate_keys": True,
+                "rotate_values": True,
+            },
+            ("kld", "bench generate", "fit"),
+        ),
     }
 
     bits: int = knob(2, choices=(2, 4))

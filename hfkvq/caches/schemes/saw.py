@@ -54,11 +54,6 @@ class SawInt4(Scheme):
             lists=("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
         "saw-int4-kv": Entry("The same, for values with outlier channels.", {"rotate": "both"}),
-        "best-4.3": Entry(
-            "The closest to bf16 at about 4 bits: both sides rotated, first and newest tokens whole. Not of a paper.",
-            {"rotate": "both", "sink_length": 32, "local_length": 128},
-            ("kld", "bench generate", "fit"),
-        ),
         "int4": Entry(
             "Plain INT4: what rotation is worth. Outlier channels in keys break it.",
             {"rotate": "none"},

@@ -166,12 +166,13 @@ class Result:
 def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
     """Schemes by preset name.
 
-    Without names a few of each kind; of "all" every distinct one, under the last name it has.
+    Without names a few of each kind; of "all" every distinct one for keys and values, under the last name it has. Those
+    for latents alone have to be named.
     """
     if tuple(names) != ("all",):
         return {name: get_scheme(name) for name in names or listed("demo")}
     # The last name says most: "kivi" is an alias of "kivi-2".
-    distinct = {scheme: name for name, scheme in list_schemes().items()}
+    distinct = {scheme: name for name, scheme in list_schemes().items() if not scheme.latents}
     return {name: scheme for scheme, name in distinct.items()}
 
 
