@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hfkvq.caches import Scheme, list_schemes
-from hfkvq.measure.demo.schemes import describe
+from hfkvq.measure.demo.schemes import describe, long_context_bits
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -25,6 +25,20 @@ FILES = (
     "kld-smollm2-budgets-h200.json",
 )
 """Older first."""
+
+HEAD_DIM = 64
+"""Of SmolLM2-135M: 30 layers, 3 KV heads."""
+
+SIMULATED_BITS = {
+    # Scale and zero point of 16 bits each a token and head.
+    "oscar": 2 + 32 / 64,
+    # The same for 32 elements, and a norm of 32 bits for each token's keys.
+    "oscar-omni": 2 + 32 / 32 + 32 / (3 * 64) / 2,
+    # A norm of keys, scale and minimum of values, 16 bits each; the first and last two layers stay in 16 bits.
+    "turboquant-4": (26 * (4 + 48 / 128) + 4 * 16) / 30,
+    "turboquant-3": (26 * (3 + 48 / 128) + 4 * 16) / 30,
+}
+"""Bits per element in a long context of what is simulated, by its formats in hfkvq/measure/rivals."""
 
 HEAD = ("cache", "long context", "total bits", "KLD", "95 %", "99.9 %", "top-1", "perplexity")
 
@@ -73,36 +87,55 @@ def table() -> str:
     return markdown_table(HEAD, lines)
 
 
+def bits_of_smollm2(row: dict[str, Any]) -> float:
+    """Bits per element in a long context, scales included, at the heads of the model that was measured."""
+    name = row["name"].removeprefix("simulated-")
+    if name in SIMULATED_BITS:
+        return SIMULATED_BITS[name]
+    scheme = Scheme.from_dict(row["scheme"])
+    about = describe(row["name"], scheme, HEAD_DIM)
+    (least, most), (fewest, largest) = long_context_bits(scheme, HEAD_DIM), about["code_bits"]
+    # Where tokens differ in width, the measured mean of code bits says how many were wide.
+    return least if least == most else least + (most - least) * (row["code_bits"] - fewest) / (largest - fewest)
+
+
 def picture(path: Path) -> None:
-    """Divergence against bits, with intervals."""
+    """Divergence against bits, with intervals; the floor of rounding as a line."""
     from matplotlib.lines import Line2D
 
     from hfkvq.measure.drawing import BLACK, BLUE, GREY, RED, new_figure, write_names
 
     figure, grid = new_figure(8.6, 5.2)
-    axes, places, colors = grid[0][0], [], {}
-    shown = [row for row in rows() if ":" not in row["name"]]
-    for row in shown:
-        low, high = row["kld"]["interval"]
-        mean, bits, name = row["kld"]["mean"], row["total_bits"], row["name"].replace("simulated-", "")
-        color = GREY if row.get("simulated") else RED if name.startswith("best") else BLUE
-        axes.errorbar(bits, mean, [[mean - low], [high - mean]], fmt="x" if color == GREY else "o", color=color)
-        places.append((name, (bits, mean)))
-        colors[name] = BLACK if color == GREY else color
-    axes.set(xscale="log", yscale="log", xlim=(2.8, 24))
-    axes.set_xticks([3, 4, 5, 6, 8, 12, 16], ["3", "4", "5", "6", "8", "12", "16"])
-    axes.set_yticks([0.001, 0.003, 0.01, 0.03, 0.1, 0.3], ["0.001", "0.003", "0.01", "0.03", "0.1", "0.3"])
+    axes, places, colors, bars = grid[0][0], [], {}, {}
+    for row in rows():
+        name = row["name"].removeprefix("simulated-")
+        (low, high), mean = row["kld"]["interval"], row["kld"]["mean"]
+        if name == "full":
+            axes.axhline(mean, color=GREY, linewidth=1, linestyle="--")
+            words = "full: 16 bits, not quantized. What is left is rounding."
+            at = {"xycoords": ("axes fraction", "data"), "xytext": (0, 4), "textcoords": "offset points"}
+            axes.annotate(words, (0.995, mean), **at, ha="right", fontsize=8.5)
+        elif ":" not in name:
+            color = GREY if row.get("simulated") else RED if name.startswith("best") else BLUE
+            mark, size = ("x", 6) if color == GREY else ("D", 8) if color == RED else ("o", 6)
+            bits, sides = bits_of_smollm2(row), [[mean - low], [high - mean]]
+            axes.errorbar(bits, mean, sides, fmt=mark, color=color, markersize=size, elinewidth=1.3, alpha=0.9)
+            places.append((name, (bits, mean)))
+            colors[name], bars[name] = BLACK if color == GREY else color, (low, high)
+    axes.set(yscale="log", xlim=(2.2, 6.4), ylim=(0.0011, 0.45))
+    axes.set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], ["0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
     axes.grid(alpha=0.25)
-    axes.set_xlabel("total bits per element, windows and scales included (DynamicCache: 16)")
-    axes.set_ylabel("KLD from DynamicCache, nats (lower is better)")
-    axes.set_title("What a compressed cache costs: SmolLM2-135M, contexts of 7,680 tokens, 95 % intervals", fontsize=11)
-    kinds = ((RED, "o", "hfkvq's presets by budget"), (BLUE, "o", "published methods in hfkvq"))
-    kinds += ((GREY, "x", "others, simulated"),)
+    axes.set_xlabel("bits per element in a long context, scales included, heads of 64 channels (bf16: 16)")
+    axes.set_ylabel("KL divergence from DynamicCache, nats")
+    axes.set_title("Loss against memory (lower left is better): SmolLM2-135M, contexts of 7,680 tokens", fontsize=11)
+    kinds = ((RED, "D", "best-*: hfkvq's own presets"), (BLUE, "o", "published methods, in hfkvq"))
+    kinds += ((GREY, "x", "other methods, simulated"),)
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
+    handles.append(Line2D([], [], color=BLACK, marker="|", markersize=10, linestyle="none", label="95 % interval"))
     axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
-    write_names([(axes, places)], colors)
-    figure.savefig(path, dpi=120)
+    write_names([(axes, places)], colors, bars, {name for name in colors if name.startswith("best")})
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

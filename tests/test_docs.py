@@ -139,7 +139,7 @@ def test_the_schemes_of_contributing_run_as_they_stand(tmp_path, monkeypatch, ca
     assert int(done["cache"].layers[0].store.counters[1].max()) <= 32
     assert get_scheme("lean-2") == done["Lean"](bits=2)
     assert "lean" in registry.listed("demo")
-    assert "| `lean-2` | The same in half the bytes. |" in schemes_markdown()
+    assert "| `lean-2` | The same in 2 bits. |" in schemes_markdown()
 
 
 def rows(text, heading):

@@ -98,6 +98,6 @@ def _preset_words(scheme: type[Scheme]) -> str:
     for name in in_order():
         cls, entry = entry_of(name)
         if cls is scheme and entry.knobs:
-            default = " (what `MixedKVCache` takes by default)" if name == DEFAULT_SCHEME else ""
+            default = " (the default of `MixedKVCache`)" if name == DEFAULT_SCHEME else ""
             found.append(f"``{name}`` is {', '.join(f'{knob}={x!r}' for knob, x in entry.knobs.items())}{default}")
     return "\n".join(textwrap.wrap(f"Presets: {'; '.join(found)}.", 112)) if found else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,29 +39,47 @@ def legend_beside(axes: Any, *entries: Any) -> None:
     axes.legend(*entries, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
 
 
-def write_names(panels: Sequence[tuple[Any, Sequence[tuple[str, Point]]]], colors: Mapping[str, str]) -> None:
+def write_names(
+    panels: Sequence[tuple[Any, Sequence[tuple[str, Point]]]],
+    colors: Mapping[str, str],
+    bars: Mapping[str, tuple[float, float]] | None = None,
+    bold: Collection[str] = (),
+) -> None:
     """Writes names beside their points in the finished panels of a figure, in colours by name.
 
     Args:
         panels: axes, and their names and points.
         colors: by name.
+        bars: lower and upper end of the interval of a point, by name; no name is written over it.
+        bold: names in bold.
     """
     if panels:
         # Positions are known only after a layout.
         panels[0][0].get_figure().canvas.draw()
     for axes, points in panels:
-        _write_names(axes, points, colors)
+        _write_names(axes, points, colors, bars or {}, bold)
 
 
-def _write_names(axes: Any, points: Sequence[tuple[str, Point]], colors: Mapping[str, str]) -> None:
+def _write_names(
+    axes: Any,
+    points: Sequence[tuple[str, Point]],
+    colors: Mapping[str, str],
+    bars: Mapping[str, tuple[float, float]],
+    bold: Collection[str],
+) -> None:
     """Writes each name at the first place near its point that is still free."""
     from matplotlib.text import Text
 
     renderer = axes.get_figure().canvas.get_renderer()
     taken = []
-    for _, at in points:
+    for name, at in points:
         x, y = axes.transData.transform(at)
         taken.append((x - 5, y - 5, x + 5, y + 5))
+        if name in bars:
+            low, high = (axes.transData.transform((at[0], end))[1] for end in bars[name])
+            taken.append((x - 2, low, x + 2, high))
+    if axes.get_legend() is not None:
+        taken.append(axes.get_legend().get_window_extent(renderer).extents)
     frame = axes.get_window_extent()
     steps = [(8, 0), (-8, 0), (0, 8), (0, -8)]
     steps += [(dx, sign * 13 * k) for k in range(1, 11) for sign in (1, -1) for dx in (10, -10, 40, -40)]
@@ -74,6 +92,7 @@ def _write_names(axes: Any, points: Sequence[tuple[str, Point]], colors: Mapping
                 xytext=(dx, dy),
                 textcoords="offset points",
                 fontsize=8.5,
+                fontweight="bold" if name in bold else "normal",
                 color=colors[name],
                 ha="center" if dx == 0 else "left" if dx > 0 else "right",
                 va="center" if dx else "bottom" if dy > 0 else "top",

@@ -71,7 +71,7 @@ def test_every_knob_is_explained():
 
 def test_the_default_is_said_plainly():
     doc = " ".join(inspect.getdoc(hfkvq.KittyCache).split())
-    assert re.search(rf"``{DEFAULT_SCHEME}`` is [^;]* \(what `MixedKVCache` takes by default\)", doc)
+    assert re.search(rf"``{DEFAULT_SCHEME}`` is [^;]* \(the default of `MixedKVCache`\)", doc)
     assert "The default preset of ``MixedKVCache(model.config)`` is another one" in doc
     assert hfkvq.KittyCache.preset_name != DEFAULT_SCHEME
 

@@ -62,12 +62,18 @@ class Arkv(TieredEviction):
     place = 60
     presets = {
         "arkv": Entry(
-            "A fixed budget of tokens or bytes a KV head: by the attention they get whole, in few bits, or gone.",
+            "A fixed budget per KV head: tokens stay whole, are quantized or evicted, by the attention they receive.",
             lists=("demo", "fit"),
         ),
-        "arkv-origin": Entry("Eviction alone.", {"tiers": "origin"}, group="baseline"),
-        "arkv-quant": Entry("All that stays in fp8: more tokens in the same bytes.", {"tiers": "quant"}),
-        "arkv-window": Entry("The newest tokens alone.", {"tiers": "origin", "score": "recency"}, group="baseline"),
+        "arkv-origin": Entry(
+            "ARKV's baseline: eviction only, with all kept tokens in 16 bits.", {"tiers": "origin"}, group="baseline"
+        ),
+        "arkv-quant": Entry("ARKV with all kept tokens in fp8: more tokens in the same bytes.", {"tiers": "quant"}),
+        "arkv-window": Entry(
+            "ARKV's baseline: a sliding window over the newest tokens.",
+            {"tiers": "origin", "score": "recency"},
+            group="baseline",
+        ),
     }
 
     alpha: float = knob(0.75, low=0.0, high=1.0, search=(0.05, 1.0))

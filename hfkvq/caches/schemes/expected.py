@@ -43,7 +43,7 @@ class ExpectedAttention(TokenEviction):
     place = 85
     presets = {
         "expected-attention": Entry(
-            "Long prompts whose questions are yet to come: what the queries to come may look at stays.",
+            "Long prompts before the question is known: keeps what future queries are expected to attend to.",
             lists=("fit",),
             group="eviction",
         )

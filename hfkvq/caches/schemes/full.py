@@ -28,7 +28,9 @@ class Full(Scheme):
     place = 0
     presets = {
         "full": Entry(
-            "No loss at all: the control. It saves nothing.", lists=("demo", "kld", "bench kernels"), group="control"
+            "The control: 16-bit pages, in which nothing is quantized or saved.",
+            lists=("demo", "kld", "bench kernels"),
+            group="control",
         )
     }
 

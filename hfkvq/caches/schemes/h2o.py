@@ -40,11 +40,11 @@ class H2O(TokenEviction):
     place = 82
     presets = {
         "h2o": Entry(
-            "A fixed budget by the attention received so far; asks attention in every step.",
+            "A fixed budget: keeps the tokens with the most attention so far. Computes scores in every step.",
             lists=("fit",),
             group="eviction",
         ),
-        "h2o-prompt": Entry("The same of prompts alone.", {"trim_every": 0}, group="eviction"),
+        "h2o-prompt": Entry("H2O that evicts from prompts only.", {"trim_every": 0}, group="eviction"),
     }
 
     window: int = knob(512, low=1, high=65536)

@@ -66,26 +66,26 @@ class Kitty(Scheme):
     place = 10
     presets = {
         "kitty": Entry(
-            "The fewest bits, more of them to the strongest key channels; loses a little more than Kitty-Pro.",
+            "2 bits, with the strongest 12.5 % of the key channels in 4 bits. Loses more than kitty-pro.",
             lists=("kld", "bench kernels", "fit"),
         ),
         "kitty-pro": Entry(
-            "Few bits for a long context, on any model: the same with twice as many strong channels.",
+            "2 bits, with the strongest 25 % of the key channels in 4 bits.",
             {"boost_ratio": 0.25},
             ("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
         "best-2.5": Entry(
-            "The fewest bits with answers close to bf16: Kitty-Pro's bytes, better filled. Not of a paper.",
+            "Our own preset for the least memory: kitty-pro's bits, with much less loss.",
             _BEST,
             ("kld", "fit"),
         ),
         "best-2.8": Entry(
-            "The same with more raised channels and finer key scales. Not of a paper.",
+            "Our own preset: best-2.5 with more key channels in 4 bits and finer key scales.",
             {**_BEST, "boost_ratio": 0.375, "group_size": 64},
             ("kld", "fit"),
         ),
         "best-3.4": Entry(
-            "Half of the key channels raised, 4-bit values in the half of the layers that need them. Not of a paper.",
+            "Our own preset for most uses: half of the key channels in 4 bits, 4-bit values in half of the layers.",
             {**_BEST, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.84},
             ("demo", "kld", "bench generate", "fit"),
         ),

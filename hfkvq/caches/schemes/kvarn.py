@@ -48,10 +48,15 @@ class KVarN(Scheme):
     paper = "KVarN"
     place = 50
     presets = {
-        "kvarn": Entry("Keys with outlier tokens and channels, for 3.4 bits.", lists=("leaderboard", "fit")),
-        "kvarn-k4v2": Entry("The same, by its long name.", {"key_bits": 4, "value_bits": 2}),
-        "kvarn-k4v4": Entry("The same with better values.", {"key_bits": 4, "value_bits": 4}),
-        "kvarn-k2v2": Entry("2 bits where keys have no outlier channels.", {"key_bits": 2, "value_bits": 2}),
+        "kvarn": Entry(
+            "4-bit keys, 2-bit values: made for keys with outlier tokens and outlier channels.",
+            lists=("leaderboard", "fit"),
+        ),
+        "kvarn-k4v2": Entry("Another name for kvarn.", {"key_bits": 4, "value_bits": 2}),
+        "kvarn-k4v4": Entry("KVarN with 4-bit values: less loss, for one bit more.", {"key_bits": 4, "value_bits": 4}),
+        "kvarn-k2v2": Entry(
+            "KVarN with 2-bit keys, for models without outlier channels.", {"key_bits": 2, "value_bits": 2}
+        ),
     }
 
     key_bits: int = knob(4, choices=(2, 4), search=[2, 4])

@@ -41,10 +41,10 @@ class Latent(Scheme):
     latents = True
     place = 45
     presets = {
-        "latent-4": Entry(
-            "Models with latent attention (DeepSeek, Kimi, GLM, LongCat): about 4.5 bits.", lists=("fit",)
+        "latent-4": Entry("Latent attention (DeepSeek, Kimi, GLM, LongCat): latents in 4 bits.", lists=("fit",)),
+        "latent-8": Entry(
+            "Latent attention: latents in 8 bits, with less loss.", {"bits": 8, "rope_bits": 16}, ("fit",)
         ),
-        "latent-8": Entry("The same in 8 bits, where little may be lost.", {"bits": 8, "rope_bits": 16}, ("fit",)),
     }
 
     bits: int = knob(4, choices=(4, 8, 16))

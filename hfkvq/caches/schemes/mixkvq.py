@@ -34,7 +34,9 @@ def _divide(x: Tensor, by: float) -> Tensor:
 
 def _tuned(model: str, tau_bf16: float, tau_int4: float, most_bf16: float, most_int4: float) -> Entry:
     knobs: dict[str, str | float] = {"select": "thresholds", "tau_bf16": tau_bf16, "tau_int4": tau_int4}
-    return Entry(f"The paper's thresholds for {model}.", knobs | {"most_bf16": most_bf16, "most_int4": most_int4})
+    return Entry(
+        f"MixKVQ with the paper's thresholds for {model}.", knobs | {"most_bf16": most_bf16, "most_int4": most_int4}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +95,14 @@ class MixKVQ(Scheme):
     place = 30
     presets = {
         "mixkvq": Entry(
-            "Widths that follow the model: more for key channels whose error queries would see; to be tuned.",
+            "Key channels in 2, 4 or 16 bits, by quantization error and queries. Tune it for your model.",
             lists=("kld", "fit"),
         ),
-        "mixkvq-fractions": Entry("The same, by its long name.", {"select": "fractions"}),
-        "mixkvq-error-only": Entry("The same where attention does not show its queries.", {"salience": "error_only"}),
+        "mixkvq-fractions": Entry("Another name for mixkvq.", {"select": "fractions"}),
+        "mixkvq-error-only": Entry(
+            "MixKVQ by quantization error alone, for attention that does not expose its queries.",
+            {"salience": "error_only"},
+        ),
         # Appendix C; the room is chosen by the paper's bits of key codes: 2.7, 3.4, 2.3 and 2.3.
         "mixkvq-r1-llama-8b": _tuned("R1-Llama-8B", 1.44, 0.79, 0.0625, 0.125),
         "mixkvq-r1-qwen-7b": _tuned("R1-Qwen-7B", 0.63, 0.41, 0.125, 0.125),

@@ -40,7 +40,7 @@ class PyramidKV(TokenEviction):
     name = "pyramidkv"
     paper = "arXiv:2406.02069"
     place = 81
-    presets = {"pyramidkv": Entry("SnapKV with more tokens in lower layers.", lists=("fit",), group="eviction")}
+    presets = {"pyramidkv": Entry("SnapKV with larger budgets in the lower layers.", lists=("fit",), group="eviction")}
 
     window: int = knob(8, low=1, high=4096, search=[8, 32, 64])
     beta: int = knob(20, low=1, high=1000, search=[2, 5, 10, 20])

@@ -50,12 +50,12 @@ class SawInt4(Scheme):
     place = 40
     presets = {
         "saw-int4": Entry(
-            "About 4 bits, and no windows, so that it saves in short contexts too.",
+            "4 bits with rotated keys, and no 16-bit windows: saves memory in short contexts too.",
             lists=("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
-        "saw-int4-kv": Entry("The same, for values with outlier channels.", {"rotate": "both"}),
+        "saw-int4-kv": Entry("saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both"}),
         "int4": Entry(
-            "Plain INT4: what rotation is worth. Outlier channels in keys break it.",
+            "Plain INT4, the baseline without rotation. Outlier channels in keys break it.",
             {"rotate": "none"},
             ("kld", "bench kernels"),
             group="baseline",

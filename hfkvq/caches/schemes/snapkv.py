@@ -40,7 +40,7 @@ class SnapKV(TokenEviction):
     place = 80
     presets = {
         "snapkv": Entry(
-            "Long prompts of which little matters: the tokens stay that its end attends to.",
+            "Long prompts: keeps the tokens that the end of the prompt attends to.",
             lists=("leaderboard", "fit"),
             group="eviction",
         )

@@ -39,7 +39,7 @@ class StreamingLLM(TokenEviction):
     alike = True
     presets = {
         "streaming-llm": Entry(
-            "The newest tokens and the first four: endless text, nothing to look up.",
+            "Endless text: keeps the attention sink (the first four tokens) and the newest tokens.",
             lists=("fit",),
             group="eviction",
         )

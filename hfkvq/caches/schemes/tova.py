@@ -38,7 +38,11 @@ class TOVA(TokenEviction):
     paper = "arXiv:2401.06104"
     place = 84
     alike = True
-    presets = {"tova": Entry("A fixed budget by what the newest query attends to.", lists=("fit",), group="eviction")}
+    presets = {
+        "tova": Entry(
+            "A fixed budget: keeps the tokens that the newest query attends to.", lists=("fit",), group="eviction"
+        )
+    }
 
     window: int = knob(1, low=1, high=4096)
     trim_every: int = knob(64, low=0, high=65536)

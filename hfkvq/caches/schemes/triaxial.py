@@ -77,7 +77,8 @@ class TriAxial(Scheme):
     place = 70
     presets = {
         "triaxial": Entry(
-            "Agents with tools and images: bits by a token's turn, modality and role.", lists=("leaderboard", "fit")
+            "Agents with tools and images: 2 or 4 bits by a token's age, modality and role.",
+            lists=("leaderboard", "fit"),
         ),
     }
 

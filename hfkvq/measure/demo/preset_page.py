@@ -31,7 +31,13 @@ def kept_bits(scheme: Scheme) -> str:
 def loss_words(preset: str) -> str:
     """What the preset does to the perplexity of the real model."""
     found = figure("loss", preset)
-    return NOTHING if found is None else f"{100 * (found['perplexity_ratio'] - 1):+.1f} %"
+    return NOTHING if found is None else _change(found["perplexity_ratio"])
+
+
+def _change(ratio: float) -> str:
+    """In per cent, with its sign unless it rounds to nothing."""
+    words = f"{100 * (ratio - 1):+.1f}"
+    return f"{'0.0' if words in ('+0.0', '-0.0') else words} %"
 
 
 def step_time(preset: str) -> str:
@@ -44,7 +50,7 @@ def _purpose(name: str) -> str:
     entry, scheme = entry_of(name)[1], get_scheme(name)
     same = [other for other in presets() if other != name and get_scheme(other) == scheme]
     if not entry.purpose and same:
-        return f"The same as {same[-1]}."
+        return f"Another name for {same[-1]}."
     return entry.purpose or (inspect.getdoc(type(scheme)) or "").split("\n")[0]
 
 
@@ -60,7 +66,7 @@ def schemes_table(width: int) -> Table:
         least = max(len(title), *(len(row[place]) for row in rows))
         view.add_column(title, justify="right" if place else "left", no_wrap=True, min_width=least)
         room -= least + 3
-    view.add_column("use it for", no_wrap=True)
+    view.add_column("description", no_wrap=True)
     for *measured, purpose in rows:
         view.add_row(*measured, purpose if len(purpose) <= room else f"{purpose[: max(room - 1, 0)].rstrip()}…")
     return view
@@ -106,19 +112,20 @@ def explain(name: str, preset: Preset) -> dict[str, Any]:
         for knob in dict.fromkeys([*texts, *fields])
     }
     kin = {other: dict(entry_of(other)[1].knobs) for other in in_order() if entry_of(other)[0] is type(scheme)}
-    known = next((other for other in presets() if get_scheme(other) == scheme), name)
+    equal = [other for other in presets() if get_scheme(other) == scheme]
+    known = name if name in equal else next(iter(equal), name)
     measured = {kind: figure(kind, known) for kind in ("loss", "steps", "attention")}
     found = describe(known, scheme) | {"name": name, "layers": {which: own.to_dict() for which, own in preset.layers}}
     return found | {"explained": knobs, "presets": kin, "class_name": named_class(scheme), "measured": measured}
 
 
 def _facts(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "for", item["purpose"]
+    yield "about", item["purpose"]
     yield "keys", item["keys"]
     yield "values", "as the keys" if item["values"] == item["keys"] else item["values"]
-    yield "whole", item["whole"]
+    yield "16 bits", item["whole"]
     if item["stays"]:
-        yield "stays", item["stays"]
+        yield "kept", item["stays"]
     total, codes = bits_words(item["long_context_bits"]), bits_words(item["code_bits"])
     yield "bits", f"{total} in a long context, scales included; {codes} of codes"
     yield from _measured(item["measured"])
@@ -129,7 +136,7 @@ def _facts(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if item["paper"]:
         yield "paper", item["paper"]
     for name, knobs in item["presets"].items():
-        default = ", what MixedKVCache takes by default" if name == DEFAULT_SCHEME else ""
+        default = ", the default of MixedKVCache" if name == DEFAULT_SCHEME else ""
         yield "presets", f"{name}: {_knobs(knobs) or 'defaults'}{default}"
 
 
@@ -143,13 +150,13 @@ def _measured(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         low, high = map(small_number, loss["kld_interval"])
         yield (
             "loss",
-            f"perplexity {100 * (loss['perplexity_ratio'] - 1):+.1f} %, KLD {small_number(loss['kld'])} nats ({low} to "
+            f"perplexity {_change(loss['perplexity_ratio'])}, KLD {small_number(loss['kld'])} nats ({low} to "
             f"{high}), same top token {100 * loss['top1']:.1f} % ({about['loss']['model']}, {loss['file']})",
         )
     if steps is not None:
-        words = f"a step at 32k takes {steps['ms']:.2f} ms, DynamicCache's {about['steps']['dynamic_ms']:.2f}"
+        words = f"a decode step at 32k takes {steps['ms']:.2f} ms, DynamicCache {about['steps']['dynamic_ms']:.2f}"
         if found["attention"] is not None:
-            words += f"; attention at 32 x 32k {found['attention']:.2f} times bf16's speed"
+            words += f"; decode attention at 32 x 32k is {found['attention']:.2f} times as fast as bf16"
         yield "speed", f"{words} ({about['steps']['model']}, {about['steps']['device']})"
     missing = [what for what, one in (("loss", loss), ("speed", steps)) if one is None]
     if missing:
@@ -173,13 +180,20 @@ def preset_page(item: dict[str, Any]) -> Group:
         value = tuple(knob["value"]) if isinstance(knob["value"], list) else knob["value"]
         here = knob_words(name, value).removeprefix(f"{name}=").removeprefix(f"{name}: ")
         words = Text(knob["about"].replace("``", ""))
-        words.append(f" Default {knob['default']}" + (f"; {knob['allowed']}." if knob["allowed"] else "."), style="dim")
+        words.append(
+            f" Default {knob['default']}" + (f"; allowed: {knob['allowed']}." if knob["allowed"] else "."), style="dim"
+        )
         knobs.add_row(name, Text(here), words)
-    typed, knob = item["name"].partition(":")[0], next(iter(item["explained"]))
-    value = item["explained"][knob]["value"]
+    # An example with a number says more than one with None.
+    settings = {knob: each["value"] for knob, each in item["explained"].items()}
+    typed, knob = (
+        item["name"].partition(":")[0],
+        next((k for k in settings if settings[k] is not None), next(iter(settings))),
+    )
+    value = settings[knob]
     lines = [f'MixedKVCache(model.config, "{typed}", {knob}={value!r})']
     lines.append(f'"{typed}:{knob}={value}", the same there and in every command')
     if item["class_name"]:
         lines.append(f"{item['class_name']}(model.config, {knob}={value!r})")
-    use = Text("Knobs are given by name:\n" + "\n".join(f"  {line}" for line in lines))
+    use = Text("Set knobs by name:\n" + "\n".join(f"  {line}" for line in lines))
     return Group(Text(f"{item['name']} ({item['class']})", style="bold"), facts, knobs, use)

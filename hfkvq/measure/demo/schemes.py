@@ -26,15 +26,15 @@ def format_words(fmt: PageFormat, head_dim: int) -> str:
         return "16 bits, unquantized"
     width = "8 bits (fp8)" if fmt.bits == 8 else f"{fmt.bits} bits"
     if fmt.axis == "channel":
-        scale = f"per channel of {fmt.group_size} tokens"
+        scale = f", a scale per channel and {fmt.group_size} tokens"
     elif fmt.group_size == head_dim:
-        scale = "per token"
+        scale = ", a scale per token"
     else:
-        scale = f"per token of {fmt.group_size} channels"
+        scale = f", a scale per token and {fmt.group_size} channels"
     if fmt.normed:
         scale += f", a factor per {'token' if fmt.axis == 'channel' else 'channel'}"
-    raised = "".join(f", {count} of {head_dim} channels {bits} bits" for bits, count in fmt.raised)
-    return f"{width} {scale}{raised}"
+    raised = "".join(f", {count} of {head_dim} channels in {bits} bits" for bits, count in fmt.raised)
+    return f"{width}{scale}{raised}"
 
 
 def side_words(side: SideLayout, head_dim: int) -> str:
@@ -84,9 +84,9 @@ def budget_words(scheme: Scheme) -> str:
         budget = f"{scheme.budget_share:.4g} of the tokens"
     always = [f"first {scheme.first}"] if scheme.first else []
     always.append(f"newest {scheme.window}")
-    heads = "all KV heads of a layer the same" if scheme.alike else "each KV head its own"
+    heads = "the same in all KV heads of a layer" if scheme.alike else "each KV head chooses its own"
     when = "after prompts and in steps" if scheme.interval is not None else "after prompts"
-    return f"{budget}, {heads}, always the {' and the '.join(always)}; trimmed {when}"
+    return f"{budget} ({heads}), always with the {' and the '.join(always)}; trimmed {when}"
 
 
 def page_bits(fmt: PageFormat, side: Side, head_dim: int) -> float:
@@ -222,7 +222,7 @@ def step_words(item: dict[str, Any]) -> list[str]:
 def _paper_words(item: dict[str, Any]) -> str:
     number = item["paper"].removeprefix("arXiv:")
     link = item["paper"] if number == item["paper"] else f"[{number}](https://arxiv.org/abs/{number})"
-    return f"baseline of {link}" if item["group"] == "baseline" else link
+    return f"baseline in {link}" if item["group"] == "baseline" else link
 
 
 def _markdown_rows() -> Iterator[tuple[str, ...]]:
@@ -243,7 +243,7 @@ def _markdown_rows() -> Iterator[tuple[str, ...]]:
 
 def eviction_markdown() -> str:
     """Table of the schemes that only evict, whose pages are any other scheme's."""
-    lines = ["| name | for | stays | paper |", "|---|---|---|---|"]
+    lines = ["| name | description | tokens kept | paper |", "|---|---|---|---|"]
     for name in in_order():
         if entry_of(name)[1].group == "eviction":
             item = describe(name, get_scheme(name))
@@ -253,4 +253,6 @@ def eviction_markdown() -> str:
 
 def schemes_markdown() -> str:
     """The table of docs/schemes.md: a row for each scheme with its knobs; without those that only evict."""
-    return markdown_table(("name", "for", "bits", "keys", "values", "kept whole", "paper"), _markdown_rows())
+    return markdown_table(
+        ("name", "description", "bits", "keys", "values", "kept in 16 bits", "paper"), _markdown_rows()
+    )
