@@ -365,6 +365,9 @@ TITLES = {
     "triaxial": "TriAxialKV: axes of the tags",
 }
 
+LEAST = 1e-5
+"""KLD, in nats, below which the picture does not tell values apart."""
+
 
 def markdown(measured: Row) -> str:
     """The tables of README."""
@@ -386,15 +389,19 @@ def save_picture(measured: Row, path: Path) -> None:
         for at, row in enumerate(rows):
             mean, ends = _mean(row["kld"]), mean_interval(row["kld"])
             color = BLUE if row["model"] == "plain" else ORANGE
-            axes.plot(mean, at, "o", color=color)
-            if ends is not None:
-                axes.plot(ends, (at, at), color=color)
+            # Smaller ones tell nothing: they stand at the edge as "less than".
+            axes.plot(max(mean, LEAST), at, "o" if mean >= LEAST else "<", color=color)
+            if ends is not None and ends[1] > LEAST:
+                axes.plot((max(ends[0], LEAST), ends[1]), (at, at), color=color)
+            words = f"{mean:.2g}" if mean >= LEAST else f"<{LEAST:g}"
+            axes.text(1.02, at, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color="0.3")
         names = [row["name"] + ("" if row["model"] == "plain" else f"\n{row['model']}") for row in rows]
         axes.set_yticks(range(len(rows)), names, fontsize=8)
         axes.set_xscale("log")
         axes.set_xlabel(KLD)
         axes.set_title(TITLES[part], fontsize=10)
         axes.grid(axis="x", alpha=0.25)
+    figure.suptitle("Ablations on the reference model: mean KLD with 95 % intervals; orange: with outlier channels")
     figure.savefig(path, dpi=90)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -187,25 +188,36 @@ def notes(record: Record) -> list[str]:
 
 # The picture.
 
+_STOCK = ("dynamic", "static", "quanto-", "hqq-")
+"""How the names of Transformers' own caches begin."""
+
 
 def save_plot(record: Record, path: Path) -> bool:
-    """Milliseconds a step of each engine, a column for each shape, as a PNG; False if there is nothing to draw.
+    """Milliseconds per step of each engine, a column for each shape, as a PNG; False if there is nothing to draw.
 
-    Shapes of a single engine are left out: there is nothing to compare it with.
+    Shapes with a single engine, or with Transformers' caches alone, are left out: they compare nothing.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     rows = [row for row in record["rows"] if row["kind"] == "decode" and "ms" in row]
     floor = record["model"]["weight_ms_of_a_step"]
+    stock = {row["engine"] for row in rows if row["engine"].startswith(_STOCK)}
     columns = []
     for batch, context in sorted({(row["batch"], row["context"]) for row in rows}):
         own = [row for row in rows if (row["batch"], row["context"]) == (batch, context)]
         marks = {row["engine"]: Mark(row["ms"]["p50"]) for row in own}
-        if len(marks) > 1:
-            columns.append(Column(f"{batch} x {short(context)}, ms a step", marks, True, floor))
-    names = list(dict.fromkeys(row["engine"] for row in rows))
-    title = f"{record['model']['name']}, random weights, {record['gpu']}"
+        if len(marks) > 1 and not marks.keys() <= stock:
+            columns.append(Column(f"{batch} x {short(context)}, ms per step", marks, True, floor))
+    # The slowest last, as far as the first column tells.
+    first = columns[0].marks if columns else {}
+    names = sorted(
+        {name for column in columns for name in column.marks},
+        key=lambda name: (first[name].value if name in first else math.inf, name),
+    )
+    title = (
+        f"Decode steps: {record['model']['name']}'s shape, random weights, {record['gpu']}; grey: Transformers' caches"
+    )
     if floor is not None:
-        title += "; line: the weights at the speed of a copy"
-    return save_chart(names, columns, title, path)
+        title += "\ndashed line: reading the weights at the speed of a copy"
+    return save_chart(names, columns, title, path, stock)
