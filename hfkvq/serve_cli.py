@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import Annotated
 
 import typer
@@ -43,6 +45,7 @@ def serve(
     Clients name the model as it is named here. GET /metrics tells users, tokens, bytes and bits.
     """
     import torch
+    from transformers.utils import logging
 
     from hfkvq.measure.divergence.naming import parse_scheme
     from hfkvq.measure.models import find_model
@@ -61,6 +64,12 @@ def serve(
         "cb_max_memory_percent": max_memory_percent,
     }
     name = model or "reference"
+    missing = [package for package in ("fastapi", "openai", "uvicorn") if importlib.util.find_spec(package) is None]
+    if missing:
+        fail(f"serve: {', '.join(missing)} not installed; pip install 'hfkvq[serve]'.")
+    if not sys.stderr.isatty():
+        # In a log a bar is one long line.
+        logging.disable_progress_bar()
     try:
         from hfkvq.serving.server import Server
 
@@ -69,7 +78,7 @@ def serve(
             request_tokens=request_tokens, **options,
         )  # fmt: skip
     except ImportError as error:
-        fail(f"serve: {error}. It needs Transformers 5.19 or newer and `pip install hfkvq[serve]`.")
+        fail(f"serve: {error}; it needs Transformers 5.19 or newer and pip install 'hfkvq[serve]'.")
     except (OSError, ValueError) as error:
         fail(error)
     make_console().print(f"{name} at {server.url} with {scheme}. Ctrl-C ends it.", highlight=False)

@@ -48,7 +48,7 @@ _PRESETS: dict[str, tuple[type[Scheme], Entry]] = {}
 
 def nearest(name: str, known: list[str]) -> str:
     """A sentence naming the nearest known names, then all of them."""
-    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"{hint}Known: {', '.join(known)}."
 

@@ -49,7 +49,7 @@ class _Counting(MixKVQ):
         """16 bits for all that is raised."""
         if "query" in self.needs and q_abs is None:
             raise ValueError(
-                "model: its attention does not show its queries, so thresholds mean nothing; load it with "
+                "model: its attention does not expose its queries, so thresholds cannot be applied; load it with "
                 "attn_implementation='sdpa', or use salience='error_only'."
             )
         score = self.salience_of(keys, q_abs)

@@ -415,7 +415,7 @@ def test_without_queries_the_error_decides():
     q_abs, keys = None, ranges(*range(32, 0, -1))
     for name in ("mixkvq", "mixkvq-r1-qwen-32b"):
         scheme = get_scheme(name)
-        with pytest.warns(UserWarning, match=r"mixkvq: .* does not show its queries .* error alone"):
+        with pytest.warns(UserWarning, match=r"mixkvq: .* does not expose its queries .* error alone"):
             bits = scheme.channel_bits(keys, q_abs)
         assert torch.equal(bits, get_scheme(scheme, select="fractions", salience="error_only").channel_bits(keys, None))
 
@@ -434,7 +434,7 @@ def test_eager_attention_gets_error_only_and_says_so_once():
                 logits = model(ids[:, i : i + 1], past_key_values=cache).logits
             outs.append(logits)
     assert torch.equal(*outs)
-    assert [x.category for x in caught if "does not show its queries" in str(x.message)] == [UserWarning]
+    assert [x.category for x in caught if "does not expose its queries" in str(x.message)] == [UserWarning]
 
 
 # Bad input.

@@ -45,9 +45,9 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("users", "most", "name", "words"),
         [
-            (None, 0.01, "best-3.4", "the fewest bytes of those that lose at most 1 %"),
-            (None, 0.1, "kitty-pro", "the fewest bytes of those that lose at most 10 %"),
-            (None, 0.0, "kvarn-k4v4", "none of them stays within 0 %"),
+            (None, 0.01, "best-3.4", "it is the smallest of those that lose at most 1 %"),
+            (None, 0.1, "kitty-pro", "it is the smallest of those that lose at most 10 %"),
+            (None, 0.0, "kvarn-k4v4", "none stays within 0 %"),
             (2, 0.01, "kvarn-k4v4", "the least loss of those that hold 2 users"),
             (3, 0.01, "best-3.4", "the least loss of those that hold 3 users"),
             (5, 0.0, "kitty-pro", "the least loss of those that hold 5 users"),
@@ -64,7 +64,7 @@ class TestChoice:
 
     def test_few_windows_are_said_to_be_few(self):
         found = choose([row("best-3.4", 3, 34, loss(0.6, 0.01, high=2.5))], None, 0.01)
-        assert "its interval reaches to +2.5 %, so that these windows are too few" in found.reason
+        assert "its interval reaches to +2.5 %, so these windows are too few" in found.reason
         assert "too few" not in choose([row("best-3.4", 3, 34, loss(0.6, 0.01, high=0.9))], None, 0.01).reason
 
     def test_of_unknown_losses_the_most_bits(self):
@@ -94,7 +94,7 @@ class TestCommand:
             "Command: hfkvq demo --schemes saw-int4",
         ]
         assert max(map(len, lines[:-3])) <= 79
-        assert "of 4,096 tokens, bf16 none" in lines[-3]
+        assert "of 4,096 tokens; bf16 holds none" in lines[-3]
 
     def test_a_folder_with_a_config_alone_as_json(self, tmp_path):
         config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2}

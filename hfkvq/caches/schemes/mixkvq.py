@@ -240,7 +240,7 @@ class MixKVQ(Scheme):
         if unseen:
             # Python shows a warning once for each place it comes from.
             warnings.warn(
-                f"{self.name}: this model's attention does not show its queries to the cache, so key channels are "
+                f"{self.name}: this model's attention does not expose its queries to the cache, so key channels are "
                 "raised by their quantization error alone. Load the model with attn_implementation='sdpa', or choose a "
                 "scheme that needs no queries (kitty, saw-int4).",
                 stacklevel=2,

@@ -239,7 +239,8 @@ def bench_tune(
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: search everything]")
+        float | None,
+        typer.Option(min=0.1, help=r"Minutes after which no new variant is started. \[default: search everything]"),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")

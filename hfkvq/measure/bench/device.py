@@ -18,8 +18,8 @@ def bench_device() -> torch.device:
 
     if not torch.cuda.is_available():
         fail(
-            f"bench: PyTorch {torch.__version__} sees no CUDA device. Kernels are timed on an NVIDIA GPU (compute "
-            "capability 8.0 or newer) with a CUDA build of PyTorch and Triton."
+            f"bench: PyTorch {torch.__version__} sees no CUDA device. Timing needs an NVIDIA GPU (compute capability "
+            "8.0 or newer), a CUDA build of PyTorch, and Triton. `hfkvq demo` and `hfkvq kld` run on a CPU."
         )
     if importlib.util.find_spec("triton") is None:
         fail("bench: Triton is not installed; pip install triton.")

@@ -49,7 +49,9 @@ def fit(
             help=r"Presets or preset files, comma-separated; bf16: the stock cache. \[default: the main ones]"
         ),
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Of weights, keys and values; auto: the checkpoint's.")] = DType.auto,
+    dtype: Annotated[
+        DType, typer.Option(help="Dtype of weights, keys and values; auto: the checkpoint's.")
+    ] = DType.auto,
     overhead: Annotated[str, typer.Option(help="Other memory in use: CUDA context, allocator.")] = "1GiB",
     narrow: Annotated[
         float, typer.Option(min=0, max=1, help="For triaxial: share of the prompt's tokens in 2 bits.")
@@ -57,7 +59,7 @@ def fit(
     beyond: Annotated[
         bool, typer.Option("--beyond", help="Allow a context longer than the config's positions, for RoPE scaling.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Compute what fits on a GPU: weights, each cache, largest batch and context. Needs only the model's config."""
     from .compute import compute

@@ -150,21 +150,21 @@ def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice |
     if not known:
         best = max(fitting, key=lambda row: sum(row.bits))
         return Choice(
-            best, f"{'the most bits of those that fit' if fitting[1:] else 'it fits'}; losses are not measured"
+            best, f"{'it has the most bits of those that fit' if fitting[1:] else 'it fits'}; losses are not measured"
         )
     if users is not None:
         best, _ = min(known, key=lambda pair: pair[1].kld)
-        return Choice(best, f"the least loss of those that hold {users} user{'s' * (users > 1)}")
+        return Choice(best, f"it has the least loss of those that hold {users} user{'s' * (users > 1)}")
     good = [(row, loss) for row, loss in known if loss.perplexity - 1 <= most_loss and loss.kld <= KLD * most_loss]
     limit = f"{100 * most_loss:g} %"
     if not good:
         best, _ = min(known, key=lambda pair: pair[1].kld)
-        return Choice(best, f"the least loss of those that fit; none of them stays within {limit} (--max-loss)")
+        return Choice(best, f"it has the least loss of those that fit; none stays within {limit} (--max-loss)")
     best, loss = min(good, key=lambda pair: (pair[0].plan.cache, pair[1].kld))
-    words = f"the fewest bytes of those that lose at most {limit}"
+    words = f"it is the smallest of those that lose at most {limit}"
     if loss.interval is not None and loss.interval[1] - 1 > most_loss:
         words += (
-            f"; its interval reaches to {100 * (loss.interval[1] - 1):+.1f} %, so that these windows are too few to be "
+            f"; its interval reaches to {100 * (loss.interval[1] - 1):+.1f} %, so these windows are too few to be "
             "sure: give more with --windows"
         )
     return Choice(best, words)

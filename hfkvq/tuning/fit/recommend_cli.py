@@ -44,24 +44,28 @@ def recommend(
     ] = None,
     max_loss: Annotated[
         float,
-        typer.Option(min=0, help="Without --users: largest increase in perplexity, in %. The KLD may be 0.02 per %."),
+        typer.Option(
+            min=0, help="Without --users: largest increase in perplexity, in %; per %, the KLD may be 0.02 nats."
+        ),
     ] = 1.0,
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Measure the loss on the model itself, on this text; as for hfkvq kld."),
+        typer.Option(metavar="FILE", help="Measure the loss on your model, on this text; see hfkvq kld."),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="With --text: windows to measure.")] = 4,
     window: Annotated[int, tokens_option("With --text: tokens per window, half of them the prompt.", 3)] = 2048,
     schemes: Annotated[
         str | None,
-        typer.Option(help=r"Presets or files of presets, comma-separated. \[default: those that keep all tokens]"),
+        typer.Option(help=r"Presets or preset files, comma-separated. \[default: those that keep all tokens]"),
     ] = None,
     prefill_chunk: Annotated[int, tokens_option("As in hfkvq fit: tokens per chunk of the prompt.", 0)] = 2048,
     overhead: Annotated[str, typer.Option(help="As in hfkvq fit: other memory in use.")] = "1GiB",
     beyond: Annotated[bool, typer.Option("--beyond", help="As in hfkvq fit: allow a longer context.")] = False,
-    dtype: Annotated[DType, typer.Option(help="Of weights, keys and values; auto: the checkpoint's.")] = DType.auto,
+    dtype: Annotated[
+        DType, typer.Option(help="Dtype of weights, keys and values; auto: the checkpoint's.")
+    ] = DType.auto,
     device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Choose a preset: what fits on a GPU, what it loses, and one line to copy.
 
@@ -121,11 +125,16 @@ def _measure(
     """What the candidates lose on the text, and the floor."""
     import torch
 
+    from hfkvq.measure.divergence.intervals import check_scipy
     from hfkvq.measure.divergence.naming import parse_schemes
     from hfkvq.measure.divergence.run import StoppedRun, measure_text
 
     begin = time.monotonic()
     chosen = parse_schemes(list(dict.fromkeys(["full", *names])))
+    try:
+        check_scipy("recommend")
+    except ImportError as error:
+        fail(error)
     typer.echo(
         f"Measuring {len(chosen)} caches on {windows} windows of {window:,} tokens; fewer --windows take less time.",
         err=True,
@@ -150,7 +159,10 @@ def _measure(
             stop(
                 "no window was finished; give fewer --windows or --schemes, or leave --text out for SmolLM2's figures."
             )
-        typer.echo(f"Stopped after {stopped.record['windows']} of {stopped.windows} windows, which decide.", err=True)
+        typer.echo(
+            f"Stopped after {stopped.record['windows']} of {stopped.windows} windows; the choice rests on these.",
+            err=True,
+        )
         return stopped.record
     except KeyboardInterrupt:
         stop("nothing was measured; leave --text out for SmolLM2's figures.")
@@ -257,7 +269,7 @@ def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) 
 
     plan, context = choice.row.plan, done.about["context"]
     stock = next((row.plan.batch for row in rows if row.preset is None), None)
-    beside = "" if stock is None else f", bf16 {stock or 'none'}"
+    beside = "" if stock is None else f"; bf16 holds {f'{stock:,}' if stock else 'none'}"
     users = f"{plan.batch:,} user{'s' * (plan.batch != 1)} of {context:,} tokens{beside}"
     return [
         f"{plan.name}: {choice.reason}. It holds {users}.",

@@ -155,22 +155,22 @@ def generate_command(
         bool,
         typer.Option(
             "--turns",
-            help="Time steps of all caches that are not compiled in turns as well, because a host's speed changes. All "
+            help="Also time steps of all caches that are not compiled in turns, because a host's speed varies. All "
             "are held at a time.",
         ),
     ] = False,
-    prefill: Annotated[bool, typer.Option("--prefill", help="Time prefills as well, at every context.")] = False,
+    prefill: Annotated[bool, typer.Option("--prefill", help="Also time prefills, at every context.")] = False,
     prefill_batch: Annotated[int, typer.Option(min=1, help="Rows of a prefill.")] = 1,
     prefill_chunk: Annotated[int | None, tokens_option(r"Tokens of a prefill's forward. \[default: all]")] = None,
     whole: Annotated[
-        bool, typer.Option("--whole", help="Time generate from end to end as well, prefill included.")
+        bool, typer.Option("--whole", help="Also time generate from end to end, prefill included.")
     ] = False,
     new_tokens: Annotated[int, typer.Option(min=2, help="New tokens of --whole.")] = 128,
     assisted: Annotated[
-        bool, typer.Option("--assisted", help="Time generate with a draft model as well, at sizes of one row.")
+        bool, typer.Option("--assisted", help="Also time generate with a draft model, at sizes of one row.")
     ] = False,
     draft: Annotated[str, typer.Option(help="Its architecture, as --model; random weights.")] = "qwen3-0.6b",
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the draft model guesses at a time.")] = 5,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Tokens that the draft model proposes at a time.")] = 5,
     prompt_lookup: Annotated[
         int | None,
         typer.Option(min=1, help="Also time generate with prompt lookup, this many guesses at a time."),
@@ -179,8 +179,8 @@ def generate_command(
     cold: Annotated[
         str | None,
         typer.Option(
-            help="Time first calls of generate as well, before which no kernel was compiled: names among --engines and "
-            r"--schemes, comma-separated, or all; each in a process of its own. \[default: none]"
+            help="Also time the first calls of generate in a new process, with no kernel compiled: names among "
+            r"--engines and --schemes, comma-separated, or all; each in a process of its own. \[default: none]"
         ),
     ] = None,
     cold_cases: Annotated[
