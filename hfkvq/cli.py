@@ -151,7 +151,7 @@ def _run(subject: Subject, settings: Settings, console: Console) -> Result:
             console.print()
         console.print(lines[0].of(row))
 
-    words = "nothing is saved, and the same command begins anew; fewer --samples, --tasks or --schemes take less time."
+    words = "nothing is saved, and the same command starts over; fewer --samples, --tasks or --schemes take less time."
     with stoppable(words), progress_bar(console) as show:
         return run_demo(
             subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share), on_row=print_row

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging as python_logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,7 +153,7 @@ def leaderboard(
     """Run tasks through every cache, measure KL divergence, and write the report of both.
 
     Results are lm-eval's, a folder for each cache. What is there already is not run again, and a run that was stopped
-    goes on with the next question. Tasks and schemes can be added, other settings take another folder. Under
+    continues with the next question. Tasks and schemes can be added; other settings need another folder. Under
     `accelerate launch` or `torchrun` all processes answer.
     """
     check_folder("out", out)
@@ -165,6 +166,8 @@ def leaderboard(
     from hfkvq.measure.models import find_model
 
     logging.disable_progress_bar()
+    # lm-eval advises --metadata for each of our tasks anew.
+    python_logging.getLogger("lm_eval.api.task").addFilter(lambda record: "Custom kwargs" not in record.getMessage())
     extra, generation = _metadata(metadata), _gen_kwargs(gen_kwargs)
     try:
         chosen = _presets(schemes)
@@ -217,5 +220,5 @@ def leaderboard(
         except (ValueError, OSError, RankError) as error:
             fail(error)
         except KeyboardInterrupt:
-            stop(f"what was answered is kept in {out}, and the same command goes on from there.")
+            stop(f"the answers so far are kept in {out}; run the same command again to continue from there.")
     report([out], out=out)

@@ -62,7 +62,7 @@ def run_tasks(
     for name, missing in todo.items():
         folder = board.folder(name)
         if not missing:
-            yield name, f"results are in {folder} already"
+            yield name, f"the results are already in {folder}"
             continue
         if not loaded:
             # Reads thousands of files.
@@ -73,7 +73,7 @@ def run_tasks(
         answers = folder / "answers"
         answers.mkdir(parents=True, exist_ok=True)
         known = subject.keep_answers(answers)
-        yield name, f"asks {', '.join(missing)}" + (f"; {known} answers are there already" if known else "")
+        yield name, f"asking {', '.join(missing)}" + (f"; {known} answers are kept from before" if known else "")
         # lm-eval names folders by this; of a path only the last part is for the record.
         arguments = {"pretrained": source.name, "scheme": name}
         tracker = EvaluationTracker(output_path=str(folder))

@@ -55,7 +55,7 @@ def calibrate(
         source = find_model(model)
         subject = load(source, device=where)
         shown = any(conversation.images for conversation in conversations)
-        words = "nothing is saved, and the same command begins anew; fewer --samples or --layers take less time."
+        words = "nothing is saved, and the same command starts over; fewer --samples or --layers take less time."
         with stoppable(words), progress_bar() as show:
             result = measure(
                 subject.model,

@@ -200,7 +200,7 @@ def tune(
     except (ValueError, OSError, ImportError) as error:
         fail(error)
     except KeyboardInterrupt:
-        stop(f"finished trials are kept in {hidden(kept)}, and the same command goes on from there.")
+        stop(f"finished trials are kept in {hidden(kept)}; run the same command again to continue from there.")
     console.print(table(study, picked))
     print_notes(console, notes(plan, study, picked))
     if out is not None:

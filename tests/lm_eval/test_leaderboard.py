@@ -136,7 +136,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runs, "run_tasks", interrupted)
     done = run("--out", tmp_path / "board", "--device", "cpu")
-    assert_refused(done, f"Stopped: what was answered is kept in {tmp_path}/board, and the same command goes on", 130)
+    assert_refused(done, f"Stopped: the answers so far are kept in {tmp_path}/board; run the same command again", 130)
 
 
 def test_folders_of_typed_schemes():

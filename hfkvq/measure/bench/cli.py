@@ -202,7 +202,7 @@ def bench_kernels(
     console = make_console()
     done, work = 0, len(shapes) * (len(names) + len(others) + 1)
     kept = "nothing is saved" if json_file is None else f"{json_file} has the shapes that were finished"
-    words = f"{kept}; the same command begins anew, --batch and --context choose what is left."
+    words = f"{kept}; the same command starts over, and --batch and --context choose what is left."
     with stoppable(words), progress_bar() as show:
         for shape in shapes:
 

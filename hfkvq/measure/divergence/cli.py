@@ -112,7 +112,7 @@ def kld(
         if record is None:
             stop("no window was finished; fewer --schemes, or a smaller --context, take less time. It begins anew.")
     except KeyboardInterrupt:
-        stop("nothing was measured yet; the same command begins anew.")
+        stop("nothing was measured yet; the same command starts over.")
     console = make_console()
     console.print(report.table(record, wide=console.width >= 112))
     print_notes(console, report.notes(record))

@@ -300,8 +300,8 @@ def generate_command(
 
     def kept() -> str:
         if json_file is None:
-            return "nothing is saved; with --json FILE, --resume goes on where it stopped."
-        return f"figures so far are in {json_file}; the same command with --json {json_file} --resume goes on."
+            return "nothing is saved; with --json FILE, a later --resume continues where it stopped."
+        return f"the figures so far are in {json_file}; the same command with --json {json_file} --resume continues."
 
     with stoppable(kept), status_line("making weights") as tell:
         # Before the weights take the room that it wants.
