@@ -45,11 +45,12 @@ class Arkv(TieredEviction):
         alpha: α, share of the older tokens that a trim keeps; the smaller, the fewer trims.
         gamma: γ, weight of the variance over queries in a token's score.
         tau_entropy: τ1, root of the entropy in a layer's strength.
-        tau_variance: τ2, of the variance.
-        tau_kurtosis: τ3, of the kurtosis.
+        tau_variance: τ2, the same for the variance.
+        tau_kurtosis: τ3, the same for the kurtosis.
         stats: which statistics, and which variance in eq. (9): those of the released code, for which γ and τ were
             tuned, or those of the paper's equations. Both use the window's attention to older tokens (eq. 2).
-        tiers: "mixed"; "origin" keeps all tokens in full precision (ρ = 1, only eviction), "quant" none (ρ = 0).
+        tiers: which kept tokens stay in full precision: "mixed" some, "origin" all (ρ = 1, only eviction), "quant" none
+            (ρ = 0).
         score: what ranks tokens: "attention", or "recency" (the newest stay; a baseline).
         low_bits: width of the low tier: 8 (fp8 e4m3, one scale per token) or 4 (INT4, one scale per 32 channels).
         beta: share of a token's earlier score in its new one; 0 uses only the newest queries, as published. Above 0,

@@ -16,7 +16,7 @@ from ..scheme import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(TokenEviction):
-    """Coming queries are taken to be normal, as the newest ones were; tokens stay that they would attend to and read.
+    """Keeps the tokens that future queries, taken to be normal like the newest ones, would attend to and read.
 
     Layout: that of ``pages``. What is generated stays; each KV head has its own tokens.
 

@@ -14,7 +14,7 @@ from ..scheme import knob
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(TokenEviction):
-    """The newest tokens stay, and of the others those that all queries together have attended to most.
+    """Keeps the newest tokens, and of the others those that all queries together have attended to most.
 
     Layout: that of ``pages``. Prompts and steps are trimmed; each KV head has its own tokens.
 

@@ -35,7 +35,7 @@ class Kitty(Scheme):
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
             ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
             of a page and KV head has a random score, of ``seed``.
-        seed: of random scores.
+        seed: seed of the random scores.
         sink_length: S, first tokens kept in full precision.
         local_length: R, newest values kept in full precision.
         key_local_length: newest keys kept in full precision, besides those waiting for a full page (0 in the paper:
@@ -53,7 +53,7 @@ class Kitty(Scheme):
         clip_values: clip each value vector at this rank among its magnitudes, as a share of the head dim, when it is
             sealed; 1 clips nothing (not in the paper; OSCAR, arXiv:2605.17757, takes 0.92 after a rotation).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
         exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their

@@ -14,7 +14,7 @@ from ..scheme import Layout, Scheme, SideLayout, knob
 
 @dataclass(frozen=True, kw_only=True)
 class Kivi(Scheme):
-    """Keys per channel, values per token, 2 or 4 bits; the newest tokens stay whole.
+    """Keys per channel and values per token, in 2 or 4 bits; the newest tokens stay in 16 bits.
 
     Layout: keys are sealed ``local_length`` tokens at a time, each channel of ``group_size`` tokens with its own scale;
     values leave the local window one by one, each ``group_size`` channels with their own scale.
@@ -39,7 +39,7 @@ class Kivi(Scheme):
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
             different size (not in the paper; 0.125 bits per element of keys at 128 channels).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
         exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their

@@ -39,7 +39,7 @@ class KVarN(Scheme):
         sink_length: first tokens kept in full precision.
         page_size: tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
     """

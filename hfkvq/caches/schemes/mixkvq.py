@@ -65,11 +65,11 @@ class MixKVQ(Scheme):
 
     Attributes:
         select: "thresholds" raises what exceeds ``tau_bf16`` or ``tau_int4``; "fractions" fills the room with the most
-            salient channels of each page and head, whatever their salience (but for 0: nothing would be gained). The
-            default, since thresholds belong to a model (the paper's raise next to nothing in the reference model) and
-            the room is paid for.
-        salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, for which one pair of
-            thresholds can do for several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
+            salient channels of each page and head, except those of salience 0. It is the default because thresholds
+            are specific to a model (the paper's raise almost nothing in the reference model), and because the room takes
+            memory whether it is used or not.
+        salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, so that one pair of
+            thresholds can serve several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
             in standard deviations. "error_only": S, the paper's ablation (Table 6).
         accumulate: whether I averages all queries so far, like the running accumulator of appendix D.2, which is never
             reset. By default it averages those since the last seal, the "current window" of section 4.2.
@@ -85,7 +85,7 @@ class MixKVQ(Scheme):
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
             different size (not in the paper; 0.125 bits per element of keys at 128 channels).
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
     """

@@ -40,7 +40,7 @@ class SawInt4(Scheme):
         local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
     """

@@ -15,7 +15,7 @@ from ..scheme import knob
 
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(TokenEviction):
-    """Of a prompt the tokens stay that its last queries attend to, with their neighbours; each KV head its own.
+    """Keeps the tokens of a prompt that its last queries attend to, and their neighbours; each KV head its own.
 
     Layout: that of ``pages``, "full" or any other scheme's. What is generated stays.
 

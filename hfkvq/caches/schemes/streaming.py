@@ -14,7 +14,7 @@ from ..scheme import knob
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(TokenEviction):
-    """A window over the newest tokens, and the first few, which attention falls back on.
+    """Keeps a window over the newest tokens, and the first few tokens (the attention sink).
 
     Layout: that of ``pages``. Prompts and steps are trimmed; all KV heads hold the same tokens, and nobody is asked.
 

@@ -14,7 +14,7 @@ from ..scheme import knob
 
 @dataclass(frozen=True, kw_only=True)
 class TOVA(TokenEviction):
-    """When the cache is full, the tokens leave that the newest query attends to least, all heads of a layer together.
+    """Evicts the tokens that the newest query attends to least when the cache is full; all heads of a layer together.
 
     Layout: that of ``pages``. Prompts and steps are trimmed; all KV heads of a layer hold the same tokens.
 

@@ -35,7 +35,7 @@ reproduced to the letter keeps 4 bits: instructions, tool schemas, requests, cal
 
 @dataclass(frozen=True, kw_only=True)
 class TriAxial(Scheme):
-    """Tokens of 2 or 4 bits, by a tag that the chat template tells: turn x modality x role.
+    """Tokens in 2 or 4 bits, by a tag that is read from the chat template: turn x modality x role.
 
     Layout: two runs. 2-bit keys are quantized per channel over ``group_size`` tokens of 2 bits, in order of position
     whatever their tags; 2-bit values, and keys and values of 4 bits, per token in groups of ``group_size`` channels.
@@ -67,7 +67,7 @@ class TriAxial(Scheme):
         requantize_on_turn_end: whether a new prompt moves cached tokens from 4 bits to 2 if the table now gives them 2,
             in whole pages, the oldest first; see `hfkvq.caches.store.requantize`.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use a sink with it: without one it does harm. Memory and
+            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
     """

@@ -110,7 +110,9 @@ def kld(
     except run.StoppedRun as stop_of:
         stopped, record = stop_of, stop_of.record
         if record is None:
-            stop("no window was finished; fewer --schemes, or a smaller --context, take less time. The same command starts over.")
+            stop(
+                "no window was finished; fewer --schemes, or a smaller --context, take less time. The same command starts over."
+            )
     except KeyboardInterrupt:
         stop("nothing was measured yet; the same command starts over.")
     console = make_console()
