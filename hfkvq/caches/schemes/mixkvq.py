@@ -66,8 +66,8 @@ class MixKVQ(Scheme):
     Attributes:
         select: "thresholds" raises what exceeds ``tau_bf16`` or ``tau_int4``; "fractions" fills the room with the most
             salient channels of each page and head, except those of salience 0. It is the default because thresholds
-            are specific to a model (the paper's raise almost nothing in the reference model), and because the room takes
-            memory whether it is used or not.
+            are specific to a model (the paper's raise almost nothing in the reference model), and because unused room
+            takes memory, too.
         salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, so that one pair of
             thresholds can serve several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
             in standard deviations. "error_only": S, the paper's ablation (Table 6).

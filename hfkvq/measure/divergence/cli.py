@@ -111,7 +111,8 @@ def kld(
         stopped, record = stop_of, stop_of.record
         if record is None:
             stop(
-                "no window was finished; fewer --schemes, or a smaller --context, take less time. The same command starts over."
+                "no window was finished, and the same command starts over; fewer --schemes, or a smaller --context, "
+                "take less time."
             )
     except KeyboardInterrupt:
         stop("nothing was measured yet; the same command starts over.")
