@@ -64,7 +64,8 @@ def tune(
         int, typer.Option(min=2, help="Windows of text, or documents of each task, that the search sees.")
     ] = 8,
     held_out: Annotated[
-        int | None, typer.Option(min=2, help=r"Further samples that confirm the best candidates. \[default: as many]")
+        int | None,
+        typer.Option(min=2, help=r"Further samples that confirm the best candidates. \[default: as many as --samples]"),
     ] = None,
     text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text, as in hfkvq kld.")] = None,
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Data set on the Hub, as in hfkvq kld.")] = None,
@@ -83,7 +84,10 @@ def tune(
         typer.Option(metavar="FILE", help="For triaxial: file of hfkvq calibrate, whose budgets are searched."),
     ] = None,
     coverage: Annotated[
-        float, typer.Option(min=0.01, max=1, help="For MixKVQ's thresholds: share of pages that must find room.")
+        float,
+        typer.Option(
+            min=0.01, max=1, help="For MixKVQ's thresholds: share of pages in which all raised channels must fit."
+        ),
     ] = 0.99,
     cost: Annotated[
         str,
@@ -94,7 +98,9 @@ def tune(
     ] = "total_bits",
     max_total_bits: Annotated[float | None, typer.Option(help="Limit on bits per element, every byte counted.")] = None,
     max_key_bits: Annotated[float | None, typer.Option(help="Limit on the keys' mean width (MixKVQ, C.2).")] = None,
-    max_milliseconds: Annotated[float | None, typer.Option(help="Limit on the time of a step, then measured.")] = None,
+    max_milliseconds: Annotated[
+        float | None, typer.Option(help="Limit on the time of a step in milliseconds, which is then measured.")
+    ] = None,
     single: Annotated[
         bool, typer.Option("--single", help="Search for the best value within the limits only; poor trials stop early.")
     ] = False,

@@ -46,12 +46,12 @@ HeadDim = Annotated[int, typer.Option(min=1, help="Channels per head.")]
 Queries = Annotated[
     str | None,
     typer.Option(
-        help=r"Newest tokens of each row, which ask, e.g. 2,16,1k: more than 16 behind the context. \[default: 1]"
+        help=r"Query tokens per row, e.g. 2,16,1k; more than 16 are a prompt behind the context. \[default: 1]"
     ),
 ]
 Latents = Annotated[
     int | None,
-    typer.Option(min=1, metavar="HEADS", help="Time latent attention: 512 + 64 channels, this many query heads."),
+    typer.Option(min=1, metavar="HEADS", help="Time latent attention (512 + 64 channels) with this many query heads."),
 ]
 
 

@@ -209,7 +209,9 @@ def generate_command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, tokens, keys and values.")] = 0,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="PATH", help="Save all figures, after each, to a file or into a folder."),
+        typer.Option(
+            "--json", metavar="PATH", help="Save all figures, each as soon as it is measured, to a file or a folder."
+        ),
     ] = None,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", metavar="PATH", help="Save a plot as PNG, in the same way.")
@@ -218,13 +220,13 @@ def generate_command(
         Path | None, typer.Option("--markdown", metavar="PATH", help="Save tables as Markdown, in the same way.")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the results in the file of --json and measure only the rest.")
+        bool, typer.Option("--resume", help="Keep the results in the file of --json, and measure only what is missing.")
     ] = False,
     meet: Annotated[
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Compile beside other runs of this command, and take turns in timing; an empty folder.",
+            help="An empty folder through which several runs of this command take turns in timing.",
         ),
     ] = None,
     of: Annotated[int, typer.Option(min=1, help="Number of runs that share that folder.")] = 1,
