@@ -103,9 +103,13 @@ def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]
 
     found = {at: column.marks[name] for at, name in enumerate(names) if name in column.marks}
     if column.logarithmic:
-        axes.set_xscale("log")
         found = {at: mark for at, mark in found.items() if mark.value > 0}
-        values = [mark.value for mark in found.values()] or [1.0]
+    values = [mark.value for mark in found.values()] or [1.0]
+    # Within so little, a logarithmic axis has no round number to write.
+    if column.logarithmic and len(found) > 1 and max(values) < 2 * min(values):
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+    elif column.logarithmic:
+        axes.set_xscale("log")
         if max(values) < 50 * min(values):
             # Powers of ten alone would leave an axis with one number.
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

@@ -130,7 +130,7 @@ def console_table(board: Board) -> Table:
     view = new_table(board.model)
     view.add_column("cache", overflow="fold")
     columns = board.compared
-    for name in ("code bits", "total bits", "peak MiB", "right, %", "KLD mean", "its total bits", "tokens/s"):
+    for name in ("code bits", "total bits", "peak MiB", "right, %", "KLD mean", "KLD's total bits", "tokens/s"):
         view.add_column(name, justify="right", no_wrap=True)
     for row in board.rows:
         mean, peak, speed = row.accuracy(columns), row.peak_bytes, row.mean("tokens_per_second")

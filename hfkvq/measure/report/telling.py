@@ -20,7 +20,7 @@ STOCK = "none"
 FINE = 2.0
 """Points: questions that cannot tell so little apart are too few."""
 
-HEAD = ("cache", "questions", f"points from {BASELINE}", "95 %", "what that tells")
+HEAD = ("cache", "questions", f"points from {BASELINE}", "95 %", "verdict")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _rows(found: Iterable[Telling]) -> list[tuple[str, ...]]:
 
 def telling_table(found: Sequence[Telling]) -> Table:
     """For a terminal."""
-    view = new_table(f"Right answers beside {BASELINE}'s, question by question")
+    view = new_table(f"Right answers compared with {BASELINE}'s, question by question")
     for name in HEAD:
         view.add_column(name, justify="left" if name in (HEAD[0], HEAD[-1]) else "right", no_wrap=name != HEAD[-1])
     for row in _rows(found):
@@ -137,8 +137,8 @@ def telling_note(found: Sequence[Telling]) -> str:
     """How to read it."""
     few = [one for one in found if not one.differs and one.half > FINE]
     said = (
-        "Both caches answered the same questions; intervals are bootstrapped over them, and reach at least three "
-        "questions' worth to either side. What `full` differs by is noise."
+        "Both caches answered the same questions. Intervals are bootstrapped over the questions, and extend by at "
+        "least three of them to either side. The difference of `full` is noise."
     )
     if few:
         said += (
