@@ -117,9 +117,12 @@ def allocate(
 
 
 def _sensitivities(result: Sensitivity) -> RichTable:
-    from rich.table import Table
+    from hfkvq.measure.tables import new_table
 
-    table = Table("tag", "tokens", "D(2)", "D(4)", "gain a bit", title="Distortion of the attention's output")
+    table = new_table("Distortion of the attention output, in 2 and in 4 bits")
+    table.add_column("tag")
+    for name in ("tokens", "D(2)", "D(4)", "gain per bit"):
+        table.add_column(name, justify="right")
     for tag, (two, four) in sorted(result.distortion.items(), key=lambda item: -item[1][0]):
         count = result.counts[tag]
         gain = (two - four) / (2 * count) if count else 0.0
@@ -128,9 +131,11 @@ def _sensitivities(result: Sensitivity) -> RichTable:
 
 
 def _sweep(points: list[Point]) -> RichTable:
-    from rich.table import Table
+    from hfkvq.measure.tables import new_table
 
-    table = Table("budget", "bits", "tokens in 2 bits", "distortion", title="Bits by tag under a budget")
+    table = new_table("Result of each budget")
+    for name in ("budget", "bits", "tokens in 2 bits", "distortion"):
+        table.add_column(name, justify="right")
     for point in points:
         table.add_row(f"{point.budget:g}", f"{point.bits:.2f}", f"{point.narrow:.0%}", f"{point.distortion:.3g}")
     return table

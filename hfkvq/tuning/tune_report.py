@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from hfkvq.measure.tables import new_table
+
 from .score import Score
 from .trials import Point, TuningStudy, words_of
 
@@ -26,7 +28,7 @@ def _value(score: Score | None) -> str:
 
 def table(study: TuningStudy, picked: Point) -> Table:
     """Points that nothing beats, and the published presets; the recommended one is marked."""
-    grid = Table(title=f"{study.preset.scheme.name}: {study.objective} against {study.cost}", title_justify="left")
+    grid = new_table(f"{study.preset.scheme.name}: {study.objective} against {study.cost}")
     grid.add_column("trial", justify="right")
     grid.add_column(f"{study.objective} (95 %)", justify="right")
     grid.add_column("held out", justify="right")
@@ -62,7 +64,7 @@ def notes(plan: Plan, study: TuningStudy, picked: Point) -> Iterator[str]:
     score = picked.score
     yield (
         f"{plan.model}: {len(study.points())} trials measured on {score.samples} samples each, the best ones on "
-        f"{picked.held_out.samples if picked.held_out else 0} others. * is recommended, by its held-out value."
+        f"{picked.held_out.samples if picked.held_out else 0} others. * marks the recommended one, by its held-out value."
     )
     if picked.held_out is not None and picked.held_out.low is not None and picked.held_out.high is not None:
         low, high = picked.held_out.low, picked.held_out.high
@@ -72,7 +74,7 @@ def notes(plan: Plan, study: TuningStudy, picked: Point) -> Iterator[str]:
             if held_out is not None and low <= held_out.value <= high
         ]
         if rivals:
-            yield f"Within its interval, so not told apart from it by these samples: {', '.join(rivals)}."
+            yield f"These samples do not distinguish it from presets within its interval: {', '.join(rivals)}."
 
 
 def save_front(study: TuningStudy, picked: Point, path: Path) -> None:

@@ -131,8 +131,8 @@ def next_steps(result: Result) -> list[tuple[str, str]]:
             "hfkvq demo --schemes all",
             f"every preset; --samples {8 * result.settings.samples} gives more precise figures",
         ),
-        ("hfkvq schemes", "all presets, and what each is for"),
-        ("hfkvq fit --model NAME --gpu-memory 24GiB --context 32768", "what fits on your GPU"),
+        ("hfkvq schemes", "all presets, with bits, loss and speed"),
+        ("hfkvq recommend --model NAME --gpu-memory 24GiB --context 32k", "the preset that fits your GPU"),
     ]
     return [step for step in steps if not (step[0].endswith("all") and result.settings.schemes)]
 
