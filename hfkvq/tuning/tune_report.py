@@ -64,7 +64,7 @@ def notes(plan: Plan, study: TuningStudy, picked: Point) -> Iterator[str]:
     score = picked.score
     yield (
         f"{plan.model}: {len(study.points())} trials measured on {score.samples} samples each, the best ones on "
-        f"{picked.held_out.samples if picked.held_out else 0} others. * marks the recommended one, by its held-out value."
+        f"{picked.held_out.samples if picked.held_out else 0} others. * is recommended, by the held-out value."
     )
     if picked.held_out is not None and picked.held_out.low is not None and picked.held_out.high is not None:
         low, high = picked.held_out.low, picked.held_out.high
