@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Annotated
 
 import typer
@@ -45,7 +44,6 @@ def serve(
     Clients name the model as it is named here. GET /metrics tells users, tokens, bytes and bits.
     """
     import torch
-    from transformers.utils import logging
 
     from hfkvq.measure.divergence.naming import parse_scheme
     from hfkvq.measure.models import find_model
@@ -67,9 +65,6 @@ def serve(
     missing = [package for package in ("fastapi", "openai", "uvicorn") if importlib.util.find_spec(package) is None]
     if missing:
         fail(f"serve: {', '.join(missing)} not installed; pip install 'hfkvq[serve]'.")
-    if not sys.stderr.isatty():
-        # In a log a bar is one long line.
-        logging.disable_progress_bar()
     try:
         from hfkvq.serving.server import Server
 

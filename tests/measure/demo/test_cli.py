@@ -32,7 +32,7 @@ def test_schemes_are_a_line_each(columns: int) -> None:
     assert [name for name in first if name in hfkvq.list_schemes()] == list(in_order())
     found = {line.split()[0]: line.split() for line in lines if line.strip()}
     assert found["best-3.4"][1:5] == ["(default)", "3.39", "+0.6", "%"]
-    assert found["kitty-pro"][1:5] == ["2.51", "+6.9", "%", "9.0"]
+    assert found["kitty-pro"][1:5] == ["2.51", "+7.0", "%", "9.0"]
     # Nobody has measured it.
     assert found["kvarn-k2v2"][1:4] == ["2.38", "–", "–"]
     assert found["snapkv"][1] == "16.00*"
@@ -46,11 +46,11 @@ def test_schemes_explains_each_knob(columns: int) -> None:
     words = " ".join(done.output.split())
     for knob in hfkvq.get_scheme("kitty").knobs():
         assert f" {knob} " in words
-    assert "sink_length 4 S, first tokens kept in full precision. Default 32; 0 to 1024." in words
+    assert "sink_length 4 S, first tokens kept in full precision. Default 32; allowed: 0 to 1024." in words
     assert "not measured loss, speed" in words
     assert 'MixedKVCache(model.config, "kitty-pro", boost_ratio=0.25)' in words
     assert "KittyCache(model.config, boost_ratio=0.25)" in words
-    assert "perplexity +6.9 %, KLD 0.0705 nats" in " ".join(invoke("schemes", "kitty-pro").output.split())
+    assert "perplexity +7.0 %, KLD 0.0703 nats" in " ".join(invoke("schemes", "kitty-pro").output.split())
     assert_refused(invoke("schemes", "kity"), "did you mean 'kitty'")
     assert_refused(invoke("schemes", "kitty", "--markdown"), "leave the name out")
 
