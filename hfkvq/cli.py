@@ -225,8 +225,10 @@ def demo(
     console.print()
     print_notes(console, notes(result))
     console.print()
-    for command, what in next_steps(result):
-        console.print(f"{command:<58} {what}", highlight=False)
+    steps = next_steps(result)
+    width = max(len(command) for command, _ in steps)
+    for command, what in steps:
+        console.print(f"{command:<{width}}  {what}", highlight=False)
     save_json(console, as_json(result), json_file)
     if png_file is not None:
         save_picture(result, png_file)

@@ -101,15 +101,19 @@ class Lines:
         return view
 
 
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def notes(result: Result) -> list[str]:
     """How to read the table, a sentence or two each."""
     base = result.rows[0]
     assert base.memory is not None
     said = [
-        f"{result.model}, {result.dtype}, on {result.device}: {result.settings.samples} examples per task, greedy, "
+        f"{result.model}, {result.dtype}, on {result.device}: {_counted(result.settings.samples, 'example')} per task, greedy, "
         f"seed {result.settings.seed}, {result.seconds:.0f} s.",
-        f"held is the size of the cache after {result.memory_rows} answers to {result.memory_task} of "
-        f"{base.memory.tokens:,} tokens each, codes, scales, windows and tables. bf16 is the size of the same tokens "
+        f"held is the size of the cache after {_counted(result.memory_rows, 'answer')} to {result.memory_task}, with "
+        f"{base.memory.tokens:,} tokens each: codes, scales, windows and tables. bf16 is the size of the same tokens "
         f"without padding, {base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. Windows stay in full "
         "precision, so longer contexts take fewer bits: `hfkvq schemes` shows the limit.",
         f"agree and KLD compare with {BASELINE} from the second token of each answer on; the first one comes from "
