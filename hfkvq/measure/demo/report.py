@@ -110,8 +110,8 @@ def notes(result: Result) -> list[str]:
     base = result.rows[0]
     assert base.memory is not None
     said = [
-        f"{result.model}, {result.dtype}, on {result.device}: {_counted(result.settings.samples, 'example')} per task, greedy, "
-        f"seed {result.settings.seed}, {result.seconds:.0f} s.",
+        f"{result.model}, {result.dtype}, on {result.device}: {_counted(result.settings.samples, 'example')} per task, "
+        f"greedy, seed {result.settings.seed}, {result.seconds:.0f} s.",
         f"held is the size of the cache after {_counted(result.memory_rows, 'answer')} to {result.memory_task}, with "
         f"{base.memory.tokens:,} tokens each: codes, scales, windows and tables. bf16 is the size of the same tokens "
         f"without padding, {base.memory.bf16 / 2**20:.2f} MiB; {BASELINE} stores padding too. Windows stay in full "
