@@ -85,7 +85,7 @@ class Kitty(Scheme):
             ("kld", "fit"),
         ),
         "best-3.4": Entry(
-            "Our own preset for most uses: half of the key channels in 4 bits, 4-bit values in half of the layers.",
+            "Our own preset for most uses: half of the key channels in 4 bits, 4-bit values in the middle layers.",
             {**_BEST, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.84},
             ("demo", "kld", "bench generate", "fit"),
         ),

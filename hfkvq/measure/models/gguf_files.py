@@ -104,6 +104,8 @@ def _convert(path: Path, folder: Path) -> None:
     model.config.dtype = torch.bfloat16
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
+    # Transformers 5.17 ignores it for these tokenizers, and warns of it at each load.
+    tokenizer.clean_up_tokenization_spaces = False
     tokenizer.save_pretrained(folder)
     weights: dict[int, tuple[str, torch.Tensor]] = {}
     for name, weight in model.state_dict().items():
