@@ -314,7 +314,7 @@ class TestUse:
     def test_sizes(self, text, count):
         assert parse_size(text) == count
 
-    @pytest.mark.parametrize("text", ["", "GiB", "24XB", "-1GiB", "0", "1e3"])
+    @pytest.mark.parametrize("text", ["", "GiB", "24XB", "-1GiB", "0", "1e3", "24"])
     def test_malformed_sizes(self, text):
         with pytest.raises(ValueError, match="24GiB"):
             parse_size(text)
