@@ -90,7 +90,7 @@ def schemes(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the table of docs/schemes.md.")] = False,
 ) -> None:
-    """List all presets with bits, loss, speed and use; with a NAME, explain that preset and its options."""
+    """List all presets with bits, loss, speed and description. With a NAME, explain that preset and its options."""
     from hfkvq.caches.preset import get_preset
     from hfkvq.measure.demo import preset_page, schemes
 
@@ -187,7 +187,7 @@ def demo(
         typer.Option("--png", dir_okay=False, metavar="FILE", help="Save the table as a picture."),
     ] = None,
 ) -> None:
-    """Compare caches on short tasks: memory, right answers, distance from the stock cache, speed."""
+    """Compare caches on short tasks: memory, right answers, divergence from DynamicCache, speed."""
     check_files("png", json_file, png_file)
     if outliers is not None and model not in (None, "reference"):
         fail("outliers: only the reference model can be given outliers; leave --model out.")

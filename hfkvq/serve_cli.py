@@ -41,7 +41,7 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API, streaming, continuous batching and a compressed cache.
 
-    Clients name the model as it is named here. GET /metrics tells users, tokens, bytes and bits.
+    Clients use the model's name as given here. GET /metrics reports users, tokens, bytes and bits.
     """
     import torch
 

@@ -152,7 +152,7 @@ def leaderboard(
 ) -> None:
     """Run tasks through every cache, measure KL divergence, and write the report of both.
 
-    Results are lm-eval's, a folder for each cache. What is there already is not run again, and a run that was stopped
+    Results are those of lm-eval, in a folder for each cache. What is there already is not run again, and a stopped run
     continues with the next question. Tasks and schemes can be added; other settings need another folder. Under
     `accelerate launch` or `torchrun` all processes answer.
     """

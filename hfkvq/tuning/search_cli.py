@@ -132,7 +132,7 @@ def tune(
 ) -> None:
     """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
 
-    Run it on several GPUs or machines with one --storage: they share the trials, and take up those of a worker that
+    Run it on several GPUs or machines with one --storage: they share the trials, and repeat those of a worker that
     died. Run the same command again to continue where it stopped.
     """
     check_files("png", out, png)

@@ -30,7 +30,7 @@ def compare(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap and permutations.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Test whether two lm-eval runs differ, sample by sample; both must have used --log_samples."""
+    """Test whether two lm-eval runs differ, sample by sample. Both need --log_samples."""
     check_files("png", json_file, None)
 
     from hfkvq.measure.divergence.intervals import check_scipy

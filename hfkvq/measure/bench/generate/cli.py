@@ -235,10 +235,10 @@ def generate_command(
     ] = None,
     commit: Annotated[str, typer.Option(help=r"Commit to record. \[default: from git]")] = "",
 ) -> None:
-    """Time whole models with random weights: ours against Transformers' caches, compiled and not.
+    """Time whole models with random weights, with our caches and with Transformers', compiled and not.
 
     Decode steps on a full cache; with --prefill and --whole, prompts and generate as well; with --cold, first calls.
-    What fails, for want of memory or otherwise, is a line of the table and ends nothing.
+    What fails, for lack of memory or another reason, is a line in the table; the rest is still measured.
     """
     check_files("plot", json_file, plot_file)
     check_folder("markdown", markdown_file)
