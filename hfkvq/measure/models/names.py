@@ -77,6 +77,13 @@ def _unpacked(name: str, folder: Path) -> Source:
     return Source(name, str(folder), origin=json.loads((folder / "origin.json").read_text(encoding="utf-8")))
 
 
+def _unloadable(source: Source, part: str, error: Exception) -> ValueError:
+    words = f"model: {part}{source.name!r} cannot be loaded: {error}"
+    if not Path(source.path).is_dir():
+        words += f"\nBesides names on the Hub, a model can be a folder, a file FILE.gguf, {SMOLLM2!r} or {REFERENCE!r}."
+    return ValueError(words)
+
+
 def read_config(source: Source) -> Any:
     """The config of a model; a folder's ``config.json`` is enough.
 
@@ -86,7 +93,7 @@ def read_config(source: Source) -> Any:
     try:
         config = AutoConfig.from_pretrained(source.path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"model: {source.name!r} cannot be loaded: {error}") from error
+        raise _unloadable(source, "", error) from error
     if config.is_encoder_decoder:
         raise ValueError(f"model: {source.name!r} is an encoder-decoder model; choose a decoder-only one.")
     return config
@@ -101,7 +108,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: the tokenizer of {source.name!r} cannot be loaded: {error}") from error
+        raise _unloadable(source, "the tokenizer of ", error) from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -117,7 +124,7 @@ def load_processor(source: Source) -> Any:
     try:
         return AutoProcessor.from_pretrained(source.path, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f"model: the processor of {source.name!r} cannot be loaded: {error}") from error
+        raise _unloadable(source, "the processor of ", error) from error
 
 
 def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Any:
@@ -138,7 +145,7 @@ def load_model(source: Source, device: str | torch.device = "cpu", dtype: torch.
         auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
         model = auto.from_pretrained(source.path, dtype=kind, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model: {source.name!r} cannot be loaded: {error}") from error
+        raise _unloadable(source, "", error) from error
     # The wrapper around PreTrainedModel.to confuses type checkers.
     nn.Module.to(model, torch.device(device))
     return model.eval()
