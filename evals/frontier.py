@@ -89,9 +89,8 @@ def table() -> str:
 
 def bits_of_smollm2(row: dict[str, Any]) -> float:
     """Bits per element in a long context, scales included, at the heads of the model that was measured."""
-    name = row["name"].removeprefix("simulated-")
-    if name in SIMULATED_BITS:
-        return SIMULATED_BITS[name]
+    if row.get("simulated"):
+        return SIMULATED_BITS[row["name"].removeprefix("simulated-")]
     scheme = Scheme.from_dict(row["scheme"])
     about = describe(row["name"], scheme, HEAD_DIM)
     (least, most), (fewest, largest) = long_context_bits(scheme, HEAD_DIM), about["code_bits"]

@@ -185,6 +185,14 @@ def test_the_first_table_of_the_readme():
             assert perplexity == f"{100 * (measured[preset]['perplexity_ratio']['value'] - 1):+.1f} %", name
 
 
+def test_the_bits_of_the_first_picture():
+    """Of pages alone at heads of 64; what has no windows has them as its total bits."""
+    found = {row["name"]: (frontier.bits_of_smollm2(row), row["total_bits"]) for row in frontier.rows()}
+    assert (found["full"][0], found["saw-int4"][0], found["triaxial"][0]) == (16.0, 4.5, 5.0)
+    for name, (bits, total) in found.items():
+        assert bits == pytest.approx(total) if "turboquant" in name else bits < total, name
+
+
 def test_the_table_of_the_real_model_is_what_was_measured():
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert f"{frontier.BEGIN}\n{frontier.table()}\n{frontier.END}" in text
