@@ -11,7 +11,13 @@ import pytest
 import hfkvq
 from hfkvq.caches.registry import in_order
 from hfkvq.measure.demo.schemes import describe
+from hfkvq.measure.figures import figure
 from tests.command import assert_refused, invoke
+
+
+def lost(preset: str) -> str:
+    """What a preset adds to the perplexity, as tables write it."""
+    return f"{100 * (figure('loss', preset)['perplexity_ratio'] - 1):+.1f}"
 
 
 def test_help_and_version() -> None:
@@ -31,8 +37,9 @@ def test_schemes_are_a_line_each(columns: int) -> None:
     first = [line.split()[0] for line in lines[2:] if line.strip()]
     assert [name for name in first if name in hfkvq.list_schemes()] == list(in_order())
     found = {line.split()[0]: line.split() for line in lines if line.strip()}
-    assert found["best-3.4"][1:5] == ["(default)", "3.39", "+0.6", "%"]
-    assert found["kitty-pro"][1:5] == ["2.51", "+6.9", "%", "9.0"]
+    assert found["best-3.4"][1:5] == ["(default)", "3.39", lost("best-3.4"), "%"]
+    step = f"{figure('steps', 'kitty-pro')['ms']:.1f}"
+    assert found["kitty-pro"][1:5] == ["2.51", lost("kitty-pro"), "%", step]
     # Nobody has measured it.
     assert found["kvarn-k2v2"][1:4] == ["2.38", "–", "–"]
     assert found["snapkv"][1] == "16.00*"
@@ -50,7 +57,8 @@ def test_schemes_explains_each_knob(columns: int) -> None:
     assert "not measured loss, speed" in words
     assert 'MixedKVCache(model.config, "kitty-pro", boost_ratio=0.25)' in words
     assert "KittyCache(model.config, boost_ratio=0.25)" in words
-    assert "perplexity +6.9 %, KLD 0.0705 nats" in " ".join(invoke("schemes", "kitty-pro").output.split())
+    said = f"perplexity {lost('kitty-pro')} %, KLD {figure('loss', 'kitty-pro')['kld']:.4f} nats"
+    assert said in " ".join(invoke("schemes", "kitty-pro").output.split())
     assert_refused(invoke("schemes", "kity"), "did you mean 'kitty'")
     assert_refused(invoke("schemes", "kitty", "--markdown"), "leave the name out")
 
