@@ -83,7 +83,7 @@ def test_schemes_as_json() -> None:
     assert items["saw-int4"]["long_context_bits"] == [4.25, 4.25]
     # 2 bits, and two f16 for 32 elements.
     assert items["kivi-2"]["long_context_bits"] == [3.0, 3.0]
-    # Keys: 3 of payload, 0.5 of scales, 64 indices a page, but 4.25 in 3 of 100 layers. Values: 2.25, in 47 of them 4.25.
+    # Keys: 3 of payload, 0.5 of scales, 64 indices a page, but 4.25 in 3 of 100 layers. Values: 2.25, 4.25 in 47.
     keys = 0.97 * (3.5 + 64 * 8 / 128**2) + 0.03 * 4.25
     assert items["best-3.4"]["long_context_bits"][0] == pytest.approx((keys + 2.25 + 0.47 * 2) / 2)
     assert "in 47 % of the layers 4 bits" in items["best-3.4"]["values"]
