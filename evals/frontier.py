@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hfkvq.caches import Scheme, list_schemes
+from hfkvq.caches import Scheme
 from hfkvq.measure.demo.schemes import describe, long_context_bits
+from hfkvq.measure.divergence.naming import parse_scheme
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,6 +24,7 @@ FILES = (
     "kld-smollm2-pages-h200.json",
     "kld-smollm2-h200.json",
     "kld-smollm2-budgets-h200.json",
+    "kld-smollm2-heavy-layer-h200.json",
 )
 """Older first."""
 
@@ -60,9 +62,11 @@ def long_context(row: dict[str, Any]) -> str:
 
 
 def earlier(row: dict[str, Any]) -> bool:
-    """Whether a preset has been given other knobs since it was measured."""
-    now = list_schemes().get(row["name"])
-    return now is not None and Scheme.from_dict(row["scheme"]) != now
+    """Whether what a name stands for has been given other knobs since it was measured."""
+    if not row.get("scheme") or row.get("simulated"):
+        return False
+    then, now = Scheme.from_dict(row["scheme"]), parse_scheme(row["name"]).scheme
+    return any(then.in_layer(layer, 100) != now.in_layer(layer, 100) for layer in range(100))
 
 
 def table() -> str:
@@ -105,7 +109,7 @@ def picture(path: Path) -> None:
     from hfkvq.measure.drawing import BLACK, BLUE, GREY, RED, new_figure, write_names
 
     figure, grid = new_figure(8.6, 5.2)
-    axes, places, colors, bars = grid[0][0], [], {}, {}
+    axes, places, colors = grid[0][0], [], {}
     for row in rows():
         name = row["name"].removeprefix("simulated-")
         (low, high), mean = row["kld"]["interval"], row["kld"]["mean"]
@@ -120,7 +124,7 @@ def picture(path: Path) -> None:
             bits, sides = bits_of_smollm2(row), [[mean - low], [high - mean]]
             axes.errorbar(bits, mean, sides, fmt=mark, color=color, markersize=size, elinewidth=1.3, alpha=0.9)
             places.append((name, (bits, mean)))
-            colors[name], bars[name] = BLACK if color == GREY else color, (low, high)
+            colors[name] = BLACK if color == GREY else color
     axes.set(yscale="log", xlim=(2.2, 6.4), ylim=(0.0011, 0.45))
     axes.set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], ["0.003", "0.01", "0.03", "0.1", "0.3"])
     axes.minorticks_off()
@@ -133,7 +137,7 @@ def picture(path: Path) -> None:
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
     handles.append(Line2D([], [], color=BLACK, marker="|", markersize=10, linestyle="none", label="95 % interval"))
     axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
-    write_names([(axes, places)], colors, bars, {name for name in colors if name.startswith("best")})
+    write_names([(axes, places)], colors, {name for name in colors if name.startswith("best")})
     figure.savefig(path, dpi=150)
 
 

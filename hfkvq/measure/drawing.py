@@ -42,7 +42,6 @@ def legend_beside(axes: Any, *entries: Any) -> None:
 def write_names(
     panels: Sequence[tuple[Any, Sequence[tuple[str, Point]]]],
     colors: Mapping[str, str],
-    bars: Mapping[str, tuple[float, float]] | None = None,
     bold: Collection[str] = (),
 ) -> None:
     """Writes names beside their points in the finished panels of a figure, in colours by name.
@@ -50,36 +49,34 @@ def write_names(
     Args:
         panels: axes, and their names and points.
         colors: by name.
-        bars: lower and upper end of the interval of a point, by name; no name is written over it.
         bold: names in bold.
     """
     if panels:
         # Positions are known only after a layout.
         panels[0][0].get_figure().canvas.draw()
     for axes, points in panels:
-        _write_names(axes, points, colors, bars or {}, bold)
+        _write_names(axes, points, colors, bold)
 
 
 def _write_names(
-    axes: Any,
-    points: Sequence[tuple[str, Point]],
-    colors: Mapping[str, str],
-    bars: Mapping[str, tuple[float, float]],
-    bold: Collection[str],
+    axes: Any, points: Sequence[tuple[str, Point]], colors: Mapping[str, str], bold: Collection[str]
 ) -> None:
-    """Writes each name at the first place near its point that is still free."""
+    """Writes each name at the first place near its point that is still free: of points, error bars and the legend."""
+    from matplotlib.collections import LineCollection
     from matplotlib.text import Text
 
     renderer = axes.get_figure().canvas.get_renderer()
     taken = []
-    for name, at in points:
+    for _, at in points:
         x, y = axes.transData.transform(at)
         taken.append((x - 5, y - 5, x + 5, y + 5))
-        if name in bars:
-            low, high = (axes.transData.transform((at[0], end))[1] for end in bars[name])
-            taken.append((x - 2, low, x + 2, high))
-    if axes.get_legend() is not None:
-        taken.append(axes.get_legend().get_window_extent(renderer).extents)
+    for lines in axes.collections:
+        for ends in lines.get_segments() if isinstance(lines, LineCollection) else ():
+            bar = axes.transData.transform(ends)
+            taken.append((*(bar.min(0) - 3), *(bar.max(0) + 3)))
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(legend.get_window_extent(renderer).extents)
     frame = axes.get_window_extent()
     steps = [(8, 0), (-8, 0), (0, 8), (0, -8)]
     steps += [(dx, sign * 13 * k) for k in range(1, 11) for sign in (1, -1) for dx in (10, -10, 40, -40)]
