@@ -70,7 +70,8 @@ class MixedKVCache(SavedCache, Cache):
             environment variable HFKVQ_GRAPHS (1 or 0), or True. Without graphs, or if ``generate`` is given a
             ``compile_config``, steps at a fixed capacity are compiled, as with ``StaticCache``. Compiled steps ignore
             masks: only the prompt's padding stays hidden.
-        headroom: share by which buffers of captured steps exceed what a growing cache holds; at least 128 tokens.
+        headroom: share by which buffers of captured steps exceed what a growing cache holds; at least 128 tokens, at
+            most 4,096.
         offloading: whether pages are kept in the host's memory, where the GPU reads them over the bus; sinks, newest
             tokens and tables stay on the GPU. True: all layers that hold all tokens; a number: that many last ones.
         attach: whether to switch the attention implementation.

@@ -163,6 +163,16 @@ def test_headroom(captured, tiny):  # noqa: F811
     assert total == cache_bytes(TINY, "kitty-pro", 302, 2, generated=2, headroom=1)
 
 
+def test_headroom_has_a_most(captured, tiny, monkeypatch):  # noqa: F811
+    """However long the context is: by a quarter of 128k tokens a cache would be a quarter larger for hours."""
+    # Bytes of a layer are kept by what they follow from, so another share is asked for here.
+    free = cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=3.9)
+    monkeypatch.setattr(placement, "MOST_HEADROOM", 256)
+    total = held(tiny, MixedKVCache(tiny, "saw-int4", headroom=4), 300, 2)
+    assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=4) < free
+    assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=0.86)
+
+
 def test_narrow_tokens():
     found = [cache_bytes(TINY, "triaxial", 2000, chunk=500, narrow=share, graphs=False) for share in (1, 0.5, 0)]
     assert found == sorted(set(found))

@@ -1,0 +1,106 @@
+"""Divergence of compressed latents on a small model with latent attention, by what is kept whole and how it is rounded.
+
+    PYTHONPATH=. python evals/reference/train.py --shape mla --minutes 3 --evaluate 0 --text gsm8k_train.jsonl --out mla
+    PYTHONPATH=. python evals/latents.py mla --gsm8k gsm8k_test.jsonl --json evals/results/latents-kld-h200.json
+
+Every row is measured through the cache itself, by `hfkvq kld`'s code, on three texts: the tasks that the model was
+trained on, problems of GSM8K as it was trained on others, and GSM8K's answers as the file has them, which look like
+nothing that it knows. Results are written after each group of rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from evals.reference.train import CHECKPOINT, read_problems
+from hfkvq.measure.divergence.measurement import measure
+from hfkvq.measure.divergence.naming import parse_measured
+from hfkvq.measure.divergence.report import as_record
+from hfkvq.measure.divergence.windows import Text, Windows, cut, read_file, reference_documents
+from hfkvq.measure.records import commit, device_name, now, versions
+
+WHOLE = "sink_length=32:local_length=128"
+GROUPS = (
+    ("full", "latent-8", "latent-4", f"latent-4:{WHOLE}", f"latent-8:{WHOLE}"),
+    ("latent-4:fit=4", "latent-4:group_size=64", "latent-4:block=0", "latent-4:rope_bits=16"),
+    (f"latent-4:{WHOLE}:fit=4", f"latent-4:{WHOLE}:group_size=64", f"latent-4:{WHOLE}:rope_bits=16"),
+    ("latent-4:sink_length=32", "latent-4:local_length=128", "latent-4:group_size=32", "latent-4:fit=2"),
+    (f"latent-4:{WHOLE}:fit=4:group_size=64", f"latent-4:{WHOLE}:block=0", "latent-8:rope_bits=8"),
+)
+"""Rows, the most telling ones first."""
+
+
+def texts(gsm8k: Path) -> dict[str, Text]:
+    """What is scored, by name."""
+    return {
+        "tasks": Text("the reference tasks", reference_documents(), ""),
+        "problems": Text("GSM8K, as the model was trained on it", read_problems(gsm8k), ""),
+        "answers": Text("GSM8K's answers, with their annotations", read_file(gsm8k, "answer")),
+    }
+
+
+def rows(model: Any, windows: Windows, names: tuple[str, ...], settings: dict[str, int]) -> dict[str, Any]:
+    """A group of rows on one text."""
+    measured = measure(model, windows.tokens, parse_measured(list(names)), **settings)
+    about = {"windows": len(windows.tokens), "tokens_sha256": windows.sha256}
+    return as_record(measured, 0, about, windows.names)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path, help="folder that train.py wrote")
+    parser.add_argument("--gsm8k", type=Path, required=True, help="test.jsonl")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--prefill", type=int, default=1536)
+    parser.add_argument("--chunk", type=int, default=8)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=len(GROUPS), help="of rows, the most telling first")
+    parser.add_argument("--rows", action="append", help="these, comma-separated, in place of them; may be repeated")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no group is begun later")
+    args = parser.parse_args()
+    begin = time.perf_counter()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
+    settings = {"prefill": args.prefill, "chunk": args.chunk, "batch_size": args.batch_size}
+    training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
+    record: dict[str, Any] = {
+        "kind": "divergence of latents on a small model with latent attention",
+        "training": {name: value for name, value in training.items() if name != "curve"},
+        "learnt": training["curve"][-1] if training["curve"] else None,
+        "device": device_name(device),
+        "dtype": args.dtype,
+        "settings": settings | {"context": args.context},
+        "versions": versions(),
+        "commit": commit(),
+        "date": now(),
+        "texts": {},
+    }
+    chosen = [tuple(each.split(",")) for each in args.rows] if args.rows else list(GROUPS[: args.groups])
+    given = {name: cut([text], tokenizer, args.context, args.windows) for name, text in texts(args.gsm8k).items()}
+    for group in chosen:
+        for name, windows in given.items():
+            if time.perf_counter() - begin > 60 * args.minutes:
+                return
+            found = rows(model, windows, group, settings)
+            kept = record["texts"].setdefault(name, found | {"rows": []})
+            kept["rows"] += found["rows"]
+            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            for row in found["rows"]:
+                shown = f"{row['kld']['mean']:.5f} nats, {row['total_bits']:.2f} bits"
+                print(f"{time.perf_counter() - begin:5.0f} s  {name:9} {row['name']:60} {shown}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
