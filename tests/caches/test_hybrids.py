@@ -138,6 +138,22 @@ def test_replayed_operations_of_more_families(family, taped):  # noqa: F811
     assert taped.made == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", KINDS)
+def test_steps_are_captured_on_a_gpu(family):
+    """With their states, which a graph reads and writes where they lie."""
+    model = copy.deepcopy(model_of(family)).to("cuda")
+    ids, tokens = (prompt(2, 20) % 100).cuda(), (prompt(2, 150, 3) % 100).cuda()
+    caches = [MixedKVCache(model, small("saw-int4"), graphs=on) for on in (True, False)]
+    found, expected = (steps(model, cache, ids, tokens) for cache in caches)
+    assert caches[0].graphs.sync.buffers.recordings
+    # Rounding goes from step to step through the states.
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+    for mine, theirs in zip(*map(states, caches), strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            assert (x - y).norm() < 1e-3 * y.norm()
+
+
 @pytest.mark.parametrize("mode", [greedy, padding, beams, turns], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
 def test_modes_of_generate_are_captured(family, mode, taped):  # noqa: F811

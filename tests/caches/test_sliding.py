@@ -262,6 +262,20 @@ def test_only_layers_that_hold_all_tokens_are_offloaded():
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["full", "saw-int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_captured_on_a_gpu(family, scheme):
+    """Beyond the ring: replayed steps are those that run in Python, of windows and full layers together."""
+    model, ids, both = build(family).to("cuda"), prompt(2, 290).cuda(), []
+    for graphs in (True, False):
+        cache = MixedKVCache(model, FULL if scheme == "full" else COMPRESSED[scheme], graphs=graphs)
+        both.append(logits_of(model, cache, [150, *[1] * 140], ids))
+        cache.integrity_check()
+        assert not graphs or cache.graphs.sync.buffers.recordings
+    assert (both[0] - both[1]).norm() < 1e-3 * both[1].norm()
+
+
 # Interpreted kernels have their own tests.
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("name", ["full", *COMPRESSED])
