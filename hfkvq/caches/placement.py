@@ -19,7 +19,7 @@ LEAST_HEADROOM = 128
 """Tokens by which a buffer is ahead of need at the least: short contexts are not captured again at every page."""
 
 MOST_HEADROOM = 4096
-"""Tokens by which it is ahead at the most: capturing again takes a fraction of a second, so many steps half a minute."""
+"""Tokens by which it is ahead at the most: so many steps take half a minute, and capturing a fraction of a second."""
 
 
 def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float) -> int:

@@ -9,9 +9,11 @@ from functools import partial
 import pytest
 import torch
 from transformers import DeepseekV3Config as DeepseekConfig
-from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3NextConfig
+from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers import Gemma3ForCausalLM as Gemma3
+from transformers import Qwen3NextConfig
 
+from evals.families import build as build_family
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset, placement
 from hfkvq.caches.store import KVStore
@@ -260,8 +262,30 @@ def test_latents_and_linear_attention_by_hand():
     hybrid = outline(Qwen3NextConfig(num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, dtype=torch.bfloat16))
     assert [layer.compressed for layer in hybrid.layers] == [False, False, False, True]
     # Convolutions over four tokens of 2 * 16 * 128 + 32 * 128 channels, and states of 32 heads, in three layers.
-    assert hybrid.states in {3 * (8192 * 4 * 2 + 32 * 128 * 128 * size) for size in (2, 4)}
-    assert cache_bytes(hybrid, None, 1000) == hybrid.states + 1000 * 2 * 2 * 256 * 2
+    assert (hybrid.states, hybrid.state_numbers) == (3 * 32 * 128 * 128 * 4, 3 * 8192 * 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        held = hybrid.states + hybrid.state_numbers * dtype.itemsize
+        assert cache_bytes(hybrid, None, 1000, dtype=dtype) == held + 1000 * 2 * 2 * 256 * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_mixtures_of_experts_in_every_dtype(dtype):
+    """On the meta device experts' products know one dtype alone, in which all models are laid out."""
+    config = Qwen3MoeConfig(**TINY.to_dict() | {"num_experts": 4, "num_experts_per_tok": 2, "model_type": "qwen3_moe"})
+    config.dtype = dtype
+    found = outline(config)
+    assert found.dtype == dtype
+    assert cache_bytes(config, None, 100) == 100 * 2 * 2 * 2 * 64 * dtype.itemsize
+
+
+@torch.no_grad()
+def test_states_of_a_filled_cache():
+    """Of a float32 model, though the config says bf16: convolutions are in the model's dtype."""
+    model = build_family("falcon_h1")
+    model.config.dtype = torch.bfloat16
+    cache = MixedKVCache(model, "saw-int4", graphs=False)
+    model(torch.full((2, 40), 7), past_key_values=cache)
+    assert cache.memory().total == cache_bytes(model.config, "saw-int4", 40, 2, torch.float32, graphs=False)
 
 
 def test_presets_of_latents_are_for_latents():

@@ -18,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..model_config import (
     SINKS_BY_TOKEN,
     TOUCHES_KEYS,
+    expands_latents,
     head_dim_of,
     hinders_eviction,
     latent_dims,
@@ -111,9 +112,10 @@ def build_layers(
     dims = (head_dim, head_dim) if head_dim is not None else latents
     for each in preset.schemes:
         if each.latents and latents is None:
+            has = "layers of several kinds" if expands_latents(text) else "keys and values"
             raise ValueError(
                 f"scheme: got {each.name!r}, which is for models with latent attention (DeepSeek, Kimi, GLM, LongCat), "
-                f"but {name} has keys and values; choose another, e.g. 'best-3.4'."
+                f"but {name} has {has}; choose another, e.g. 'best-3.4'."
             )
         if dims is not None:
             each.layout(*dims).check(*dims)
