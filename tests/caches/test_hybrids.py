@@ -142,16 +142,19 @@ def test_replayed_operations_of_more_families(family, taped):  # noqa: F811
 @pytest.mark.parametrize("family", KINDS)
 def test_steps_are_captured_on_a_gpu(family):
     """With their states, which a graph reads and writes where they lie."""
-    model = copy.deepcopy(model_of(family)).to("cuda")
+    # In other dtypes than bf16, Transformers asks the host where its experts' tokens are.
+    experts = family in ("jamba", "qwen3_next")
+    model = copy.deepcopy(model_of(family)).to("cuda", torch.bfloat16 if experts else None)
     ids, tokens = (prompt(2, 20) % 100).cuda(), (prompt(2, 150, 3) % 100).cuda()
     caches = [MixedKVCache(model, small("saw-int4"), graphs=on) for on in (True, False)]
-    found, expected = (steps(model, cache, ids, tokens) for cache in caches)
+    found, expected = (steps(model, cache, ids, tokens).float() for cache in caches)
     assert caches[0].graphs.sync.buffers.recordings
     # Rounding goes from step to step through the states.
-    assert (found - expected).norm() < 1e-3 * expected.norm()
+    near = 0.05 if experts else 1e-3
+    assert (found - expected).norm() < near * expected.norm()
     for mine, theirs in zip(*map(states, caches), strict=True):
         for x, y in zip(mine, theirs, strict=True):
-            assert (x - y).norm() < 1e-3 * y.norm()
+            assert (x - y).float().norm() < near * y.float().norm()
 
 
 @pytest.mark.parametrize("mode", [greedy, padding, beams, turns], ids=lambda mode: mode.__name__)

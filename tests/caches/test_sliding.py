@@ -100,6 +100,7 @@ COMPRESSED = {
     "saw-int4": get_scheme(small("saw-int4"), page_size=8, local_length=4),
     "kvarn": get_scheme(small("kvarn"), page_size=8),
     "kivi": small("kivi-2", local_length=8),
+    "exact": get_scheme("kitty", page_size=8, group_size=8, local_length=4, key_local_length=2, exact_keys=2),
 }
 
 
@@ -267,13 +268,15 @@ def test_only_layers_that_hold_all_tokens_are_offloaded():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_are_captured_on_a_gpu(family, scheme):
     """Beyond the ring: replayed steps are those that run in Python, of windows and full layers together."""
-    model, ids, both = build(family).to("cuda"), prompt(2, 290).cuda(), []
+    # In other dtypes than bf16, Transformers asks the host where its experts' tokens are.
+    experts = family == "gpt-oss"
+    model, ids, both = build(family).to("cuda", torch.bfloat16 if experts else None), prompt(2, 290).cuda(), []
     for graphs in (True, False):
         cache = MixedKVCache(model, FULL if scheme == "full" else COMPRESSED[scheme], graphs=graphs)
         both.append(logits_of(model, cache, [150, *[1] * 140], ids))
         cache.integrity_check()
         assert not graphs or cache.graphs.sync.buffers.recordings
-    assert (both[0] - both[1]).norm() < 1e-3 * both[1].norm()
+    assert (both[0] - both[1]).float().norm() < (0.03 if experts else 1e-3) * both[1].float().norm()
 
 
 # Interpreted kernels have their own tests.
