@@ -23,7 +23,7 @@ from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.fit import cache_bytes, fits, plan, weights_of
+from hfkvq.tuning.fit import cache_bytes, fits, layer, plan, weights_of
 from hfkvq.tuning.fit.compute import presets_for
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
@@ -204,6 +204,33 @@ def test_a_budget_of_bytes_in_bf16(tiny, name, budget):
     for prompt in (300, 333):
         total = held(model, MixedKVCache(TINY, scheme), prompt)
         assert total == cache_bytes(TINY, scheme, prompt, 2, torch.bfloat16, graphs=False)
+
+
+@pytest.mark.parametrize("chunk", [None, 90])
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "streaming-llm+kitty-pro", "h2o+saw-int4", "tova"])
+def test_long_prompts_under_a_budget_are_those_of_their_last_pieces(name, chunk, monkeypatch):
+    """Of millions of tokens only some are simulated, layer by layer."""
+    preset = get_preset(name)
+    knobs = {"budget_tokens": 100, "window": 16, **({"trim_every": 24} if name == "tova" else {})}
+    scheme, counted = get_scheme(preset.scheme, **knobs), layer._Kind.shortened
+    found = []
+    for whole in (False, True):
+        layer_bytes.cache_clear()
+        layer._prompts.cache_clear()
+        monkeypatch.setattr(layer._Kind, "shortened", (lambda _, come: come.prompt) if whole else counted)
+        found.append(
+            [
+                layer_bytes(scheme, 2, 64, 64, 2, 2, Arrival(prompt, 40, chunk), place=place)
+                for prompt in (1500, 1517)
+                for place in ((0, 4), (2, 4))
+            ]
+        )
+    layer_bytes.cache_clear()
+    layer._prompts.cache_clear()
+    assert found[0] == found[1]
+    kind = layer._Kind(scheme, 64, 64, 2, False, 0.0, (0, 4), 0)
+    monkeypatch.setattr(layer._Kind, "shortened", counted)
+    assert kind.shortened(Arrival(1500, 40, chunk)) < 900
 
 
 def test_evicting_schemes_are_counted_at_their_fullest(tiny):
