@@ -25,7 +25,7 @@ from .layers.lazy import dense_of
 from .layers.memory import described, memory_of
 from .memory_report import MemoryReport
 from .model_calls import intercept
-from .model_config import text_config
+from .model_config import stock_layers, text_config
 from .once import say_once
 from .preset import Preset, checked_knobs, get_preset
 from .recorded import is_captured, is_recorded
@@ -252,7 +252,7 @@ class MixedKVCache(SavedCache, Cache):
                 "with an empty one."
             )
         if stock:
-            fresh = DynamicCache(config=self.config).layers
+            fresh = stock_layers(self.config)
             for i in stock:
                 self.layers[i] = fresh[i]
         super().activate_past_recording()

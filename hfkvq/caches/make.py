@@ -15,7 +15,7 @@ from hfkvq.kernels.step import StepPlan
 from .cache import MixedKVCache
 from .layers import KVLayer, PaddingReader
 from .layers.build import is_held_in_pages
-from .model_config import attention_shape, latent_dims, text_config, windows_of
+from .model_config import attention_shape, latent_dims, stock_layers, text_config, windows_of
 from .preset import Preset, get_preset
 from .scheme import Scheme, latent_layout
 from .tags import Tagger
@@ -82,7 +82,7 @@ def layer_shapes(name: str) -> list[LayerShape]:
         return [LayerShape(text.num_attention_heads, 1, latents[0], rope_dim=latents[1])]
     if found is None:
         raise ValueError(f"model: the config of {name!r} names no head dim; give --heads, --kv-heads and --head-dim.")
-    stock = DynamicCache(config=text).layers
+    stock = stock_layers(text)
     windows = set(windows_of(text, stock).values())
     full = {0} if any(is_held_in_pages(layer, text) for layer in stock) else set()
     return [LayerShape(*found, window) for window in sorted(full | windows)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 
@@ -90,6 +90,16 @@ SINKS_BY_TOKEN = {"inkling2", "inkling2_text"}
 UNMASKED = {"moshi"}
 """Models whose masks hide nothing of what a window's layer is handed, so that queries of one forward see unlike many
 tokens: their layers stay as Transformers makes them."""
+
+
+def stock_layers(config: PreTrainedConfig) -> list[Any]:
+    """The layers of Transformers' own cache for a decoder's config."""
+    layers, blocks = DynamicCache(config=config).layers, getattr(config, "block_types", None)
+    if blocks and not getattr(config, "layer_types", None):
+        # Transformers 5.17 takes recurrent layers of RecurrentGemma for windows, to which nothing is ever given.
+        kinds = (blocks[i % len(blocks)] for i in range(len(layers)))
+        layers = [LinearAttentionLayer() if kind == "recurrent" else x for kind, x in zip(kinds, layers, strict=True)]
+    return layers
 
 
 def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int]:

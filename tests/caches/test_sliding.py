@@ -247,6 +247,17 @@ def test_which_pages_hold_a_window():
         kitty.layout(*dims).in_window(100)
 
 
+@pytest.mark.parametrize("length", [None, 300])
+@pytest.mark.parametrize("window", [2, 5, 33])
+def test_windows_shorter_than_a_page(window, length):
+    """By a preset as it is: the ring has as many pages as steps may take back, however short the window is."""
+    model, ids = build("gemma3", sliding_window=window), prompt(2, 200)
+    cache, parts = MixedKVCache(model, "full", max_cache_len=length), [100, *[1] * 60, 40]
+    expected = logits_of(model, DynamicCache(config=model.config), parts, ids)
+    torch.testing.assert_close(logits_of(model, cache, parts, ids), expected, rtol=1e-4, atol=1e-4)
+    assert [layer.window for layer in cache.layers] == [window, 0, window]
+
+
 def test_a_capacity_within_the_window_hides_nothing():
     """Then such a layer is like any other, with the scheme's first tokens."""
     cache = MixedKVCache(build("mistral-sliding"), small("kitty-pro"), max_cache_len=16)

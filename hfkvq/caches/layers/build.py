@@ -6,7 +6,6 @@ import logging
 from typing import Any, NamedTuple
 
 from transformers.cache_utils import (
-    DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
@@ -24,6 +23,7 @@ from ..model_config import (
     latent_dims,
     looks_attention_up,
     queries_per_head,
+    stock_layers,
     windows_of,
 )
 from ..once import say_once
@@ -71,7 +71,7 @@ class Layers(NamedTuple):
 
 def is_attachable(text: PreTrainedConfig) -> bool:
     """Whether a model of this text config takes its attention from Transformers' table, in all its layers."""
-    known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in DynamicCache(config=text).layers)
+    known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock_layers(text))
     return known and looks_attention_up(text)
 
 
@@ -120,7 +120,7 @@ def build_layers(
         if dims is not None:
             each.layout(*dims).check(*dims)
             warn_of_limits(each, *dims)
-    stock = DynamicCache(config=text).layers
+    stock = stock_layers(text)
     full = tuple(i for i, layer in enumerate(stock) if is_held_in_pages(layer, text))
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
         raise ValueError(
