@@ -20,7 +20,9 @@ from tests.caches.test_generate import MODES, forwards
 
 FAMILIES = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", "minicpm3", "youtu")
 FULL = get_scheme("full", page_size=8)
-FOUR, EIGHT = (get_scheme(name, page_size=8) for name in ("latent-4", "latent-8"))
+BARE = {"page_size": 8, "sink_length": 0, "local_length": 0}
+FOUR, EIGHT = (get_scheme(name, **BARE) for name in ("latent-4", "latent-8"))
+WINDOWS = get_scheme(FOUR, sink_length=3, local_length=5)
 
 # Whose drafts a llama makes is a matter of other tests.
 RUNS = {name: run for name, run in MODES.items() if name != "assisted"}
@@ -84,7 +86,7 @@ def test_assisted_steps_are_taken_back(attended):
     assert any(shape[2] > 1 for shape in attended)
 
 
-@pytest.mark.parametrize("scheme", [FOUR, EIGHT, get_scheme("saw-int4", page_size=8)])
+@pytest.mark.parametrize("scheme", [FOUR, EIGHT, WINDOWS, get_scheme("saw-int4", page_size=8)])
 @pytest.mark.parametrize("family", ["deepseek-v3", "minicpm3"])
 def test_logits_are_those_of_dequantized_latents(scheme, family):
     """Attention to latents as they are gives what the model's own expansion of the same bytes gives."""
@@ -93,7 +95,7 @@ def test_logits_are_those_of_dequantized_latents(scheme, family):
     torch.testing.assert_close(found, dense, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(("scheme", "most"), [(FULL, 1e-8), (EIGHT, 0.02), (FOUR, 0.3)])
+@pytest.mark.parametrize(("scheme", "most"), [(FULL, 1e-8), (EIGHT, 0.02), (FOUR, 0.3), (WINDOWS, 0.2)])
 def test_divergence(scheme, most):
     """Of random weights, which forgive nothing."""
     model = build("deepseek-v3")
@@ -108,13 +110,14 @@ def test_bytes_are_the_schemes():
     model = build("deepseek-v3", kv_lora_rank=512, qk_rope_head_dim=64)
     cache = MixedKVCache(model, "latent-4")
     with torch.no_grad():
-        model(prompt(1, 257), past_key_values=cache)
+        model(prompt(1, 257 + 160), past_key_values=cache)
     memory = cache.memory()
     bits = (512 * 4 + 32 + 64 * 8 + 16) / 576
     assert memory.code_bits == pytest.approx((512 * 4 + 64 * 8) / 576, rel=1e-6)
     held = memory.compressed
-    # Of three pages in each of two layers.
+    # Of three pages in each of two layers, and 160 tokens of 32-bit numbers, the tail's room for a step included.
     assert 8 * (held.codes + held.metadata) == pytest.approx(bits * 576 * 3 * 128 * 2, rel=1e-6)
+    assert 160 <= held.windows / (2 * 576 * 4) <= 160 + 16
 
 
 @pytest.mark.parametrize("given", ["model", "config"])
