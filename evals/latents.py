@@ -34,8 +34,8 @@ GROUPS = (
     ("latent-4:fit=4", "latent-4:group_size=64", "latent-4:group_size=32", "latent-4:block=0", "latent-4:rope_bits=16"),
     (f"latent-8:{WHOLE}:rope_bits=8", "latent-8:rope_bits=8", f"latent-4:{WHOLE}:fit=4:group_size=32"),
 )
-"""Rows, the most telling ones first. This model's latents have 128 numbers, so a group of 32 is a quarter of one, as 128
-are of DeepSeek's."""
+"""Rows, the most telling ones first. This model's latents have 128 numbers: a group of 32 is a quarter of one, as 128 are
+of DeepSeek's."""
 
 
 def texts(gsm8k: Path) -> dict[str, Text]:

@@ -21,7 +21,10 @@ SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
         (["--preset", ",", *SHAPE, "--gpu", "sm_90"], "preset: got none"),
         (["--preset", "kitty-pro", *SHAPE, "--gpu", "sm_12"], "gpu: got 'sm_12', allowed current or sm_80"),
         (["--preset", "kitty-pro", "--gpu", "sm_90"], "model: got none"),
-        (["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "x", "--heads", "3"], "give the model, or these in its place"),
+        (
+            ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "x", "--heads", "3"],
+            "give the model, or these in its place",
+        ),
         (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE[2:], "--heads", "9"], "a multiple of KV heads"),
         (
             ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "./nowhere"],
@@ -78,7 +81,8 @@ def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_pa
         form = plan.format
         (keys, _), name = form.runs[0], "full" if form.runs[0][0].bits == 16 else preset
         found.add((name, form.window, keys.page_size, plan.key_dim, form.latent))
-        assert heads == 4 and (rule is None) == (preset == "latent-4")
+        assert heads == 4
+        assert (rule is None) == (preset == "latent-4")
     assert found == expected
 
 

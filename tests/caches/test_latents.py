@@ -246,7 +246,7 @@ def test_windows_of_latents_stay_as_transformers_makes_them(caplog):
     for cache in (MixedKVCache(model, "kitty-pro"), MixedKVCache(model, "kitty-pro", max_cache_len=64)):
         assert not cache.compressed_layers
     assert "so nothing is compressed: all layers stay as Transformers makes them" in caplog.text
-    with pytest.raises(ValueError, match="got 'latent-4', .* but Dots3NoteTextConfig has layers of several kinds"):
+    with pytest.raises(ValueError, match=r"got 'latent-4', .* but Dots3NoteTextConfig has layers of several kinds"):
         MixedKVCache(model, "latent-4")
 
 

@@ -9,9 +9,16 @@ from functools import partial
 import pytest
 import torch
 from transformers import DeepseekV3Config as DeepseekConfig
-from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DynamicCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers import Gemma3ForCausalLM as Gemma3
-from transformers import Qwen3NextConfig
 
 from evals.families import build as build_family
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes

@@ -166,7 +166,7 @@ def outline(config: Any) -> Outline:
 
 
 def _build(config: Any) -> Any:
-    # A quantizer is no concern of shapes, and may not be installed. Nor is the dtype: experts' products know bf16 alone.
+    # A quantizer is no concern of shapes, and may not be installed; nor is the dtype, and experts know bf16 alone here.
     plain = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
         try:
