@@ -6,8 +6,9 @@
 Models have published shapes and random weights. A row is SHAPE[:LAYERS]@TOKENS=PRESET+PRESET: the context is random
 keys and values, or, where layers hold something else, a prompt that the model computes, in chunks of 4,096 tokens. Then
 single steps are timed, once graphs are captured. `DynamicCache`, whose steps are eager, is first, without cuDNN's
-attention, which plans anew for every length. Written for each cache: milliseconds a step (20th, 50th and 80th percentile), bytes of
-the cache, bits per element by `memory()`, whether steps were captured, and what remained uncompressed.
+attention, which plans anew for every length. Written for each cache: milliseconds a step (20th, 50th and 80th
+percentile), bytes of the cache, bits per element by `memory()`, whether steps were captured, and what remained
+uncompressed.
 """
 
 from __future__ import annotations

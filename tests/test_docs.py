@@ -12,7 +12,7 @@ import torch
 import typer
 
 import hfkvq
-from evals import frontier, model_steps
+from evals import frontier, latents, model_steps
 from hfkvq import caches
 from hfkvq.caches import get_scheme, list_schemes, placement, registry
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -188,6 +188,11 @@ def test_the_first_table_of_the_readme():
 def test_the_table_of_the_real_model_is_what_was_measured():
     text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert f"{frontier.BEGIN}\n{frontier.table()}\n{frontier.END}" in text
+
+
+def test_the_table_of_latents_is_what_was_measured():
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    assert f"{latents.BEGIN}\n{latents.table()}\n{latents.END}" in text
 
 
 class TestModelSteps:
