@@ -94,6 +94,18 @@ def table() -> str:
     return markdown_table(HEAD, lines)
 
 
+def add(path: Path) -> None:
+    """Takes the rows of another run, of the same model and texts, that are not there yet."""
+    record, more = (json.loads(each.read_text(encoding="utf-8")) for each in (RESULTS, path))
+    for name, found in more["texts"].items():
+        kept = record["texts"].setdefault(name, found | {"rows": []})
+        if kept["tokens_sha256"] != found["tokens_sha256"] or record["training"] != more["training"]:
+            raise ValueError(f"add: {path} is of another model, or its windows of {name} are others.")
+        have = {spelled(row) for row in kept["rows"]}
+        kept["rows"] += [row for row in found["rows"] if spelled(row) not in have]
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -110,8 +122,11 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=len(GROUPS), help="of rows, the most telling first")
     parser.add_argument("--rows", action="append", help="these, comma-separated, in place of them; may be repeated")
     parser.add_argument("--minutes", type=float, default=60.0, help="no group is begun later")
+    parser.add_argument("--add", type=Path, help="what another run with the same weights has written, for the table")
     args = parser.parse_args()
     if args.model is None:
+        if args.add is not None:
+            add(args.add)
         before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
         DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
         return
