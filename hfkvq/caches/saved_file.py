@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hfkvq.bounded import DAMAGE, parse_json
@@ -84,15 +83,32 @@ def write_file(
     head = {"kind": KIND, "version": number, "hfkvq": __version__, "sha256": checksum(text, digests)}
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
     try:
-        save_file(held, part, metadata={FIELD: json.dumps(head), "description": text})
+        write_safetensors(part, held, {FIELD: json.dumps(head), "description": text})
         size = part.stat().st_size
         os.replace(part, path)
-    except SafetensorError as error:
-        # So it tells of a full disk.
-        raise OSError(f"path: {path} could not be written ({error}).") from error
     finally:
         part.unlink(missing_ok=True)
     return size
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes contiguous tensors of the CPU. Safetensors' own writer has metadata in another order every time."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    kinds = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in names:
+        end = at + tensors[name].nbytes
+        header[name] = {
+            "dtype": kinds[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [at, end],
+        }  # fmt: skip
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(_bytes_of(tensors[name]))
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Digests]:
@@ -237,8 +253,12 @@ def checksum(text: str, digests: Digests) -> str:
 def digest_of(name: str, tensor: Tensor) -> bytes:
     """Of a tensor's name, dtype, shape and bytes, on the CPU."""
     found = _begun(name, tensor.dtype, tensor.shape)
-    found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    found.update(_bytes_of(tensor))
     return found.digest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _begun(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Any:

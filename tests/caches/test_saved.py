@@ -185,6 +185,66 @@ def test_tensors_that_are_read_in_many_parts(name, tmp_path, monkeypatch):
     assert packed_alike(cache, type(cache).load(tmp_path / "cache", model, **options))
 
 
+def poison_memory(monkeypatch, seed):
+    """From now on memory on the CPU is full of something, where nobody has written."""
+    made, dice = torch.empty, torch.Generator().manual_seed(seed)
+
+    def poisoned(*args, **kwargs):
+        found = made(*args, **kwargs)
+        if found.is_cpu and found.numel() and not found.requires_grad:
+            raw = found.view(-1).view(torch.uint8)
+            raw.copy_(torch.randint(256, raw.shape, dtype=torch.uint8, generator=dice))
+        return found
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+TAKING_BACK = ["full", "saw-int4", "kitty-pro", "kivi-2", "kvarn"]
+"""Of which nothing is left of a token that was taken back from its window."""
+LAYOUTS = [*TAKING_BACK, "best-3.4", "mixkvq", "arkv", "snapkv", "streaming-llm"]
+
+
+@pytest.mark.parametrize("length", [None, 150])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_files_of_the_same_cache_are_equal(name, length, tmp_path, monkeypatch):
+    """Whatever was in memory where no token stands, tokens that were taken back included."""
+    model, ids, found = build("llama"), prompt(2, 100), []
+    mask = torch.ones_like(ids[:, :97])
+    mask[1, :9] = 0
+    for seed in (1, 2):
+        with monkeypatch.context() as patch, torch.no_grad():
+            poison_memory(patch, seed)
+            cache = MixedKVCache(model, small(name), max_cache_len=length)
+            model(ids[:, :97], past_key_values=cache, attention_mask=mask)
+            if name in TAKING_BACK:
+                model((ids[:, 97:98] + seed) % model.config.vocab_size, past_key_values=cache)
+                cache.crop(-1)
+        cache.save(tmp_path / "cache")
+        found.append((tmp_path / "cache").read_bytes())
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    loaded.save(tmp_path / "cache")
+    assert found[0] == found[1] == (tmp_path / "cache").read_bytes()
+    with torch.no_grad():
+        assert torch.equal(*[model(ids[:, 97:98], past_key_values=x).logits for x in (cache, loaded)])
+
+
+@pytest.mark.parametrize("length", [None, 300])
+def test_files_of_windows_are_equal(length, tmp_path, monkeypatch):
+    """A ring's pages hold tokens that nobody sees any more."""
+    model, ids, found = build("gemma2"), prompt(1, 230), []
+    for seed in (1, 2):
+        with monkeypatch.context() as patch, torch.no_grad():
+            poison_memory(patch, seed)
+            cache = MixedKVCache(model, small("saw-int4"), max_cache_len=length)
+            model(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache")
+        found.append((tmp_path / "cache").read_bytes())
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    assert found[0] == found[1]
+    with torch.no_grad():
+        assert torch.equal(*[model(ids[:, :1], past_key_values=x).logits for x in (cache, loaded)])
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_file_that_is_replaced_while_it_is_opened(inference, file, tmp_path, monkeypatch):
     """Header and bytes are those of one file."""
@@ -338,11 +398,11 @@ def test_other_files(tmp_path):
 def test_what_fails_leaves_the_file_that_was_there(file, monkeypatch):
     whole = file.read_bytes()
 
-    def full(tensors, path, metadata):
+    def full(path, tensors, metadata):
         path.write_bytes(b"half")
-        raise saved_file.SafetensorError("No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saved_file, "save_file", full)
+    monkeypatch.setattr(saved_file, "write_safetensors", full)
     cache, _ = filled(build("llama"))
     with pytest.raises(OSError, match="No space left"):
         cache.save(file)
