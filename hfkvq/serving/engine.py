@@ -33,6 +33,7 @@ from hfkvq.caches.model_config import text_config
 
 from .models import check, schemes_of, windowed
 from .pages import CompressedPages
+from .scheduling import spread_short_requests
 from .slots import USUAL_TOKENS
 from .windows import WindowedPages
 
@@ -200,6 +201,7 @@ class CompressedManager(ContinuousBatchingManager):
         named: Any = type(kind.__name__, (kind,), own)
         with _allocator(named):
             processor = super()._create_batch_processor()
+        spread_short_requests(processor.scheduler)
         for pages in processor.cache.cache_allocators.values():
             assert isinstance(pages, CompressedPages)
             pages.settle(processor.cache)
