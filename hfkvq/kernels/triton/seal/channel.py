@@ -42,21 +42,22 @@ def fit_channels(
     A channel stands in one lane, so that what is worked out for a group is worked out for few, and sums over its tokens
     take no shuffles. Loads that the compiler sees to be contiguous would deal tokens out to lanes.
     """
-    o_t = tl.reshape(tl.arange(0, NG * BG), (NG, BG))
-    m_own = tl.reshape(m_t, (NG, BG))
-    b_column = tl.load(p_column + o_t, mask=m_own, other=0).to(tl.int64)
-    m_x = m_own[:, :, None] & m_d[None, None, :]
-    p_x = p_source + (b_column * s_l)[:, :, None] + (o_d * s_d)[None, None, :]
-    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+    T: tl.constexpr = NG * BG
+    CN: tl.constexpr = o_d.shape[0]
+    o_t = tl.arange(0, T * CN) // CN
+    o_x = tl.reshape(tl.broadcast_to(o_d[None, :], (T, CN)), (T * CN,))
+    m_x = tl.reshape(m_t[:, None] & m_d[None, :], (T * CN,))
+    b_column = tl.load(p_column + o_t, mask=m_x, other=0).to(tl.int64)
+    b_x = tl.load(p_source + b_column * s_l + o_x * s_d, mask=m_x, other=0.0).to(tl.float32)
     if p_norm is not None:
-        b_norm = tl.load(p_norm + o_t, mask=m_own, other=1.0)
-        b_x = b_x * tl.math.div_rn(tl.full([NG, BG], 1.0, tl.float32), b_norm.to(tl.float32))[:, :, None]
+        b_norm = tl.load(p_norm + o_t, mask=m_x, other=1.0).to(tl.float32)
+        b_x = b_x * tl.math.div_rn(tl.full([T * CN], 1.0, tl.float32), b_norm)
+    b_x, m_x = tl.reshape(b_x, (NG, BG, CN)), tl.reshape(m_x, (NG, BG, CN))
     b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum = in_steps(b_x, m_x, LEVELS, 1, None)
     if FIT:
         b_scale, b_zero = fit_scale(
             b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum, LEVELS, FIT, GROUP, 1, None
         )  # fmt: skip
-    CN: tl.constexpr = o_d.shape[0]
     b_lost = tl.zeros([CN], tl.float32)
     if LOSES:
         b_lost = squared_errors(b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, LEVELS, GROUP, 1, None)
