@@ -114,7 +114,9 @@ def from_stored(b_scale, b_zero, b_low, b_per_step):
 
 
 @triton.jit
-def codes_and_errors(b_units, b_slope, b_base, b_inverse, LEVELS: tl.constexpr, POWER: tl.constexpr, BITS: tl.constexpr):
+def codes_and_errors(
+    b_units, b_slope, b_base, b_inverse, LEVELS: tl.constexpr, POWER: tl.constexpr, BITS: tl.constexpr
+):
     """Codes (f32) of elements, and |error|^POWER (i32); slope, base and inverse are in fractions as elements are.
 
     See `hfkvq.kernels.groups.error_bits`.
