@@ -23,10 +23,14 @@ from hfkvq.version import __version__
 from .lasting import lasting
 from .transfer import Reader, side_by_side
 
-KIND, VERSION, FIRST = "hfkvq cache", 2, 1
-"""What the description begins with. A file of a later version is refused: it may hold what is unknown here.
+KIND, VERSION = "hfkvq cache", 3
+"""What the head begins with. A file of a later version is refused: it may hold what is unknown here."""
 
-Files of the first version hold no recurrent states; such are written of that version still.
+NEEDS = {"states": 2, "window": 3}
+"""The first version that can hold a layer with recurrent states, or with a sliding window in pages.
+
+Files say the least version that holds what they have, so that older releases read what they can and say of the rest that
+it is newer.
 """
 
 FIELD = "hfkvq"
@@ -78,9 +82,7 @@ def write_file(
     if digests is None:
         held, digests = _on_host(tensors)
     text = json.dumps(description)
-    layers = description.get("layers", ())
-    number = VERSION if any("states" in layer for layer in layers) else FIRST
-    head = {"kind": KIND, "version": number, "hfkvq": __version__, "sha256": checksum(text, digests)}
+    head = {"kind": KIND, "version": version_of(description), "hfkvq": __version__, "sha256": checksum(text, digests)}
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
     try:
         write_safetensors(part, held, {FIELD: json.dumps(head), "description": text})
@@ -89,6 +91,12 @@ def write_file(
     finally:
         part.unlink(missing_ok=True)
     return size
+
+
+def version_of(description: Mapping[str, Any]) -> int:
+    """The least version that can hold a cache, or the end of one in a prefix store."""
+    layers = description.get("cache", description).get("layers", ())
+    return max((number for key, number in NEEDS.items() if any(key in layer for layer in layers)), default=1)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -139,6 +147,7 @@ class SavedFile:
         path: of the file.
         descriptor: to read from.
         sha256: that it should have, by its header.
+        written: its version, and the release that wrote it.
         text: description.
         places: by name.
     """
@@ -146,6 +155,7 @@ class SavedFile:
     path: Path
     descriptor: int
     sha256: str
+    written: tuple[int, str]
     text: str
     places: dict[str, Place]
 
@@ -161,10 +171,10 @@ class SavedFile:
         return out, digest.digest()
 
     def description(self, digests: Digests) -> Any:
-        """The description, if all tensors are what was written; ValueError if not."""
+        """The description, with "written" beside, if all tensors are what was written; ValueError if not."""
         if checksum(self.text, digests) != self.sha256:
             raise ValueError(f"path: {self.path} is damaged (its checksum differs); save it again.")
-        return parse_json(self.text)
+        return {**parse_json(self.text), "written": self.written}
 
 
 @lasting
@@ -214,21 +224,23 @@ def _header(path: Path, descriptor: int, header: Any) -> SavedFile:
     if FIELD not in metadata:
         raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
     head = parse_json(metadata[FIELD])
-    _check_head(path, head)
+    number = _check_head(path, head)
     # Safetensors has checked that tensors follow each other without gaps, up to the end of the file.
     at, places = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little"), {}
     for name in header.offset_keys():
         found = header.get_slice(name)
         places[name] = Place(_DTYPES[found.get_dtype()], tuple(found.get_shape()), at)
         at += _nbytes(places[name])
-    return SavedFile(path, descriptor, head["sha256"], metadata["description"], places)
+    written = number, str(head.get("hfkvq"))
+    return SavedFile(path, descriptor, head["sha256"], written, metadata["description"], places)
 
 
 def _nbytes(place: Place) -> int:
     return math.prod(place.shape) * place.dtype.itemsize
 
 
-def _check_head(path: Path, head: Any) -> None:
+def _check_head(path: Path, head: Any) -> int:
+    """Its version."""
     try:
         kind, number = head["kind"], int(head["version"])
     except DAMAGE:
@@ -240,6 +252,7 @@ def _check_head(path: Path, head: Any) -> None:
             f"path: {path} is of version {number}, and this hfkvq ({__version__}) reads up to {VERSION}; install "
             f"hfkvq {head.get('hfkvq')} or newer, or save it again."
         )
+    return number
 
 
 def checksum(text: str, digests: Digests) -> str:

@@ -155,7 +155,8 @@ class CompressedManager(ContinuousBatchingManager):
             ValueError: prompt and answer are longer than all blocks, or the prompt is empty.
         """
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        if self.batch_processor is not None:
+        # Of several ranks, one takes requests.
+        if self.batch_processor is not None and getattr(self, "is_tp_driver", True):
             pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
             room = pages.num_blocks * pages.tokens_per_page
             error = None

@@ -116,13 +116,37 @@ def test_sliding_windows_come_back(length, tmp_path):
 
 
 def test_windows_that_transformers_held_are_refused(tmp_path):
-    """As files of earlier versions have them."""
-    model = build("gemma2")
+    """As files of earlier versions have them; what is wrong with a file of today is not blamed on its age."""
+    model, path = build("gemma2"), tmp_path / "cache"
     cache, _ = filled(model, tokens=50)
-    description, tensors = cache.packed()
-    description["layers"][0] = {"came": 50, "record_past": False}
-    with pytest.raises(ValueError, match="layer that was not held in pages"):
-        MixedKVCache(model, cache.preset).unpack(description, tensors, torch.device("cpu"))
+    cache.save(path)
+    for number, message in ((1, r"written by an older hfkvq, format 1 of 3: .*; save it anew\."), (3, "cannot be loaded")):
+
+        def change(head, description, tensors, number=number):
+            head["version"] = number
+            description["layers"][0] = {"came": 50, "record_past": False}
+
+        _rewritten(path, change)
+        with pytest.raises(ValueError, match=message):
+            MixedKVCache.load(path, model)
+
+
+@pytest.mark.parametrize(("name", "number"), [("llama", 1), ("gemma2", 3)])
+def test_files_say_the_least_version_that_holds_them(name, number, file, tmp_path):
+    """So an older release says of windows in pages that they are newer, and not that something is missing."""
+    filled(build(name), tokens=50)[0].save(file)
+    with saved_file.safe_open(file, framework="pt") as opened:
+        assert json.loads(opened.metadata()["hfkvq"])["version"] == number
+
+
+def test_another_release_is_named(file, monkeypatch):
+    def change(head, description, tensors):
+        head["hfkvq"] = "0.1.7"
+        description["layers"].pop()
+
+    _rewritten(file, change)
+    with pytest.raises(ValueError, match=r"hfkvq 0\.1\.7 wrote it, and this is "):
+        MixedKVCache.load(file, build("llama"))
 
 
 def test_a_file_has_no_room_that_nobody_uses(tmp_path):
@@ -358,7 +382,7 @@ def _cut_table(head, description, tensors):
 
 
 CHANGES = {
-    "a later version": lambda head, _, __: head.update(version=3, hfkvq="9.9"),
+    "a later version": lambda head, _, __: head.update(version=4, hfkvq="9.9"),
     "another kind": lambda head, _, __: head.update(kind="recipe"),
     "no version": lambda head, _, __: head.pop("version"),
     "no scheme": lambda _, description, __: description.pop("scheme"),
@@ -379,7 +403,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_files_that_say_something_else(change, file):
     _rewritten(file, CHANGES[change])
-    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 3|is not a saved cache)"):
+    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 4|is not a saved cache)"):
         MixedKVCache.load(file, build("llama"))
 
 
