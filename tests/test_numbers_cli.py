@@ -27,11 +27,10 @@ def options(group):
 def test_all_options_of_numbers_refuse_what_is_none():
     found = list(options(app))
     assert len(found) > 8
-    for command, name, (about,) in found:
+    for _, name, (about,) in found:
         for text in ("nan", "inf", "-inf", "much"):
             with pytest.raises(typer.BadParameter, match="allowed a finite number"):
-                about.parser(text)
-                pytest.fail(f"{command} {name} takes {text}")
+                print(name, about.parser(text))
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ KIND, VERSION = "hfkvq cache", 3
 NEEDS = {"states": 2, "window": 3}
 """The first version that can hold a layer with recurrent states, or with a sliding window in pages.
 
-Files say the least version that holds what they have, so that older releases read what they can and say of the rest that
-it is newer.
+Files say the least version that holds what they have, so that older releases read what they can, and say of the rest
+that it is newer.
 """
 
 FIELD = "hfkvq"

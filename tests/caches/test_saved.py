@@ -120,7 +120,8 @@ def test_windows_that_transformers_held_are_refused(tmp_path):
     model, path = build("gemma2"), tmp_path / "cache"
     cache, _ = filled(model, tokens=50)
     cache.save(path)
-    for number, message in ((1, r"written by an older hfkvq, format 1 of 3: .*; save it anew\."), (3, "cannot be loaded")):
+    old = r"written by an older hfkvq, format 1 of 3: .*; save it anew\."
+    for number, message in ((1, old), (3, "cannot be loaded")):
 
         def change(head, description, tensors, number=number):
             head["version"] = number

@@ -36,8 +36,10 @@ def divide(b_x, b_y):
 
 @triton.jit
 def floor_below(b_x):
-    """Floor of f32 from 0 to 2^22, f32. Conversions to integers and back would wait for a unit that has a quarter of
-    the lanes."""
+    """Floor of f32 from 0 to 2^22, f32.
+
+    Conversions to integers and back go through a unit with a quarter of the lanes.
+    """
     if INTERPRETED:
         return b_x.to(tl.int32).to(tl.float32)
     else:

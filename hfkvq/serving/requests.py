@@ -1,8 +1,22 @@
-"""How the engine's scheduler takes requests of several sequences, where there is nothing that these could share."""
+"""Requests that would end the engine: they are refused, or taken in another way."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+
+def refusal_of_request(input_ids: Sequence[int], new: int | None, room: int) -> ValueError | None:
+    """Why no engine with blocks for ``room`` tokens could ever answer a request, if it could not."""
+    if not len(input_ids):
+        # A batch without a token would end the engine for everybody.
+        return ValueError("request: got a prompt without tokens, allowed one token or more.")
+    if len(input_ids) + (new or 1) > room:
+        return ValueError(
+            f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all blocks hold "
+            "no more; shorten it, or give the engine more num_blocks."
+        )
+    return None
 
 
 def spread_short_requests(scheduler: Any) -> None:
