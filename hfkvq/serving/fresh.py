@@ -136,6 +136,7 @@ class Fresh(NamedTuple):
             they are then.
         """
         kept = 0 if "history" in scheme.needs else 1
-        sums = kernels.query_sums(query, *self.ranges, self.most, heads, "signs" in scheme.needs)
+        row, first, stop = self.ranges.unbind()
+        sums = kernels.query_sums(query, row, first, stop, self.most, heads, "signs" in scheme.needs)
         total, last = sums.chunk(2)
         return (total / self.lengths[0, :, None, None]).float(), (total, last)[kept], self.lengths[kept]
