@@ -239,7 +239,8 @@ def bench_tune(
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
     minutes: Annotated[
-        float | None, number_option(r"Begin nothing new after so long. \[default: search everything]", low=0.1)
+        float | None,
+        number_option(r"Minutes after which no new variant is started. \[default: search everything]", low=0.1),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")

@@ -44,7 +44,7 @@ def recommend(
     ] = None,
     max_loss: Annotated[
         float,
-        number_option("Without --users: largest increase in perplexity, in %. The KLD may be 0.02 per %.", low=0),
+        number_option("Without --users: largest increase in perplexity, in %; per %, the KLD may be 0.02 nats.", low=0),
     ] = 1.0,
     text: Annotated[
         list[Path] | None,
