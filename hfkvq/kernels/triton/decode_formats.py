@@ -20,6 +20,9 @@ SMALL = 1088
 BLOCK = 32
 """Most tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
 
+HALF = 64
+"""Tokens of a step where those of integer products are programs of their own."""
+
 PROGRAM_COST = 2.0
 """What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
 
@@ -164,7 +167,7 @@ def pair_format(
     bits = max(keys.bits, values.bits)
     room4, room16 = keys.raised_room(4), keys.raised_room(16)
     # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
-    coarse = bits == 2 and (not channel or keys.group_size == keys.page_size)
+    coarse = bits == 2 and (not channel or keys.group_size == keys.page_size) and not (digits and step)
     # Words of raised channels hold tokens from all over the page.
     step = min(keys.page_size, 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64)
     size = room4 / 4 + 2 * room16
