@@ -202,34 +202,34 @@ def decode_kernel(
     if i_s < PAGES0:
         attend_split(
             runs[0], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0, FINE,
-            EARLY, masks, scaling, softcap, n_q, FORM0, AT, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP,
-            CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
+            EARLY, masks, scaling, softcap, n_q, FORM0, AT, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS,
+            SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
                 runs[1], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1, B,
-                TABLE1, FINE, EARLY, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED,
-                MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
+                TABLE1, FINE, EARLY, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SHARE, SEVERAL, D, DV, S, G, BM,
+                ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(
             runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_s - PAGES0 - PAGES1, B,
-            TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, LOOSE_FORM, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR,
-            0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
+            TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, LOOSE_FORM, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM,
+            BR, 0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
         if RESTS0:
             attend_loose(
                 runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
-                i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, FORM0, AT, TOTAL, H, SHARE,
-                SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
+                i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, FORM0, AT, TOTAL, H,
+                SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
             )  # fmt: skip
     else:
         if RESTS1:
             attend_loose(
                 runs[1], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
-                i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, EARLY, L, WK, WV, scaling, softcap, n_q, FORM1, AT + 1,
-                TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
-                WINDOW,
+                i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, EARLY, L, WK, WV, scaling, softcap, n_q, FORM1,
+                AT + 1, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
+                PDL, WINDOW,
             )  # fmt: skip
