@@ -42,9 +42,10 @@ def loose_counters(counters, i_b, B, KIND: tl.constexpr, RUN: tl.constexpr, TOTA
 def attend_loose(
     run, windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_block, B, n_table, EARLY, L, WK, WV,
     scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr,
-    SHARE: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+    SHARE: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One block of BR loose tokens.
 
