@@ -251,4 +251,4 @@ def attend_loose(
                     b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
-        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 == 0)

@@ -19,7 +19,6 @@ from .configs import Knobs, edition, key_of, lookup
 from .decode_formats import (
     BLOCK,
     DTYPES,
-    HALF,
     is_served,
     loose_room,
     most_behind,
@@ -83,17 +82,18 @@ def _tiles(
     columns: int,
     device: torch.device,
     digits: bool,
-    step: int = 0,
+    short: bool = False,
 ) -> tuple[list[Knobs], list[tuple[PairFormat, int]], int]:
     """Launch parameters and formats of the runs, with the shared memory of each, and that of a program.
 
-    ``step``: tokens of a turn of the page loop; 0 for those of the launch parameters.
+    ``short``: see `pair_format`.
     """
     kernel = f"digits-{form.runs[0][0].bits}" if digits else "decode"
     knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     room = shared_memory(device) // knobs[0]["programs_per_sm"]
+    dims, rotated = (head_dim, value_dim), form.rotate_keys > 0
     formats = [
-        pair_format(*own, head_dim, value_dim, knob["stages"], room, step or knob["step"], form.rotate_keys > 0, digits)
+        pair_format(*own, *dims, knob["stages"], room, knob["step"], rotated, digits, short)
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     return knobs, formats, room
@@ -168,11 +168,11 @@ def _plan(
     # Where pages are few and many bytes, or so few that they are merged at once, steps of one run side by side.
     steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
-    halves = blocks_seen[0] * cdiv(page, HALF)
-    if digits and halves + loose <= SPLITS[0] and 2 * halves * rows_of_programs <= resident:
-        # Half pages, also of formats whose steps are pages otherwise.
-        wide, steps = True, [halves]
-        _, formats, _ = _tiles(form, head_dim, value_dim, columns, device, digits, min(page, HALF))
+    if digits:
+        _, short, _ = _tiles(form, head_dim, value_dim, columns, device, digits, True)
+        parts = blocks_seen[0] * (page // short[0][0].step)
+        if parts + loose <= SPLITS[0] and 2 * parts * rows_of_programs <= resident:
+            wide, formats, steps = True, short, [parts]
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps
