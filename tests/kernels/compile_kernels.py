@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ GPUS = {"8.0": ("A100", 108, 164 << 10), "9.0": ("H200", 132, 228 << 10), "10.0"
 class Idle:
     """A compiled kernel that does nothing."""
 
-    name, function, packed_metadata = "idle", "function", None
+    name, function, packed_metadata = "idle", "function", (1, 1, 0)
+    n_regs, metadata = 255, SimpleNamespace(num_warps=1, shared=0)
 
     def _init_handles(self) -> None:
         """Nothing has to be loaded."""

@@ -378,11 +378,16 @@ def query_fields(
         o_bits = o_bits ^ (o_bits >> 1)
         m_block = o_e[:, None] // WITHIN == o_e[None, :] // WITHIN
         b_turn = tl.where(m_block, 1.0 - 2.0 * (o_bits & 1).to(tl.float32), 0.0)
-    b_qs = ()
     p_x = p_q[:, None] + channels_of(0, o_e, E, BITS)[None, :]
+    # All are asked for before the first is waited for: the compiler keeps loads behind the barriers of products.
+    b_loads = ()
     for f in tl.static_range(FIELDS):
         # [16, BE]
-        b_q = tl.load(p_x + first_channel(f, E, BITS), mask=of_head(m_q[:, None], f, D, E, BE, BITS, 0), other=0.0)
+        m_x = of_head(m_q[:, None], f, D, E, BE, BITS, 0)
+        b_loads = b_loads + (tl.load(p_x + first_channel(f, E, BITS), mask=m_x, other=0.0),)
+    b_qs = ()
+    for f in tl.static_range(FIELDS):
+        b_q = b_loads[f]
         if ROTATE >= 65536:
             b_sign = signs(channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS), ROTATE)
             b_q = (b_q.to(tl.float32) * b_sign[None, :]).to(b_q.dtype)
