@@ -40,10 +40,10 @@ DEFAULTS: Mapping[str, Knobs] = {
     "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Of latents programs have so many warps; programs_per_sm counts those of eight.
-    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
+    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "tile": 0, "ahead": 0, "warps": 8},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "tile": 0, "ahead": 0, "loose": 16, "warps": 1}
 """Smallest legal value of every knob."""
 
 MOST: Knobs = {"loose": 32}

@@ -27,6 +27,21 @@ def butterflies(b_x, H: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
+def sign_matrix(N: tl.constexpr, H: tl.constexpr):
+    """The matrix of signs f32 [N, N] of blocks of order H, or of one of order N where that is less."""
+    o_n = tl.arange(0, N)
+    o_bits = o_n[:, None] & o_n[None, :] & (H - 1)
+    # The sign is the parity of the bits in common.
+    o_bits = o_bits ^ (o_bits >> 4)
+    o_bits = o_bits ^ (o_bits >> 2)
+    o_bits = o_bits ^ (o_bits >> 1)
+    b_turn = 1.0 - 2.0 * (o_bits & 1).to(tl.float32)
+    if H < N:
+        b_turn = tl.where(o_n[:, None] // H == o_n[None, :] // H, b_turn, 0.0)
+    return b_turn
+
+
+@triton.jit
 def signs(o_c, ROTATE: tl.constexpr):
     """Sign of each channel, f32; see `hfkvq.kernels.hadamard`."""
     return 1.0 - 2.0 * (chance(o_c % (ROTATE % 65536), None, None, ROTATE // 65536) & 1).to(tl.float32)
@@ -41,6 +56,21 @@ def turned(b_x, ROTATE: tl.constexpr, BR: tl.constexpr, BACK: tl.constexpr):
     b_x = butterflies(b_x, H, BR)
     if ROTATE >= 65536 and BACK:
         b_x = b_x * signs(tl.arange(0, H), ROTATE)[None, :]
+    return b_x
+
+
+@triton.jit
+def block_turned_back(b_x, ROTATE: tl.constexpr):
+    """One block f32 (H,) of 256 channels or more rotated back, without the factor: two products instead of butterflies.
+
+    Of so long a block most pairs stand in different warps, and each of nine stages would go through shared memory.
+    """
+    H: tl.constexpr = ROTATE % 65536
+    b_x = tl.reshape(b_x, (16, H // 16))
+    b_x = tl.dot(b_x, sign_matrix(H // 16, H // 16), input_precision="ieee")
+    b_x = tl.reshape(tl.dot(sign_matrix(16, 16), b_x, input_precision="ieee"), (H,))
+    if ROTATE >= 65536:
+        b_x = b_x * signs(tl.arange(0, H), ROTATE)
     return b_x
 
 
