@@ -12,7 +12,6 @@ import triton.language as tl
 
 from .attend_rows import last_visible
 from .fields import (
-    INTERPRETED,
     LOG2E,
     Q_SHIFT,
     VALUE_SHIFT,
@@ -29,7 +28,6 @@ from .fields import (
 from .hadamard import sign_matrix, signs
 from .key_logits import visible_logits
 from .value_sums import zero_tiles
-
 
 STRETCH = tl.constexpr(4.0)
 """By how much, in units of ln 2, a logit may exceed what its query's sums are relative to before those are rescaled."""
@@ -267,7 +265,7 @@ def attended(
     b_s += side_logits(b_ws, b_halves, b_totals, b_meta, log2_scaling, D, BITS, GROUP, TILE)
     b_s = visible_logits(b_s, o_x, m_t, o_last, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP, 0)
     # Nothing is rescaled for a maximum that hardly moves.
-    if tl.max(tl.max(b_s - tl.maximum(b_top, LEAST)[None, :], 1), 0) > STRETCH:
+    if tl.max(b_s - tl.maximum(b_top, LEAST)[None, :]) > STRETCH:
         b_new = tl.maximum(b_top, tl.max(b_s, 0))
         b_shrink = tl.exp2(b_top - tl.maximum(b_new, LEAST))
         b_less = ()
@@ -306,21 +304,6 @@ def store_state(
         tl.store(p_out + first_channel(f, E, BITS), b_out, mask=m_m[:, None])
     tl.store(outs[1] + i_row + o_m, b_top, mask=m_m)
     tl.store(outs[2] + i_row + o_m, tl.sum(tl.sum(b_sums[0], 0), 0), mask=m_m)
-
-
-@triton.jit
-def asked_ahead(p_x, LINES: tl.constexpr):
-    """Has LINES lines from ``p_x`` on brought to the L2 cache, and waits for nothing."""
-    if not INTERPRETED:
-        p_lines = p_x.to(tl.pointer_type(tl.int8), bitcast=True) + tl.arange(0, LINES) * 128
-        tl.inline_asm_elementwise(
-            asm="prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-            constraints="=r,l",
-            args=[p_lines],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
@@ -424,9 +407,8 @@ def latent_kernel(
     softcap, B, L, W, SPLITS, PAGED, TABLE, QUERIES,
     HEADS: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, R: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, ROPE_BITS: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr,
-    TILE: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr,
-    MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE: tl.constexpr, BR: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, MASK: tl.constexpr,
+    ROWS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One split of one row against BM of its queries: PAGED splits of its pages, then blocks of what is loose.
 
@@ -462,11 +444,6 @@ def latent_kernel(
         if i_first >= i_end:
             tl.store(out_top + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
         else:
-            if AHEAD:
-                i_near = tl.load(run[0] + i_b * TABLE + i_first * BT // G).to(tl.int64)
-                o_near = i_near * G + i_first * BT % G
-                asked_ahead(run[1] + o_near * (D * BITS // 16), BT * D * BITS // 1024)
-                asked_ahead(run[4] + o_near * (R * ROPE_BITS // 16), BT * R * ROPE_BITS // 1024)
             b_qs = latent_queries(p_q, m_m, D, BITS, TILE, ROTATE)
             b_rope = latent_queries(p_q + D, m_m, R, ROPE_BITS, TILE, 0)
             # The rotation's factor goes with the queries, so that logits of rotary parts need none.

@@ -15,7 +15,7 @@ from ..hadamard import block_of, factor_of
 from ..masks import ROOM
 from ._lib import cdiv, power
 from .fields import LOG2E
-from .hadamard import block_turned_back, turned
+from .hadamard import turned
 from .launch import Launch
 
 SPLITS = (32, 128, 256)
@@ -68,10 +68,7 @@ def merge_kernel(
     b_acc = b_acc / tl.maximum(b_sum, 1e-30)
     if ROTATE > 0:
         H: tl.constexpr = ROTATE % 65536
-        if H >= 256 and H == BD:
-            b_acc = block_turned_back(b_acc, ROTATE) * norm
-        else:
-            b_acc = tl.reshape(turned(tl.reshape(b_acc, (BD // H, H)), ROTATE, BD // H, True), (BD,)) * norm
+        b_acc = tl.reshape(turned(tl.reshape(b_acc, (BD // H, H)), ROTATE, BD // H, True), (BD,)) * norm
     p_out = out + (i_bh * n_rows + i_m) * DV + o_d
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=o_d < DV)
 
