@@ -11,7 +11,7 @@ import typer
 
 from hfkvq.progress import progress_bar, stoppable
 from hfkvq.sizes import parse_count
-from hfkvq.terminal import check_files, fail, make_console, print_notes, print_saved, split
+from hfkvq.terminal import check_files, fail, make_console, number_option, print_notes, print_saved, split
 
 from .device import bench_device
 from .generate.cli import generate_command
@@ -240,7 +240,7 @@ def bench_tune(
     formats: Formats = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help=r"Minutes after which no new variant is started. \[default: search everything]"),
+        number_option(r"Minutes after which no new variant is started. \[default: search everything]", low=0.1),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from hfkvq.caches.make import layer_plan
+from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton._lib import Gpu, properties
 from hfkvq.kernels.triton.ahead import Wanted, compile_one
@@ -253,7 +253,7 @@ def compile_format(name: str, shape: Shape) -> None:
     for each in kernels_of(name, shape, device):
         compile_one(each)
     if not shape.rope_dim:
-        plan = layer_plan(scheme, shape.heads, shape.kv_heads, shape.head_dim, DTYPES[shape.dtype])
+        plan = layer_plan(scheme, LayerShape(shape.heads, shape.kv_heads, shape.head_dim), DTYPES[shape.dtype])
         for each in wanted(normal(plan), shape.heads, scheme.channel_rule, False, device):
             compile_one(each)
 
