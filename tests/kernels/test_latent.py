@@ -26,14 +26,15 @@ CASES = {
         ("16-16", "16t1p128/16t1p128", 16, 512, 64, 2, torch.bfloat16, {"sink": 70, "lengths": [230, 110]}),
         ("16-16, 40 heads", "16t1p64/16t1p64", 40, 64, 16, 3, torch.float16, {}),
         ("4-8, several", "4t128p128/8t32p128", 4, 128, 32, 2, torch.bfloat16, {"queries": 5, "rotate_keys": 128}),
+        ("4-8, random signs", "4t256p64/8t64p64", 16, 256, 64, 3, torch.bfloat16, {"rotate_keys": 65536 + 256}),
         ("no kernel", "4t24p64/16t1p64", 4, 48, 12, 3, torch.float32, {"rotate_keys": 16}),
     )
 }
 
 
-def latents(case: Case, seed: int = 0):
+def latents(case: Case, seed: int = 0, change=None):
     """A layer of a case, with queries of both parts, and the same as keys and values for plain attention."""
-    layer = build(case, seed)
+    layer = build(case, seed, change)
     width = case.head_dim + case.value_dim
     q = torch.randn(len(case.lengths), case.queries, case.share, width).to(case.dtype).transpose(1, 2)
     plain = dataclasses.replace(
@@ -46,9 +47,9 @@ def latents(case: Case, seed: int = 0):
     return plain, StoreFormat(form.runs, form.sink, form.rotate_keys, form.rotate_values, latent=True)
 
 
-def checked(case, device, mask=None, sinks=None, softcap=0.0):
+def checked(case, device, mask=None, sinks=None, softcap=0.0, change=None):
     """`latent_attention` is as good as plain attention."""
-    layer, form = latents(case)
+    layer, form = latents(case, change=change)
     q, counters, windows, runs = layer.to(device)
     placed = [None if x is None else x.to(device) for x in (mask, sinks)]
     got = latent_attention(q, counters, windows, runs, *placed, 0.07, softcap, form)
@@ -73,6 +74,20 @@ def test_masks_sinks_and_softcap(backend, kind):
     if kind == "by head":
         mask = torch.randn(1, case.share, 1, longest)
     checked(case, backend, mask, torch.randn(case.share) if kind == "sinks" else None, 3.0 * (kind == "softcap"))
+
+
+@pytest.mark.parametrize("name", ["4-8", "8-16", "16-16"])
+@pytest.mark.parametrize("grow", [0.3, 1.0, 30.0])
+def test_maxima_that_move_from_step_to_step(triton_backend, name, grow):
+    """Sums are rescaled in some steps and not in others, or in every one: by little, and by more than f16 holds."""
+
+    from hfkvq.kernels.triton import configs
+
+    def change(side, x):
+        return x * torch.linspace(0.1, grow, x.shape[2])[:, None]
+
+    with configs.override("latent", None, step=32, programs_per_sm=1):
+        checked(CASES[name], triton_backend, change=change)
 
 
 def test_rows_without_tokens(backend):

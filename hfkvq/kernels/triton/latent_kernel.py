@@ -32,6 +32,9 @@ from .value_sums import zero_tiles
 STRETCH = tl.constexpr(4.0)
 """By how much, in units of ln 2, a logit may exceed what its query's sums are relative to before those are rescaled."""
 
+WITHIN = tl.constexpr(0.0625)
+"""2^-STRETCH: with it, probabilities are at most 1 again, and their product with any f16 scale is finite."""
+
 LEAST = tl.constexpr(-3e38)
 """What stands for a maximum of nothing in differences, which are numbers then."""
 
@@ -223,9 +226,9 @@ def add_latents(
         b_own = b_p
         if BITS == 8:
             # Scales of e4m3 are small, and so are probabilities: their product would be lost among subnormals.
-            b_own = b_p * (b_meta[0] * VALUE_SHIFT)[:, None]
+            b_own = b_p * (b_meta[0] * (VALUE_SHIFT * WITHIN))[:, None]
         if BITS == 4:
-            b_own = b_p * b_meta[2 * g][:, None]
+            b_own = b_p * (b_meta[2 * g] * WITHIN)[:, None]
         b_own = tl.trans(dotable(b_own.to(DTYPE if BITS == 16 else tl.float16)))
         for i in tl.static_range(PARTS):
             b_vs = unpacked(b_ws[i], BITS, True)
@@ -297,10 +300,10 @@ def store_state(
     for f in tl.static_range(len(b_accs)):
         b_out = b_accs[f]
         if BITS == 4:
-            b_out = b_out * (field_unit(BITS) * weight_at(f, BITS, parts_of(D, BITS, E)))
+            b_out = b_out * (field_unit(BITS) * weight_at(f, BITS, parts_of(D, BITS, E)) / WITHIN)
             b_out += b_lows[f * E // GROUP][:, None]
         if BITS == 8:
-            b_out = b_out * (1.0 / VALUE_SHIFT)
+            b_out = b_out * (1.0 / (VALUE_SHIFT * WITHIN))
         tl.store(p_out + first_channel(f, E, BITS), b_out, mask=m_m[:, None])
     tl.store(outs[1] + i_row + o_m, b_top, mask=m_m)
     tl.store(outs[2] + i_row + o_m, tl.sum(tl.sum(b_sums[0], 0), 0), mask=m_m)
