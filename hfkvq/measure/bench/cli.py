@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,6 +49,9 @@ Queries = Annotated[
     typer.Option(
         help=r"Newest tokens of each row, which ask, e.g. 2,16,1k: more than 16 behind the context. \[default: 1]"
     ),
+]
+Minutes = Annotated[
+    float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: measure everything]")
 ]
 Latents = Annotated[
     int | None,
@@ -155,6 +159,7 @@ def bench_kernels(
     peers: Peers = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Contexts of 1k to 128k at batch 1 and 32.")] = False,
     replays: Annotated[int, typer.Option(min=20, help="Replays of each CUDA graph.")] = 30,
+    minutes: Minutes = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Save all figures to a file, or into a folder.")
     ] = None,
@@ -175,10 +180,13 @@ def bench_kernels(
     Refuses to measure kernels that fail their tests or differ from the torch reference.
     """
     check_files("plot", json_file, plot_file)
+    end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
     device = bench_device()
 
     from . import report, timing
+    from .ahead import Compiler
     from .peers.measure import check_peers
+    from .rows import add_speedups
     from .run import measure_shape
 
     shapes, names = _bench_cases(
@@ -190,6 +198,10 @@ def bench_kernels(
         before = report.load(compare) if compare is not None else None
     except ValueError as error:
         fail(error)
+    with Compiler(shapes, device) as compiler:
+        compiler.begin(names)
+        for name in names:
+            compiler.wait((name,))
     record: Record = {**report.environment(device, commit), "checks": _gate(shapes, names, device, skip_tests)}
     checked = check_peers(others, shapes, device)
     record["checks"]["peers"] = checked
@@ -200,24 +212,36 @@ def bench_kernels(
     )
 
     console = make_console()
-    done, work = 0, len(shapes) * (len(names) + len(others) + 1)
-    kept = "nothing is saved" if json_file is None else f"{json_file} has the shapes that were finished"
+    # What speed-ups are against comes first, with what is compared: whenever the run ends, that is there.
+    plain, quantized = ([peer for peer in others if peer.quantized is kind] for kind in (False, True))
+    rounds = [(shape, names, plain, True) for shape in shapes]
+    rounds += [(shape, (), quantized, False) for shape in shapes if quantized]
+    done, work = 0, sum(len(formats) + len(own) + first for _, formats, own, first in rounds)
+    copied = record["copy"]["tb_per_s"] * 1e12
+    kept = "nothing is saved" if json_file is None else f"{json_file} has what was measured"
     words = f"{kept}; the same command begins anew, --batch and --context choose what is left."
     with stoppable(words), progress_bar() as show:
-        for shape in shapes:
+        for shape, formats, own, first in rounds:
 
             def tell(name: str, shape: Shape = shape) -> None:
                 nonlocal done
                 show(f"{shape.title}: {name}", done / work)
                 done += 1
 
-            copied = record["copy"]["tb_per_s"] * 1e12
-            rows = measure_shape(shape, names, device, copied, replays, tell, others, checked)
-            record["rows"] += rows
+            for row in measure_shape(shape, formats, device, copied, replays, tell, own, checked, first):
+                record["rows"].append(row)
+                add_speedups(report.rows_at(record, shape))
+                if json_file is not None:
+                    report.save(record, json_file)
+                if time.monotonic() > end:
+                    break
+            if time.monotonic() > end:
+                break
+    for shape in shapes:
+        if rows := report.rows_at(record, shape):
             console.print(report.table(rows))
-            # What is measured is kept, even if a later shape ends the run.
-            if json_file is not None:
-                report.save(record, json_file)
+    if done < work:
+        console.print(f"{done} of {work} rows in {minutes:g} minutes; name --formats, --peers or sizes for the others.")
     print_notes(console, report.notes(record))
     if before is not None:
         console.print(report.compare_table(before, record))

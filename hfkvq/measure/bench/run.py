@@ -15,7 +15,7 @@ from .baselines import measure_baselines
 from .cases import Shape, bytes_read, fill
 from .peers import Peer
 from .peers.measure import Findings, measure_peer
-from .rows import Row, add_speedups, row_of
+from .rows import Row, row_of
 from .several import OPEN, measure_prompt
 from .split_kv import FAILURES
 from .timing import REPLAYS, Timing, cache_size, copies_for, first_line, time_calls
@@ -59,8 +59,9 @@ def measure_shape(
     progress: Callable[[str], None] = lambda name: None,
     peers: Sequence[Peer] = (),
     checked: Findings | None = None,
-) -> list[Row]:
-    """All lines of a shape: baselines, other packages' kernels, formats.
+    baselines: bool = True,
+) -> Iterator[Row]:
+    """The lines of a shape as they are measured: baselines, other packages' kernels, formats.
 
     Args:
         shape: the shape.
@@ -71,39 +72,28 @@ def measure_shape(
         progress: is told the name of what comes next.
         peers: other packages' kernels.
         checked: what `check_peers` found of them.
+        baselines: whether PyTorch's attention and the plain kernel are measured, too.
     """
-    rows = list(_measure_shape(shape, formats, device, copied, replays, progress, peers, checked or {}))
-    add_speedups(rows)
-    return rows
-
-
-def _measure_shape(
-    shape: Shape,
-    formats: Sequence[str],
-    device: torch.device,
-    copied: float | None,
-    replays: int,
-    progress: Callable[[str], None],
-    peers: Sequence[Peer],
-    checked: Findings,
-) -> Iterator[Row]:
-    progress("baselines")
+    checked = checked or {}
+    if baselines:
+        progress("baselines")
     try:
         data = query, keys, values = shape.data(device)
         dense = keys.nbytes + values.nbytes
         copies = [(keys, values)]
-        copies += [(keys.clone(), values.clone()) for _ in range(copies_for(dense, cache_size(device)) - 1)]
+        more = copies_for(dense, cache_size(device)) - 1 if baselines else 0
+        copies += [(keys.clone(), values.clone()) for _ in range(more)]
     except torch.OutOfMemoryError as error:
         yield from (row_of(shape, name, "format", first_line(error), 0, copied) for name in formats)
         return
-    for name, measured, remark in measure_baselines(shape, query, copies, replays):
+    for name, measured, remark in measure_baselines(shape, query, copies, replays) if baselines else ():
         kind = "bound" if remark == OPEN else "baseline"
         yield row_of(shape, name, kind, measured, dense + 2 * query.nbytes, copied, remark=remark)
     del copies
-    # Theirs are asked for one query a row.
-    for peer in peers if shape.queries == 1 else ():
-        progress(peer.name)
-        yield measure_peer(peer, shape, data, replays, copied, checked.get(peer.name, {}))
+    for peer in peers:
+        if shape.queries == 1 or peer.several:
+            progress(peer.name)
+            yield measure_peer(peer, shape, data, replays, copied, checked.get(peer.name, {}))
     for name in formats:
         progress(name)
         yield measure_format(shape, name, data, replays, copied)

@@ -9,7 +9,7 @@ from hfkvq.caches import behind
 from hfkvq.measure.bench import run, several
 from hfkvq.measure.bench.cases import Shape, as_dict
 from hfkvq.measure.bench.report import shape_of
-from hfkvq.measure.bench.run import row_of
+from hfkvq.measure.bench.rows import add_speedups, row_of
 from hfkvq.measure.bench.timing import Timing
 from tests.caches.driver import attention, with_sums
 
@@ -55,7 +55,8 @@ def test_bounds_are_no_baselines(monkeypatch):
     monkeypatch.setattr(Shape, "data", lambda self, device: data_of(self))
     monkeypatch.setattr(run, "cache_size", lambda device: 1)
     monkeypatch.setattr(run, "measure_baselines", lambda *rest: iter(shown))
-    rows = run.measure_shape(shape, [], CPU, None, 3)
+    rows = list(run.measure_shape(shape, [], CPU, None, 3))
+    add_speedups(rows)
     assert [(row["kind"], row["speedup"], row["against"]) for row in rows] == [
         ("baseline", 1.0, "right"),
         ("bound", 3.0, "right"),
