@@ -25,6 +25,22 @@ PAYS = 1 << 31
 On an H200 it takes half of flash attention's time, but some 50 ms of planning for each length, which all layers share.
 """
 
+PART = 1024
+"""Queries that the context is attended with at a time: as fast as all at once, in less memory, and with one plan."""
+
+LOST = 1 << 36
+"""As much of one length, below `PAYS`, as flash attention has lost a plan's time with: from then on cuDNN has it, too.
+
+Prompts in chunks, or of one length behind one context, come to that: the second time through 36 layers of 1k behind
+32k. A length that does not come again pays for no plan.
+"""
+
+MOST_LENGTHS = 4096
+"""Lengths that are remembered."""
+
+_done: dict[tuple[Any, ...], int] = {}
+"""By length and layout: queries of all rows and heads times tokens of the context until now; the oldest first."""
+
 Pair = tuple[Tensor, Tensor]
 """Keys (B, H, T, D) and values (B, H, T, D)."""
 
@@ -93,13 +109,46 @@ def attend_behind(
     Returns:
         (B, Hq, Q, D).
     """
-    turned, found = kernels.hadamard(query, rotate_keys), None
-    if query.shape[:3].numel() * past[0].shape[2] >= PAYS and likes_cudnn(query, *past):
-        found = cudnn_or_none(turned, *past, scaling)
-    out, lse = flash(turned, *past, scaling, False) if found is None else found
-    out = kernels.hadamard(out, rotate_values, back=True)
-    kernels.join(out, lse, *flash(query, *new, scaling, True))
+    out, sums = flash(query, *new, scaling, True)
+    tokens = query.shape[2]
+    for first in range(0, tokens, PART):
+        part = slice(first, first + PART)
+        some = query[:, :, part]
+        alike = tokens // PART if some.shape[2] == PART else 1
+        turned, found = kernels.hadamard(some, rotate_keys), None
+        if pays(some, past[0], alike) and likes_cudnn(some, *past):
+            found = cudnn_or_none(turned, *past, scaling)
+        more, more_sums = flash(turned, *past, scaling, False) if found is None else found
+        more = kernels.hadamard(more, rotate_values, back=True)
+        kernels.join(out[:, :, part], sums[:, :, part].contiguous(), more, more_sums)
     return out
+
+
+def pays(query: Tensor, keys: Tensor, alike: int = 1) -> bool:
+    """Whether cuDNN's plan for this length is worth its time, or has been made; notes that it was asked for.
+
+    Args:
+        query: (B, Hq, Q, D).
+        keys: (B, H, T, D).
+        alike: calls of this length that a layer makes.
+    """
+    work = query.shape[:3].numel() * keys.shape[2]
+    if work * alike >= PAYS:
+        return True
+    length = (query.shape, keys.shape, keys.stride(), keys.dtype)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # No plan can be made now; where there is more than `LOST`, one was.
+        return _done.get(length, 0) > LOST
+    done = _done.pop(length, 0)
+    if len(_done) >= MOST_LENGTHS:
+        del _done[next(iter(_done))]
+    _done[length] = done + work
+    return done >= LOST
+
+
+def forget() -> None:
+    """Lengths that were asked for: each is new again."""
+    _done.clear()
 
 
 def _asked(query: Tensor, keys: Tensor, values: Tensor) -> SDPAParams:

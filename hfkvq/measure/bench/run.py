@@ -34,20 +34,21 @@ def store_calls(store: KVStore, query: Tensor, scaling: float, cache: int) -> li
 
 def measure_format(
     shape: Shape, name: str, data: tuple[Tensor, Tensor, Tensor], replays: int, copied: float | None
-) -> Row:
+) -> Iterator[Row]:
     """Measures one format at one shape; what goes wrong is noted in the line and does not stop the others."""
     query, keys, values = data
-    spec, nbytes, remark = "", 0, ""
+    spec, nbytes = "", 0
     try:
         if shape.is_prompt:
-            found = measure_prompt(shape, name, data, replays)
-            return row_of(shape, name, "format", *found[:2], copied, spec=found[2], remark=found[3])
+            for title, timing, read, spec, remark in measure_prompt(shape, name, data, replays):
+                yield row_of(shape, title, "format", timing, read, copied, spec=spec, remark=remark)
+            return
         store = fill(name, keys, values)
         spec, nbytes = store.format.spec, bytes_read(store, query)
         measured: Timing | str = time_calls(store_calls(store, query, shape.scaling, cache_size(query.device)), replays)
     except FAILURES as error:
         measured = first_line(error)
-    return row_of(shape, name, "format", measured, nbytes, copied, spec=spec, remark=remark)
+    yield row_of(shape, name, "format", measured, nbytes, copied, spec=spec)
 
 
 def measure_shape(
@@ -96,6 +97,6 @@ def measure_shape(
             yield measure_peer(peer, shape, data, replays, copied, checked.get(peer.name, {}))
     for name in formats:
         progress(name)
-        yield measure_format(shape, name, data, replays, copied)
+        yield from measure_format(shape, name, data, replays, copied)
         # Stores of many shapes leave holes that the next large one may not fit in.
         torch.cuda.empty_cache()
