@@ -117,7 +117,8 @@ def attend_behind(
         alike = tokens // PART if some.shape[2] == PART else 1
         turned, found = kernels.hadamard(some, rotate_keys), None
         if pays(some, past[0], alike) and likes_cudnn(some, *past):
-            found = cudnn_or_none(turned, *past, scaling)
+            # Strides belong to a plan, and a part's are the whole's.
+            found = cudnn_or_none(turned.contiguous(), *past, scaling)
         more, more_sums = flash(turned, *past, scaling, False) if found is None else found
         more = kernels.hadamard(more, rotate_values, back=True)
         kernels.join(out[:, :, part], sums[:, :, part].contiguous(), more, more_sums)
