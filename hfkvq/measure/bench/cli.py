@@ -33,6 +33,9 @@ app.command("generate")(generate_command)
 _DEFAULT_SHAPES = r"\[default: 32x32k, 1x128k, 32x8k, 1x8k, 1x1k]"
 Batches = Annotated[str | None, typer.Option("--batch", help=f"Batch sizes, comma-separated. {_DEFAULT_SHAPES}")]
 Contexts = Annotated[str | None, typer.Option("--context", help="Tokens of context, comma-separated, e.g. 8k,32768.")]
+Sizes = Annotated[
+    str | None, typer.Option(help="Rows x tokens, e.g. 32x32k,1x128k, in place of --batch and --context.")
+]
 Formats = Annotated[
     str | None,
     typer.Option(help=r"Presets and formats to time, comma-separated. \[default: all]"),
@@ -51,7 +54,7 @@ Queries = Annotated[
     ),
 ]
 Minutes = Annotated[
-    float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: measure everything]")
+    float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: do everything]")
 ]
 Latents = Annotated[
     int | None,
@@ -76,30 +79,36 @@ def _bench_cases(
     sweep: bool,
     latents: int | None,
     queries: str | None = None,
+    sizes: str | None = None,
     **heads: int | str,
 ) -> tuple[list[Shape], tuple[str, ...]]:
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
 
     try:
+        if (sweep or sizes) and (batch or context):
+            name = "sweep" if sweep else "sizes"
+            raise ValueError(f"{name}: it has batches and contexts of its own; leave --batch and --context out.")
+        if sweep and sizes:
+            raise ValueError("sweep: it has sizes of its own; leave --sizes out.")
         if sweep:
-            if batch or context:
-                raise ValueError("sweep: it has batches and contexts of its own; leave --batch and --context out.")
-            sizes = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
+            pairs = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
+        elif sizes:
+            pairs = [cases.parse_size(part) for part in split(sizes)]
         elif batch or context:
             batches = [parse_count(part) for part in split(batch or "1")]
-            sizes = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
+            pairs = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
-            sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+            pairs = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
         asked = [parse_count(part) for part in split(queries or "1")]
         if latents and asked != [1]:
             raise ValueError("queries: latents are timed with one query a row; leave --queries out.")
         if latents:
-            shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in sizes]
+            shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in pairs]
         else:
             shapes = [
                 cases.Shape(rows, tokens, queries=count, **heads)  # type: ignore[arg-type]
-                for rows, tokens in sizes
+                for rows, tokens in pairs
                 for count in asked
             ]
         default = cases.LATENT_FORMATS if latents else cases.default_formats()
@@ -149,6 +158,7 @@ def _peers(names: str | None, latents: int | None) -> list[Peer]:
 def bench_kernels(
     batch: Batches = None,
     context: Contexts = None,
+    sizes: Sizes = None,
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
@@ -190,7 +200,7 @@ def bench_kernels(
     from .run import measure_shape
 
     shapes, names = _bench_cases(
-        batch, context, formats, sweep, latents, queries, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        batch, context, formats, sweep, latents, queries, sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=dtype.value,
     )  # fmt: skip
     others = _peers(peers, latents)
@@ -219,7 +229,7 @@ def bench_kernels(
     done, work = 0, sum(len(formats) + len(own) + first for _, formats, own, first in rounds)
     copied = record["copy"]["tb_per_s"] * 1e12
     kept = "nothing is saved" if json_file is None else f"{json_file} has what was measured"
-    words = f"{kept}; the same command begins anew, --batch and --context choose what is left."
+    words = f"{kept}; the same command begins anew, --sizes, --formats and --peers choose what is left."
     with stoppable(words), progress_bar() as show:
         for shape, formats, own, first in rounds:
 
@@ -256,15 +266,14 @@ def bench_kernels(
 def bench_tune(
     batch: Batches = None,
     context: Contexts = None,
+    sizes: Sizes = None,
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: search everything]")
-    ] = None,
+    minutes: Minutes = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")
     ] = None,
@@ -279,8 +288,9 @@ def bench_tune(
     from . import tune
 
     shapes, names = _bench_cases(
-        batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
-    )
+        batch, context, formats, False, latents, sizes=sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=dtype.value,
+    )  # fmt: skip
     found: list[tune.Finding] = []
 
     def keep(finding: tune.Finding) -> None:

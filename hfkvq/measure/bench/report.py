@@ -231,7 +231,7 @@ def save_plot(record: Record, path: Path) -> bool:
         asked = f", {short(queries)} queries" if queries > 1 else ""
         title = f"{batch} x {short(context)}{asked}, speed-up"
         columns.append(Column(title, marks, logarithmic=True, line=1.0, form="{:.2f}"))
-    names = list(dict.fromkeys(row["name"] for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in sorted(rows, key=lambda row: KINDS.index(row["kind"]))))
     others = {row["name"] for row in rows if row["kind"] != "format"}
     title = (
         f"Decode attention of one layer against the fastest unquantized kernel, {record['gpu']}\n"

@@ -155,6 +155,9 @@ def pretended_gpu(monkeypatch, tmp_path):
         (["--batch", "0"], "got '0', allowed numbers"),
         (["--heads", "6", "--kv-heads", "4"], "heads: got 6, allowed multiples of kv_heads"),
         (["--sweep", "--batch", "1"], "leave --batch and --context out"),
+        (["--sizes", "1x8k", "--context", "8k"], "sizes: it has batches and contexts of its own"),
+        (["--sizes", "1x8k", "--sweep"], "sweep: it has sizes of its own"),
+        (["--sizes", "8k"], "sizes: got '8k', allowed rows x tokens, like 32x8k"),
         (["--peers", "vllm-fa4"], "peers: got 'vllm-fa4', which is unknown; did you mean 'vllm-fa"),
         (["--peers", "vllm-fa3", "--latents", "16"], "peers: got 'vllm-fa3' with --latents"),
         (["--replays", "5"], "Invalid value for '--replays'"),
@@ -244,7 +247,7 @@ def test_rows_are_saved_as_they_are_measured(pretended_gpu, monkeypatch, tmp_pat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(report, "save", watched)
-    options = ["--context", "200,1k", "--formats", "int4", "--peers", "vllm-fa3-fp8,vllm-fa2", "--skip-tests"]
+    options = ["--sizes", "1x200,1x1k", "--formats", "int4", "--peers", "vllm-fa3-fp8,vllm-fa2", "--skip-tests"]
     done = run("kernels", *OPTIONS, *options, "--json", str(file))
     assert done.exit_code == 130
     assert "a.json has what was measured" in flat(done.output)
