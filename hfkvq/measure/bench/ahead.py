@@ -55,24 +55,25 @@ def kernels_of(name: str, shape: Shape, device: torch.device) -> Iterator[Wanted
         yield from decode_wanted(form, *dims, dtype, device, shape.queries)
 
 
-def compile_format(name: str, shapes: Sequence[Shape]) -> None:
-    """Compiles what storing a format and attending to it at these shapes takes into Triton's cache."""
-    shape, device = shapes[0], torch.device("cuda", 0)
-    scheme = scheme_of(name, shape.head_dim)
-    for own in shapes:
-        for each in kernels_of(name, own, device):
-            compile_one(each)
+def compile_attention(name: str, shape: Shape) -> None:
+    """Compiles what attending to a format takes into Triton's cache."""
+    for each in kernels_of(name, shape, torch.device("cuda", 0)):
+        compile_one(each)
+
+
+def compile_store(name: str, shape: Shape) -> None:
+    """Compiles what storing a format takes."""
     if not shape.rope_dim:
+        scheme = scheme_of(name, shape.head_dim)
         plan = layer_plan(scheme, shape.heads, shape.kv_heads, shape.head_dim, DTYPES[shape.dtype])
-        for each in wanted(normal(plan), shape.heads, scheme.channel_rule, False, device):
+        for each in wanted(normal(plan), shape.heads, scheme.channel_rule, False, torch.device("cuda", 0)):
             compile_one(each)
 
 
 def compile_candidate(name: str, shape: Shape, kernel: str, key: str, knobs: configs.Knobs) -> None:
     """Compiles what attending to a format takes with these launch parameters."""
     with configs.override(kernel, key, **knobs):
-        for each in kernels_of(name, shape, torch.device("cuda", 0)):
-            compile_one(each)
+        compile_attention(name, shape)
 
 
 def plain(knobs: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -93,7 +94,7 @@ class Compiler:
         # Kernels take rows and contexts of any length.
         self._shapes = list({dataclasses.replace(x, batch=1, context=LENGTH): None for x in shapes})
         self._device, self._end = device, end
-        self._jobs: dict[tuple[Any, ...], Future[None]] = {}
+        self._jobs: dict[tuple[Any, ...], list[Future[None]]] = {}
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Compiler:
@@ -128,25 +129,25 @@ class Compiler:
         self._pool = ProcessPoolExecutor(workers, context, leave_gpu_alone, (gpu,))
         with contextlib.suppress(BrokenProcessPool):
             for name in formats:
-                self._jobs[name,] = self._pool.submit(compile_format, name, self._shapes)
+                own = self._jobs.setdefault((name,), [])
+                own.append(self._pool.submit(compile_store, name, self._shapes[0]))
+                own += [self._pool.submit(compile_attention, name, shape) for shape in self._shapes]
             for (kernel, key), tried in candidates.items():
                 for knobs in tried:
                     for name in uses[kernel, key]:
                         job = self._pool.submit(compile_candidate, name, self._shapes[0], kernel, key, knobs)
-                        self._jobs[name, kernel, key, plain(knobs)] = job
+                        self._jobs[name, kernel, key, plain(knobs)] = [job]
 
     def wait(self, what: tuple[Any, ...]) -> bool:
         """Waits for a format (name,) or a candidate (name, kernel, key, knobs); False if there is no time left.
 
         What was not asked for is compiled where it is launched, and so is what failed: it says why there.
         """
-        left = self._end - time.monotonic()
-        if left <= 0:
+        if self._end <= time.monotonic():
             return False
-        job = self._jobs.get(what)
-        if job is not None:
+        for job in self._jobs.get(what, ()):
             try:
-                job.exception(None if math.isinf(left) else left)
+                job.exception(None if math.isinf(self._end) else max(0.0, self._end - time.monotonic()))
             except (Late, TimeoutError):
                 return False
         return True

@@ -147,8 +147,15 @@ def test_candidates_are_compiled_in_the_order_of_measuring(compiler):
         own.begin(["kitty", "int4"], {("decode", "a"): tried}, {("decode", "a"): ["int4"]})
         shapes = [Shape(1, 1024), Shape(1, 1024, queries=4)]
         assert own._pool.given == [
-            ("compile_format", "kitty", shapes),
-            ("compile_format", "int4", shapes),
+            *(
+                (function, name, shape)
+                for name in ("kitty", "int4")
+                for function, shape in (
+                    ("compile_store", shapes[0]),
+                    ("compile_attention", shapes[0]),
+                    ("compile_attention", shapes[1]),
+                )
+            ),
             *(("compile_candidate", "int4", shapes[0], "decode", "a", knobs) for knobs in tried),
         ]
         assert own.wait(("kitty",))
@@ -161,7 +168,7 @@ def test_nothing_is_waited_for_beyond_the_end(compiler):
     with compiler(time.monotonic() + 0.05) as own:
         own.begin([])
         own._pool.late = ("int4",)
-        own._jobs["int4",] = own._pool.submit(ahead.compile_format, "int4")
+        own._jobs["int4",] = [own._pool.submit(ahead.compile_store, "int4")]
         assert not own.wait(("int4",))
     with compiler(time.monotonic() - 1) as own:
         assert not own.wait(("kitty",))
