@@ -195,7 +195,7 @@ def bench_kernels(
 
     from . import report, timing
     from .ahead import Compiler
-    from .peers.measure import check_peers
+    from .peers.measure import check_peers, taking
     from .rows import add_speedups
     from .run import measure_shape
 
@@ -224,21 +224,23 @@ def bench_kernels(
     console = make_console()
     # What speed-ups are against comes first, with what is compared: whenever the run ends, that is there.
     plain, quantized = ([peer for peer in others if peer.quantized is kind] for kind in (False, True))
-    rounds = [(shape, names, plain, True) for shape in shapes]
-    rounds += [(shape, (), quantized, False) for shape in shapes if quantized]
-    done, work = 0, sum(len(formats) + len(own) + first for _, formats, own, first in rounds)
+    rounds = [(shape, names, taking(plain, shape), True) for shape in shapes]
+    rounds += [(shape, (), taking(quantized, shape), False) for shape in shapes]
+    done, work = 0, sum(len(ours) + len(theirs) + first for _, ours, theirs, first in rounds)
     copied = record["copy"]["tb_per_s"] * 1e12
     kept = "nothing is saved" if json_file is None else f"{json_file} has what was measured"
     words = f"{kept}; the same command begins anew, --sizes, --formats and --peers choose what is left."
     with stoppable(words), progress_bar() as show:
-        for shape, formats, own, first in rounds:
+        for shape, ours, theirs, first in rounds:
+            if not ours and not theirs:
+                continue
 
             def tell(name: str, shape: Shape = shape) -> None:
                 nonlocal done
                 show(f"{shape.title}: {name}", done / work)
                 done += 1
 
-            for row in measure_shape(shape, formats, device, copied, replays, tell, own, checked, first):
+            for row in measure_shape(shape, ours, device, copied, replays, tell, theirs, checked, first):
                 record["rows"].append(row)
                 add_speedups(report.rows_at(record, shape))
                 if json_file is not None:

@@ -14,7 +14,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from .baselines import measure_baselines
 from .cases import Shape, bytes_read, fill
 from .peers import Peer
-from .peers.measure import Findings, measure_peer
+from .peers.measure import Findings, measure_peer, taking
 from .rows import Row, row_of
 from .several import OPEN, measure_prompt
 from .split_kv import FAILURES
@@ -91,10 +91,9 @@ def measure_shape(
         kind = "bound" if remark == OPEN else "baseline"
         yield row_of(shape, name, kind, measured, dense + 2 * query.nbytes, copied, remark=remark)
     del copies
-    for peer in peers:
-        if shape.queries == 1 or peer.several:
-            progress(peer.name)
-            yield measure_peer(peer, shape, data, replays, copied, checked.get(peer.name, {}))
+    for peer in taking(peers, shape):
+        progress(peer.name)
+        yield measure_peer(peer, shape, data, replays, copied, checked.get(peer.name, {}))
     for name in formats:
         progress(name)
         yield from measure_format(shape, name, data, replays, copied)

@@ -54,6 +54,11 @@ def allowed_of(peer: Peer, shape: Shape, data: Data) -> float:
     return 2 * error_of(plain(*data, shape.scaling), reference(*data, shape.scaling))
 
 
+def taking(peers: Iterable[Peer], shape: Shape) -> list[Peer]:
+    """Those that take as many queries of a row as the shape has."""
+    return [peer for peer in peers if shape.queries == 1 or peer.several]
+
+
 def check_variant(peer: Peer, shape: Shape, data: Data, variant: str) -> float | str:
     """The variant's error against the reference, or why it is not to be timed."""
     query = data[0]
@@ -75,9 +80,7 @@ def check_peers(
     small = {"batch": 2, "context": CONTEXT}
     for shape in {dataclasses.replace(x, **small, queries=min(x.queries, MOST_QUERIES)): None for x in shapes}:
         data = shape.data(device)
-        for peer in peers:
-            if shape.queries > 1 and not peer.several:
-                continue
+        for peer in taking(peers, shape):
             own = found.setdefault(peer.name, {})
             for variant in peer.variants(shape):
                 before, now = own.get(variant), check_variant(peer, shape, data, variant)
