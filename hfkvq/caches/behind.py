@@ -1,8 +1,9 @@
 """Causal attention of a prompt's tokens behind a context, by PyTorch's own kernels and without a mask.
 
 A mask of Q x T columns would rule out the fastest kernels, and query heads that share keys would each get a copy of
-them. So attention is asked twice, for the context, which every query sees all of, and for the prompt's own tokens, and
-joined. Nothing is copied behind the context, and it need not be rotated back: queries are rotated instead.
+them. Flash attention aligns a triangle to the newest token. Behind long contexts cuDNN is the faster one, which does
+not: attention is asked for the context, which every query sees all of, and for the prompt's own tokens, and joined. A
+context need not be rotated back: queries are rotated instead.
 """
 
 from __future__ import annotations
@@ -87,22 +88,66 @@ def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Te
 
 
 def attend_store(store: KVStore, query: Tensor, new: Pair, columns: int, scaling: float) -> Tensor:
-    """`attend_behind` of a store's ``columns``, which are dequantized for it."""
-    keys, values = (store.dense(side, columns, back=False) for side in SIDES)
+    """Attention of the newest tokens over a store's ``columns``, which are dequantized for it, and themselves.
+
+    Args:
+        store: of the tokens before.
+        query: (B, Hq, Q, D), of the newest Q tokens.
+        new: of the Q tokens, not rotated.
+        columns: tokens before.
+        scaling: factor on the logits.
+
+    Returns:
+        (B, Hq, Q, D).
+    """
     form = store.format
-    return attend_behind(query, (keys, values), new, scaling, form.rotate_keys, form.rotate_values)
+    if parts := parts_of(query, new, columns):
+        keys, values = (store.dense(side, columns, back=False) for side in SIDES)
+        return attend_apart(query, (keys, values), new, scaling, parts, form.rotate_keys, form.rotate_values)
+    # In one tensor: one call, one output, and nothing to join.
+    total = columns + query.shape[2]
+    keys, values = (store.dense_before(x, side, total, back=False) for side, x in zip(SIDES, new, strict=True))
+    out, _ = flash(kernels.hadamard(query, form.rotate_keys), keys, values, scaling, True)
+    return kernels.hadamard(out, form.rotate_values, back=True)
 
 
-def attend_behind(
-    query: Tensor, past: Pair, new: Pair, scaling: float, rotate_keys: int = 0, rotate_values: int = 0
+def attend_behind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Attention (B, Hq, Q, D) of the newest Q tokens of dense keys and values (B, H, T, D)."""
+    columns = keys.shape[2] - query.shape[2]
+    past, new = zip(*(x.tensor_split([columns], 2) for x in (keys, values)), strict=True)
+    if parts := parts_of(query, new, columns):
+        return attend_apart(query, past, new, scaling, parts)
+    return flash(query, keys, values, scaling, True)[0]
+
+
+def parts_of(query: Tensor, new: Pair, columns: int) -> list[tuple[slice, bool]]:
+    """The queries in parts, and whether cuDNN attends to the ``columns`` before; none where it does for none of them."""
+    tokens = query.shape[2]
+    parts = []
+    for first in range(0, tokens, PART):
+        some = query[:, :, first : first + PART]
+        alike = tokens // PART if some.shape[2] == PART else 1
+        parts.append((slice(first, first + PART), pays(some, new[0], columns, alike) and likes_cudnn(some, *new)))
+    return parts if any(asks for _, asks in parts) else []
+
+
+def attend_apart(
+    query: Tensor,
+    past: Pair,
+    new: Pair,
+    scaling: float,
+    parts: list[tuple[slice, bool]],
+    rotate_keys: int = 0,
+    rotate_values: int = 0,
 ) -> Tensor:
-    """Attention of the newest tokens over a context and themselves: causal, aligned to the newest.
+    """Attention of the newest tokens over a context, which they all see, and themselves, causally; joined.
 
     Args:
         query: (B, Hq, Q, D), of the newest Q tokens.
         past: of T tokens before them, rotated.
         new: of the Q tokens, not rotated.
         scaling: factor on the logits.
+        parts: of the queries, see `parts_of`.
         rotate_keys: rotation of the past keys, see `kernels.hadamard`; 0 for none.
         rotate_values: likewise of the past values.
 
@@ -110,13 +155,9 @@ def attend_behind(
         (B, Hq, Q, D).
     """
     out, sums = flash(query, *new, scaling, True)
-    tokens = query.shape[2]
-    for first in range(0, tokens, PART):
-        part = slice(first, first + PART)
-        some = query[:, :, part]
-        alike = tokens // PART if some.shape[2] == PART else 1
-        turned, found = kernels.hadamard(some, rotate_keys), None
-        if pays(some, past[0], alike) and likes_cudnn(some, *past):
+    for part, asks in parts:
+        turned, found = kernels.hadamard(query[:, :, part], rotate_keys), None
+        if asks:
             # Strides belong to a plan, and a part's are the whole's.
             found = cudnn_or_none(turned.contiguous(), *past, scaling)
         more, more_sums = flash(turned, *past, scaling, False) if found is None else found
@@ -125,18 +166,19 @@ def attend_behind(
     return out
 
 
-def pays(query: Tensor, keys: Tensor, alike: int = 1) -> bool:
+def pays(query: Tensor, keys: Tensor, columns: int, alike: int = 1) -> bool:
     """Whether cuDNN's plan for this length is worth its time, or has been made; notes that it was asked for.
 
     Args:
         query: (B, Hq, Q, D).
-        keys: (B, H, T, D).
+        keys: (B, H, *, D), like those of the context.
+        columns: tokens of the context.
         alike: calls of this length that a layer makes.
     """
-    work = query.shape[:3].numel() * keys.shape[2]
+    work = query.shape[:3].numel() * columns
     if work * alike >= PAYS:
         return True
-    length = (query.shape, keys.shape, keys.stride(), keys.dtype)
+    length = (query.shape, keys.shape[1], columns, keys.dtype)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         # No plan can be made now; where there is more than `LOST`, one was.
         return _done.get(length, 0) > LOST

@@ -48,15 +48,15 @@ def plain(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
-def test_two_parts_are_causal_attention(plain, monkeypatch, name):
-    """cuDNN for much, flash attention for little."""
+def test_it_is_causal_attention(plain, monkeypatch, name):
+    """cuDNN for much, in two parts; flash attention for little, in one."""
     query, keys, values = given()
     whole = query.shape[:3].numel() * 100
     monkeypatch.setattr(behind, "PAYS", whole + (name == "flash"))
     arguments = AttentionArguments(SCALING)
     got, _ = dense.dense_attention(None, query, keys, values, arguments)
     assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
-    assert plain == [("flash", 40, True), (name, 100, False)]
+    assert plain == [("flash", 140, True)] if name == "flash" else [("flash", 40, True), ("cudnn", 100, False)]
 
 
 def test_queries_go_in_parts(plain, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_length_that_comes_again_gets_a_plan(plain, monkeypatch):
         plain.clear()
         capturing[:] = [True] * capture
         dense.dense_attention(None, query, keys[:, :, :columns], values[:, :, :columns], AttentionArguments(SCALING))
-        return plain[1][0]
+        return plain[-1][0]
 
     assert [asked(), asked(capture=True), asked(), asked(capture=True)] == 4 * ["flash"]
     assert [asked(), asked(capture=True), asked()] == 3 * ["cudnn"]
@@ -122,12 +122,14 @@ def test_cudnn_is_asked_where_it_is_the_faster_one(plain, monkeypatch, major, fi
     monkeypatch.setattr(behind, "PAYS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     dense.dense_attention(None, *given(), AttentionArguments(SCALING))
-    assert plain[1] == (first, 100, False)
+    assert plain[-1] == (("flash", 140, True) if first == "flash" else ("cudnn", 100, False))
 
 
+@pytest.mark.parametrize("pays", [1 << 60, 0])
 @pytest.mark.parametrize("preset", ["int4", "saw-int4", "saw-int4-kv", "kvarn", "triaxial", "full"])
-def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
-    """The same as with a mask, though nothing is rotated back, and nothing joined to what the layer holds."""
+def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset, pays):
+    """The same as with a mask, though nothing is rotated back: in one call, or apart where cuDNN has the context."""
+    monkeypatch.setattr(behind, "PAYS", pays)
     outs = []
     for masked in (True, False):
         torch.manual_seed(0)
@@ -143,7 +145,7 @@ def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
                     Module(), query, *handles, mask if masked or tokens < 33 else None, scaling=SCALING
                 )
         outs.append((out, layer.dense("keys"), layer.dense("values")))
-    assert plain == [("flash", 33, True), ("flash", 92, False)]
+    assert plain == ([("flash", 125, True)] if pays else [("flash", 33, True), ("cudnn", 92, False)])
     torch.testing.assert_close(outs[1][0], outs[0][0], rtol=1e-4, atol=1e-4)
     # What is stored then is the same to the bit.
     assert all(torch.equal(a, b) for a, b in zip(*(x[1:] for x in outs), strict=True))
@@ -195,8 +197,7 @@ def test_on_a_gpu(monkeypatch, part, pays, dtype):
     # As models make queries.
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert behind.takes(query, keys, values)
-    past, new = zip(*(x.tensor_split([900], 2) for x in (keys, values)), strict=True)
-    got = behind.attend_behind(query, past, new, SCALING)
+    got = behind.attend_behind(query, keys, values, SCALING)
     exact = attention(query.float(), keys.float(), values.float(), None, SCALING)
     triangle = torch.ones(200, 1100, dtype=torch.bool, device="cuda").tril(900)
     many = (x.repeat_interleave(4, 1) for x in (keys, values))
