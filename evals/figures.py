@@ -20,6 +20,7 @@ from hfkvq.measure.figures import KIND, PATH
 RESULTS = Path(__file__).parent / "results"
 # Of several files with a preset the first one counts.
 LOSS = (
+    "kld-smollm2-heavy-layer-h200.json",
     "kld-smollm2-budgets-h200.json",
     "kld-smollm2-h200.json",
     "kld-smollm2-pages-h200.json",

@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hfkvq.caches import Scheme, list_schemes
+from hfkvq.caches import Scheme
 from hfkvq.measure.demo.schemes import describe
+from hfkvq.measure.divergence.naming import parse_scheme
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,6 +24,7 @@ FILES = (
     "kld-smollm2-pages-h200.json",
     "kld-smollm2-h200.json",
     "kld-smollm2-budgets-h200.json",
+    "kld-smollm2-heavy-layer-h200.json",
 )
 """Older first."""
 
@@ -46,9 +48,11 @@ def long_context(row: dict[str, Any]) -> str:
 
 
 def earlier(row: dict[str, Any]) -> bool:
-    """Whether a preset has been given other knobs since it was measured."""
-    now = list_schemes().get(row["name"])
-    return now is not None and Scheme.from_dict(row["scheme"]) != now
+    """Whether what a name stands for has been given other knobs since it was measured."""
+    if not row.get("scheme") or row.get("simulated"):
+        return False
+    then, now = Scheme.from_dict(row["scheme"]), parse_scheme(row["name"]).scheme
+    return any(then.in_layer(layer, 100) != now.in_layer(layer, 100) for layer in range(100))
 
 
 def table() -> str:

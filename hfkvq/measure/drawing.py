@@ -54,7 +54,8 @@ def write_names(panels: Sequence[tuple[Any, Sequence[tuple[str, Point]]]], color
 
 
 def _write_names(axes: Any, points: Sequence[tuple[str, Point]], colors: Mapping[str, str]) -> None:
-    """Writes each name at the first place near its point that is still free."""
+    """Writes each name at the first place near its point that is still free: of points, error bars and the legend."""
+    from matplotlib.collections import LineCollection
     from matplotlib.text import Text
 
     renderer = axes.get_figure().canvas.get_renderer()
@@ -62,6 +63,13 @@ def _write_names(axes: Any, points: Sequence[tuple[str, Point]], colors: Mapping
     for _, at in points:
         x, y = axes.transData.transform(at)
         taken.append((x - 5, y - 5, x + 5, y + 5))
+    for lines in axes.collections:
+        for ends in lines.get_segments() if isinstance(lines, LineCollection) else ():
+            bar = axes.transData.transform(ends)
+            taken.append((*(bar.min(0) - 3), *(bar.max(0) + 3)))
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(legend.get_window_extent(renderer).extents)
     frame = axes.get_window_extent()
     steps = [(8, 0), (-8, 0), (0, 8), (0, -8)]
     steps += [(dx, sign * 13 * k) for k in range(1, 11) for sign in (1, -1) for dx in (10, -10, 40, -40)]

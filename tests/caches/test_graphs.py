@@ -20,6 +20,7 @@ from transformers import CompileConfig, DynamicCache
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, kernels
 from hfkvq.caches import capture, dense, graphs, placement
 from hfkvq.caches.layers.buffer import StepBuffer
+from tests.caches.driver import small
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
 from tests.caches.models import FAMILIES, build, prompt
 from tests.caches.test_generate import FULL, MODES, _generate
@@ -57,6 +58,19 @@ def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     assert torch.equal(*found)
     # The room of the first home is for 32 tokens more; a budget may have been outgrown before there was one.
     assert PythonGraph.made in ((1, 2, 3) if SCHEMES[name].evicts else (2,))
+
+
+def test_layers_that_differ_by_depth_are_captured_together():
+    """One with channels that queries choose, one with rotated keys of 4 bits, which asks nothing of queries."""
+    model, (ids, mask) = build("llama", num_hidden_layers=2), padded(2, 30)
+    scheme = small("best-2.5", wide_keys_to=1.0, wide_to=1.0)
+    found = [
+        _generate(model, MixedKVCache(model.config, scheme, graphs=on), ids, attention_mask=mask, max_new_tokens=50)
+        for on in (True, False)
+    ]
+    assert torch.equal(*found)
+    assert PythonGraph.made
+    assert [own.needs for own in (scheme.in_layer(0, 2), scheme.in_layer(1, 2))] == [{"query"}, frozenset()]
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("deepseek-v3",)])

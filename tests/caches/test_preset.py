@@ -50,30 +50,57 @@ def test_layers_by_depth():
     # A layer of its own keeps what it says of its values.
     own = get_preset(by_depth, {"3": {"wide_from": 0.0, "wide_to": 0.0}, "0": "full"})
     assert [getattr(scheme, "value_bits", None) for scheme in own.by_layer(6)] == [None, 2, 2, 2, 4, 2]
+    # Keys have shares of their own, and raise no channel there.
+    keys = get_preset("best-2.8").by_layer(30)
+    assert [i for i, scheme in enumerate(keys) if scheme.key_bits == 4] == [18]
+    assert keys[18].needs == frozenset()
+    assert keys[17].needs == {"query"}
+    wide = keys[18].layout(64, 64).keys
+    assert (wide.formats[0].bits, wide.formats[0].raised, wide.rotate) == (4, (), 64)
+    exact = get_preset("kitty", exact_keys=1, score="error", wide_keys_from=0.0, wide_keys_to=0.5).by_layer(2)
+    assert [scheme.exact_keys for scheme in exact] == [0, 1]
     pages = get_preset("snapkv", pages="best-3.4").by_layer(30)
-    assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(10, 25))
+    assert [i for i, scheme in enumerate(pages) if scheme.held_by.value_bits == 4] == list(range(10, 24))
     assert len({scheme.name for scheme in pages}) == 1
 
 
 def test_shares_of_the_depth_in_the_wrong_order():
     with pytest.raises(ValueError, match=r"wide_from: got 0\.8 with wide_to=0\.5, allowed at most wide_to"):
         get_scheme("kitty", wide_from=0.8, wide_to=0.5)
+    with pytest.raises(
+        ValueError, match=r"wide_keys_from: got 0\.8 with wide_keys_to=0\.5, allowed at most wide_keys_to"
+    ):
+        get_scheme("kitty", wide_keys_from=0.8, wide_keys_to=0.5)
+
+
+def test_exact_keys_are_none_of_4_bits():
+    with pytest.raises(ValueError, match=r"exact_keys: got 1 with key_bits=4, allowed 0"):
+        get_scheme("kitty", exact_keys=1, score="error", key_bits=4)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_a_cache_whose_layers_differ_by_depth(fixed):
+@pytest.mark.parametrize(
+    ("shares", "own"),
+    [
+        ({"wide_from": 0.5, "wide_to": 0.75}, {"value_bits": 4}),
+        ({"wide_keys_from": 0.5, "wide_keys_to": 0.75, "score": "q_error"}, {"key_bits": 4}),
+    ],
+)
+def test_a_cache_whose_layers_differ_by_depth(fixed, shares, own):
     """Each layer gives what a cache of that layer's scheme alone gives, in its bytes too."""
     model, ids = build("llama", num_hidden_layers=4), prompt(2, 40)
     kw = {"max_cache_len": 64} if fixed else {}
-    cache = KittyCache(model, **SMALL, wide_from=0.5, wide_to=0.75, **kw)
-    by_hand = KittyCache(model, **SMALL, layers={"2": {"value_bits": 4}}, **kw)
+    kw["score"] = shares.get("score", "k_abs")
+    cache = KittyCache(model, **SMALL, **(shares | kw))
+    by_hand = KittyCache(model, **SMALL, layers={"2": own}, **kw)
     for tokens in (ids[:, :30], ids[:, 30:39], ids[:, 39:]):
         with torch.no_grad():
             one, other = (model(tokens, past_key_values=each).logits for each in (cache, by_hand))
         assert torch.equal(one, other)
     assert cache.memory().compressed == by_hand.memory().compressed
-    narrow, wide = (layer.store.layout.values.formats[0].bits for layer in cache.layers[1:3])
-    assert (narrow, wide) == (2, 4)
+    layouts = [layer.store.layout for layer in cache.layers[1:3]]
+    widths = [(layout.keys.formats[0].bits, layout.values.formats[0].bits) for layout in layouts]
+    assert widths == [(2, 2), (own.get("key_bits", 2), own.get("value_bits", 2))]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
+# Of SmolLM2's 30 layers the nineteenth loses nearly as much as all others together: it has 4 bits.
+_HEAVY = {"wide_from": 0.6, "wide_to": 0.63, "wide_keys_from": 0.6, "wide_keys_to": 0.63}
 _BY_QUERIES = ("qk_abs", "q_error")
 
 
@@ -45,8 +47,11 @@ class Kitty(Scheme):
         value_bits: width of values, 2 or 4 (2 in the paper).
         value_unit: number of values sealed together; None takes the page, as in the paper's Figure 1 and its runtime; 1
             seals each value as it leaves the local window, as the simulator behind its accuracy tables does.
+        key_bits: width of keys, 2 or 4 (2 in the paper). Keys of 4 bits are those of ``best-4.3``: rotated by Hadamard
+            blocks, scaled by the extremes of each channel in a page, no channel raised.
         wide_from, wide_to: layers between these shares of the depth hold their values in 4 bits (none in the paper).
             For example, 0.55 and 0.8 mean layers 16 to 23 of 30.
+        wide_keys_from, wide_keys_to: the same for keys (none in the paper).
         token_norm: divide each key by a factor of its own before its page is quantized, which evens out keys of
             different size (not in the paper; 0.125 bits per element of keys at 128 channels).
         rotate_values: rotate values by Hadamard blocks of up to 128 channels, and the output back (not in the paper).
@@ -76,17 +81,17 @@ class Kitty(Scheme):
         ),
         "best-2.5": Entry(
             "The fewest bits with answers close to bf16: Kitty-Pro's bytes, better filled. Not of a paper.",
-            _BEST,
+            {**_BEST, **_HEAVY},
             ("kld", "fit"),
         ),
         "best-2.8": Entry(
             "The same with more raised channels and finer key scales. Not of a paper.",
-            {**_BEST, "boost_ratio": 0.375, "group_size": 64},
+            {**_BEST, **_HEAVY, "boost_ratio": 0.3125, "group_size": 64},
             ("kld", "fit"),
         ),
         "best-3.4": Entry(
             "Half of the key channels raised, 4-bit values in the half of the layers that need them. Not of a paper.",
-            {**_BEST, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.84},
+            {**_BEST, **_HEAVY, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.81},
             ("demo", "kld", "bench generate", "fit"),
         ),
     }
@@ -99,10 +104,13 @@ class Kitty(Scheme):
     key_local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     group_size: int | None = knob(None, low=8, high=1024)
+    key_bits: int = knob(2, choices=(2, 4))
     value_bits: int = knob(2, choices=(2, 4))
     value_unit: int | None = knob(None, low=1, high=1024)
     wide_from: float = knob(0.0, low=0.0, high=1.0)
     wide_to: float = knob(0.0, low=0.0, high=1.0)
+    wide_keys_from: float = knob(0.0, low=0.0, high=1.0)
+    wide_keys_to: float = knob(0.0, low=0.0, high=1.0)
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     rotate_values: bool = knob(False, choices=(False, True), search=[False, True])
     clip_values: float = knob(1.0, low=0.5, high=1.0)
@@ -113,10 +121,14 @@ class Kitty(Scheme):
     def __post_init__(self) -> None:
         """Checks each knob, and those that depend on one another."""
         super().__post_init__()
-        if self.wide_from > self.wide_to:
-            raise ValueError(
-                f"wide_from: got {self.wide_from} with wide_to={self.wide_to}, allowed at most wide_to; swap the two."
-            )
+        for side in ("wide", "wide_keys"):
+            begin, end = (getattr(self, f"{side}_{name}") for name in ("from", "to"))
+            if begin > end:
+                raise ValueError(
+                    f"{side}_from: got {begin} with {side}_to={end}, allowed at most {side}_to; swap the two."
+                )
+        if self.exact_keys and self.key_bits == 4:
+            raise ValueError(f"exact_keys: got {self.exact_keys} with key_bits=4, allowed 0, since those are rotated.")
         if self.exact_keys and self.token_norm:
             raise ValueError(f"exact_keys: got {self.exact_keys} with token_norm, allowed 0; use one of the two.")
         if self.exact_keys and self.score in _BY_QUERIES:
@@ -130,28 +142,34 @@ class Kitty(Scheme):
         """Queries, if they take part in the score or choose exact keys."""
         if self.exact_keys:
             return frozenset({"query", "signs"})
-        return frozenset({"query"}) if self.score in _BY_QUERIES else frozenset()
+        return frozenset({"query"}) if self.score in _BY_QUERIES and self.key_bits == 2 else frozenset()
 
     def boosted(self, head_dim: int) -> int:
         """Channels raised to 4 bits in a page of heads of ``head_dim``: n_b, 16 of 128 for Kitty."""
         return int(self.boost_ratio * head_dim + 0.5)
 
     def in_layer(self, layer: int, layers: int) -> Kitty:
-        """With values of 4 bits, if the layer's middle lies between ``wide_from`` and ``wide_to``."""
-        wide = self.wide_from <= (layer + 0.5) / layers < self.wide_to
-        return replace(self, value_bits=4 if wide else self.value_bits, wide_from=0.0, wide_to=0.0)
+        """With values or keys of 4 bits, if the layer's middle lies between the shares of the depth that have them."""
+        place = (layer + 0.5) / layers
+        values = 4 if self.wide_from <= place < self.wide_to else self.value_bits
+        own = replace(self, value_bits=values, wide_from=0.0, wide_to=0.0, wide_keys_from=0.0, wide_keys_to=0.0)
+        return replace(own, key_bits=4, exact_keys=0) if self.wide_keys_from <= place < self.wide_keys_to else own
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """Sink, pages with raised key channels, local window on the values."""
-        count = self.boosted(key_dim)
-        raised = ((4, count),) if count else ()
-        group = self.page_size if self.group_size is None else self.group_size
-        keys = PageFormat(2, "channel", group, self.page_size, raised, self.token_norm, self.fit, self.exact_keys)
-        values = PageFormat(self.value_bits, "token", value_dim, self.page_size, fit=self.fit_values)
+        """Sink, pages with raised key channels or keys of 4 bits, local window on the values."""
+        page, count = self.page_size, self.boosted(key_dim)
+        if self.key_bits == 4:
+            keys = PageFormat(4, "channel", page, page, normed=self.token_norm)
+        else:
+            group = page if self.group_size is None else self.group_size
+            raised = ((4, count),) if count else ()
+            keys = PageFormat(2, "channel", group, page, raised, self.token_norm, self.fit, self.exact_keys)
+        values = PageFormat(self.value_bits, "token", value_dim, page, fit=self.fit_values)
         block = rotation_block(value_dim) if self.rotate_values else 0
-        unit = self.page_size if self.value_unit is None else self.value_unit
+        unit = page if self.value_unit is None else self.value_unit
         own = SideLayout((values,), self.local_length, unit, rotate=block, clip=self.clip_values)
-        return Layout(SideLayout((keys,), self.key_local_length, self.page_size), own, self.sink_length)
+        rotated = rotation_block(key_dim) if self.key_bits == 4 else 0
+        return Layout(SideLayout((keys,), self.key_local_length, page, rotate=rotated), own, self.sink_length)
 
     @property
     def channel_rule(self) -> str:

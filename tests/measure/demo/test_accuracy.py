@@ -34,6 +34,11 @@ LEFT_OUT = {
 OF_EACH_KIND = ("kitty", "saw-int4", "int4", "arkv")
 
 
+# Where a sum's last bit decides which channels its thresholds raise: 3e-7 to 0.0082 nats for the same code and threads,
+# by the instructions that PyTorch and MKL choose for a CPU (ATEN_CPU_CAPABILITY, MKL_CBWR). Presets that fail have 0.7.
+AT_MOST = {"mixkvq-r1-qwen-7b": 0.02}
+
+
 @pytest.mark.parametrize("which", ["of each kind", pytest.param("all", marks=pytest.mark.slow)])
 def test_slice(monkeypatch, which):
     """Right answers may differ by one, divergence by half and what another PyTorch rounds, bytes hardly.
@@ -59,7 +64,8 @@ def test_slice(monkeypatch, which):
             then = recorded[name][kind]
             assert now["total"] == then["total"]
             ok = now["right"] >= then["right"] - 1
-            ok = ok and (name == BASELINE or now["kl_mean"] <= 1.5 * then["kl_mean"] + 1e-3)
+            most = AT_MOST.get(name, 1.5 * then["kl_mean"] + 1e-3)
+            ok = ok and (name == BASELINE or now["kl_mean"] <= most)
             ok = ok and now["total_bits"] == pytest.approx(then["total_bits"], rel=1e-3)
             if not ok:
                 worse.append((name, kind, now, then))

@@ -11,7 +11,13 @@ import pytest
 import hfkvq
 from hfkvq.caches.registry import in_order
 from hfkvq.measure.demo.schemes import describe
+from hfkvq.measure.figures import figure
 from tests.command import assert_refused, invoke
+
+
+def lost(preset: str) -> str:
+    """What a preset adds to the perplexity, as tables write it."""
+    return f"{100 * (figure('loss', preset)['perplexity_ratio'] - 1):+.1f}"
 
 
 def test_help_and_version() -> None:
@@ -31,8 +37,9 @@ def test_schemes_are_a_line_each(columns: int) -> None:
     first = [line.split()[0] for line in lines[2:] if line.strip()]
     assert [name for name in first if name in hfkvq.list_schemes()] == list(in_order())
     found = {line.split()[0]: line.split() for line in lines if line.strip()}
-    assert found["best-3.4"][1:5] == ["(default)", "3.39", "+0.6", "%"]
-    assert found["kitty-pro"][1:5] == ["2.51", "+6.9", "%", "9.0"]
+    assert found["best-3.4"][1:5] == ["(default)", "3.37", lost("best-3.4"), "%"]
+    step = f"{figure('steps', 'kitty-pro')['ms']:.1f}"
+    assert found["kitty-pro"][1:5] == ["2.51", lost("kitty-pro"), "%", step]
     # Nobody has measured it.
     assert found["kvarn-k2v2"][1:4] == ["2.38", "–", "–"]
     assert found["snapkv"][1] == "16.00*"
@@ -50,7 +57,8 @@ def test_schemes_explains_each_knob(columns: int) -> None:
     assert "not measured loss, speed" in words
     assert 'MixedKVCache(model.config, "kitty-pro", boost_ratio=0.25)' in words
     assert "KittyCache(model.config, boost_ratio=0.25)" in words
-    assert "perplexity +6.9 %, KLD 0.0705 nats" in " ".join(invoke("schemes", "kitty-pro").output.split())
+    said = f"perplexity {lost('kitty-pro')} %, KLD {figure('loss', 'kitty-pro')['kld']:.4f} nats"
+    assert said in " ".join(invoke("schemes", "kitty-pro").output.split())
     assert_refused(invoke("schemes", "kity"), "did you mean 'kitty'")
     assert_refused(invoke("schemes", "kitty", "--markdown"), "leave the name out")
 
@@ -75,9 +83,11 @@ def test_schemes_as_json() -> None:
     assert items["saw-int4"]["long_context_bits"] == [4.25, 4.25]
     # 2 bits, and two f16 for 32 elements.
     assert items["kivi-2"]["long_context_bits"] == [3.0, 3.0]
-    # Keys: 3 of payload, 0.5 of scales, 64 indices a page; values of 4.25 bits in half of the layers, else 2.25.
-    assert items["best-3.4"]["long_context_bits"][0] == pytest.approx((3.5 + 64 * 8 / 128**2 + 3.25) / 2)
-    assert "in 50 % of the layers 4 bits" in items["best-3.4"]["values"]
+    # Keys: 3 of payload, 0.5 of scales, 64 indices a page, but 4.25 in 3 of 100 layers. Values: 2.25, 4.25 in 47.
+    keys = 0.97 * (3.5 + 64 * 8 / 128**2) + 0.03 * 4.25
+    assert items["best-3.4"]["long_context_bits"][0] == pytest.approx((keys + 2.25 + 0.47 * 2) / 2)
+    assert "in 47 % of the layers 4 bits" in items["best-3.4"]["values"]
+    assert "in 3 % of the layers 4 bits" in items["best-3.4"]["keys"]
     # Keys: 2.25 of payload, 0.25 of scales, a byte of index for each of 32 channels in a page of 128 * 128.
     kitty = describe("kitty-pro", hfkvq.get_scheme("kitty-pro"))
     assert kitty["code_bits"] == [2.25, 2.25]
