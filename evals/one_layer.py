@@ -21,6 +21,8 @@ RESULTS, DOCS = ROOT / "evals" / "results", ROOT / "docs"
 SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024), (8, 1024))
 HELD = ("2-bit", "kitty-pro", "best-2.5", "saw-int4")
 """What is to be twice as fast as every quantized kernel of others with as many bits or more."""
+CLIP = 70
+"""Characters of what a peer's error says."""
 ALIKE = 1.02
 """Shares of bits up to which they are as many: windows count, and of 32k tokens are a hundredth."""
 
@@ -83,7 +85,7 @@ def said(record: Record) -> str:
     row = record["rows"][0]
     return (
         f"{record['gpu']}, {row['heads']} query and {row['kv_heads']} KV heads of {row['head_dim']}, medians of "
-        f"{max(row.get('replays', 0) for row in record['rows'])} replays or more, commit {record['commit']}."
+        f"{min(row['replays'] for row in record['rows'] if 'us' in row)} replays or more, commit {record['commit']}."
     )
 
 
@@ -144,7 +146,7 @@ def refused(record: Record) -> Iterator[tuple[str, str]]:
     for name, found in record["checks"].get("peers", {}).items():
         if name not in timed:
             words = next((x for x in found.values() if isinstance(x, str)), "not reached in time")
-            yield name, words
+            yield name, words if len(words) <= CLIP else words[:CLIP].rstrip() + "..."
 
 
 def replace(text: str, name: str, lines: Sequence[str]) -> str:

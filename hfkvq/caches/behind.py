@@ -121,7 +121,7 @@ def attend_behind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -
 
 
 def parts_of(query: Tensor, new: Pair, columns: int) -> list[tuple[slice, bool]]:
-    """The queries in parts, and whether cuDNN attends to the ``columns`` before; none where it does for none of them."""
+    """The queries in parts, and whether cuDNN attends to the ``columns`` before; none where it never does."""
     tokens = query.shape[2]
     parts = []
     for first in range(0, tokens, PART):

@@ -50,15 +50,15 @@ HeadDim = Annotated[int, typer.Option(min=1, help="Channels per head.")]
 Queries = Annotated[
     str | None,
     typer.Option(
-        help=r"Newest tokens of each row, which ask, e.g. 2,16,1k: more than 16 behind the context. \[default: 1]"
+        help=r"Query tokens per row, e.g. 2,16,1k; more than 16 are a prompt behind the context. \[default: 1]"
     ),
 ]
 Minutes = Annotated[
-    float | None, typer.Option(min=0.1, help=r"Begin nothing new after so long. \[default: do everything]")
+    float | None, typer.Option(min=0.1, help=r"Minutes after which nothing new is started. \[default: no limit]")
 ]
 Latents = Annotated[
     int | None,
-    typer.Option(min=1, metavar="HEADS", help="Time latent attention: 512 + 64 channels, this many query heads."),
+    typer.Option(min=1, metavar="HEADS", help="Time latent attention (512 + 64 channels) with this many query heads."),
 ]
 
 
@@ -229,7 +229,7 @@ def bench_kernels(
     done, work = 0, sum(len(ours) + len(theirs) + first for _, ours, theirs, first in rounds)
     copied = record["copy"]["tb_per_s"] * 1e12
     kept = "nothing is saved" if json_file is None else f"{json_file} has what was measured"
-    words = f"{kept}; the same command begins anew, --sizes, --formats and --peers choose what is left."
+    words = f"{kept}; the same command starts over, and --sizes, --formats and --peers choose what is left."
     with stoppable(words), progress_bar() as show:
         for shape, ours, theirs, first in rounds:
             if not ours and not theirs:

@@ -237,3 +237,11 @@ def test_compiling_leaves_the_gpu_alone():
     assert {each.kernel.__name__ for each in wanted} == {"decode_kernel", "merge_kernel"}
     prompt = Shape(1, 160, 2, 1, 32, "float16", queries=20)
     assert {each.kernel.__name__ for each in ahead.kernels_of("int4", prompt, CPU)} == {"gather_pages_kernel"}
+
+
+def test_what_stores_a_format_is_compiled(monkeypatch):
+    """By the plan of its layer, whose signature nobody else here sees: a child's error would only be slow."""
+    plans = []
+    monkeypatch.setattr(ahead, "wanted", lambda *given: plans.append(given) or iter(()))
+    ahead.compile_store("int4", Shape(1, 160, 2, 1, 32, "float16"))
+    assert len(plans) == 1
