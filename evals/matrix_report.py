@@ -34,9 +34,15 @@ run some of the families at each change, and all of them on demand.
 - **A step:** *fused* means that a step attends to the compressed pages. *Dequantized* means that the model's own
   attention gets plain tensors in each step. This is correct but saves no time, and schemes that evict are refused
   (except in Mllama, which only looks at the number of keys). They are also refused where attention adds a bias, or has
-  a window, by the distance of tokens.
-- **Captured:** whether the cache would capture steps as CUDA graphs on a GPU, or why not. This table was made on a CPU,
-  and most families have not been run on a GPU.
+  a window, by the distance of tokens. Encoder-decoders keep their own attention function. sdpa is intercepted, and
+  plain products with a softmax are followed; T5Gemma has neither, because its logits are softcapped in between. Where a
+  model's own attention is followed, a padding token that sees nothing gets other numbers than the model would give it.
+- **Captured:** whether the cache would capture steps as CUDA graphs on a GPU, or why not. This table was made on a CPU.
+  On an H200, captured steps of tiny models gave what steps without graphs give: Gemma 2 and 3 and Mistral with windows,
+  Falcon-H1 and Zamba2, Bloom, GPT-J, CodeGen, MPT and GPT-NeoX-Japanese. Steps of DeepSeek-V2-Lite, Gemma3, gpt-oss,
+  Falcon-H1, Bloom and GPT-J were timed with their published shapes
+  ([results](results.md#models-of-other-kinds)). Experts are captured in bf16; in other dtypes Transformers' code for
+  them asks the host.
 """
 
 

@@ -1,12 +1,14 @@
 """Decode steps of models that are no plain decoders, ours beside `DynamicCache`: latents, windows, hybrids, ALiBi.
 
     PYTHONPATH=. python evals/model_steps.py [--rows gemma3-12b:12@131072=kitty-pro+saw-int4,...] [--json FILE]
+    PYTHONPATH=. python evals/model_steps.py --table  # writes the table of docs/results.md from what was measured
 
 Models have published shapes and random weights. A row is SHAPE[:LAYERS]@TOKENS=PRESET+PRESET: the context is random
 keys and values, or, where layers hold something else, a prompt that the model computes, in chunks of 4,096 tokens. Then
-single steps are timed, once graphs are captured. `DynamicCache` is first, without cuDNN's attention, which plans anew
-for every length. Written for each cache: milliseconds a step (20th, 50th and 80th percentile), bytes of
-the cache, bits per element by `memory()`, whether steps were captured, and what remained uncompressed.
+single steps are timed, once graphs are captured. `DynamicCache`, whose steps are eager, is first, without cuDNN's
+attention, which plans anew for every length. Written for each cache: milliseconds a step (20th, 50th and 80th
+percentile), bytes of the cache, bits per element by `memory()`, whether steps were captured, and what remained
+uncompressed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +35,25 @@ from transformers import (
 )
 
 from hfkvq import MixedKVCache
+from hfkvq.caches import get_scheme
+from hfkvq.caches.model_config import latent_dims
 from hfkvq.measure.bench.generate.cases import Case, Settings
 from hfkvq.measure.bench.generate.decode import Decoder, as_ms, time_repeats
 from hfkvq.measure.bench.generate.fill import fill
 from hfkvq.measure.bench.generate.models import Heads, build
+from hfkvq.measure.demo.schemes import page_bits
 from hfkvq.measure.records import clock, commit, device_name, now, versions
+from hfkvq.measure.tables import markdown_table
+from hfkvq.tuning.fit import cache_bytes
+from hfkvq.tuning.fit.model import outline_of
+
+RESULTS = Path(__file__).parent / "results/model-steps-h200.json"
+DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
+BEGIN, END = "<!-- model steps: begin -->", "<!-- model steps: end -->"
+HEAD = (
+    "shape, layers", "tokens", "cache", "a step", "`DynamicCache`", "times faster", "held", "bits: pages", "all",
+    "with room", "with room now",
+)  # fmt: skip
 
 CHUNK = 4096
 STATEFUL = ("falcon_h1",)
@@ -209,6 +226,59 @@ def parse(text: str) -> list[tuple[str, int | None, int, list[str]]]:
     return rows
 
 
+def paged(row: dict[str, Any]) -> float:
+    """Bits per element of full pages of the row's scheme, scales included, in layers that see all tokens."""
+    config = config_of(row["shape"], row["layers"])
+    dims = latent_dims(config) or (Heads.of(config).dim,) * 2
+    layout = get_scheme(row["cache"]).layout(*dims)
+    sides = zip((layout.keys, layout.values), ("keys", "values"), dims, strict=True)
+    return sum(dim * page_bits(side.formats[0], name, dim) for side, name, dim in sides) / sum(dims)
+
+
+def ahead(row: dict[str, Any]) -> float:
+    """Bits per element of the room that buffers of captured steps have for tokens to come."""
+    amount, unit = re.search(r"of these reserved +(\S+) (\S+)", row["report"]).groups()
+    held = float(amount) * {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+    return row["bits"] * held / (row["bytes"] - row["states"])
+
+
+def planned(row: dict[str, Any]) -> int:
+    """Bytes that `hfkvq fit` computes for the row's cache, as it would be on a GPU today."""
+    config = config_of(row["shape"], row["layers"])
+    config.dtype = torch.bfloat16
+    layers = outline_of(config).layers
+    windows = sum(layer.window * layer.heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    each = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers if not layer.window)
+    # Of the tokens that the timed steps have added, the record has the elements.
+    seen = round((8 * (row["bytes"] - row["states"]) / row["bits"] - windows) / each)
+    return cache_bytes(config, row["cache"], seen, generated=seen - row["tokens"], graphs=True)
+
+
+def table() -> str:
+    """The rows in Markdown."""
+    lines, base = [], 0.0
+    for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]:
+        if row["cache"] == "DynamicCache":
+            base = row["ms"]["p50"]
+            continue
+        lines.append(
+            (
+                f"{row['shape']}, {row['layers']}",
+                f"{row['tokens'] // 1024}k",
+                f"`{row['cache']}`",
+                f"{row['ms']['p50']:.2f} ms",
+                f"{base:.1f} ms",
+                f"{row['times_faster']:.1f}x",
+                f"{row['bytes'] / 2**20:,.0f} MiB",
+                f"{paged(row):.2f}",
+                f"{row['bits'] - ahead(row):.2f}",
+                f"{row['bits']:.2f}",
+                f"{row['bits'] * (planned(row) - row['states']) / (row['bytes'] - row['states']):.2f}",
+            )
+        )
+    return markdown_table(HEAD, lines)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -217,7 +287,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="most for the timed steps of a row")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", action="store_true", help="measure nothing, and write the table of docs/results.md")
     args = parser.parse_args()
+    if args.table:
+        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+        DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        return
     rows = parse(args.rows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(warmup=12, steps=args.steps, repeats=args.repeats, seconds=args.seconds)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import triton
 
-from hfkvq.caches.make import layer_plan
+from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.kernels.pages import SIDES, StoreFormat
 from hfkvq.kernels.triton.ahead import Wanted, compile_one
@@ -60,7 +60,7 @@ Row = dict[str, Any]
 def every(preset: str, device: torch.device) -> Iterator[tuple[StoreFormat, Wanted]]:
     """What a layer of Qwen3-8B's shape launches, for one query and for sixteen, and what dequantizes its pages."""
     scheme = get_scheme(preset)
-    plan = normal(layer_plan(scheme, HEADS, KV_HEADS, DIM, torch.bfloat16))
+    plan = normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM), torch.bfloat16))
     for each in wanted(plan, HEADS, scheme.channel_rule, True, device):
         yield plan.format, each
     for side in SIDES:

@@ -6,11 +6,14 @@ import importlib.util
 import re
 import time
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfkvq.terminal import fail, make_console, split
+
+if TYPE_CHECKING:
+    from hfkvq.caches.make import LayerShape
 
 app = typer.Typer()
 
@@ -46,21 +49,23 @@ def pick_gpu(name: str) -> int | None:
     return number
 
 
-def pick_shape(
-    model: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None
-) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dim, from a model's config or as given.
+def pick_shapes(
+    model: str | None, heads: int | None, kv_heads: int | None, head_dim: int | None, window: int | None
+) -> list[LayerShape]:
+    """The kinds of layers, from a model's config or as given.
 
     Raises:
         ValueError: neither is given, or both are, or they do not fit.
     """
-    from hfkvq.caches.make import model_shape
+    from hfkvq.caches.make import LayerShape, layer_shapes
     from hfkvq.measure.models import find_model
 
     if model is not None:
-        if any(x is not None for x in (heads, kv_heads, head_dim)):
-            raise ValueError("model: got --heads, --kv-heads or --head-dim, too; give the model or the three of them.")
-        return model_shape(find_model(model).path)
+        if any(x is not None for x in (heads, kv_heads, head_dim, window)):
+            raise ValueError(
+                "model: got --heads, --kv-heads, --head-dim or --window, too; give the model, or these in its place."
+            )
+        return layer_shapes(find_model(model).path)
     if heads is None or kv_heads is None or head_dim is None:
         raise ValueError("model: got none; give --model, or --heads, --kv-heads and --head-dim.")
     if min(heads, kv_heads, head_dim) < 1 or heads % kv_heads:
@@ -68,7 +73,7 @@ def pick_shape(
             f"heads: got {heads} query heads, {kv_heads} KV heads and a head dim of {head_dim}, allowed 1 or more, and "
             "query heads that are a multiple of KV heads."
         )
-    return heads, kv_heads, head_dim
+    return [LayerShape(heads, kv_heads, head_dim, own) for own in (0, *([] if window is None else [window]))]
 
 
 @app.command()
@@ -78,6 +83,9 @@ def warm(
     heads: Annotated[int | None, typer.Option(help="Query heads, instead of --model.")] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads, instead of --model.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Channels per head, instead of --model.")] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the layers with a sliding window, if any, instead of --model.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the model.")] = Dtype.bfloat16,
     gpu: Annotated[
         str, typer.Option(help="GPU to compile for: current, or e.g. sm_90, which need not be in this machine.")
@@ -95,10 +103,11 @@ def warm(
         fail("preset: got none; give the names of presets, separated by commas (`hfkvq schemes` lists them).")
     try:
         number = pick_gpu(gpu)
-        shape = pick_shape(model, heads, kv_heads, head_dim)
+        shapes = pick_shapes(model, heads, kv_heads, head_dim, window)
         chosen = [scheme for name in names for scheme in get_preset(name).schemes]
         schemes = dict.fromkeys(scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100))
-        plans = [(layer_plan(one, *shape, getattr(torch, dtype.value)), shape[0], one.channel_rule) for one in schemes]
+        kind = getattr(torch, dtype.value)
+        plans = [(layer_plan(one, own, kind), own.heads, one.channel_rule) for one in schemes for own in shapes]
     except ValueError as error:
         fail(error)
     if importlib.util.find_spec("triton") is None:

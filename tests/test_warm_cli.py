@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
 
 from tests.command import assert_refused, invoke
 
@@ -20,7 +21,10 @@ SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
         (["--preset", ",", *SHAPE, "--gpu", "sm_90"], "preset: got none"),
         (["--preset", "kitty-pro", *SHAPE, "--gpu", "sm_12"], "gpu: got 'sm_12', allowed current or sm_80"),
         (["--preset", "kitty-pro", "--gpu", "sm_90"], "model: got none"),
-        (["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "x", "--heads", "3"], "give the model or the three"),
+        (
+            ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "x", "--heads", "3"],
+            "give the model, or these in its place",
+        ),
         (["--preset", "kitty-pro", "--gpu", "sm_90", *SHAPE[2:], "--heads", "9"], "a multiple of KV heads"),
         (
             ["--preset", "kitty-pro", "--gpu", "sm_90", "--model", "./nowhere"],
@@ -32,6 +36,62 @@ SHAPE = ["--heads", "32", "--kv-heads", "8", "--head-dim", "128"]
 )
 def test_errors_name_what_was_given_and_what_is_allowed(given, said):
     assert_refused(run(*given), said)
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LlamaConfig(**SMALL, num_key_value_heads=2, head_dim=64), {("kitty-pro", 0, 128, 64, False)}),
+        # A window of 64 is short for the scheme, so it takes 16-bit pages.
+        (
+            Gemma3TextConfig(**SMALL, num_key_value_heads=2, head_dim=64, sliding_window=64, sliding_window_pattern=3),
+            {("kitty-pro", 0, 128, 64, False), ("full", 64, 32, 64, False)},
+        ),
+        (
+            Gemma3TextConfig(
+                **SMALL, num_key_value_heads=2, head_dim=64, sliding_window=2048, sliding_window_pattern=3
+            ),
+            {("kitty-pro", 0, 128, 64, False), ("kitty-pro", 2048, 128, 64, False)},
+        ),
+        (
+            DeepseekV3Config(**SMALL, kv_lora_rank=128, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32),
+            {("latent-4", 0, 128, 128, True)},
+        ),
+    ],
+    ids=["llama", "short windows", "long windows", "latents"],
+)
+def test_every_kind_of_layer_of_a_model_is_compiled_for(config, expected, tmp_path, monkeypatch):
+    config.save_pretrained(tmp_path)
+    given = []
+
+    def compile_now(plans, number):
+        given.extend(plans)
+        return [("kernel", 0.1)]
+
+    monkeypatch.setattr("hfkvq.kernels.warm.compile_now", compile_now)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    preset = "latent-4" if isinstance(config, DeepseekV3Config) else "kitty-pro"
+    done = run("--preset", preset, "--model", str(tmp_path), "--gpu", "sm_90")
+    assert done.exit_code == 0, done.output
+    found = set()
+    for plan, heads, rule in given:
+        form = plan.format
+        (keys, _), name = form.runs[0], "full" if form.runs[0][0].bits == 16 else preset
+        found.add((name, form.window, keys.page_size, plan.key_dim, form.latent))
+        assert heads == 4
+        assert (rule is None) == (preset == "latent-4")
+    assert found == expected
+
+
+def test_a_window_by_hand(monkeypatch):
+    given = []
+    monkeypatch.setattr("hfkvq.kernels.warm.compile_now", lambda plans, _: given.extend(plans) or [])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    assert run("--preset", "saw-int4", *SHAPE, "--window", "128", "--gpu", "sm_90").exit_code == 0
+    assert [plan.format.window for plan, *_ in given] == [0, 128]
 
 
 def test_no_gpu_is_said(monkeypatch):

@@ -500,7 +500,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8, help="processes that make data")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--evaluate", type=int, default=200, help="examples per evaluation set")
+    parser.add_argument("--evaluate", type=int, default=200, help="examples per evaluation set; 0 scores none")
     parser.add_argument("--log-every", type=int, default=200, help="steps between progress lines")
     return parser.parse_args()
 
@@ -605,7 +605,8 @@ def main() -> None:
         print("stopped by a signal; not scored", flush=True)
         return
     done = record() | {"weight_bytes": (arguments.out / "model.safetensors").stat().st_size}
-    for task in ("recall-80", "arithmetic-12", "tools", "recall-24", "arithmetic-4", "recall-160"):
+    scored = ("recall-80", "arithmetic-12", "tools", "recall-24", "arithmetic-4", "recall-160")
+    for task in scored if arguments.evaluate else ():
         result["scores"][task] = evaluate(final, tokenizer, task, arguments.evaluate)
         write_result(done | {"wall_seconds": round(time.perf_counter() - BEGIN, 1)}, arguments.out)
         print(f"{time.perf_counter() - BEGIN:4.0f} s  {task}: {result['scores'][task]}", flush=True)

@@ -25,7 +25,7 @@ from .layers.lazy import dense_of
 from .layers.memory import described, memory_of
 from .memory_report import MemoryReport
 from .model_calls import intercept
-from .model_config import text_config
+from .model_config import stock_layers, text_config
 from .once import say_once
 from .preset import Preset, checked_knobs, get_preset
 from .recorded import is_captured, is_recorded
@@ -70,7 +70,8 @@ class MixedKVCache(SavedCache, Cache):
             environment variable HFKVQ_GRAPHS (1 or 0), or True. Without graphs, or if ``generate`` is given a
             ``compile_config``, steps at a fixed capacity are compiled, as with ``StaticCache``. Compiled steps ignore
             masks: only the prompt's padding stays hidden.
-        headroom: share by which buffers of captured steps exceed what a growing cache holds; at least 128 tokens.
+        headroom: share by which buffers of captured steps exceed what a growing cache holds; at least 128 tokens, at
+            most 4,096.
         offloading: whether pages are kept in the host's memory, where the GPU reads them over the bus; sinks, newest
             tokens and tables stay on the GPU. True: all layers that hold all tokens; a number: that many last ones.
         attach: whether to switch the attention implementation.
@@ -251,7 +252,7 @@ class MixedKVCache(SavedCache, Cache):
                 "with an empty one."
             )
         if stock:
-            fresh = DynamicCache(config=self.config).layers
+            fresh = stock_layers(self.config)
             for i in stock:
                 self.layers[i] = fresh[i]
         super().activate_past_recording()

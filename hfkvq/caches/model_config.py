@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 
@@ -33,11 +33,13 @@ def latent_dims(config: PreTrainedConfig) -> tuple[int, int] | None:
     if getattr(config, "is_heterogeneous", False):
         return None
     rank, rope_dim = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if not rank or not rope_dim:
-        return None
+    return (rank, rope_dim) if rank and rope_dim and expands_latents(config) else None
+
+
+def expands_latents(config: PreTrainedConfig) -> bool:
+    """Whether the model's attention hands latents to the cache, and expands what it returns."""
     module = _modeling(config)
-    expands = module is not None and any(hasattr(each, "expand_kv") for each in vars(module).values())
-    return (rank, rope_dim) if expands else None
+    return module is not None and any(hasattr(each, "expand_kv") for each in vars(module).values())
 
 
 def queries_per_head(config: PreTrainedConfig) -> int:
@@ -90,17 +92,28 @@ UNMASKED = {"moshi"}
 tokens: their layers stay as Transformers makes them."""
 
 
+def stock_layers(config: PreTrainedConfig) -> list[Any]:
+    """The layers of Transformers' own cache for a decoder's config."""
+    layers, blocks = DynamicCache(config=config).layers, getattr(config, "block_types", None)
+    if blocks and not getattr(config, "layer_types", None):
+        # Transformers 5.17 takes recurrent layers of RecurrentGemma for windows, to which nothing is ever given.
+        kinds = (blocks[i % len(blocks)] for i in range(len(layers)))
+        layers = [LinearAttentionLayer() if kind == "recurrent" else x for kind, x in zip(kinds, layers, strict=True)]
+    return layers
+
+
 def windows_of(config: PreTrainedConfig, layers: Sequence[Any]) -> dict[int, int]:
     """Tokens that a query sees of layers whose windows can be held in pages, by their numbers.
 
-    Not where layers see chunks, or share keys and values.
+    Not where layers see chunks, share keys and values, or hold latents, which a window's pages would have dequantized
+    in every step.
 
     Args:
         config: of the decoder.
         layers: what Transformers makes for it.
     """
     shared = getattr(config, "kv_sharing_modes", None) or getattr(config, "num_kv_shared_layers", 0)
-    if shared or config.model_type in UNMASKED:
+    if shared or config.model_type in UNMASKED or expands_latents(config):
         return {}
     kinds, plain = getattr(config, "layer_types", None), getattr(config, "sliding_window", None) is not None
     return {

@@ -18,6 +18,9 @@ from .once import say_once
 LEAST_HEADROOM = 128
 """Tokens by which a buffer is ahead of need at the least: short contexts are not captured again at every page."""
 
+MOST_HEADROOM = 4096
+"""Tokens by which it is ahead at the most: so many steps take half a minute, and capturing a fraction of a second."""
+
 
 def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float) -> int:
     """Columns that buffers of a cache that grows are made for when so many need a place.
@@ -25,7 +28,8 @@ def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float) -> int
     Ahead by a share of what is held: of a long prompt that was evicted to a small budget, that is little.
     """
     held = [buffer.layer.held().longest for buffer in buffers if buffer.evicts_prompts_alone]
-    return need + max(LEAST_HEADROOM, int(max(held, default=need) * headroom))
+    share = int(max(held, default=need) * headroom)
+    return need + max(LEAST_HEADROOM, min(share, MOST_HEADROOM))
 
 
 class Placement:

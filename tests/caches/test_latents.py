@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from evals.families import build as build_family
+from evals.families import families
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import latents, once
 from tests.caches.graph_recorder import PythonGraph, captured  # noqa: F401
@@ -18,7 +20,9 @@ from tests.caches.test_generate import MODES, forwards
 
 FAMILIES = ("deepseek-v2", "deepseek-v3", "glm4-moe-lite", "minicpm3", "youtu")
 FULL = get_scheme("full", page_size=8)
-FOUR, EIGHT = (get_scheme(name, page_size=8) for name in ("latent-4", "latent-8"))
+BARE = {"page_size": 8, "sink_length": 0, "local_length": 0}
+FOUR, EIGHT = (get_scheme(name, **BARE) for name in ("latent-4", "latent-8"))
+WINDOWS = get_scheme(FOUR, sink_length=3, local_length=5)
 
 # Whose drafts a llama makes is a matter of other tests.
 RUNS = {name: run for name, run in MODES.items() if name != "assisted"}
@@ -82,7 +86,7 @@ def test_assisted_steps_are_taken_back(attended):
     assert any(shape[2] > 1 for shape in attended)
 
 
-@pytest.mark.parametrize("scheme", [FOUR, EIGHT, get_scheme("saw-int4", page_size=8)])
+@pytest.mark.parametrize("scheme", [FOUR, EIGHT, WINDOWS, get_scheme("saw-int4", page_size=8)])
 @pytest.mark.parametrize("family", ["deepseek-v3", "minicpm3"])
 def test_logits_are_those_of_dequantized_latents(scheme, family):
     """Attention to latents as they are gives what the model's own expansion of the same bytes gives."""
@@ -91,7 +95,7 @@ def test_logits_are_those_of_dequantized_latents(scheme, family):
     torch.testing.assert_close(found, dense, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize(("scheme", "most"), [(FULL, 1e-8), (EIGHT, 0.02), (FOUR, 0.3)])
+@pytest.mark.parametrize(("scheme", "most"), [(FULL, 1e-8), (EIGHT, 0.02), (FOUR, 0.3), (WINDOWS, 0.2)])
 def test_divergence(scheme, most):
     """Of random weights, which forgive nothing."""
     model = build("deepseek-v3")
@@ -106,13 +110,14 @@ def test_bytes_are_the_schemes():
     model = build("deepseek-v3", kv_lora_rank=512, qk_rope_head_dim=64)
     cache = MixedKVCache(model, "latent-4")
     with torch.no_grad():
-        model(prompt(1, 257), past_key_values=cache)
+        model(prompt(1, 257 + 160), past_key_values=cache)
     memory = cache.memory()
     bits = (512 * 4 + 32 + 64 * 8 + 16) / 576
     assert memory.code_bits == pytest.approx((512 * 4 + 64 * 8) / 576, rel=1e-6)
     held = memory.compressed
-    # Of three pages in each of two layers.
+    # Of three pages in each of two layers, and 160 tokens of 32-bit numbers, the tail's room for a step included.
     assert 8 * (held.codes + held.metadata) == pytest.approx(bits * 576 * 3 * 128 * 2, rel=1e-6)
+    assert 160 <= held.windows / (2 * 576 * 4) <= 160 + 16
 
 
 @pytest.mark.parametrize("given", ["model", "config"])
@@ -231,6 +236,18 @@ def test_captured_steps(scheme, attended):
     ]
     assert torch.equal(*found)
     assert PythonGraph.made == 1
+
+
+def test_windows_of_latents_stay_as_transformers_makes_them(caplog):
+    """Their pages would be dequantized in every step."""
+    if "dots3_note_text" not in families():
+        pytest.skip("this Transformers has no dots3_note")
+    model = build_family("dots3_note_text")
+    for cache in (MixedKVCache(model, "kitty-pro"), MixedKVCache(model, "kitty-pro", max_cache_len=64)):
+        assert not cache.compressed_layers
+    assert "so nothing is compressed: all layers stay as Transformers makes them" in caplog.text
+    with pytest.raises(ValueError, match=r"got 'latent-4', .* but Dots3NoteTextConfig has layers of several kinds"):
+        MixedKVCache(model, "latent-4")
 
 
 @pytest.mark.gpu

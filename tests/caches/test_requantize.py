@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hfkvq import TriAxialCache, get_scheme
 from hfkvq.caches.layers import tags as layers
@@ -165,6 +166,32 @@ def test_generated_tokens_get_the_tag_of_what_they_were(model):
     whole = torch.cat([out, turn(5, 1)], 1)
     forward(model, cache, whole[:, 72:])
     assert torch.equal(cache.tokens.tags[:, :78], Aging().tag(whole))
+
+
+@pytest.mark.parametrize("length", [None, 400])
+def test_windows_keep_their_tokens_whole_while_other_layers_age(length):
+    """Over five turns of a model with both: layers that see all tokens go by the table, windows hold 16 bits."""
+    model = build("gemma3")
+    cache, plain, expected = make(model, max_cache_len=length), DynamicCache(config=model.config), Model()
+    windows = [layer.window for layer in cache.layers]
+    assert windows == [16, 0, 16]
+    full, ids = cache.layers[1], torch.empty(1, 0, dtype=torch.long)
+    for number, (tokens, steps) in enumerate([(70, 30), (20, 50), (60, 3), (2, 9), (12, 25)]):
+        ids = torch.cat([ids, turn(tokens, number)], 1)
+        expected.prompt(widths_of(ids))
+        # Answers come one by one, and begin no turn.
+        answer = torch.where(prompt(1, steps, 9 + number) == TURN, 5, prompt(1, steps, 9 + number))
+        for part in (ids[:, -tokens:], *answer.split(1, 1)):
+            forward(model, cache, part)
+            forward(model, plain, part)
+        expected.step(steps)
+        ids = torch.cat([ids, answer], 1)
+        assert [sorted(own) for own in positions(full)] == [sorted(expected.narrow), expected.wide]
+        # Nothing that is compressed comes before the first layer.
+        for side, held in (("keys", plain.layers[0].keys), ("values", plain.layers[0].values)):
+            torch.testing.assert_close(cache.layers[0].dense(side)[:, :, -15:], held[:, :, -15:])
+        cache.integrity_check()
+    assert len(expected.narrow) > 100
 
 
 def test_int2_never_becomes_int4(model):

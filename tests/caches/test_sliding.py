@@ -100,6 +100,7 @@ COMPRESSED = {
     "saw-int4": get_scheme(small("saw-int4"), page_size=8, local_length=4),
     "kvarn": get_scheme(small("kvarn"), page_size=8),
     "kivi": small("kivi-2", local_length=8),
+    "exact": get_scheme("kitty", page_size=8, group_size=8, local_length=4, key_local_length=2, exact_keys=2),
 }
 
 
@@ -246,6 +247,17 @@ def test_which_pages_hold_a_window():
         kitty.layout(*dims).in_window(100)
 
 
+@pytest.mark.parametrize("length", [None, 300])
+@pytest.mark.parametrize("window", [2, 5, 33])
+def test_windows_shorter_than_a_page(window, length):
+    """By a preset as it is: the ring has as many pages as steps may take back, however short the window is."""
+    model, ids = build("gemma3", sliding_window=window), prompt(2, 200)
+    cache, parts = MixedKVCache(model, "full", max_cache_len=length), [100, *[1] * 60, 40]
+    expected = logits_of(model, DynamicCache(config=model.config), parts, ids)
+    torch.testing.assert_close(logits_of(model, cache, parts, ids), expected, rtol=1e-4, atol=1e-4)
+    assert [layer.window for layer in cache.layers] == [window, 0, window]
+
+
 def test_a_capacity_within_the_window_hides_nothing():
     """Then such a layer is like any other, with the scheme's first tokens."""
     cache = MixedKVCache(build("mistral-sliding"), small("kitty-pro"), max_cache_len=16)
@@ -260,6 +272,22 @@ def test_only_layers_that_hold_all_tokens_are_offloaded():
     got = logits_of(model, cache, [150, 1, 1], ids)
     expected = logits_of(model, DynamicCache(config=model.config), [150, 1, 1], ids)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["full", "saw-int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_captured_on_a_gpu(family, scheme):
+    """Beyond the ring: replayed steps are those that run in Python, of windows and full layers together."""
+    # In other dtypes than bf16, Transformers asks the host where its experts' tokens are.
+    experts = family == "gpt-oss"
+    model, ids, both = build(family).to("cuda", torch.bfloat16 if experts else None), prompt(2, 290).cuda(), []
+    for graphs in (True, False):
+        cache = MixedKVCache(model, FULL if scheme == "full" else COMPRESSED[scheme], graphs=graphs)
+        both.append(logits_of(model, cache, [150, *[1] * 140], ids))
+        cache.integrity_check()
+        assert not graphs or cache.graphs.sync.buffers.recordings
+    assert (both[0] - both[1]).float().norm() < (0.03 if experts else 1e-3) * both[1].float().norm()
 
 
 # Interpreted kernels have their own tests.

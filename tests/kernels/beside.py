@@ -11,7 +11,7 @@ import sys
 import torch
 from triton.runtime import driver
 
-from hfkvq.caches.make import layer_plan
+from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.kernels import dispatch, warm
 from hfkvq.kernels.triton import ahead
@@ -26,7 +26,7 @@ def main() -> None:
     gpu, scheme = GPUS[90], get_scheme(sys.argv[1])
     stand_in(gpu)
     driver.set_active(Absent(gpu))
-    plan = warm.normal(layer_plan(scheme, 32, 8, 128, torch.bfloat16))
+    plan = warm.normal(layer_plan(scheme, LayerShape(32, 8, 128), torch.bfloat16))
     order = Order(plan, 32, scheme.channel_rule, False)
     names, said, done = [], {}, []
 

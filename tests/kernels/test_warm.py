@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from hfkvq import kernels
-from hfkvq.caches.make import layer_plan
+from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.kernels import dispatch, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", "full@128")
+PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", "full@128", "kitty-pro@2048")
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +67,14 @@ def test_all_that_runs_need_is_compiled_ahead(found, preset):
 
 
 def test_layers_alike_but_for_rows_and_capacity_are_one():
-    plan = layer_plan(get_scheme("kitty-pro"), 32, 8, 128, torch.bfloat16)
+    plan = layer_plan(get_scheme("kitty-pro"), LayerShape(32, 8, 128), torch.bfloat16)
     assert plan.heads == 8
     assert warm.normal(plan) == warm.normal(warm.normal(plan))
     assert warm.normal(plan).capacity == 1
 
 
 def test_nothing_begins_without_a_gpu(monkeypatch):
-    plan = layer_plan(get_scheme("arkv"), 32, 8, 128, torch.float16)
+    plan = layer_plan(get_scheme("arkv"), LayerShape(32, 8, 128), torch.float16)
     assert (plan.fold, plan.heads, plan.query_heads) == (8, 1, 32)
     begun = []
     monkeypatch.setattr(warm, "_start", lambda *given: begun.append(given))

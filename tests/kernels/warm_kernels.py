@@ -20,8 +20,9 @@ from hfkvq import kernels
 from hfkvq.caches import attention
 from hfkvq.caches.layers import KVLayer, PaddingReader, steps
 from hfkvq.caches.layers.build import group_layers
-from hfkvq.caches.make import layer_plan
+from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.caches.scheme import Scheme, get_scheme
+from hfkvq.caches.window import in_window
 from hfkvq.kernels import warm
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
 
@@ -51,7 +52,8 @@ class Attention(torch.nn.Module):
 def scheme_of(preset: str) -> tuple[Scheme, int]:
     """A preset's scheme, and the window behind its name, as in ``full@128``."""
     name, _, window = preset.partition("@")
-    return get_scheme(name), int(window or 0)
+    scheme = get_scheme(name)
+    return in_window(scheme, int(window), (DIM, DIM)) if window else scheme, int(window or 0)
 
 
 def run(preset: str, rows: int, tokens: int, capacity: int) -> None:
@@ -107,7 +109,7 @@ def main() -> None:
             from hfkvq.kernels.triton.warm import wanted
 
             scheme, window = scheme_of(preset)
-            plan = warm.normal(layer_plan(scheme, HEADS, KV_HEADS, DIM, BF16, window))
+            plan = warm.normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM, window), BF16))
             for each in wanted(plan, HEADS, scheme.channel_rule, False, torch.device("cuda", 0)):
                 each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
             own["ahead"] = list(notes.found)

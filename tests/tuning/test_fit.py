@@ -9,9 +9,18 @@ from functools import partial
 import pytest
 import torch
 from transformers import DeepseekV3Config as DeepseekConfig
-from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3NextConfig
+from transformers import (
+    DynamicCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers import Gemma3ForCausalLM as Gemma3
 
+from evals.families import build as build_family
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset, placement
 from hfkvq.caches.store import KVStore
@@ -21,7 +30,7 @@ from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
-from hfkvq.tuning.fit import cache_bytes, fits, plan, weights_of
+from hfkvq.tuning.fit import cache_bytes, fits, layer, plan, weights_of
 from hfkvq.tuning.fit.compute import presets_for
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 from tests.caches.graph_recorder import captured  # noqa: F401
@@ -163,6 +172,16 @@ def test_headroom(captured, tiny):  # noqa: F811
     assert total == cache_bytes(TINY, "kitty-pro", 302, 2, generated=2, headroom=1)
 
 
+def test_headroom_has_a_most(captured, tiny, monkeypatch):  # noqa: F811
+    """However long the context is: by a quarter of 128k tokens a cache would be a quarter larger for hours."""
+    # Bytes of a layer are kept by what they follow from, so another share is asked for here.
+    free = cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=3.9)
+    monkeypatch.setattr(placement, "MOST_HEADROOM", 256)
+    total = held(tiny, MixedKVCache(tiny, "saw-int4", headroom=4), 300, 2)
+    assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=4) < free
+    assert total == cache_bytes(TINY, "saw-int4", 302, 2, generated=2, headroom=0.86)
+
+
 def test_narrow_tokens():
     found = [cache_bytes(TINY, "triaxial", 2000, chunk=500, narrow=share, graphs=False) for share in (1, 0.5, 0)]
     assert found == sorted(set(found))
@@ -192,6 +211,33 @@ def test_a_budget_of_bytes_in_bf16(tiny, name, budget):
     for prompt in (300, 333):
         total = held(model, MixedKVCache(TINY, scheme), prompt)
         assert total == cache_bytes(TINY, scheme, prompt, 2, torch.bfloat16, graphs=False)
+
+
+@pytest.mark.parametrize("chunk", [None, 90])
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "streaming-llm+kitty-pro", "h2o+saw-int4", "tova"])
+def test_long_prompts_under_a_budget_are_those_of_their_last_pieces(name, chunk, monkeypatch):
+    """Of millions of tokens only some are simulated, layer by layer."""
+    preset = get_preset(name)
+    knobs = {"budget_tokens": 100, "window": 16, **({"trim_every": 24} if name == "tova" else {})}
+    scheme, counted = get_scheme(preset.scheme, **knobs), layer._Kind.shortened
+    found = []
+    for whole in (False, True):
+        layer_bytes.cache_clear()
+        layer._prompts.cache_clear()
+        monkeypatch.setattr(layer._Kind, "shortened", (lambda _, come: come.prompt) if whole else counted)
+        found.append(
+            [
+                layer_bytes(scheme, 2, 64, 64, 2, 2, Arrival(prompt, 40, chunk), place=place)
+                for prompt in (1500, 1517)
+                for place in ((0, 4), (2, 4))
+            ]
+        )
+    layer_bytes.cache_clear()
+    layer._prompts.cache_clear()
+    assert found[0] == found[1]
+    kind = layer._Kind(scheme, 64, 64, 2, False, 0.0, (0, 4), 0)
+    monkeypatch.setattr(layer._Kind, "shortened", counted)
+    assert kind.shortened(Arrival(1500, 40, chunk)) < 900
 
 
 def test_evicting_schemes_are_counted_at_their_fullest(tiny):
@@ -250,8 +296,30 @@ def test_latents_and_linear_attention_by_hand():
     hybrid = outline(Qwen3NextConfig(num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, dtype=torch.bfloat16))
     assert [layer.compressed for layer in hybrid.layers] == [False, False, False, True]
     # Convolutions over four tokens of 2 * 16 * 128 + 32 * 128 channels, and states of 32 heads, in three layers.
-    assert hybrid.states in {3 * (8192 * 4 * 2 + 32 * 128 * 128 * size) for size in (2, 4)}
-    assert cache_bytes(hybrid, None, 1000) == hybrid.states + 1000 * 2 * 2 * 256 * 2
+    assert (hybrid.states, hybrid.state_numbers) == (3 * 32 * 128 * 128 * 4, 3 * 8192 * 4)
+    for dtype in (torch.bfloat16, torch.float32):
+        held = hybrid.states + hybrid.state_numbers * dtype.itemsize
+        assert cache_bytes(hybrid, None, 1000, dtype=dtype) == held + 1000 * 2 * 2 * 256 * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_mixtures_of_experts_in_every_dtype(dtype):
+    """On the meta device experts' products know one dtype alone, in which all models are laid out."""
+    config = Qwen3MoeConfig(**TINY.to_dict() | {"num_experts": 4, "num_experts_per_tok": 2, "model_type": "qwen3_moe"})
+    config.dtype = dtype
+    found = outline(config)
+    assert found.dtype == dtype
+    assert cache_bytes(config, None, 100) == 100 * 2 * 2 * 2 * 64 * dtype.itemsize
+
+
+@torch.no_grad()
+def test_states_of_a_filled_cache():
+    """Of a float32 model, though the config says bf16: convolutions are in the model's dtype."""
+    model = build_family("falcon_h1")
+    model.config.dtype = torch.bfloat16
+    cache = MixedKVCache(model, "saw-int4", graphs=False)
+    model(torch.full((2, 40), 7), past_key_values=cache)
+    assert cache.memory().total == cache_bytes(model.config, "saw-int4", 40, 2, torch.float32, graphs=False)
 
 
 def test_presets_of_latents_are_for_latents():
@@ -262,8 +330,9 @@ def test_presets_of_latents_are_for_latents():
     assert not {"latent-4", "latent-8"} & presets_for(outline(LLAMA_31_8B)).keys()
     with pytest.raises(ValueError, match="latent-4: it is for models with latent attention"):
         presets_for(outline(LLAMA_31_8B), "latent-4")
-    # Two layers of 512 codes of 4 bits and 64 of 8, two numbers of a latent and one of a rotary part.
-    pages = cache_bytes(latent.config, "latent-4", 12800, graphs=False) - cache_bytes(latent.config, "latent-4", 128)
+    # Two layers of 512 codes of 4 bits and 64 of 8, two numbers of a latent and one of a rotary part; 160 tokens whole.
+    long, short = (cache_bytes(latent.config, "latent-4", tokens + 160, graphs=False) for tokens in (12800, 128))
+    pages = long - short
     assert pages == pytest.approx(2 * (12800 - 128) * (256 + 4 + 64 + 2), rel=0.02)
 
 

@@ -6,7 +6,6 @@ import logging
 from typing import Any, NamedTuple
 
 from transformers.cache_utils import (
-    DynamicCache,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
@@ -18,11 +17,13 @@ from transformers.configuration_utils import PreTrainedConfig
 from ..model_config import (
     SINKS_BY_TOKEN,
     TOUCHES_KEYS,
+    expands_latents,
     head_dim_of,
     hinders_eviction,
     latent_dims,
     looks_attention_up,
     queries_per_head,
+    stock_layers,
     windows_of,
 )
 from ..once import say_once
@@ -70,7 +71,7 @@ class Layers(NamedTuple):
 
 def is_attachable(text: PreTrainedConfig) -> bool:
     """Whether a model of this text config takes its attention from Transformers' table, in all its layers."""
-    known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in DynamicCache(config=text).layers)
+    known = all(type(layer).__name__ in _KNOWN_LAYERS for layer in stock_layers(text))
     return known and looks_attention_up(text)
 
 
@@ -111,14 +112,15 @@ def build_layers(
     dims = (head_dim, head_dim) if head_dim is not None else latents
     for each in preset.schemes:
         if each.latents and latents is None:
+            has = "layers of several kinds" if expands_latents(text) else "keys and values"
             raise ValueError(
                 f"scheme: got {each.name!r}, which is for models with latent attention (DeepSeek, Kimi, GLM, LongCat), "
-                f"but {name} has keys and values; choose another, e.g. 'best-3.4'."
+                f"but {name} has {has}; choose another, e.g. 'best-3.4'."
             )
         if dims is not None:
             each.layout(*dims).check(*dims)
             warn_of_limits(each, *dims)
-    stock = DynamicCache(config=text).layers
+    stock = stock_layers(text)
     full = tuple(i for i, layer in enumerate(stock) if is_held_in_pages(layer, text))
     if not full and not any(isinstance(layer, DynamicLayer) for layer in stock):
         raise ValueError(

@@ -16,8 +16,8 @@ from ..scheme import Layout, Scheme, SideLayout, knob
 class Latent(Scheme):
     """Token-wise latents of 4 or 8 bits, rotated where they have 4, beside rotary parts of 8 or 16.
 
-    Layout: the key side holds latents, the value side rotary parts. Every token is sealed from the step after it was
-    written, unless there is a sink or a local window.
+    Layout: the key side holds latents, the value side rotary parts. The first and the newest tokens are kept whole; the
+    others are sealed one by one, as they leave the window.
 
     Paper: none; latents are DeepSeek-V2's (arXiv:2405.04434), rotation and token-wise INT4 are SAW-INT4's
     (arXiv:2604.19157).
@@ -51,8 +51,8 @@ class Latent(Scheme):
     rope_bits: int = knob(8, choices=(8, 16), search=[8, 16])
     group_size: int | None = knob(None, low=8, high=4096, search=[None, 128])
     block: int | None = knob(None, low=0, high=4096)
-    sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
-    local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
+    sink_length: int = knob(32, low=0, high=1024, search=[0, 16, 32, 64])
+    local_length: int = knob(128, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hfkvq.caches.make import layer_plan
+from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.kernels.pages import SIDES
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton._lib import Gpu, properties
@@ -65,7 +65,7 @@ def compile_store(name: str, shape: Shape) -> None:
     """Compiles what storing a format takes."""
     if not shape.rope_dim:
         scheme = scheme_of(name, shape.head_dim)
-        plan = layer_plan(scheme, shape.heads, shape.kv_heads, shape.head_dim, DTYPES[shape.dtype])
+        plan = layer_plan(scheme, LayerShape(shape.heads, shape.kv_heads, shape.head_dim), DTYPES[shape.dtype])
         for each in wanted(normal(plan), shape.heads, scheme.channel_rule, False, torch.device("cuda", 0)):
             compile_one(each)
 

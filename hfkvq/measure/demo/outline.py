@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from hfkvq.caches.layers.build import is_held_in_pages
 from hfkvq.caches.model_config import windows_of
 
 _PROBE = 4
+_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class Outline:
         layers: what the cache's layers hold, in the model's order (with shared layers fewer than the model has).
         parameters: of the model, tied ones once.
         linear: those of linear layers and experts, which quantized checkpoints compress.
-        states: bytes a row of linear-attention states, all layers.
+        states: bytes a row of states (Mamba, linear attention, convolutions) of all layers, those of one dtype always.
+        state_numbers: elements a row of the others, which have the model's dtype.
         dtype: the checkpoint's, as the config says, else bf16.
         captured: presets of which it is known whether a cache's steps are captured.
     """
@@ -60,6 +63,7 @@ class Outline:
     parameters: int
     linear: int
     states: int
+    state_numbers: int
     dtype: torch.dtype
     captured: dict[Any, bool] = field(default_factory=dict, repr=False, compare=False)
     _stock: dict[tuple[int, int, bool], int] = field(default_factory=dict, repr=False, compare=False)
@@ -88,7 +92,7 @@ class Outline:
         key = (tokens, itemsize, windows)
         if key not in self._stock:
             self._stock[key] = self._windows(tokens, itemsize, windows)
-        return batch * (self._stock[key] + self.states)
+        return batch * (self._stock[key] + self.states + self.state_numbers * itemsize)
 
     def _windows(self, tokens: int, itemsize: int, windows: bool) -> int:
         dtype = {2: torch.bfloat16, 4: torch.float32}[itemsize]
@@ -132,13 +136,13 @@ def outline(config: Any) -> Outline:
     cache = DynamicCache(config=text)
     try:
         with _quiet(), torch.no_grad():
-            model = _build(config, dtype)
+            model = _build(config)
             ids = torch.zeros(1, _PROBE, dtype=torch.long, device="meta")
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except Exception as error:
         # Whatever a model's code stumbles over.
         raise ValueError(f"model: {type(config).__name__} cannot be laid out without its weights: {error}") from error
-    layers, states, windows = [], 0, windows_of(text, cache.layers)
+    layers, states, windows = [], Counter[torch.dtype](), windows_of(text, cache.layers)
     for i, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         heads = 0 if keys is None or values is None else keys.shape[1]
@@ -146,27 +150,29 @@ def outline(config: Any) -> Outline:
         window = windows.get(i, 0) if heads else 0
         layers.append(CachedLayer(is_held_in_pages(layer, text), heads, *dims, window))
         for held in () if window else vars(layer).values():
-            if isinstance(held, dict):
-                states += sum(x.nbytes for x in held.values() if isinstance(x, torch.Tensor))
-            elif isinstance(held, torch.Tensor) and not held.dim():
-                # Counters of sliding windows.
-                states += held.nbytes
+            found = held.values() if isinstance(held, dict) else [held]
+            for x in found:
+                # But for a dict's, counters of sliding windows.
+                if isinstance(x, torch.Tensor) and (isinstance(held, dict) or not x.dim()):
+                    states[x.dtype] += x.numel()
     linear = {
         id(weight): weight.numel()
         for name, weight in model.named_parameters()
         if weight.dim() >= 2 and not any(word in name for word in ("embed", "lm_head", "wte", "wpe"))
     }
-    return Outline(config, tuple(layers), model.num_parameters(), sum(linear.values()), states, dtype)
+    numbers = states.pop(_DTYPE, 0)
+    fixed = sum(kind.itemsize * count for kind, count in states.items())
+    return Outline(config, tuple(layers), model.num_parameters(), sum(linear.values()), fixed, numbers, dtype)
 
 
-def _build(config: Any, dtype: torch.dtype) -> Any:
-    # A quantizer is no concern of shapes, and may not be installed.
+def _build(config: Any) -> Any:
+    # A quantizer is no concern of shapes, and may not be installed; nor is the dtype, and experts know bf16 alone here.
     plain = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(plain, dtype=dtype)
+            return AutoModelForCausalLM.from_config(plain, dtype=_DTYPE)
         except ValueError:
-            return AutoModelForImageTextToText.from_config(plain, dtype=dtype)
+            return AutoModelForImageTextToText.from_config(plain, dtype=_DTYPE)
 
 
 def checkpoint_bytes(model: str) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hfkvq.caches.eviction import TieredEviction
+from hfkvq.caches.eviction import TieredEviction, TokenEviction
 from hfkvq.caches.layers import KVLayer, PaddingReader
 from hfkvq.caches.layers.queries import QueryStatistics
 from hfkvq.caches.placement import room_ahead
@@ -138,12 +138,19 @@ class _Kind:
 
     def shortened(self, come: Arrival) -> int:
         """Tokens of a prompt that leaves as much under a budget as the whole one; some pieces may be missing."""
-        if not isinstance(self.scheme, TieredEviction):
+        if not isinstance(self.scheme, (TieredEviction, TokenEviction)):
             return come.prompt
         layout = self.scheme.layout(self.key_dim, self.value_dim)
-        costs = self.scheme.token_bytes(layout, self.key_dim, self.value_dim, self.itemsize)
-        every = torch.tensor([come.prompt]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)
-        enough = 2 * (int(self.scheme.kept(*every)) + self.scheme.window + MAX_STEP)
+        if isinstance(self.scheme, TieredEviction):
+            costs = self.scheme.token_bytes(layout, self.key_dim, self.value_dim, self.itemsize)
+            every = torch.tensor([come.prompt]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)
+            kept = int(self.scheme.kept(*every))
+        elif self.scheme.budget_share is None:
+            # PyramidKV's budgets are the same from twice their mean on.
+            kept = 2 * self.scheme.tokens
+        else:
+            return come.prompt
+        enough = 2 * (kept + self.scheme.window + MAX_STEP)
         piece = math.lcm(layout.keys.unit, layout.values.unit) if come.chunk is None else come.chunk
         return come.prompt - max(come.prompt - enough - piece, 0) // piece * piece
 

@@ -27,6 +27,9 @@ MOST_TOKENS = 1 << 24
 """No context beyond this is looked for."""
 
 
+_EACH = 4096
+"""Contexts up to which layers' budgets are compared one by one, and how many longer ones are."""
+
 _OUTLINES: dict[str, Outline] = {}
 
 
@@ -109,7 +112,9 @@ def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
     """A layer of the model in whose place each may be counted: the first of the same budgets for all contexts."""
     count, found = len(schemes), []
     first: dict[Any, tuple[int, int]] = {}
-    given = torch.arange(1, context + 1)
+    # Budgets differ most where most tokens were given; millions of contexts need not be compared one by one.
+    given = torch.arange(1, min(context, _EACH) + 1)
+    given = torch.cat([given, torch.linspace(1, context, _EACH, dtype=torch.float64).long()])
     for i, scheme in enumerate(schemes):
         own = (0, 1)
         if isinstance(scheme, TokenEviction):

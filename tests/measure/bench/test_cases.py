@@ -168,16 +168,17 @@ def test_bytes_do_not_count_room():
 
 def test_latents():
     """16 query heads over one latent of 512 channels, and 64 of rotary parts, which other shapes do not tell of."""
-    shape = Shape.of_latents(2, 40, 16)
+    shape = Shape.of_latents(2, 200, 16)
     query, latents, rotary = shape.data(CPU)
-    assert (query.shape, latents.shape, rotary.shape) == ((2, 16, 1, 576), (2, 1, 40, 512), (2, 1, 40, 64))
+    assert (query.shape, latents.shape, rotary.shape) == ((2, 16, 1, 576), (2, 1, 200, 512), (2, 1, 200, 64))
     assert as_dict(shape)["rope_dim"] == 64
-    assert "rope_dim" not in as_dict(Shape(2, 40))
+    assert "rope_dim" not in as_dict(Shape(2, 200))
     assert shape_of(as_dict(shape)) == shape
     store = fill("latent-4", latents, rotary)
     assert store.format.latent
-    # Codes, a scale and a minimum; codes and a scale.
-    assert bytes_read(store, query) == 2 * query.nbytes + 2 * 40 * (256 + 4 + 64 + 2)
+    # Codes, a scale and a minimum; codes and a scale; and what is kept whole.
+    read = 2 * 40 * (256 + 4 + 64 + 2) + 2 * 160 * 576 * 2
+    assert bytes_read(store, query) == 2 * query.nbytes + read
 
 
 @pytest.mark.parametrize(
