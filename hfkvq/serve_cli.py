@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from hfkvq.terminal import ChatModel, Device, DType, ModelDType, fail, make_console, pick_device, tokens_option
+from hfkvq.terminal import (
+    ChatModel,
+    Device,
+    DType,
+    ModelDType,
+    fail,
+    make_console,
+    number_option,
+    pick_device,
+    tokens_option,
+)
 
 app = typer.Typer()
 
@@ -33,7 +43,7 @@ def serve(
     ] = None,
     max_batch_tokens: Annotated[int | None, tokens_option("Tokens of a batch.")] = None,
     max_memory_percent: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help="Share of the GPU's free memory for the cache.")
+        float | None, number_option("Share of the GPU's free memory for the cache.", low=0.01, high=1)
     ] = None,
     device: Device = "auto",
     dtype: ModelDType = DType.auto,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
@@ -50,6 +51,24 @@ def tokens_option(help: str, least: int = 1) -> Any:
     return typer.Option(parser=read, metavar="TOKENS", help=help)
 
 
+def number_option(help: str, low: float | None = None, high: float | None = None) -> Any:
+    """An option of a number, finite and within bounds; its errors are those of a wrong argument."""
+
+    def read(text: str | float) -> float:
+        try:
+            found = float(text)
+        except ValueError:
+            found = math.nan
+        # Typer's own bounds let NaN pass, and none keep infinity out.
+        if not math.isfinite(found) or (low is not None and found < low) or (high is not None and found > high):
+            bounds = f" from {low:g} on" if low is not None else ""
+            bounds = f" from {low or 0:g} to {high:g}" if high is not None else bounds
+            raise typer.BadParameter(f"got {text!r}, allowed a finite number{bounds}.")
+        return found
+
+    return typer.Option(parser=read, metavar="FLOAT", help=help)
+
+
 class DType(str, Enum):
     """Choices of --dtype."""
 
@@ -64,7 +83,7 @@ _MODELS = "a folder, a GGUF file, a name on the Hub, or smollm2."
 Model = Annotated[str | None, typer.Option(help=rf"Model: {_MODELS} \[default: the reference model]")]
 ChatModel = Annotated[str | None, typer.Option(help=rf"Chat model: {_MODELS} \[default: the reference model]")]
 Outliers = Annotated[
-    float | None, typer.Option(help="Enlarge some key channels of the reference model by this factor, e.g. 8.")
+    float | None, number_option("Enlarge some key channels of the reference model by this factor, e.g. 8.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 DTypeName = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]

@@ -1,7 +1,9 @@
 """`hfkvq serve` through OpenAI's own client, with the reference model."""
 
+import json
 import socket
 import threading
+import time
 import urllib.request
 
 import pytest
@@ -120,6 +122,27 @@ def test_a_request_longer_than_the_pool_is_refused(server, client):
         ask(client, messages=[{"role": "user", "content": "12 " * 9000}])
     assert ask(client).choices[0].message.content
     assert metrics(server)["hfkvq_requests"] == 0
+
+
+def test_a_client_that_goes_away_leaves_nothing_behind(server, client):
+    """Its request ends long before its answer would, it has no block any more, and the next one is answered."""
+    stream = client.chat.completions.create(
+        model="reference", messages=QUESTION, max_tokens=700, temperature=0.0, stream=True,
+        extra_body={"generation_config": json.dumps({"eos_token_id": -1, "max_new_tokens": 700})},
+    )  # fmt: skip
+    next(iter(stream))
+    assert metrics(server)["hfkvq_requests"] == 1
+    stream.close()
+    tokens = []
+    deadline = time.monotonic() + 30
+    while metrics(server)["hfkvq_requests"]:
+        tokens.append(metrics(server)["hfkvq_tokens"])
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert max(tokens, default=0) < 300
+    (pages,) = server.serving.manager.batch_processor.cache.cache_allocators.values()
+    assert not any(pages.block_table.values())
+    assert ask(client).choices[0].message.content
 
 
 def test_another_model_is_refused(client):

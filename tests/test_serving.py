@@ -4,7 +4,9 @@ import copy
 import importlib.util
 import json
 import logging
+import os
 import random
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -243,6 +245,26 @@ def test_a_request_that_is_cancelled_leaves_the_others(model):
         result = manager.get_result("stays", timeout=60)
         assert result.error is None
         assert len(result.generated_tokens) == 40
+
+
+@pytest.mark.slow
+def test_two_ranks_serve_together(model, tmp_path):
+    """Each holds one KV head of two, and they say what one process says."""
+    schemes, inputs = ["saw-int4", "kitty-pro", "best-2.5"], prompts(300, 20, 130, 1)
+    model.save_pretrained(tmp_path / "model")
+    asked, out = {"new": NEW, "schemes": schemes, "inputs": inputs}, tmp_path / "tokens.json"
+    (tmp_path / "model" / "asked.json").write_text(json.dumps(asked))
+    root = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [str(root / "tests/serving_tensor_parallel.py"), str(tmp_path / "model"), str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(out.read_text())
+    for scheme in schemes:
+        with serving.enable(model, scheme):
+            expected = together(model, inputs, settings(num_blocks=24, max_requests_per_batch=4))
+        assert found[scheme] == [[tokens, None] for tokens in expected]
 
 
 def test_a_model_is_as_before(model):

@@ -362,16 +362,36 @@ def test_steps_on_a_gpu_ask_the_host_nothing(name, monkeypatch):
     assert len(seen) > 400
 
 
+@pytest.mark.parametrize("others", [0, 20])
 @pytest.mark.parametrize("scheme", ["saw-int4", "best-3.4"])
-def test_requests_without_a_new_token(model, scheme):
-    """A prompt of one token that forks stands in a batch of others with nothing to compute."""
-    inputs = [[7], prompts(20)[0]]
+def test_several_sequences_of_one_token(model, scheme, others):
+    """There is nothing to share, and a batch of such a request alone would be without a token."""
+    inputs = [[7], prompts(others)[0]] if others else [[7]]
     with serving.enable(model, small(scheme) if scheme in SMALL else scheme):
         out = model.generate_batch(
             inputs=inputs, progress_bar=False, continuous_batching_config=settings(num_blocks=24),
-            generation_config=generation(do_sample=True, num_return_sequences=2, max_new_tokens=8),
+            generation_config=generation(do_sample=True, num_return_sequences=3, max_new_tokens=8),
         )  # fmt: skip
-    assert [len(each.generated_tokens) for each in out.values()] == [8] * 4
+    assert [each.error for each in out.values()] == [None] * 3 * len(inputs)
+    assert [len(each.generated_tokens) for each in out.values()] == [8] * 3 * len(inputs)
+
+
+def test_several_sequences_of_a_prompt_that_is_known_but_for_a_token(model):
+    """All before it is shared, so that alone it would make a batch without a token."""
+    ids = prompts(257)[0]
+    with (
+        serving.enable(model, "saw-int4"),
+        model.continuous_batching_context_manager(
+            generation_config=generation(do_sample=True, max_new_tokens=4, num_return_sequences=2),
+            continuous_batching_config=settings(num_blocks=24),
+        ) as manager,
+    ):
+        for name in ("first", "again"):
+            manager.add_request(ids, request_id=name)
+            found = [manager.get_result(each, timeout=60) for each in (name, f"{name}__child#0")]
+            assert [each.error for each in found] == [None, None]
+            assert [len(each.generated_tokens) for each in found] == [4, 4]
+        assert manager.is_running()
 
 
 @pytest.mark.parametrize("name", ["best-3.4", "mixkvq"])

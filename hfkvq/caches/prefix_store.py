@@ -23,13 +23,13 @@ from .prefix_files import Missing, path_of
 from .prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
 from .preset import Preset, get_preset
 from .saved import device_of
-from .saved_file import FIRST, checksum, digest_of
+from .saved_file import checksum, digest_of
 from .scheme import Scheme
 from .tags import placeholders
 from .transfer import Reader, in_groups
 from .triaxial import TriAxialCache
 
-FORMAT = [2, FIRST]
+FORMAT = [2, 1]
 """Of the store's files, and of files of caches: those of another format are in another folder."""
 
 DEFAULT_BYTES = 2**35

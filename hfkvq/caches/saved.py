@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from hfkvq.bounded import DAMAGE
+from hfkvq.version import __version__
 
 from .bit_table import config_hash
 from .lasting import lasting
-from .layers.packing import packed_layer, unpack_layer
+from .layers.packing import OlderFormat, packed_layer, unpack_layer
 from .layers.states import RecurrentLayer
 from .preset import Preset, get_preset
-from .saved_file import read_file, write_file
+from .saved_file import VERSION, read_file, write_file
 from .store.packing import Packed
 from .whole import WholeCache
 
@@ -142,7 +143,14 @@ class SavedCache(WholeCache):
         except torch.OutOfMemoryError:
             raise
         except (*DAMAGE, RuntimeError) as error:
-            raise ValueError(f"path: {path} cannot be loaded: {str(error).rstrip('.')}.") from error
+            number, release = description["written"]
+            reason = str(error).rstrip(".")
+            if number < VERSION and isinstance(error, OlderFormat):
+                raise ValueError(
+                    f"path: {path} was written by an older hfkvq, format {number} of {VERSION}: {reason}; save it anew."
+                ) from error
+            other = "" if release == __version__ else f" (hfkvq {release} wrote it, and this is {__version__})"
+            raise ValueError(f"path: {path} cannot be loaded: {reason}{other}.") from error
         return made
 
     @lasting

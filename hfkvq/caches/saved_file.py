@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hfkvq.bounded import DAMAGE, parse_json
@@ -24,10 +23,14 @@ from hfkvq.version import __version__
 from .lasting import lasting
 from .transfer import Reader, side_by_side
 
-KIND, VERSION, FIRST = "hfkvq cache", 2, 1
-"""What the description begins with. A file of a later version is refused: it may hold what is unknown here.
+KIND, VERSION = "hfkvq cache", 3
+"""What the head begins with. A file of a later version is refused: it may hold what is unknown here."""
 
-Files of the first version hold no recurrent states; such are written of that version still.
+NEEDS = {"states": 2, "window": 3}
+"""The first version that can hold a layer with recurrent states, or with a sliding window in pages.
+
+Files say the least version that holds what they have, so that older releases read what they can, and say of the rest
+that it is newer.
 """
 
 FIELD = "hfkvq"
@@ -79,20 +82,41 @@ def write_file(
     if digests is None:
         held, digests = _on_host(tensors)
     text = json.dumps(description)
-    layers = description.get("layers", ())
-    number = VERSION if any("states" in layer for layer in layers) else FIRST
-    head = {"kind": KIND, "version": number, "hfkvq": __version__, "sha256": checksum(text, digests)}
+    head = {"kind": KIND, "version": version_of(description), "hfkvq": __version__, "sha256": checksum(text, digests)}
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
     try:
-        save_file(held, part, metadata={FIELD: json.dumps(head), "description": text})
+        write_safetensors(part, held, {FIELD: json.dumps(head), "description": text})
         size = part.stat().st_size
         os.replace(part, path)
-    except SafetensorError as error:
-        # So it tells of a full disk.
-        raise OSError(f"path: {path} could not be written ({error}).") from error
     finally:
         part.unlink(missing_ok=True)
     return size
+
+
+def version_of(description: Mapping[str, Any]) -> int:
+    """The least version that can hold a cache, or the end of one in a prefix store."""
+    layers = description.get("cache", description).get("layers", ())
+    return max((number for key, number in NEEDS.items() if any(key in layer for layer in layers)), default=1)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Writes contiguous tensors of the CPU. Safetensors' own writer has metadata in another order every time."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+    kinds = {dtype: name for name, dtype in _DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name in names:
+        end = at + tensors[name].nbytes
+        header[name] = {
+            "dtype": kinds[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [at, end],
+        }  # fmt: skip
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(_bytes_of(tensors[name]))
 
 
 def _on_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Digests]:
@@ -123,6 +147,7 @@ class SavedFile:
         path: of the file.
         descriptor: to read from.
         sha256: that it should have, by its header.
+        written: its version, and the release that wrote it.
         text: description.
         places: by name.
     """
@@ -130,6 +155,7 @@ class SavedFile:
     path: Path
     descriptor: int
     sha256: str
+    written: tuple[int, str]
     text: str
     places: dict[str, Place]
 
@@ -145,10 +171,10 @@ class SavedFile:
         return out, digest.digest()
 
     def description(self, digests: Digests) -> Any:
-        """The description, if all tensors are what was written; ValueError if not."""
+        """The description, with "written" beside, if all tensors are what was written; ValueError if not."""
         if checksum(self.text, digests) != self.sha256:
             raise ValueError(f"path: {self.path} is damaged (its checksum differs); save it again.")
-        return parse_json(self.text)
+        return {**parse_json(self.text), "written": self.written}
 
 
 @lasting
@@ -198,21 +224,23 @@ def _header(path: Path, descriptor: int, header: Any) -> SavedFile:
     if FIELD not in metadata:
         raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
     head = parse_json(metadata[FIELD])
-    _check_head(path, head)
+    number = _check_head(path, head)
     # Safetensors has checked that tensors follow each other without gaps, up to the end of the file.
     at, places = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little"), {}
     for name in header.offset_keys():
         found = header.get_slice(name)
         places[name] = Place(_DTYPES[found.get_dtype()], tuple(found.get_shape()), at)
         at += _nbytes(places[name])
-    return SavedFile(path, descriptor, head["sha256"], metadata["description"], places)
+    written = number, str(head.get("hfkvq"))
+    return SavedFile(path, descriptor, head["sha256"], written, metadata["description"], places)
 
 
 def _nbytes(place: Place) -> int:
     return math.prod(place.shape) * place.dtype.itemsize
 
 
-def _check_head(path: Path, head: Any) -> None:
+def _check_head(path: Path, head: Any) -> int:
+    """Its version."""
     try:
         kind, number = head["kind"], int(head["version"])
     except DAMAGE:
@@ -224,6 +252,7 @@ def _check_head(path: Path, head: Any) -> None:
             f"path: {path} is of version {number}, and this hfkvq ({__version__}) reads up to {VERSION}; install "
             f"hfkvq {head.get('hfkvq')} or newer, or save it again."
         )
+    return number
 
 
 def checksum(text: str, digests: Digests) -> str:
@@ -237,8 +266,12 @@ def checksum(text: str, digests: Digests) -> str:
 def digest_of(name: str, tensor: Tensor) -> bytes:
     """Of a tensor's name, dtype, shape and bytes, on the CPU."""
     found = _begun(name, tensor.dtype, tensor.shape)
-    found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    found.update(_bytes_of(tensor))
     return found.digest()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _begun(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Any:

@@ -14,6 +14,7 @@ from .norms import page_norms
 from .pages import PageFormat, RunView, StoreFormat
 from .products import qk_pages, sv_pages
 from .quantize import dequantize_pages, quantize_pages
+from .query_sums import query_sums
 from .seal import channel_widths, seal
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "page_norms",
     "qk_pages",
     "quantize_pages",
+    "query_sums",
     "seal",
     "seal_tail",
     "store_attention",

@@ -33,6 +33,7 @@ from hfkvq.caches.model_config import text_config
 
 from .models import check, schemes_of, windowed
 from .pages import CompressedPages
+from .requests import refusal_of_request, spread_short_requests
 from .slots import USUAL_TOKENS
 from .windows import WindowedPages
 
@@ -154,18 +155,10 @@ class CompressedManager(ContinuousBatchingManager):
             ValueError: prompt and answer are longer than all blocks, or the prompt is empty.
         """
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        if self.batch_processor is not None:
+        # Of several ranks, one takes requests.
+        if self.batch_processor is not None and getattr(self, "is_tp_driver", True):
             pages = self.batch_processor.cache.cache_allocators[FULL_ATTENTION]
-            room = pages.num_blocks * pages.tokens_per_page
-            error = None
-            if not len(input_ids):
-                # A batch without a token would end the engine for everybody.
-                error = ValueError("request: got a prompt without tokens, allowed one token or more.")
-            elif len(input_ids) + (new or 1) > room:
-                error = ValueError(
-                    f"request: got {len(input_ids)} tokens and {new} new ones, allowed {room} together, since all "
-                    "blocks hold no more; shorten it, or give the engine more num_blocks."
-                )
+            error = refusal_of_request(input_ids, new, pages.num_blocks * pages.tokens_per_page)
             if error is not None:
                 if request_id is None or not getattr(self._several, "now", False):
                     raise error
@@ -200,6 +193,7 @@ class CompressedManager(ContinuousBatchingManager):
         named: Any = type(kind.__name__, (kind,), own)
         with _allocator(named):
             processor = super()._create_batch_processor()
+        spread_short_requests(processor.scheduler)
         for pages in processor.cache.cache_allocators.values():
             assert isinstance(pages, CompressedPages)
             pages.settle(processor.cache)

@@ -24,8 +24,9 @@ class Fresh(NamedTuple):
         table: i32 (P, N), their blocks.
         counts: i32 (2, P), keys and values that are sealed at once.
         columns: of what is sealed, i32 (P, m) for keys and for values, and of each window, i64 (P, W).
-        rows: of every token of the batch, whose it is, P if of none of them; and the same of those that are not sealed
-            then. i64 (2, n).
+        ranges: whose queries are summed, i32 (3, 2 * P): row 0, the first token of each request and the one behind
+            its last; and the same of those that are not sealed then.
+        most: tokens of the longest.
         lengths: i32 (2, P), tokens, and those that are not sealed then.
     """
 
@@ -34,7 +35,8 @@ class Fresh(NamedTuple):
     table: Tensor
     counts: Tensor
     columns: tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]
-    rows: Tensor
+    ranges: Tensor
+    most: int
     lengths: Tensor
 
     @classmethod
@@ -46,7 +48,6 @@ class Fresh(NamedTuple):
         table: Tensor,
         windows: Sequence[int],
         sink: int,
-        tokens: int,
     ) -> Fresh:
         """Of requests whose keys and values are sealed as ``sealed`` says.
 
@@ -57,7 +58,6 @@ class Fresh(NamedTuple):
             table: i32 (P, N).
             windows: tokens of the sink, for keys and values, and of the tails of either.
             sink: tokens of the sink.
-            tokens: n, of the batch.
         """
         device = table.device
         numbers = [[each.start, each.stop - each.start, *held] for each, held in zip(own, sealed, strict=True)]
@@ -77,15 +77,13 @@ class Fresh(NamedTuple):
             # The newest token that stands in each slot; slots without one hold anything.
             behind = (rest - (rest - slots) % size).clamp(min=0)
             places.append(torch.minimum(start + sink + behind, last).long())
-        column = torch.arange(tokens, device=device)
-        inside = (column >= start) & (column <= last)
-        waits = inside & ((column >= start + sink + counts[0]) | (counts[0] == 0))
-        nobody = len(numbers)
-        rows = [torch.where(x.any(0), x.int().argmax(0), nobody) for x in (inside, waits)]
         left = torch.where(counts[0] > 0, length - sink - counts[0], length)
+        first, stop = torch.cat([start, last + 1 - left]), (last + 1).repeat(2, 1)
+        ranges = torch.stack([torch.zeros_like(first), first, stop])[:, :, 0]
         return cls(
             tuple(own), slot.long(), table, torch.cat(counts, 1).T.contiguous(), ((due[0], due[1]), tuple(places)),
-            torch.stack(rows), torch.cat([length, left], 1).T.contiguous(),
+            ranges.contiguous(), max(each.stop - each.start for each in own),
+            torch.cat([length, left], 1).T.contiguous(),
         )  # fmt: skip
 
     def store(
@@ -137,10 +135,8 @@ class Fresh(NamedTuple):
             Their means, f32 (P, H, D), by which pages are sealed now; and sums, f64 (P, H, D), and counts, i32 (P,), as
             they are then.
         """
-        magnitude = query[0].double() if "signs" in scheme.needs else query[0].abs().double()
-        # (n, H, D)
-        magnitude = magnitude.unflatten(0, (heads, -1)).mean(1).transpose(0, 1)
-        none = magnitude.new_zeros((len(self.own) + 1, *magnitude.shape[1:]))
         kept = 0 if "history" in scheme.needs else 1
-        total, left = (none.index_add(0, self.rows[at], magnitude)[:-1] for at in (0, kept))
-        return (total / self.lengths[0, :, None, None]).float(), left, self.lengths[kept]
+        row, first, stop = self.ranges.unbind()
+        sums = kernels.query_sums(query, row, first, stop, self.most, heads, "signs" in scheme.needs)
+        total, last = sums.chunk(2)
+        return (total / self.lengths[0, :, None, None]).float(), (total, last)[kept], self.lengths[kept]

@@ -70,7 +70,7 @@ def typed(data: Tensor, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
 class Columns(NamedTuple):
     """The requests of a batch that have new tokens, one after another.
 
-    A request may have none: one whose last token is computed by the batch before, and is about to fork, or padding.
+    A row may have none: padding.
 
     Attributes:
         first: column of its first new token.

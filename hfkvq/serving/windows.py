@@ -94,7 +94,7 @@ class WindowedPages(SlotPages):
             if given["block_table"] is not None:
                 self._prompts, self._fresh, self._steps = [], None, self._steps_of(given, query.shape[2])
             else:
-                self._sort(given, query.shape[2])
+                self._sort(given)
         steps = self._steps
         if steps is not None and steps.columns is None:
             # Every token is a request: rows of one token.
@@ -148,7 +148,7 @@ class WindowedPages(SlotPages):
         self._again[at] = sealed.int() if isinstance(sealed, Tensor) else sealed
         return again
 
-    def _sort(self, given: dict[str, Any], tokens: int) -> None:
+    def _sort(self, given: dict[str, Any]) -> None:
         """Of a batch with prompts, or parts of them: asks the device for lengths and slots."""
         slots, device = len(self._again), self._again.device
         columns = self._columns(given)
@@ -168,7 +168,7 @@ class WindowedPages(SlotPages):
             sealed = [(self.sealed(news[row], 0), self.sealed(news[row], 1)) for row in first]
             sizes = self.sizes.sink, self.sizes.sink, *self.tails
             self._fresh = Fresh.of(
-                [own[row] for row in first], sealed, slot[first], table[first], sizes, self.sizes.sink, tokens
+                [own[row] for row in first], sealed, slot[first], table[first], sizes, self.sizes.sink
             )
         numbers = slot.tolist() if later else []
         had = torch.tensor([[0, x, self.sealed(x, 0), self.sealed(x, 1)] for x in pasts], dtype=torch.int32).to(device)

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfkvq.progress import progress_bar, stoppable
-from hfkvq.terminal import ChatModel, Device, check_folder, fail, make_console, print_notes, tokens_option
+from hfkvq.terminal import (
+    ChatModel,
+    Device,
+    check_folder,
+    fail,
+    make_console,
+    number_option,
+    print_notes,
+    tokens_option,
+)
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
@@ -82,7 +91,7 @@ def calibrate(
 @app.command()
 def allocate(
     sensitivity: Annotated[Path, typer.Argument(dir_okay=False, help="File that hfkvq calibrate wrote.")],
-    budget: Annotated[float | None, typer.Option(min=2, max=4, help="Mean code bits per token.")] = None,
+    budget: Annotated[float | None, number_option("Mean code bits per token.", low=2, high=4)] = None,
     out: Annotated[Path | None, typer.Option(dir_okay=False, help="Where to write the table, as JSON.")] = None,
     without: Annotated[
         str | None, typer.Option(help="Ignore one axis of the tags: temporal, modal or semantic.")

@@ -17,6 +17,7 @@ from hfkvq.terminal import (
     check_files,
     fail,
     make_console,
+    number_option,
     pick_device,
     print_notes,
     print_saved,
@@ -83,7 +84,10 @@ def tune(
         typer.Option(metavar="FILE", help="For triaxial: file of hfkvq calibrate, whose budgets are searched."),
     ] = None,
     coverage: Annotated[
-        float, typer.Option(min=0.01, max=1, help="For MixKVQ's thresholds: share of pages that must find room.")
+        float,
+        number_option(
+            "For MixKVQ's thresholds: share of pages in which all raised channels must fit.", low=0.01, high=1
+        ),
     ] = 0.99,
     cost: Annotated[
         str,
@@ -92,9 +96,11 @@ def tune(
             "effective bits)."
         ),
     ] = "total_bits",
-    max_total_bits: Annotated[float | None, typer.Option(help="Limit on bits per element, every byte counted.")] = None,
-    max_key_bits: Annotated[float | None, typer.Option(help="Limit on the keys' mean width (MixKVQ, C.2).")] = None,
-    max_milliseconds: Annotated[float | None, typer.Option(help="Limit on the time of a step, then measured.")] = None,
+    max_total_bits: Annotated[float | None, number_option("Limit on bits per element, every byte counted.")] = None,
+    max_key_bits: Annotated[float | None, number_option("Limit on the keys' mean width (MixKVQ, C.2).")] = None,
+    max_milliseconds: Annotated[
+        float | None, number_option("Limit on the time of a step in milliseconds, which is then measured.")
+    ] = None,
     single: Annotated[
         bool, typer.Option("--single", help="Search for the best value within the limits only; poor trials stop early.")
     ] = False,

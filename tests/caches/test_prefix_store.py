@@ -22,7 +22,7 @@ from hfkvq.caches import prefix_files, prefix_pages, saved_file, transfer
 from hfkvq.caches.fingerprint import weights_hash
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
-from tests.caches.test_saved import ByAge, filled, packed_alike
+from tests.caches.test_saved import ByAge, filled, packed_alike, poison_memory
 
 KINDS = ["full", "int4", "saw-int4", "kitty-pro", "kivi", "kvarn", "best-3.4", "mixkvq", "arkv", "snapkv", "h2o"]
 ROOT = Path(__file__).parents[2]
@@ -65,6 +65,20 @@ def test_what_was_put_comes_back_bit_for_bit(name, model, tmp_path):
     # The caller's own: the next one finds it as it was, and nothing was written twice.
     assert torch.equal(*[fed(model, x, ids[:, 90:]) for x in (store.match(ids).cache, cache)])
     assert store.nbytes == PrefixStore(tmp_path, model, small(name), **options).nbytes
+
+
+@pytest.mark.parametrize("name", ["saw-int4", "best-3.4", "mixkvq", "arkv"])
+def test_files_of_the_same_prompt_are_equal(name, model, tmp_path, monkeypatch):
+    ids, found = prompt(1, 90), []
+    for seed in (1, 2):
+        own = PrefixStore(tmp_path / str(seed), model, small(name))
+        with monkeypatch.context() as patch:
+            poison_memory(patch, seed)
+            cache = own.match(ids).cache
+            fed(model, cache, ids)
+            own.put(cache, ids)
+        found.append({path.name: path.read_bytes() for files in the(own) for path in files})
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["kitty-pro", "best-3.4", "mixkvq", "arkv", "saw-int4"])
@@ -417,18 +431,18 @@ def test_what_writers_have_left_behind_goes(model, store):
 
 
 def test_a_full_disk(model, store, monkeypatch):
-    ids, scheme, write = prompt(1, 150), store.preset.scheme, saved_file.save_file
+    ids, scheme, write = prompt(1, 150), store.preset.scheme, saved_file.write_safetensors
     store.put(filled_with(model, ids[:, :60], scheme), ids[:, :60])
     written = []
 
-    def full(tensors, path, metadata):
+    def full(path, tensors, metadata):
         if len(written) == 2:
             path.write_bytes(b"half")
-            raise saved_file.SafetensorError("No space left on device")
+            raise OSError(28, "No space left on device")
         written.append(path)
-        write(tensors, path, metadata=metadata)
+        write(path, tensors, metadata)
 
-    monkeypatch.setattr(saved_file, "save_file", full)
+    monkeypatch.setattr(saved_file, "write_safetensors", full)
     with pytest.raises(OSError, match="No space left"):
         store.put(filled_with(model, ids, scheme), ids)
     assert store.match(ids).tokens == 60

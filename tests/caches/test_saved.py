@@ -116,13 +116,38 @@ def test_sliding_windows_come_back(length, tmp_path):
 
 
 def test_windows_that_transformers_held_are_refused(tmp_path):
-    """As files of earlier versions have them."""
-    model = build("gemma2")
+    """As files of earlier versions have them; what is wrong with a file of today is not blamed on its age."""
+    model, path = build("gemma2"), tmp_path / "cache"
     cache, _ = filled(model, tokens=50)
-    description, tensors = cache.packed()
-    description["layers"][0] = {"came": 50, "record_past": False}
-    with pytest.raises(ValueError, match="layer that was not held in pages"):
-        MixedKVCache(model, cache.preset).unpack(description, tensors, torch.device("cpu"))
+    cache.save(path)
+    old = r"written by an older hfkvq, format 1 of 3: .*; save it anew\."
+    for number, message in ((1, old), (3, "cannot be loaded")):
+
+        def change(head, description, tensors, number=number):
+            head["version"] = number
+            description["layers"][0] = {"came": 50, "record_past": False}
+
+        _rewritten(path, change)
+        with pytest.raises(ValueError, match=message):
+            MixedKVCache.load(path, model)
+
+
+@pytest.mark.parametrize(("name", "number"), [("llama", 1), ("gemma2", 3)])
+def test_files_say_the_least_version_that_holds_them(name, number, file, tmp_path):
+    """So an older release says of windows in pages that they are newer, and not that something is missing."""
+    filled(build(name), tokens=50)[0].save(file)
+    with saved_file.safe_open(file, framework="pt") as opened:
+        assert json.loads(opened.metadata()["hfkvq"])["version"] == number
+
+
+def test_another_release_is_named(file, monkeypatch):
+    def change(head, description, tensors):
+        head["hfkvq"] = "0.1.7"
+        description["layers"].pop()
+
+    _rewritten(file, change)
+    with pytest.raises(ValueError, match=r"hfkvq 0\.1\.7 wrote it, and this is "):
+        MixedKVCache.load(file, build("llama"))
 
 
 def test_a_file_has_no_room_that_nobody_uses(tmp_path):
@@ -183,6 +208,66 @@ def test_tensors_that_are_read_in_many_parts(name, tmp_path, monkeypatch):
         (cache, _), options = filled(model, name, tokens=150, rows=2), {}
     cache.save(tmp_path / "cache")
     assert packed_alike(cache, type(cache).load(tmp_path / "cache", model, **options))
+
+
+def poison_memory(monkeypatch, seed):
+    """From now on memory on the CPU is full of something, where nobody has written."""
+    made, dice = torch.empty, torch.Generator().manual_seed(seed)
+
+    def poisoned(*args, **kwargs):
+        found = made(*args, **kwargs)
+        if found.is_cpu and found.numel() and not found.requires_grad:
+            raw = found.view(-1).view(torch.uint8)
+            raw.copy_(torch.randint(256, raw.shape, dtype=torch.uint8, generator=dice))
+        return found
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+TAKING_BACK = ["full", "saw-int4", "kitty-pro", "kivi-2", "kvarn"]
+"""Of which nothing is left of a token that was taken back from its window."""
+LAYOUTS = [*TAKING_BACK, "best-3.4", "mixkvq", "arkv", "snapkv", "streaming-llm"]
+
+
+@pytest.mark.parametrize("length", [None, 150])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_files_of_the_same_cache_are_equal(name, length, tmp_path, monkeypatch):
+    """Whatever was in memory where no token stands, tokens that were taken back included."""
+    model, ids, found = build("llama"), prompt(2, 100), []
+    mask = torch.ones_like(ids[:, :97])
+    mask[1, :9] = 0
+    for seed in (1, 2):
+        with monkeypatch.context() as patch, torch.no_grad():
+            poison_memory(patch, seed)
+            cache = MixedKVCache(model, small(name), max_cache_len=length)
+            model(ids[:, :97], past_key_values=cache, attention_mask=mask)
+            if name in TAKING_BACK:
+                model((ids[:, 97:98] + seed) % model.config.vocab_size, past_key_values=cache)
+                cache.crop(-1)
+        cache.save(tmp_path / "cache")
+        found.append((tmp_path / "cache").read_bytes())
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    loaded.save(tmp_path / "cache")
+    assert found[0] == found[1] == (tmp_path / "cache").read_bytes()
+    with torch.no_grad():
+        assert torch.equal(*[model(ids[:, 97:98], past_key_values=x).logits for x in (cache, loaded)])
+
+
+@pytest.mark.parametrize("length", [None, 300])
+def test_files_of_windows_are_equal(length, tmp_path, monkeypatch):
+    """A ring's pages hold tokens that nobody sees any more."""
+    model, ids, found = build("gemma2"), prompt(1, 230), []
+    for seed in (1, 2):
+        with monkeypatch.context() as patch, torch.no_grad():
+            poison_memory(patch, seed)
+            cache = MixedKVCache(model, small("saw-int4"), max_cache_len=length)
+            model(ids, past_key_values=cache)
+        cache.save(tmp_path / "cache")
+        found.append((tmp_path / "cache").read_bytes())
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    assert found[0] == found[1]
+    with torch.no_grad():
+        assert torch.equal(*[model(ids[:, :1], past_key_values=x).logits for x in (cache, loaded)])
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -298,7 +383,7 @@ def _cut_table(head, description, tensors):
 
 
 CHANGES = {
-    "a later version": lambda head, _, __: head.update(version=3, hfkvq="9.9"),
+    "a later version": lambda head, _, __: head.update(version=4, hfkvq="9.9"),
     "another kind": lambda head, _, __: head.update(kind="recipe"),
     "no version": lambda head, _, __: head.pop("version"),
     "no scheme": lambda _, description, __: description.pop("scheme"),
@@ -319,7 +404,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_files_that_say_something_else(change, file):
     _rewritten(file, CHANGES[change])
-    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 3|is not a saved cache)"):
+    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 4|is not a saved cache)"):
         MixedKVCache.load(file, build("llama"))
 
 
@@ -338,11 +423,11 @@ def test_other_files(tmp_path):
 def test_what_fails_leaves_the_file_that_was_there(file, monkeypatch):
     whole = file.read_bytes()
 
-    def full(tensors, path, metadata):
+    def full(path, tensors, metadata):
         path.write_bytes(b"half")
-        raise saved_file.SafetensorError("No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saved_file, "save_file", full)
+    monkeypatch.setattr(saved_file, "write_safetensors", full)
     cache, _ = filled(build("llama"))
     with pytest.raises(OSError, match="No space left"):
         cache.save(file)

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ GPUS = {"8.0": ("A100", 108, 164 << 10), "9.0": ("H200", 132, 228 << 10), "10.0"
 class Idle:
     """A compiled kernel that does nothing."""
 
-    name, function, packed_metadata = "idle", "function", None
+    name, function, packed_metadata = "idle", "function", (1, 1, 0)
+    n_regs, metadata = 255, SimpleNamespace(num_warps=1, shared=0)
 
     def _init_handles(self) -> None:
         """Nothing has to be loaded."""
@@ -546,6 +548,10 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
         with case(f"moments over {queries} queries, {'no ' if sinks is None else ''}sinks"):
             real = torch.ones(2, queries, dtype=torch.bool)
             kernels.attention_moments(tensor(2, 4, 1000, queries, F32).mT, sinks, real)
+    for dtype, dim in ((BF16, 128), (F32, 80)):
+        with case(f"sums of queries, heads of {dim}, {dtype}"):
+            rows = torch.zeros(3, dtype=torch.int32)
+            kernels.query_sums(tensor(2, 8, 700, dim, dtype), rows, rows, rows + 700, 700, 2, dim == 80)
     for dtype, dim in ((BF16, 128), (F16, 80)):
         with case(f"two parts of attention joined, heads of {dim}, {dtype}"):
             out, lse = tensor(2, 4, 40, dim, dtype), torch.zeros(2, 4, 40)

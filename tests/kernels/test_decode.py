@@ -524,6 +524,43 @@ def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, 
     assert pair_format.PairFormat(*plan.launches[0].constants["FORMATS"][0]).digits == expected
 
 
+@pytest.mark.parametrize("backend", ["interpret"], indirect=True)
+@pytest.mark.parametrize(("runs", "step"), [("2c128p128/2t128p128", 64), ("4t128p128/4t128p128", 64)])
+def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, step):
+    """Of as many programs as only a GPU runs at a time."""
+    pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
+    from hfkvq.kernels.triton import decode as launcher
+
+    # Pages that are full, that are not, and that are none; what is not in pages; and one row without any.
+    layer = build(
+        Case(
+            runs=runs, heads=1, head_dim=128, value_dim=128, dtype=torch.bfloat16, sink=0, tail=(150, 150),
+            lengths=[256 + 20, 40], starts=[0, 0], keys=[[256], [0]], values=[[256], [0]],
+        )
+    )  # fmt: skip
+    made, plan = [], launcher._plan.__wrapped__
+
+    def noted(*args):
+        made.append(plan(*args))
+        return made[-1]
+
+    monkeypatch.setattr(launcher, "_plan", noted)
+    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
+    got = decode(layer, backend, 0.1)
+    (launch,) = made[0].launches
+    assert pair_format.PairFormat(*launch.constants["FORMATS"][0]).step == step
+    assert (launch.numbers["FINE"], launch.numbers["PAGES0"]) == (1, layer.case.pages * 128 // step)
+    exact = attend(layer, torch.float64, 0.1)
+    assert_as_good_as_torch(got, exact, attend(layer, torch.bfloat16, 0.1))
+    # Long rows have steps that suit the format, in the same program.
+    scoring = launcher.Scoring(None, None, 0.1, 0.0)
+    query = launcher.Queries((1, 4, 1, 128), (512, 128, 512, 1), torch.bfloat16, torch.bfloat16)
+    windows = (1, 128, 32, 32, torch.bfloat16)
+    long = plan(layer.case.store.spec, query, windows, (64,), scoring, torch.device("cpu"), 0, False, 0)
+    assert long.launches[0].numbers["FINE"] == 0
+    assert pair_format.PairFormat(*long.launches[0].constants["FORMATS"][0]).step == (128 if runs[0] == "2" else 64)
+
+
 # Formats that the loop over pages takes in ways of their own; the interpreter, which is slow, sees these alone.
 INTERPRETED = (
     *(

@@ -30,6 +30,7 @@ from hfkvq.kernels.triton import launch as launch_module
 from hfkvq.kernels.triton import merge as merge_module
 from hfkvq.kernels.triton import step as step_module
 from hfkvq.kernels.triton.launch import Launch
+from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
 from tests.kernels import test_append, test_due, test_seal, test_step
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
 
@@ -218,6 +219,54 @@ def test_the_interpreter_is_asked_every_time():
     assert not kernel.past
 
 
+class Sized(Kernel):
+    """Compiles to itself: so many registers and bytes of shared memory. Notes what launches are told of it."""
+
+    name, function = "kernel", "function"
+
+    def __init__(self, registers: int, shared: int) -> None:
+        super().__init__("a")
+        self.n_regs, self.metadata, self.told = registers, SimpleNamespace(num_warps=1, shared=shared), []
+        self.packed_metadata = (1, 1, shared)
+
+    def _init_handles(self):
+        """Nothing has to be loaded."""
+
+    def warmup(self, *args, grid, **constants):
+        return self
+
+    def run(self, *args):
+        self.told.append(args[5])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "registers", "shared", "most", "told"),
+    [
+        # Registers let in twelve.
+        ((9, 0), 168, 16384, 8, 28160),
+        ((9, 0), 168, 16384, 12, 16384),
+        ((9, 0), 168, 16384, 0, 16384),
+        # Or eight, or shared memory does.
+        ((9, 0), 209, 16384, 8, 16384),
+        ((9, 0), 168, 28160, 8, 28160),
+        # No more than a launch may have unasked.
+        ((9, 0), 168, 16384, 2, 48 << 10),
+        # Of a GPU that nothing is known of.
+        ((99, 0), 168, 16384, 8, 16384),
+    ],
+)
+def test_programs_beyond_those_planned_are_kept_out(monkeypatch, streams, gpu, registers, shared, most, told):
+    monkeypatch.setattr(launch_module, "capability", lambda device: gpu)
+    kernel = Sized(registers, shared)
+    launch = Launch(kernel, (1,), {}, {}, CPU, most=most)
+    launch.prepare([floats(0)])
+    launch(floats(0))
+    assert kernel.told == [(1, 1, told)]
+    if told > shared and most > 2:
+        limits = LIMITS[gpu]
+        assert programs_that_fit(limits, registers, 1, told) == most
+
+
 @pytest.mark.parametrize("when", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_are_told_of_every_launch(monkeypatch, streams, when):
     """Triton's own way tells them, and takes its time for it where there are none."""
@@ -320,10 +369,10 @@ class Noted(Launch):
     ran: list[Ran]
     remembered: list[Ran]
 
-    def __init__(self, kernel, grid, numbers, constants, device, nest=None):
+    def __init__(self, kernel, grid, numbers, constants, device, nest=None, most=0):
         self.real, self.arg_names, self.given = kernel, kernel.arg_names, ()
         self.written = {name: repr(value) for name, value in constants.items()}
-        super().__init__(self, grid, numbers, constants, device, nest)
+        super().__init__(self, grid, numbers, constants, device, nest, most)
 
     def __call__(self, *tensors):
         self.given = tensors

@@ -14,6 +14,10 @@ from .layer import KVLayer
 Parts = Mapping[str, Tensor]
 
 
+class OlderFormat(ValueError):
+    """A layer is as files of an earlier version have it."""
+
+
 def packed_layer(layer: KVLayer) -> Packed:
     """What a settled layer holds; of an empty one nothing."""
     if layer.store is None:
@@ -28,6 +32,8 @@ def packed_layer(layer: KVLayer) -> Packed:
         "evicted": layer.evicted,
         "store": numbers,
     }
+    if store.format.window:
+        found["window"] = store.format.window
     own = {f"store.{name}": tensor for name, tensor in tensors.items()}
     for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
         if part is not None:
@@ -43,7 +49,7 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
         ValueError: it does not fit.
     """
     if "came" in found:
-        raise ValueError("a layer that was not held in pages when the file was written; compute the prompt again")
+        raise OlderFormat("a layer with a sliding window was not held in pages then")
     if "store" not in found:
         return
     rows, heads, *dims = map(int, found["shape"])

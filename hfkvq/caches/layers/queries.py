@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hfkvq.kernels import query_sums
 from hfkvq.kernels.decode import LENGTH, sealed_count
 from hfkvq.kernels.step import MAX_STEP, observe
 from hfkvq.kernels.step_tensors import Observing
@@ -72,21 +73,26 @@ class QueryStatistics:
     @lasting
     def _observe(self, query: Tensor, tokens: int, heads: int, padding: Padding | None, waiting: int) -> None:
         sums, counts = self.sums, self.counts
-        # Sums of f32 would depend on where padding stands; these are of few bits each.
-        magnitude = (query.detach() if self.signed else query.detach().abs()).double()
         batch, _, queries, _ = query.shape
+        query = query.detach()
         real = torch.ones(batch, queries, dtype=torch.bool, device=query.device)
+        start = torch.zeros(batch, dtype=torch.int32, device=query.device)
         if padding is not None:
             # The newest queries may be all there are.
+            lead = padding.lead.to(query.device)
             column = (torch.arange(queries, device=query.device) + tokens - queries).clamp(min=0)
-            real = column >= padding.lead.to(query.device)[:, None]
+            real, start = column >= lead[:, None], (lead - tokens + queries).clamp(min=0).to(torch.int32)
             if padding.source is not None:
                 real = real & (padding.source.to(query.device)[:, column] == column)
-            magnitude = magnitude * real[:, None, :, None]
-        total, count = magnitude.sum(2).unflatten(1, (heads, -1)).mean(2), real.sum(1, dtype=torch.int32)
+                query = query.masked_fill(~real[:, None, :, None], 0)
+        # Sums of f32 would depend on where padding stands; these are of few bits each.
+        rows, stop = torch.arange(batch, dtype=torch.int32, device=query.device), torch.full_like(start, queries)
+        total = query_sums(query, rows, start, stop, queries, heads, self.signed)
+        count = real.sum(1, dtype=torch.int32)
         if not self.always:
-            newest = magnitude[:, :, -waiting:].unflatten(1, (heads, -1)).mean(2)
-            self.newest = newest, real[:, -waiting:]
+            newest, shown = query[:, :, -waiting:], real[:, -waiting:]
+            magnitude = (newest if self.signed else newest.abs()).double() * shown[:, None, :, None]
+            self.newest = magnitude.unflatten(1, (heads, -1)).mean(2), shown
         if sums is None or counts is None:
             # Each head counts for itself, as in a step without the host.
             self.sums, self.counts = total, count.expand(heads, -1).contiguous()

@@ -1,15 +1,19 @@
-"""A state for a file: its numbers, and its tensors without pages that hold nothing."""
+"""A state for a file: its numbers, and its tensors without pages that hold nothing.
+
+What no token stands in is written as zeros: memory may hold anything there, tokens that were taken back or data of
+others, which belongs in no file; and two files of one state are then equal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hfkvq.kernels.decode import RUNS
-from hfkvq.kernels.pages import RunView
+from hfkvq.kernels.decode import LENGTH, RUNS
+from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 
 from ..lasting import lasting
 from ..routing import read_counters
@@ -23,24 +27,69 @@ Packed = tuple[dict[str, Any], dict[str, Tensor]]
 
 def packed(state: StoreState) -> Packed:
     """Numbers and tensors; the pages of a row lie one behind the other. Asks the device once a run."""
-    counters = read_counters(state.counters)
+    counters, form = read_counters(state.counters), state.format
     tensors = {"counters": state.counters, "dropped": state.dropped}
-    tensors |= {f"window{i}": window for i, window in enumerate(state.windows)}
-    for r, (view, formats) in enumerate(zip(state.runs, state.format.runs, strict=True)):
-        page = formats[0].page_size
-        blocks = -(-max(map(max, counters[RUNS + 2 * r : RUNS + 2 * r + 2])) // page)
-        pages = view.table[:, : state.format.pages(blocks)].reshape(-1).long()
+    tensors |= {f"window{i}": _held(state, i, counters) for i in range(len(state.windows))}
+    for r, (view, formats) in enumerate(zip(state.runs, form.runs, strict=True)):
+        page, counts = formats[0].page_size, counters[RUNS + 2 * r : RUNS + 2 * r + 2]
+        blocks = -(-max(map(max, counts)) // page)
+        pages = view.table[:, : form.pages(blocks)].reshape(-1).long()
         if view.pos is not None:
-            tensors[f"run{r}.pos"] = view.pos[:, : blocks * page]
-        for side, fmt, parts in zip(SIDES, formats, (view.keys, view.values), strict=True):
-            named = zip(fmt.names, parts, strict=True)
-            tensors |= {f"run{r}.{side}.{name}": as_bytes(part)[pages] for name, part in named}
+            held = torch.arange(blocks * page) < torch.tensor(counts[0])[:, None]
+            tensors[f"run{r}.pos"] = view.pos[:, : blocks * page].masked_fill(~held.to(view.pos.device), 0)
+        for side, fmt, parts, count in zip(SIDES, formats, (view.keys, view.values), counts, strict=True):
+            open_pages = [
+                (at, filled) for at, filled in enumerate(_filled(form, count, blocks)) if filled < fmt.page_size
+            ]
+            for name, part in zip(fmt.names, parts, strict=True):
+                made = as_bytes(part)[pages]
+                _clear(made, name, fmt, side, open_pages)
+                tensors[f"run{r}.{side}.{name}"] = made
     numbers = {
         "rows": [list(row) for row in sorted(state.states)],
         "wide_bound": list(state.wide_bound),
         "settled": state.settled,
     }
     return numbers, tensors
+
+
+def _filled(form: StoreFormat, counts: Sequence[int], blocks: int) -> list[int]:
+    """Tokens in each page of rows that have sealed so many of a side, a row behind the other."""
+    page, pages, found = form.runs[0][0].page_size, form.pages(blocks), []
+    for count in counts:
+        last = -(-count // page) - 1
+        # In a ring, a page has the newest block that came to it.
+        block = [last - (last - at) % pages if form.ring else at for at in range(pages)]
+        found += [min(max(count - at * page, 0), page) if at >= 0 else 0 for at in block]
+    return found
+
+
+def _clear(part: Tensor, name: str, fmt: PageFormat, side: Side, pages: Sequence[tuple[int, int]]) -> None:
+    """Zeros in the slots of pages (their numbers, and how many slots are filled) behind the last token."""
+    if not pages:
+        return
+    at, filled = torch.tensor(pages).T.to(part.device)
+    if fmt.whole:
+        # Whole pages or none are sealed.
+        part[at[filled == 0]] = 0
+        return
+    # Each token has a slot of its own: in rows of codes of keys, and of what is no integer; else along the last axis.
+    dim = 2 if name == "codes" and (side == "keys" or fmt.bits > 4) else 3
+    free = torch.arange(part.shape[dim], device=part.device) >= filled[:, None]
+    part[at] = part[at].masked_fill(free[:, None, :, None] if dim == 2 else free[:, None, None, :], 0)
+
+
+def _held(state: StoreState, i: int, counters: Sequence[Sequence[int]]) -> Tensor:
+    """A window, with zeros in slots that no token waits in."""
+    window, lengths = state.windows[i], torch.tensor(counters[LENGTH])[:, None]
+    slots, sink = torch.arange(window.shape[2]), state.format.sink
+    if i < 2:
+        held = slots < lengths
+    else:
+        sealed = torch.tensor(counters[RUNS + i % 2 :: 2]).sum(0)[:, None]
+        waiting, room = (lengths - sink - sealed).clamp(min=0), max(window.shape[2], 1)
+        held = (slots - sealed) % room < waiting
+    return window.masked_fill(~held.to(window.device)[:, None, :, None], 0)
 
 
 @lasting

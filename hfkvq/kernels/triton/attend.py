@@ -50,70 +50,88 @@ def share_of(n_tokens, SPLITS, FINE, BT: tl.constexpr, G: tl.constexpr):
 
 
 @triton.jit
-def ask_for_page(
-    run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, WINDOW: tl.constexpr,
+def split_steps(
+    n_k, n_v, i_length, n_q, i_split, SPLITS, FINE, FORM: tl.constexpr, SEVERAL: tl.constexpr, S: tl.constexpr,
+    G: tl.constexpr, ORDERED: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Has a split's first page brought into the L2 cache, where counters may be a step behind: this is but a hint.
+    """Tokens that the loop takes in all, and the first and the end of a split's steps."""
+    BT: tl.constexpr = FORM[pair.STEP]
+    n_tokens = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, ORDERED, MASK, FORM[pair.OPEN])
+    i_base = first_token(i_length, n_q, n_tokens, S, G, WINDOW)
+    n_share = share_of(n_tokens - i_base, SPLITS, FINE, BT, G)
+    i_first = i_base // BT + i_split * n_share
+    return n_tokens, i_first, tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
 
-    Past the L1 cache, which must not keep what is written while this program waits.
-    """
-    p_count = counters + (2 + 2 * RUN) * B + i_b
-    n_tokens = tl.load(p_count, cache_modifier=".cg")
-    if not FORM[pair.OPEN]:
-        n_tokens = n_tokens // G * G
-    i_page = i_split * share_of(n_tokens, SPLITS, FINE, FORM[pair.STEP], G) * FORM[pair.STEP] // G
-    if WINDOW > 0:
-        i_base = first_token(tl.load(counters + B + i_b, cache_modifier=".cg"), 1, n_tokens, S, G, WINDOW)
-        n_share = share_of(n_tokens - i_base, SPLITS, FINE, FORM[pair.STEP], G)
-        i_page = (i_base + i_split * n_share * FORM[pair.STEP]) // G
-    if i_page * G < n_tokens:
-        i_head = tl.load(run[pair.TABLE] + i_b * n_table + i_page, cache_modifier=".cg").to(tl.int64) * H + i_h
-        K_META: tl.constexpr = G * D // FORM[pair.KEY_GROUP]
-        V_META: tl.constexpr = G * DV // FORM[pair.VALUE_GROUP]
-        K_BYTES: tl.constexpr = G * D * FORM[pair.KEY_BITS] // 8
-        V_BYTES: tl.constexpr = G * DV * FORM[pair.VALUE_BITS] // 8
-        ask_ahead(run[pair.K_CODES] + i_head * (K_BYTES // 2), K_BYTES)
-        ask_ahead(run[pair.K_SCALE] + i_head * K_META, 2 * K_META)
-        ask_ahead(run[pair.K_ZERO] + i_head * K_META, 2 * K_META)
-        if FORM[pair.ROOM4] > 0:
-            ask_ahead(run[pair.K_HIGH] + i_head * (G // 8 * FORM[pair.ROOM4]), G // 4 * FORM[pair.ROOM4])
-        if FORM[pair.ROOM16] > 0:
-            ask_ahead(run[pair.K_FULL] + i_head * (G * FORM[pair.ROOM16]), 2 * G * FORM[pair.ROOM16])
-        ask_ahead(run[pair.V_CODES] + i_head * (V_BYTES // 2), V_BYTES)
-        ask_ahead(run[pair.V_SCALE] + i_head * V_META, 2 * V_META)
-        ask_ahead(run[pair.V_ZERO] + i_head * V_META, 2 * V_META)
+
+@triton.jit
+def table_entry(run, i_b, i_page, n_table):
+    """Past the L1 cache, which must not keep what is written while this program waits."""
+    return tl.load(run[pair.TABLE] + i_b * n_table + i_page, cache_modifier=".cg")
+
+
+@triton.jit
+def ask_for_page(
+    run, i_head, FORM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Has a head's part of a page brought into the L2 cache."""
+    K_META: tl.constexpr = G * D // FORM[pair.KEY_GROUP]
+    V_META: tl.constexpr = G * DV // FORM[pair.VALUE_GROUP]
+    K_BYTES: tl.constexpr = G * D * FORM[pair.KEY_BITS] // 8
+    V_BYTES: tl.constexpr = G * DV * FORM[pair.VALUE_BITS] // 8
+    ask_ahead(run[pair.K_CODES] + i_head * (K_BYTES // 2), K_BYTES)
+    ask_ahead(run[pair.K_SCALE] + i_head * K_META, 2 * K_META)
+    ask_ahead(run[pair.K_ZERO] + i_head * K_META, 2 * K_META)
+    if FORM[pair.ROOM4] > 0:
+        ask_ahead(run[pair.K_HIGH] + i_head * (G // 8 * FORM[pair.ROOM4]), G // 4 * FORM[pair.ROOM4])
+    if FORM[pair.ROOM16] > 0:
+        ask_ahead(run[pair.K_FULL] + i_head * (G * FORM[pair.ROOM16]), 2 * G * FORM[pair.ROOM16])
+    ask_ahead(run[pair.V_CODES] + i_head * (V_BYTES // 2), V_BYTES)
+    ask_ahead(run[pair.V_SCALE] + i_head * V_META, 2 * V_META)
+    ask_ahead(run[pair.V_ZERO] + i_head * V_META, 2 * V_META)
 
 
 @triton.jit
 def attend_split(
-    run, counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, FINE, mask,
-    scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
+    run, counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_split, SPLITS, B, n_table, FINE, EARLY,
+    mask, scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
     SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
     ORDERED: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr, CAUSAL: tl.constexpr,
     DTYPE: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Split ``i_split`` of SPLITS of a row's pages: whole pages or, if FINE, steps."""
-    BT: tl.constexpr = FORM[pair.STEP]
     K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
-    # Asked for together: with little to attend to, a program's time is what it waits for, one thing after the other.
-    if not PDL:
-        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
+    # With little to attend to, a program's time is what it waits for, one thing after the other: counters and queries
+    # are asked for together, the first page as soon as counters are there. EARLY, counters may be a step behind, so
+    # they are asked for anew; what came of them was but a hint.
+    i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
+    ASKS: tl.constexpr = PDL and K_BITS < 8 and FORM[pair.VALUE_BITS] < 8
+    i_guess = i_split
+    i_entry = i_split
+    if ASKS:
+        # Where every split has a page or a step, and that is where time is short, it is known which.
+        i_guess = tl.minimum(tl.where(FINE != 0, i_split * FORM[pair.STEP] // G, i_split), n_table - 1)
+        i_entry = table_entry(run, i_b, i_guess, n_table)
     if FORM[pair.DIGITS]:
         p_rows, m_w = twice(p_q, 16, SHARE)
     b_qs = query_fields(
         p_rows, m_w, D, fields_of(D, K_BITS), words_of(D, K_BITS), FORM[pair.KEY_WORDS], K_BITS, BM, ROTATE
     )  # fmt: skip
+    n_tokens, i_first, i_end = split_steps(
+        n_k, n_v, i_length, n_q, i_split, SPLITS, FINE, FORM, SEVERAL, S, G, ORDERED, MASK, WINDOW
+    )
+    if ASKS:
+        if i_first < i_end:
+            i_page = i_first * FORM[pair.STEP] // G
+            if i_page != i_guess:
+                i_entry = table_entry(run, i_b, i_page, n_table)
+            ask_for_page(run, i_entry.to(tl.int64) * H + i_h, FORM, D, DV, G)
     if PDL:
-        if K_BITS < 8 and FORM[pair.VALUE_BITS] < 8:
-            ask_for_page(run, counters, i_b, i_h, i_split, SPLITS, B, n_table, FINE, FORM, RUN, H, D, DV, S, G, WINDOW)
-        tl.extra.cuda.gdc_wait()
-        i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
-    n_tokens = loop_tokens(n_k, n_v, i_length, n_q, SEVERAL, S, G, ORDERED, MASK, FORM[pair.OPEN])
-    i_base = first_token(i_length, n_q, n_tokens, S, G, WINDOW)
-    n_share = share_of(n_tokens - i_base, SPLITS, FINE, BT, G)
-    i_first = i_base // BT + i_split * n_share
-    i_end = tl.minimum(i_first + n_share, (n_tokens + BT - 1) // BT)
+        if EARLY != 0:
+            tl.extra.cuda.gdc_wait()
+            i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
+            n_tokens, i_first, i_end = split_steps(
+                n_k, n_v, i_length, n_q, i_split, SPLITS, FINE, FORM, SEVERAL, S, G, ORDERED, MASK, WINDOW
+            )
     if i_first >= i_end:
         tl.store(outs[1] + i_row + o_m, tl.full([BM], float("-inf"), tl.float32), mask=m_m)
     else:
@@ -161,7 +179,8 @@ def decode_kernel(
             tl.extra.cuda.gdc_wait()
     i_bh, i_s, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i_b, i_h = i_bh // H, (i_bh % H).to(tl.int32)
-    i_s = (i_s + TURN) % tl.num_programs(1)
+    i_s += TURN
+    i_s = tl.where(i_s >= tl.num_programs(1), i_s - tl.num_programs(1), i_s)
     COUNT: tl.constexpr = len(runs)
     ORDERED: tl.constexpr = TOTAL == 1
     FORM0: tl.constexpr = FORMATS[0]
@@ -183,34 +202,34 @@ def decode_kernel(
     if i_s < PAGES0:
         attend_split(
             runs[0], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s, PAGES0, B, TABLE0, FINE,
-            masks, scaling, softcap, n_q, FORM0, AT, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS, SOFTCAP,
-            CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
+            EARLY, masks, scaling, softcap, n_q, FORM0, AT, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED, MASK, ROWS,
+            SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1:
         if COUNT > 1:
             attend_split(
                 runs[1], counters, outs, p_q, p_head, p_rows, m_w, i_row, i_b, i_h, o_m, m_m, i_s - PAGES0, PAGES1, B,
-                TABLE1, FINE, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SHARE, SEVERAL, D, DV, S, G, BM, ORDERED,
-                MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
+                TABLE1, FINE, EARLY, masks, scaling, softcap, n_q, FORM1, AT + 1, H, SHARE, SEVERAL, D, DV, S, G, BM,
+                ORDERED, MASK, ROWS, SOFTCAP, CAUSAL, DTYPE, ROTATE, PDL, WINDOW,
             )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE:
         attend_loose(
             runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_s - PAGES0 - PAGES1, B,
-            TABLE0, L, WK, WV, scaling, softcap, n_q, LOOSE_FORM, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR,
-            0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
+            TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, LOOSE_FORM, AT, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM,
+            BR, 0 if ORDERED else 1, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
         )  # fmt: skip
     elif i_s < PAGES0 + PAGES1 + LOOSE + REST0:
         if RESTS0:
             attend_loose(
                 runs[0], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
-                i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, L, WK, WV, scaling, softcap, n_q, FORM0, AT, TOTAL, H, SHARE,
-                SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
+                i_s - PAGES0 - PAGES1 - LOOSE, B, TABLE0, EARLY, L, WK, WV, scaling, softcap, n_q, FORM0, AT, TOTAL, H,
+                SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL, WINDOW,
             )  # fmt: skip
     else:
         if RESTS1:
             attend_loose(
                 runs[1], windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row,
-                i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, L, WK, WV, scaling, softcap, n_q, FORM1, AT + 1,
-                TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED, PDL,
-                WINDOW,
+                i_s - PAGES0 - PAGES1 - LOOSE - REST0, B, TABLE1, EARLY, L, WK, WV, scaling, softcap, n_q, FORM1,
+                AT + 1, TOTAL, H, SHARE, SEVERAL, D, DV, S, G, BM, BR, 2, MASK, ROWS, SOFTCAP, DTYPE, ROTATE, ROTATED,
+                PDL, WINDOW,
             )  # fmt: skip

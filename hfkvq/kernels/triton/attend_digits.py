@@ -193,4 +193,4 @@ def attend_digits(
     for f in tl.static_range(FIELDS):
         b_low = b_lower if f % UPPER == UPPER - 1 else b_lowest
         b_outs = b_outs + (b_accs[f] * (2.0 ** (-BITS * (f % UPPER))) + b_low[None, :],)
-    values.store_part(outs, b_outs, b_top, tl.sum(b_sum, 0), i_row, o_m, m_m, DV, BITS, EV, EV)
+    values.store_part(outs, b_outs, b_top, tl.sum(b_sum, 0), i_row, o_m, m_m, DV, BITS, EV, EV, True)

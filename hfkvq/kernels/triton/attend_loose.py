@@ -25,17 +25,31 @@ from .fields import (
 )
 
 
+@triton.jit
+def loose_counters(counters, i_b, B, KIND: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr):
+    """As `row_counters`; of the tail behind several runs (KIND 1), what all of them have sealed."""
+    i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, 0 if KIND == 1 else RUN)
+    if KIND == 1:
+        for i in tl.static_range(1, TOTAL):
+            n_k += tl.load(counters + (2 + 2 * i) * B + i_b, cache_modifier=".cg")
+        n_v = n_k
+    return i_start, i_length, n_k, n_v
+
+
 # A function of its own: some of Triton's passes take the square of what is reached from a load, and more. It ends the
 # program, so that nothing is kept beside it.
 @triton.jit(noinline=True)
 def attend_loose(
-    run, windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_block, B, n_table, L, WK, WV, scaling,
-    softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr, SHARE: tl.constexpr,
-    SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr, BM: tl.constexpr,
-    BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr, SOFTCAP: tl.constexpr,
-    DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr, WINDOW: tl.constexpr,
+    run, windows, counters, outs, q, mask, s_q, s_m, s_ml, i_bh, i_m, i_row, i_block, B, n_table, EARLY, L, WK, WV,
+    scaling, softcap, n_q, FORM: tl.constexpr, RUN: tl.constexpr, TOTAL: tl.constexpr, H: tl.constexpr,
+    SHARE: tl.constexpr, SEVERAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, G: tl.constexpr,
+    BM: tl.constexpr, BR: tl.constexpr, KIND: tl.constexpr, MASK: tl.constexpr, ROWS: tl.constexpr,
+    SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, ROTATE: tl.constexpr, ROTATED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """One block of BR loose tokens.
+
+    EARLY: see `attend.decode_kernel`.
 
     KIND 0: the sink, then everything of an ordered row from run token ``i_from`` on: keys below ``n_k`` and values
     below ``n_v`` stand in pages, the others in the tail. KIND 1: the sink, then the tail, which begins behind what all
@@ -73,15 +87,14 @@ def attend_loose(
     o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
     o_r = tl.arange(0, BR)
 
+    # Asked for together; EARLY, counters may be a step behind, and are asked for anew.
+    i_start, i_length, n_k, n_v = loose_counters(counters, i_b, B, KIND, RUN, TOTAL)
     b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
     if PDL:
-        # Again where it has been done: then it takes no time.
-        tl.extra.cuda.gdc_wait()
-    i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, 0 if KIND == 1 else RUN)
+        if EARLY != 0:
+            tl.extra.cuda.gdc_wait()
+            i_start, i_length, n_k, n_v = loose_counters(counters, i_b, B, KIND, RUN, TOTAL)
     if KIND == 1:
-        for i in tl.static_range(1, TOTAL):
-            n_k += tl.load(counters + (2 + 2 * i) * B + i_b)
-        n_v = n_k
         i_from = n_k
     else:
         if KIND == 2:
@@ -238,4 +251,4 @@ def attend_loose(
                     b_more = values.whole_sums(b_accs, b_zeros, V_BITS, V_GROUP, EV, BM)
                     for f in tl.static_range(V_FIELDS):
                         b_outs = put(b_outs, f, b_outs[f] + b_more[f])
-        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV)
+        values.store_part(outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV, V_BITS, EV, BEV, N4 + N16 == 0)

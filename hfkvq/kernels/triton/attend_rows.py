@@ -8,10 +8,16 @@ import triton.language as tl
 
 @triton.jit
 def row_counters(counters, i_b, B, RUN: tl.constexpr):
-    """Of a row: padding, tokens, and keys and values that stand in pages of a run."""
+    """Of a row: padding, tokens, and keys and values that stand in pages of a run.
+
+    Past the L1 cache, which must not keep what is written while this program waits.
+    """
     p_row = counters + i_b
     p_run = p_row + (2 + 2 * RUN) * B
-    return tl.load(p_row), tl.load(p_row + B), tl.load(p_run), tl.load(p_run + B)
+    return (
+        tl.load(p_row, cache_modifier=".cg"), tl.load(p_row + B, cache_modifier=".cg"),
+        tl.load(p_run, cache_modifier=".cg"), tl.load(p_run + B, cache_modifier=".cg"),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -39,7 +39,8 @@ DEFAULTS: Mapping[str, Knobs] = {
     # with two they wait longer than f16 products.
     "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
-    # Of latents programs have so many warps; programs_per_sm counts those of eight.
+    # Of latents programs have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
+    # flight, since words wait for the number of their page; with 4 none is.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
 
@@ -60,7 +61,7 @@ defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have
 from what `evals/resources.py` counts, not measured: shared memory bounds stages times the programs that registers let
 in, and bandwidth a multiprocessor says how much has to be in flight at all, of which an A100 (8.0, 164 KB) needs half
 of what an H200 does, and others with 100 KB a third or less. That of latents on 9.0 was measured on an H200
-(evals/results/latents-sweep-h200.json). Rows of names were found by ``hfkvq bench tune``, see `evals/parameters.py`.
+(evals/results/latents-h200.json). Rows of names were found by ``hfkvq bench tune``, see `evals/parameters.py`.
 """
 
 # The interpreter runs one program after the other.

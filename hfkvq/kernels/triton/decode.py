@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -68,19 +68,32 @@ class Scoring(NamedTuple):
     softcap: float
 
 
+LONG = 4096
+"""Pages of a row that is not short on any GPU."""
+
 Windows = tuple[int, int, int, int, torch.dtype]
 """KV heads, value dim, slots of the tail of keys and of values, dtype of what is not quantized."""
 
 
 def _tiles(
-    form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device, digits: bool
+    form: StoreFormat,
+    head_dim: int,
+    value_dim: int,
+    columns: int,
+    device: torch.device,
+    digits: bool,
+    short: bool = False,
 ) -> tuple[list[Knobs], list[tuple[PairFormat, int]], int]:
-    """Launch parameters and formats of the runs, with the shared memory of each, and that of a program."""
+    """Launch parameters and formats of the runs, with the shared memory of each, and that of a program.
+
+    ``short``: see `pair_format`.
+    """
     kernel = f"digits-{form.runs[0][0].bits}" if digits else "decode"
     knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
     room = shared_memory(device) // knobs[0]["programs_per_sm"]
+    dims, rotated = (head_dim, value_dim), form.rotate_keys > 0
     formats = [
-        pair_format(*own, head_dim, value_dim, knob["stages"], room, knob["step"], form.rotate_keys > 0, digits)
+        pair_format(*own, *dims, knob["stages"], room, knob["step"], rotated, digits, short)
         for own, knob in zip(form.runs, knobs, strict=True)
     ]
     return knobs, formats, room
@@ -144,7 +157,8 @@ def _plan(
         and takes_digits(*form.runs[0], head_dim, value_dim)
     )
     knobs, formats, room = _tiles(form, head_dim, value_dim, columns, device, digits)
-    resident = sms * programs_planned(form, head_dim, value_dim, columns, device, digits)
+    planned = programs_planned(form, head_dim, value_dim, columns, device, digits)
+    resident = sms * planned
     rows_of_programs = batch * heads * tiles
     block = knobs[0]["loose"]
     loose = cdiv(form.sink, block) + cdiv(most_behind(form, key_tail, value_tail, queries), block)
@@ -154,7 +168,11 @@ def _plan(
     # Where pages are few and many bytes, or so few that they are merged at once, steps of one run side by side.
     steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
     wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
-    wide = wide or (digits and sum(steps) + loose <= SPLITS[0])
+    if digits:
+        _, short, _ = _tiles(form, head_dim, value_dim, columns, device, digits, True)
+        parts = blocks_seen[0] * (page // short[0][0].step)
+        if parts + loose <= SPLITS[0] and 2 * parts * rows_of_programs <= resident:
+            wide, formats, steps = True, short, [parts]
     fine = wide and 2 * sum(steps) * rows_of_programs <= resident
     if fine:
         paged = steps
@@ -219,7 +237,7 @@ def _plan(
         }
         grid = (batch * heads, sum(counts), tiles)
         nest = _nest(form, tuple(own), scoring.mask is not None, mapped)
-        launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest))
+        launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest, planned))
         first += sum(counts)
     # Triton's interpreter truncates where bf16 should be rounded.
     out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
@@ -318,8 +336,13 @@ def decode_wanted(
     shape = (1, query_heads, queries, head_dim)
     stride = (queries * query_heads * head_dim, head_dim, query_heads * head_dim, 1)
     query, scoring = Queries(shape, stride, own, dtype), Scoring(None, None, head_dim**-0.5, 0.0)
-    windows, blocks = (heads, value_dim, BLOCK, BLOCK, dtype), (1,) * len(form.runs)
-    plan = _plan(store, query, windows, blocks, scoring, device, rotate, False, edition())
+    windows = (heads, value_dim, BLOCK, BLOCK, dtype)
+    # Short rows may have steps of their own.
+    plans = [
+        _plan(store, query, windows, (pages,) * len(form.runs), scoring, device, rotate, False, edition())
+        for pages in (LONG, 1)
+    ]
+    plan = plans[0]
     kinds = [own, torch.int32, *[dtype] * 4]
     for keys, values in form.runs:
         kinds += [torch.int32] * (1 if form.ordered else 2)
@@ -328,8 +351,11 @@ def decode_wanted(
             # Not every GPU that Triton knows has an fp8 type.
             kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
     sums = [torch.float32] * 3
-    for launch in plan.launches:
-        yield launch.wanted([*kinds, *sums])
+    seen: list[Mapping[str, Any]] = []
+    for launch in [launch for plan in plans for launch in plan.launches]:
+        if launch.constants not in seen:
+            seen.append(launch.constants)
+            yield launch.wanted([*kinds, *sums])
     rows, dependent = query_heads // heads * queries, plan.merge.constants["PDL"]
     for splits in SPLITS:
         part = (heads, splits, rows, value_dim)

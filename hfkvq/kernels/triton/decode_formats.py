@@ -20,6 +20,9 @@ SMALL = 1088
 BLOCK = 32
 """Most tokens that a program takes of what is loose: within any group of key scales that has a kernel."""
 
+SHORT_STEP = 64
+"""Most tokens of a step where those of integer products are programs of their own."""
+
 PROGRAM_COST = 2.0
 """What a program of the page loop costs beside its pages, in pages: queries, first loads, storing."""
 
@@ -158,15 +161,21 @@ def pair_format(
     step: int = 0,
     rotated: bool = False,
     digits: bool = False,
+    short: bool = False,
 ) -> tuple[PairFormat, int]:
-    """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``."""
+    """A run's pair of formats as `decode_kernel` takes it, and the shared memory that its loop needs of ``room``.
+
+    ``short``: programs take a step of integer products each, which is to be short.
+    """
     channel = keys.axis == "channel" and keys.bits < 8
     bits = max(keys.bits, values.bits)
     room4, room16 = keys.raised_room(4), keys.raised_room(16)
     # Few enough bytes a step for the next one to be on its way while eight programs run on a multiprocessor.
     coarse = bits == 2 and (not channel or keys.group_size == keys.page_size)
-    # Words of raised channels hold tokens from all over the page.
+    # Words of raised channels hold tokens from all over the page: a step is a page, or half of it.
     step = min(keys.page_size, 128 if coarse or keys.raised_count(4) else 32 if bits == 16 else step or 64)
+    if short and digits:
+        step = min(step, SHORT_STEP)
     size = room4 / 4 + 2 * room16
     for fmt, dim in ((keys, head_dim), (values, value_dim)):
         size += dim * (fmt.bits + (32 / fmt.group_size if fmt.bits < 8 else 0)) / 8

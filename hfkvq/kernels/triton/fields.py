@@ -94,22 +94,35 @@ def unpack2_from(b_w, b_shift):
         )
 
 
+@triton.constexpr_function
+def anew(asm, again):
+    """The same instructions in other words, which the compiler does not take for those it has seen.
+
+    It would make of both one unpacking, at the first of the two places, and hold its fields in registers until the
+    second.
+    """
+    return asm + "// Again." if again else asm
+
+
+UNPACK4 = tl.constexpr("""{
+    .reg .b32 t;
+    and.b32 $0, $4, 0x000f000f;
+    and.b32 $1, $4, 0x00f000f0;
+    shr.u32 t, $4, 8;
+    and.b32 $2, t, 0x000f000f;
+    and.b32 $3, t, 0x00f000f0;
+    }""")
+
+
 @triton.jit
-def unpack4(b_w):
+def unpack4(b_w, AGAIN: tl.constexpr = False):
     """Four 4-bit fields as f16: even fields times 2^-24, odd ones times 16 2^-24."""
     if INTERPRETED:
         b_s = (b_w >> 8) & 0xFF
         return masked(b_w, 0xF), masked(b_w, 0xF0), masked(b_s, 0xF), masked(b_s, 0xF0)
     else:
         return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 t;
-            and.b32 $0, $4, 0x000f000f;
-            and.b32 $1, $4, 0x00f000f0;
-            shr.u32 t, $4, 8;
-            and.b32 $2, t, 0x000f000f;
-            and.b32 $3, t, 0x00f000f0;
-            }""",
+            asm=anew(UNPACK4, AGAIN),
             constraints="=r,=r,=r,=r,r",
             args=[b_w],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
@@ -118,8 +131,34 @@ def unpack4(b_w):
         )
 
 
+# A word is two elements here: their low bytes first, then their high ones.
+UNPACK8 = tl.constexpr("""{
+    .reg .b16 s, t;
+    .reg .b32 u;
+    prmt.b32 u, $2, 0, 0x3120;
+    mov.b32 {s, t}, u;
+    cvt.rn.f16x2.e4m3x2 $0, s;
+    cvt.rn.f16x2.e4m3x2 $1, t;
+    }""")
+
+# The bits of a byte, in place, are a number 2^-8 too small.
+UNPACK8_BY_PLACE = tl.constexpr("""{
+    .reg .b32 s, t, u;
+    mov.b32 u, 0x5c005c00;
+    shr.u32 t, $2, 1;
+    lop3.b32 t, $2, t, 0x80008000, 0xe4;
+    and.b32 t, t, 0xbf80bf80;
+    mul.f16x2 $1, t, u;
+    shl.b32 s, $2, 8;
+    shl.b32 t, $2, 7;
+    lop3.b32 t, s, t, 0x80008000, 0xe4;
+    and.b32 t, t, 0xbf80bf80;
+    mul.f16x2 $0, t, u;
+    }""")
+
+
 @triton.jit
-def unpack8(b_w):
+def unpack8(b_w, AGAIN: tl.constexpr = False):
     """Low and high byte, numbers in e4m3, as f16: exact, subnormals included."""
     if INTERPRETED:
         b_low = (((b_w << 8) & -0x8000) | ((b_w & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
@@ -129,16 +168,8 @@ def unpack8(b_w):
         b_high = tl.where((b_w & 0x7F00) == 0x7F00, float("nan"), b_high * 256.0)
         return b_low.to(tl.float16), b_high.to(tl.float16)
     elif tl.target_info.cuda_capability_geq(8, 9):
-        # A word is two elements here: their low bytes first, then their high ones.
         return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b16 s, t;
-            .reg .b32 u;
-            prmt.b32 u, $2, 0, 0x3120;
-            mov.b32 {s, t}, u;
-            cvt.rn.f16x2.e4m3x2 $0, s;
-            cvt.rn.f16x2.e4m3x2 $1, t;
-            }""",
+            asm=anew(UNPACK8, AGAIN),
             constraints="=r,=r,r",
             args=[b_w],
             dtype=(tl.float16, tl.float16),
@@ -146,21 +177,8 @@ def unpack8(b_w):
             pack=2,
         )
     else:
-        # The bits of a byte, in place, are a number 2^-8 too small.
         return tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 s, t, u;
-            mov.b32 u, 0x5c005c00;
-            shr.u32 t, $2, 1;
-            lop3.b32 t, $2, t, 0x80008000, 0xe4;
-            and.b32 t, t, 0xbf80bf80;
-            mul.f16x2 $1, t, u;
-            shl.b32 s, $2, 8;
-            shl.b32 t, $2, 7;
-            lop3.b32 t, s, t, 0x80008000, 0xe4;
-            and.b32 t, t, 0xbf80bf80;
-            mul.f16x2 $0, t, u;
-            }""",
+            asm=anew(UNPACK8_BY_PLACE, AGAIN),
             constraints="=&r,=&r,r",
             args=[b_w],
             dtype=(tl.float16, tl.float16),
@@ -378,11 +396,16 @@ def query_fields(
         o_bits = o_bits ^ (o_bits >> 1)
         m_block = o_e[:, None] // WITHIN == o_e[None, :] // WITHIN
         b_turn = tl.where(m_block, 1.0 - 2.0 * (o_bits & 1).to(tl.float32), 0.0)
-    b_qs = ()
     p_x = p_q[:, None] + channels_of(0, o_e, E, BITS)[None, :]
+    # All are asked for before the first is waited for: the compiler keeps loads behind the barriers of products.
+    b_loads = ()
     for f in tl.static_range(FIELDS):
         # [16, BE]
-        b_q = tl.load(p_x + first_channel(f, E, BITS), mask=of_head(m_q[:, None], f, D, E, BE, BITS, 0), other=0.0)
+        m_x = of_head(m_q[:, None], f, D, E, BE, BITS, 0)
+        b_loads = b_loads + (tl.load(p_x + first_channel(f, E, BITS), mask=m_x, other=0.0),)
+    b_qs = ()
+    for f in tl.static_range(FIELDS):
+        b_q = b_loads[f]
         if ROTATE >= 65536:
             b_sign = signs(channels_of(0, o_e, E, BITS) + first_channel(f, E, BITS), ROTATE)
             b_q = (b_q.to(tl.float32) * b_sign[None, :]).to(b_q.dtype)

@@ -12,6 +12,7 @@ from ..hadamard import saturated as rounded
 from ._lib import F16_MAX, cdiv, on_device
 from .ahead import Wanted
 from .chance import chance
+from .launch import Launch
 
 
 @triton.jit
@@ -24,6 +25,21 @@ def butterflies(b_x, H: tl.constexpr, BR: tl.constexpr):
         b_pair = tl.join(b_upper + b_lower, b_upper - b_lower)
         b_x = tl.reshape(tl.permute(b_pair, (0, 1, 3, 2)), (BR, H))
     return b_x
+
+
+@triton.jit
+def sign_matrix(N: tl.constexpr, H: tl.constexpr):
+    """The matrix of signs f32 [N, N] of blocks of order H, or of one of order N where that is less."""
+    o_n = tl.arange(0, N)
+    o_bits = o_n[:, None] & o_n[None, :] & (H - 1)
+    # The sign is the parity of the bits in common.
+    o_bits = o_bits ^ (o_bits >> 4)
+    o_bits = o_bits ^ (o_bits >> 2)
+    o_bits = o_bits ^ (o_bits >> 1)
+    b_turn = 1.0 - 2.0 * (o_bits & 1).to(tl.float32)
+    if H < N:
+        b_turn = tl.where(o_n[:, None] // H == o_n[None, :] // H, b_turn, 0.0)
+    return b_turn
 
 
 @triton.jit
@@ -62,6 +78,37 @@ def hadamard_kernel(x, y, ROWS, scale, ROTATE: tl.constexpr, BACK: tl.constexpr,
     m_x = (o_r < ROWS)[:, None] & (tl.arange(0, H) < H)[None, :]
     b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + o_x, saturated(turned(b_x, ROTATE, BR, BACK) * scale, y.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def turn_back_kernel(x, y, norm, ROTATE: tl.constexpr, PDL: tl.constexpr):
+    """One block of 256 channels or more, f32, rotated back by two products instead of butterflies.
+
+    Of so long a block most pairs stand in different warps, and each of nine stages would go through shared memory.
+    """
+    H: tl.constexpr = ROTATE % 65536
+    o_x = tl.program_id(0).to(tl.int64) * H + tl.arange(0, H)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    b_x = tl.reshape(tl.load(x + o_x), (16, H // 16))
+    b_x = tl.dot(b_x, sign_matrix(H // 16, H // 16), input_precision="ieee")
+    b_x = tl.reshape(tl.dot(sign_matrix(16, 16), b_x, input_precision="ieee"), (H,))
+    if ROTATE >= 65536:
+        b_x = b_x * signs(tl.arange(0, H), ROTATE)
+    tl.store(y + o_x, saturated(b_x * norm, y.dtype.element_ty))
+
+
+def turn_back_launch(blocks: int, rotate: int, dependent: bool, device: torch.device) -> Launch:
+    """A launch that rotates so many blocks back: it takes them in f32, and the result.
+
+    Args:
+        blocks: how many there are.
+        rotate: the rotation, of blocks of 256 channels or more.
+        dependent: whether this one may start before the launch that writes the blocks is done.
+        device: of both tensors.
+    """
+    constants = {"ROTATE": rotate, "PDL": dependent, "num_warps": 4, **({"launch_pdl": True} if dependent else {})}
+    return Launch(turn_back_kernel, (blocks,), {"norm": factor_of(rotate)}, constants, device)
 
 
 def hadamard_triton(x: Tensor, rotate: int, back: bool = False) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,32 @@ from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power
 from .ahead import Wanted
 from .configs import edition, lookup
-from .decode import Plan, Queries, Scoring
+from .decode import Queries, Scoring
 from .decode_formats import BLOCK, DTYPES, split_counts
+from .hadamard import turn_back_launch
 from .latent_kernel import latent_kernel
 from .launch import Launch, Nest
 from .merge import SPLITS, MaskKind, mask_kind, mask_words, merge_launch, sinks_kind
+
+
+class LatentPlan(NamedTuple):
+    """What launches need besides addresses.
+
+    Attributes:
+        attend: attends to a split of a row.
+        merge: joins the splits.
+        turn: rotates what is merged back; None where the merge does.
+        part: shape of the splits' sums, which end with the channels.
+        out: shape of the result.
+        dtype: of the result.
+    """
+
+    attend: Launch
+    merge: Launch
+    turn: Launch | None
+    part: tuple[int, ...]
+    out: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @lru_cache(maxsize=1024)
@@ -52,6 +73,20 @@ def _rotates(form: StoreFormat) -> int:
     return form.rotate_keys if form.runs[0][0].bits == 4 and block_of(form.rotate_keys) <= 512 else 0
 
 
+def _turns_apart(rotate: int) -> bool:
+    """Whether a kernel of its own rotates back: the merge would need all channels of so long a block in one program.
+
+    A row's splits would then be read by as many programs as it has queries, and most of a GPU would wait.
+    """
+    return block_of(rotate) >= 256
+
+
+def _tile(bits: int, warps: int) -> int:
+    """Most words of a tile: what is unpacked at a time stands in registers until its products are done."""
+    # Of 4 bits a product's columns have to go round: eight a warp.
+    return {16: 128, 8: 64}.get(bits, max(16, 8 * warps))
+
+
 @lru_cache(maxsize=1024)
 def _plan(
     store: str,
@@ -63,7 +98,7 @@ def _plan(
     device: torch.device,
     rotate: int,
     edition: int,
-) -> Plan:
+) -> LatentPlan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
     form = StoreFormat.parse(store)
     latents, rotary = form.runs[0]
@@ -107,8 +142,10 @@ def _plan(
         "ROPE_BITS": rotary.bits,
         "BM": columns,
         "BT": step,
+        "TILE": _tile(latents.bits, warps),
         "BR": BLOCK,
         "STAGES": knobs["stages"],
+        "WARPS": warps,
         "MASK": kind.kind,
         "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
         "SOFTCAP": scoring.softcap > 0,
@@ -124,8 +161,13 @@ def _plan(
     # Triton's interpreter truncates where bf16 should be rounded.
     out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
     part = (batch, splits, rows, dim)
-    merge = merge_launch(part, queries, scoring.sinks, form.rotate_keys, dependent, device, out_dtype)
-    return Plan((launch,), merge, part, (batch, heads, queries, dim), out_dtype)
+    if not _turns_apart(form.rotate_keys):
+        merge = merge_launch(part, queries, scoring.sinks, form.rotate_keys, dependent, device, out_dtype)
+        return LatentPlan(launch, merge, None, part, (batch, heads, queries, dim), out_dtype)
+    merge = merge_launch(part, queries, scoring.sinks, 0, dependent, device, torch.float32)
+    blocks = batch * rows * dim // block_of(form.rotate_keys)
+    turn = turn_back_launch(blocks, form.rotate_keys, dependent, device)
+    return LatentPlan(launch, merge, turn, part, (batch, heads, queries, dim), out_dtype)
 
 
 @lru_cache(maxsize=256)
@@ -172,13 +214,14 @@ def latent_wanted(
         found = [kind or dtype for _, kind in fmt.shapes(side, 1, size).values()]
         kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
     sums = [torch.float32] * 3
-    yield plan.launches[0].wanted([*kinds, *sums])
+    yield plan.attend.wanted([*kinds, *sums])
     dependent = plan.merge.constants["PDL"]
+    back, merged = (form.rotate_keys, plan.dtype) if plan.turn is None else (0, torch.float32)
     for splits in SPLITS:
         part = (1, splits, heads * queries, dim)
-        yield merge_launch(part, queries, None, form.rotate_keys, dependent, device, plan.dtype).wanted(
-            [*sums, plan.dtype]
-        )
+        yield merge_launch(part, queries, None, back, dependent, device, merged).wanted([*sums, merged])
+    if plan.turn is not None:
+        yield plan.turn.wanted([torch.float32, plan.dtype])
 
 
 def latent_attention_triton(
@@ -217,9 +260,12 @@ def latent_attention_triton(
     out = torch.empty(plan.out, dtype=plan.dtype, device=q.device)
     if mask is not None:
         tensors.append(mask_words(mask))
-    plan.launches[0](*tensors, part, top, total)
+    plan.attend(*tensors, part, top, total)
+    merged = out if plan.turn is None else torch.empty(plan.out, dtype=torch.float32, device=q.device)
     if sinks is None:
-        plan.merge(part, top, total, out)
+        plan.merge(part, top, total, merged)
     else:
-        plan.merge(part, top, total, sinks.contiguous(), out)
+        plan.merge(part, top, total, sinks.contiguous(), merged)
+    if plan.turn is not None:
+        plan.turn(merged, out)
     return out if out.dtype == dtype else out.to(dtype)

@@ -13,9 +13,14 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import MockTensor
 
+from ._lib import capability
 from .ahead import Wanted, load
+from .limits import LIMITS, RESERVED, programs_that_fit
 
 Nest = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+UNASKED = 48 << 10
+"""Bytes of shared memory that a program may have without asking the driver first."""
 
 _CHAIN = getattr(knobs, "HookChain", None)
 
@@ -35,9 +40,13 @@ class Launch:
         device: of the tensors.
         nest: makes of tensors in a row (or of their addresses) what the kernel takes: tuples, None, views in another
             dtype. None takes them as they come.
+        most: programs that a multiprocessor is to run at a time; 0 for as many as fit. See `room_of`.
     """
 
-    __slots__ = ("_given", "_index", "_kernel", "_nest", "_ready", "_rest", "constants", "grid", "numbers")
+    __slots__ = (
+        "_device", "_given", "_index", "_kernel", "_most", "_nest", "_packed", "_ready", "_rest", "constants", "grid",
+        "numbers",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -47,8 +56,10 @@ class Launch:
         constants: Mapping[str, Any],
         device: torch.device,
         nest: Nest | None = None,
+        most: int = 0,
     ) -> None:
         self._kernel, self._nest = kernel, nest
+        self._device, self._most = device, most
         self.grid = (*grid, 1, 1)[:3]
         self.numbers, self.constants = dict(numbers), dict(constants)
         # Launches go by position: a binary is given values alone.
@@ -58,6 +69,8 @@ class Launch:
         self._rest: tuple[Any, ...] = ()
         # By which tensors begin at a multiple of sixteen bytes (`_alignment`): all that Triton asks of an address.
         self._ready: dict[tuple[bool, ...], Any] = {}
+        # What launches are told of variants that take more shared memory than they need.
+        self._packed: dict[Any, tuple[int, ...]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launches, on the tensors' device and its current stream."""
@@ -100,7 +113,8 @@ class Launch:
             ready[self.grid](*own, *self._rest)
         else:
             # What that does, without telling hooks that are not there.
-            ready.run(*self.grid, stream, ready.function, ready.packed_metadata, None, None, None, *own, *self._rest)
+            packed = self._packed.get(ready, ready.packed_metadata)
+            ready.run(*self.grid, stream, ready.function, packed, None, None, None, *own, *self._rest)
 
     def _prepare(self, tensors: Sequence[Tensor], addresses: Sequence[int]) -> None:
         """The first launch, through Triton; notes the variant that it took."""
@@ -115,6 +129,27 @@ class Launch:
             names = self._kernel.arg_names[len(own) + len(self._given) :]
             self._rest = (*self._given, *(self.constants[name] for name in names))
             self._ready[_alignment(addresses)] = compiled
+            if self._most and (room := room_of(compiled, self._device, self._most)):
+                self._packed[compiled] = (*compiled.packed_metadata[:-1], room)
+
+
+def room_of(compiled: Any, device: torch.device, most: int) -> int:
+    """Shared memory with which at most so many programs run on a multiprocessor; 0 where no more fit anyway.
+
+    Splits are made for so many. Where registers let in more, programs of loose tokens and those that come when the
+    first have ended crowd on some multiprocessors, and others idle.
+    """
+    limits = LIMITS.get(capability(device))
+    if limits is None:
+        return 0
+    data = compiled.metadata
+    # Warps, programs of a cluster, shared memory.
+    if len(compiled.packed_metadata) != 3:
+        return 0
+    if programs_that_fit(limits, compiled.n_regs, data.num_warps, data.shared) <= most:
+        return 0
+    room = min(limits.shared // most // 128 * 128 - RESERVED, UNASKED)
+    return room if room > data.shared else 0
 
 
 def _alignment(addresses: Sequence[int]) -> tuple[bool, ...]:

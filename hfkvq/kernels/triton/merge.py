@@ -106,6 +106,8 @@ def merge_launch(
     # All splits at once, since rounds wait for each other; but every size is a variant to compile, so there are three.
     size = next((most for most in SPLITS if splits <= most), SPLITS[-1])
     large = rotate > 0 and splits > 32
+    # Few warps find room beside the programs that they wait for, as long as registers hold so much.
+    beside = large and size * width <= 16384
     constants = {
         "SINKS": sinks[0] if sinks else 1,
         "SHARE": rows // queries,
@@ -115,7 +117,7 @@ def merge_launch(
         "BD": width,
         "ROTATE": rotate,
         "PDL": dependent,
-        "num_warps": 16 if large else 4 if splits <= 32 else 8,
+        "num_warps": 4 if splits <= 32 or beside else 16 if large else 8,
         **({"launch_pdl": True} if dependent else {}),
     }
     grid = (rows, programs, cdiv(value_dim, width))

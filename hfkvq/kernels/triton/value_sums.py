@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .fields import (
+    INTERPRETED,
     VALUE_SHIFT,
     channels_of,
     dotable,
@@ -165,15 +166,42 @@ def page_sums(b_accs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.cons
 
 
 @triton.jit
+def store_in_place(p_x, b_x, m_x):
+    """Stores f32 from where they stand: the compiler would move them first, through shared memory, to make rows."""
+    if INTERPRETED:
+        tl.store(p_x, b_x, mask=m_x)
+    else:
+        tl.inline_asm_elementwise(
+            asm="""{
+            .reg .pred p;
+            setp.ne.b32 p, $3, 0;
+            @p st.global.b32 [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            constraints="=r,l,r,r",
+            args=[p_x.to(tl.int64), b_x, m_x.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def store_part(
     outs, b_outs, b_top, b_sum, i_row, o_m, m_m, DV: tl.constexpr, BITS: tl.constexpr,
-    E: tl.constexpr, BE: tl.constexpr,
+    E: tl.constexpr, BE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """A split's part of the result: sums by channel, the maximum (in units of ln 2) and the sum of probabilities."""
+    """A split's part of the result: sums by channel, the maximum (in units of ln 2) and the sum of probabilities.
+
+    Not IN_PLACE where channels are raised: the compiler chooses by these stores, too, how lanes share what is gathered.
+    """
     out, out_top, out_sum = outs[0], outs[1], outs[2]
     p_out = out + (i_row + o_m)[None, :] * DV + channels_of(0, tl.arange(0, BE), E, BITS)[:, None]
     for f in tl.static_range(len(b_outs)):
         m_out = of_head(m_m[None, :], f, DV, E, BE, BITS, 1)
-        tl.store(p_out + first_channel(f, E, BITS), b_outs[f], mask=m_out)
+        if IN_PLACE:
+            store_in_place(p_out + first_channel(f, E, BITS), b_outs[f], m_out)
+        else:
+            tl.store(p_out + first_channel(f, E, BITS), b_outs[f], mask=m_out)
     tl.store(out_top + i_row + o_m, b_top, mask=m_m)
     tl.store(out_sum + i_row + o_m, b_sum, mask=m_m)

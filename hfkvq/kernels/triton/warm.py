@@ -24,6 +24,7 @@ from .latent import latent_wanted
 from .moments import moments_wanted
 from .norms import norms_wanted
 from .products import qk_wanted
+from .query_sums import query_sums_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
 from .worker import Compiled, Order, compile_elsewhere
@@ -146,6 +147,7 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
         anew = plan.query != "total"
         observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, plan.query == "signed")
         yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32])
+        yield from query_sums_wanted(query_heads, plan.heads, plan.key_dim, dtype, plan.query == "signed")
     if plan.query == "keep":
         for queries in (1, WINDOW):
             for fmt, _ in form.runs:

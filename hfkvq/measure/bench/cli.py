@@ -12,7 +12,7 @@ import typer
 
 from hfkvq.progress import progress_bar, stoppable
 from hfkvq.sizes import parse_count
-from hfkvq.terminal import check_files, fail, make_console, print_notes, print_saved, split
+from hfkvq.terminal import check_files, fail, make_console, number_option, print_notes, print_saved, split
 
 from .device import bench_device
 from .generate.cli import generate_command
@@ -54,7 +54,7 @@ Queries = Annotated[
     ),
 ]
 Minutes = Annotated[
-    float | None, typer.Option(min=0.1, help=r"Minutes after which nothing new is started. \[default: no limit]")
+    float | None, number_option(r"Minutes after which nothing new is started. \[default: no limit]", low=0.1)
 ]
 Latents = Annotated[
     int | None,

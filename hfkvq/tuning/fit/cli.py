@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfkvq.terminal import DType, fail, make_console, tokens_option
+from hfkvq.terminal import DType, fail, make_console, number_option, tokens_option
 
 # torch and Transformers are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def fit(
     dtype: Annotated[DType, typer.Option(help="Of weights, keys and values; auto: the checkpoint's.")] = DType.auto,
     overhead: Annotated[str, typer.Option(help="Other memory in use: CUDA context, allocator.")] = "1GiB",
     narrow: Annotated[
-        float, typer.Option(min=0, max=1, help="For triaxial: share of the prompt's tokens in 2 bits.")
+        float, number_option("For triaxial: share of the prompt's tokens in 2 bits.", low=0, high=1)
     ] = 0.0,
     beyond: Annotated[
         bool, typer.Option("--beyond", help="Allow a context longer than the config's positions, for RoPE scaling.")

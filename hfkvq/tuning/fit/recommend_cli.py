@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hfkvq.progress import duration, progress_bar, stop
-from hfkvq.terminal import Device, DType, fail, make_console, pick_device, print_notes, tokens_option
+from hfkvq.terminal import Device, DType, fail, make_console, number_option, pick_device, print_notes, tokens_option
 
 # torch and Transformers are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def recommend(
     ] = None,
     max_loss: Annotated[
         float,
-        typer.Option(min=0, help="Without --users: largest increase in perplexity, in %. The KLD may be 0.02 per %."),
+        number_option("Without --users: largest increase in perplexity, in %; per %, the KLD may be 0.02 nats.", low=0),
     ] = 1.0,
     text: Annotated[
         list[Path] | None,

@@ -33,33 +33,66 @@ def halving_sum(b_x, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def channel_errors(
-    b_x, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr
-):
-    """Sum of squared errors of every channel of a whole page, [F, C]."""
-    NG: tl.constexpr = T // GROUP
-    b_x = tl.reshape(b_x, (F, NG, GROUP, C))
-    m_x = tl.abs(b_x) <= F16_MAX
-    b_low = tl.min(tl.where(m_x, b_x, float("inf")), 2, keep_dims=True)
-    b_high = tl.max(tl.where(m_x, b_x, float("-inf")), 2, keep_dims=True)
-    m_high = LEVELS == 15
-    b_scale, b_zero = affine_scale(b_low, b_high, m_high)
-    b_units, b_low, b_step, b_per_step = in_steps(b_x, m_x, b_low, b_high, m_high)
+def fit_channels(
+    p_source, p_column, p_norm, m_t, o_d, m_d, s_l, s_d, LEVELS: tl.constexpr, FIT: tl.constexpr, GROUP: tl.constexpr,
+    NG: tl.constexpr, BG: tl.constexpr, LOSES: tl.constexpr,
+):  # fmt: skip
+    """Scale and zero (f16) of groups of these channels, [NG, CN]; with LOSES also each channel's squared errors, [CN].
+
+    A channel stands in one lane, so that what is worked out for a group is worked out for few, and sums over its tokens
+    take no shuffles. Loads that the compiler sees to be contiguous would deal tokens out to lanes.
+    """
+    T: tl.constexpr = NG * BG
+    CN: tl.constexpr = o_d.shape[0]
+    o_t = tl.arange(0, T * CN) // CN
+    o_x = tl.reshape(tl.broadcast_to(o_d[None, :], (T, CN)), (T * CN,))
+    m_x = tl.reshape(m_t[:, None] & m_d[None, :], (T * CN,))
+    b_column = tl.load(p_column + o_t, mask=m_x, other=0).to(tl.int64)
+    b_x = tl.load(p_source + b_column * s_l + o_x * s_d, mask=m_x, other=0.0).to(tl.float32)
+    if p_norm is not None:
+        b_norm = tl.load(p_norm + o_t, mask=m_x, other=1.0).to(tl.float32)
+        b_x = b_x * tl.math.div_rn(tl.full([T * CN], 1.0, tl.float32), b_norm)
+    b_x, m_x = tl.reshape(b_x, (NG, BG, CN)), tl.reshape(m_x, (NG, BG, CN))
+    b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum = in_steps(b_x, m_x, LEVELS, 1, None)
     if FIT:
-        b_scale, b_zero = fit_scale(b_units, b_scale, b_zero, b_low, b_step, b_per_step, m_high, FIT, GROUP, 2, None)
-    b_lost = squared_errors(b_units, b_scale, b_zero, b_low, b_step, b_per_step, LEVELS * 1.0, GROUP, 2, None)
-    return halving_sum(tl.reshape(b_lost, (F, NG, C)), F, NG, C)
+        b_scale, b_zero = fit_scale(
+            b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, b_sum, LEVELS, FIT, GROUP, 1, None
+        )  # fmt: skip
+    b_lost = tl.zeros([CN], tl.float32)
+    if LOSES:
+        b_lost = squared_errors(b_units, b_scale, b_zero, b_low, b_step, b_per_step, b_count, LEVELS, GROUP, 1, None)
+        b_lost = tl.reshape(halving_sum(tl.reshape(b_lost, (1, NG, CN)), 1, NG, CN), (CN,))
+    return tl.reshape(b_scale, (NG, CN)), tl.reshape(b_zero, (NG, CN)), b_lost
 
 
 @triton.jit
-def rank_channels(
-    b_x, p_weight, o_c, m_c, i_page, i_h, CHOOSE: tl.constexpr, SEED: tl.constexpr, LEVELS: tl.constexpr,
-    FIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Rank of every channel of a whole page, [F, C], 0 for the strongest; see `hfkvq.kernels.seal.channel_widths`."""
-    if CHOOSE == 4:
-        b_score = channel_errors(b_x, LEVELS, FIT, GROUP, F, T, C)
-    elif CHOOSE == 5:
+def store_groups(scale, zero, b_scale, b_zero, i_group, o_d, m_d, D: tl.constexpr, NG: tl.constexpr):
+    """Scale and zero of groups [NG, CN], of which the first is group ``i_group`` of a tensor (groups, D)."""
+    o_group = (i_group + tl.arange(0, NG) * D)[:, None] + o_d[None, :]
+    m_group = tl.broadcast_to(m_d[None, :], b_scale.shape)
+    tl.store(scale + o_group, b_scale, mask=m_group)
+    tl.store(zero + o_group, b_zero, mask=m_group)
+
+
+@triton.jit
+def score_key(b_score, p_weight, o_c, m_c, SQUARED: tl.constexpr, D: tl.constexpr):
+    """Scores as integers that are ordered as they are, and by channels where they are equal; -1 beyond the head."""
+    if p_weight is not None:
+        b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0)
+        b_score *= b_weight
+        if SQUARED:
+            b_score *= b_weight
+    b_score = tl.where(b_score > 0.0, b_score, 0.0)
+    LAST: tl.constexpr = (1 << (D - 1).bit_length()) - 1
+    return tl.where(m_c, (b_score.to(tl.int32, bitcast=True) & ~LAST) | (LAST - o_c), -1)
+
+
+@triton.jit
+def score_channels(
+    b_x, o_c, i_page, i_h, CHOOSE: tl.constexpr, SEED: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr
+):
+    """Score of every channel of a whole page [F, T, C], [F, C]; see `hfkvq.kernels.seal.channel_widths`."""
+    if CHOOSE == 5:
         b_score = (chance(o_c, i_page, i_h, SEED) >> 8).to(tl.float32)
     else:
         if CHOOSE == 2:
@@ -69,18 +102,22 @@ def rank_channels(
         else:
             b_x = tl.abs(b_x)
         b_score = halving_sum(b_x, F, T, C)
-    if p_weight is not None:
-        b_weight = tl.load(p_weight + o_c, mask=m_c, other=0.0)
-        b_score *= b_weight
-        if CHOOSE == 4:
-            b_score *= b_weight
-    b_score = tl.where(b_score > 0.0, b_score, 0.0)
-    LAST: tl.constexpr = (1 << (D - 1).bit_length()) - 1
-    b_key = (b_score.to(tl.int32, bitcast=True) & ~LAST) | (LAST - o_c)
-    b_key = tl.reshape(tl.where(m_c, b_key, -1), (F * C,))
+    return b_score
+
+
+@triton.jit
+def at_channels(b_x, o_d, o_c, F: tl.constexpr, C: tl.constexpr):
+    """Of integers of channels ``o_d``, [CN], those of channels ``o_c``, [F, C]; 0 where there is none."""
+    m_same = o_d[:, None] == tl.reshape(o_c, (F * C,))[None, :]
+    return tl.reshape(tl.sum(tl.where(m_same, b_x[:, None], 0), 0), (F, C))
+
+
+@triton.jit
+def rank_keys(b_key, F: tl.constexpr, C: tl.constexpr):
+    """Rank of every channel, [F, C], 0 for the greatest key."""
+    b_key = tl.reshape(b_key, (F * C,))
     # [other, own]
-    b_rank = tl.sum((b_key[:, None] > b_key[None, :]).to(tl.int32), 0)
-    return tl.reshape(b_rank, (F, C))
+    return tl.reshape(tl.sum((b_key[:, None] > b_key[None, :]).to(tl.int32), 0), (F, C))
 
 
 @triton.jit
@@ -153,8 +190,8 @@ def seal_channel_kernel(
     m_t = o_t >= 0 if BG == GROUP else o_t < GROUP
     # Three loads at once, before one of them may say that there is nothing to do.
     i_count = tl.load(count + i_b)
-    p_column = index + i_b * M + i_j + o_t
-    b_column = tl.load(p_column, mask=m_t, other=0)
+    p_column = index + i_b * M + i_j
+    b_column = tl.load(p_column + o_t, mask=m_t, other=0)
     if i_j >= tl.minimum(tl.load(new + i_b), M):
         return
     FIELDS: tl.constexpr = 16 // BITS
@@ -175,12 +212,21 @@ def seal_channel_kernel(
     o_e = i_e * BE + o_v % (BE // VEC) * VEC + o_i % VEC
     o_l = o_v // (BE // VEC) * E + o_e
     p_source = source + i_b * s_b + i_h * s_h
-    # [FH, BT, C]
-    b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
-    b_x = b_raw.to(tl.float32)
+    FITS: tl.constexpr = FIT > 0
+    # Rules that look at tokens do so in this order. Registers that fit scales have no room for them.
+    EARLY: tl.constexpr = not (FITS or CHOOSE == 4) or CHOOSE == 1 or CHOOSE == 2 or CHOOSE == 3
+    if EARLY:
+        # [FH, BT, C]
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+        b_x = b_raw.to(tl.float32)
     # [FH, C]
     o_c = (tl.arange(0, FH) * (FL * E))[:, None] + o_l[None, :]
     m_c = (o_c < D) & (o_e < E)[None, :]
+    # The same channels where each is by itself, [CN].
+    o_n = tl.arange(0, FIELDS * BE) ^ 1
+    o_d = o_n // BE * E + i_e * BE + o_n % BE
+    m_d = (o_d < D) & (i_e * BE + o_n % BE < E)
+    i_group = (i_head * (G // GROUP) + i_slot // GROUP) * D
     m_4 = o_c < 0
     m_16 = m_4
     b_place4 = o_c
@@ -202,9 +248,19 @@ def seal_channel_kernel(
         p_weight = weight
         if weight is not None:
             p_weight = weight + i_bh * D
-        b_rank = rank_channels(
-            b_x, p_weight, o_c, m_c, i_token // G, i_h, CHOOSE, SEED, LEVELS, FIT, GROUP, D, FH, BT, C
-        )  # fmt: skip
+        if CHOOSE == 4:
+            LOW: tl.constexpr = FIT if norm is None else 0
+            b_fitted, b_least, b_lost = fit_channels(
+                p_source, p_column, None, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, True
+            )
+            if LOW:
+                store_groups(scale, zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
+            b_key = at_channels(score_key(b_lost, p_weight, o_d, m_d, True, D), o_d, o_c, FH, C)
+            b_key = tl.where(m_c, b_key, -1)
+        else:
+            b_score = score_channels(b_x, o_c, i_token // G, i_h, CHOOSE, SEED, FH, BT, C)
+            b_key = score_key(b_score, p_weight, o_c, m_c, False, D)
+        b_rank = rank_keys(b_key, FH, C)
         if COUNT16 > 0:
             m_16 = b_rank < COUNT16
             b_place16 = place_chosen(m_16, FH, C)
@@ -225,58 +281,75 @@ def seal_channel_kernel(
             m_16 = (b_width == 16) & (b_place16 < COUNT16)
             i_used16 = tl.minimum(i_used16, COUNT16)
 
+    p_norm = given
+    if given is not None:
+        p_norm = given + i_bh * M + i_j
+    if FITS:
+        if CHOOSE != 4 or norm is not None:
+            b_fitted, b_least, _ = fit_channels(
+                p_source, p_column, p_norm, m_t, o_d, m_d, s_l, s_d, LEVELS, FIT, GROUP, NG, BG, False
+            )
+            store_groups(scale, zero, b_fitted, b_least, i_group, o_d, m_d, D, NG)
+        if COUNT4 > 0 and RAISES:
+            # Few channels, so they are fitted by themselves.
+            o_r = tl.arange(0, triton.next_power_of_2(COUNT4))
+            b_4 = tl.reshape(tl.where(m_4, b_place4, -1), (FH * C,))
+            b_chosen = tl.where(b_4[:, None] == o_r[None, :], tl.reshape(o_c, (FH * C,))[:, None], -1)
+            o_r4 = tl.max(b_chosen, 0)
+            # Other programs may have other words.
+            m_r4, o_r4 = o_r4 >= 0, tl.maximum(o_r4, 0)
+            b_fitted, b_least, _ = fit_channels(
+                p_source, p_column, p_norm, m_t, o_r4, m_r4, s_l, s_d, 15, FIT, GROUP, NG, BG, False
+            )
+            # They have scales of low width from all of them.
+            tl.debug_barrier()
+            store_groups(scale, zero, b_fitted, b_least, i_group, o_r4, m_r4, D, NG)
+        tl.debug_barrier()
+    if not EARLY or FITS:
+        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
+        b_x = b_raw.to(tl.float32)
     if norm is not None:
         b_norm = tl.full([BT], 1.0, tl.float16)
         if given is not None:
-            b_norm = tl.load(given + i_bh * M + i_j + o_t, mask=m_t, other=1.0)
+            b_norm = tl.load(p_norm + o_t, mask=m_t, other=1.0)
         if i_e == 0:
             tl.store(norm + i_head * G + i_slot + o_t, b_norm, mask=m_t)
         b_share = tl.math.div_rn(tl.full([BT], 1.0, tl.float32), b_norm.to(tl.float32))
         b_x = b_x * b_share[None, :, None]
-    # NaN does not count in a minimum. [FH, NG, C]
-    b_own = b_x
-    if BG != GROUP:
-        b_own = tl.where(m_t[None, :, None], b_x, float("nan"))
-    b_own = tl.reshape(b_own, (FH, NG, BG, C))
-    b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
-    if is_wide(b_low, b_high):
-        # Loaded once more: hardly ever, and registers for it would cost every page.
-        b_column = tl.load(p_column, mask=m_t, other=0)
-        b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
-        if norm is not None:
-            b_again = b_again * b_share[None, :, None]
-        m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
-        b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
-        b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
     # [FH, 1, C]
     m_high = (m_4 | (LEVELS == 15))[:, None, :]
-    b_scale, b_zero = affine_scale(b_low, b_high, m_high)
-    if FIT:
-        m_own = tl.broadcast_to(tl.reshape(m_t, (NG, BG))[None, :, :, None], (FH, NG, BG, C))
-        b_units, b_least, b_step, b_per_step = in_steps(
-            tl.reshape(b_x, (FH, NG, BG, C)), m_own, b_low[:, :, None, :], b_high[:, :, None, :], m_high[:, :, None, :]
-        )
-        b_scale, b_zero = fit_scale(
-            b_units, b_scale[:, :, None, :], b_zero[:, :, None, :], b_least, b_step, b_per_step, m_high[:, :, None, :],
-            FIT, GROUP, 2, None,
-        )  # fmt: skip
-        b_scale, b_zero = tl.reshape(b_scale, (FH, NG, C)), tl.reshape(b_zero, (FH, NG, C))
+    o_group = (tl.arange(0, NG) * D)[None, :, None] + o_c[:, None, :]
+    m_group = tl.broadcast_to(m_c[:, None, :], (FH, NG, C))
+    if FITS:
+        b_scale = tl.load(scale + i_group + o_group, mask=m_group, other=0.0)
+        b_zero = tl.load(zero + i_group + o_group, mask=m_group, other=0.0)
+    else:
+        # NaN does not count in a minimum. [FH, NG, C]
+        b_own = b_x
+        if BG != GROUP:
+            b_own = tl.where(m_t[None, :, None], b_x, float("nan"))
+        b_own = tl.reshape(b_own, (FH, NG, BG, C))
+        b_low, b_high = tl.min(b_own, 2), tl.max(b_own, 2)
+        if is_wide(b_low, b_high):
+            # Loaded once more: hardly ever, and registers for it would cost every page.
+            b_column = tl.load(p_column + o_t, mask=m_t, other=0)
+            b_again = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT).to(tl.float32)
+            if norm is not None:
+                b_again = b_again * b_share[None, :, None]
+            m_own = m_t[None, :, None] & (tl.abs(b_again) <= F16_MAX)
+            b_low = tl.min(tl.reshape(tl.where(m_own, b_again, float("inf")), (FH, NG, BG, C)), 2)
+            b_high = tl.max(tl.reshape(tl.where(m_own, b_again, float("-inf")), (FH, NG, BG, C)), 2)
+        b_scale, b_zero = affine_scale(b_low, b_high, m_high)
     if COUNT16 > 0 and RAISES:
         b_scale = tl.where(m_16[:, None, :], 0.0, b_scale).to(tl.float16)
         b_zero = tl.where(m_16[:, None, :], 0.0, b_zero).to(tl.float16)
-    o_group = (tl.arange(0, NG) * D)[None, :, None] + o_c[:, None, :]
-    p_group = (i_head * (G // GROUP) + i_slot // GROUP) * D + o_group
-    m_group = tl.broadcast_to(m_c[:, None, :], (FH, NG, C))
-    tl.store(scale + p_group, b_scale, mask=m_group)
-    tl.store(zero + p_group, b_zero, mask=m_group)
-
-    if FIT:
-        # Once more as well: registers have held what is fitted.
-        b_column = tl.load(p_column, mask=m_t, other=0)
-        b_raw = load_tokens(p_source, b_column, m_t, o_l, o_e < E, s_l, s_d, FL * E, D, FH, EXACT)
-        b_x = b_raw.to(tl.float32)
-        if norm is not None:
-            b_x = b_x * b_share[None, :, None]
+    if not FITS:
+        tl.store(scale + i_group + o_group, b_scale, mask=m_group)
+        tl.store(zero + i_group + o_group, b_zero, mask=m_group)
+    elif COUNT16 > 0 and RAISES:
+        tl.debug_barrier()
+        tl.store(scale + i_group + o_group, b_scale, mask=m_group & m_16[:, None, :])
+        tl.store(zero + i_group + o_group, b_zero, mask=m_group & m_16[:, None, :])
     b_inverse = inverse_of(b_scale.to(tl.float32))[:, :, None, :]
     b_levels = tl.where(m_high, 15.0, LEVELS * 1.0)[:, :, None, :]
     # A channel that is kept whole has scale 0, hence code 0 without more ado.

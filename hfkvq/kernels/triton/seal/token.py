@@ -11,7 +11,7 @@ import triton.language as tl
 from ...pages import PageFormat
 from .._lib import F16_MAX, capability, fields_of, power
 from .arithmetic import affine_codes, affine_scale, inverse_of, is_wide, load_tokens, warps_of
-from .fit import FIT_THREAD, fit_scale, in_steps
+from .fit import FIT_THREAD, fitted
 
 FP8_MAX = tl.constexpr(448.0)
 
@@ -104,15 +104,8 @@ def seal_tokens(
             b_low, b_high = tl.min(tl.min(b_lows, 1), 3), tl.max(tl.max(b_highs, 1), 3)
         b_scale, b_zero = affine_scale(b_low, b_high, m_high)
         if FIT:
-            m_fit = tl.broadcast_to(m_c, (FIELDS, BT, BE))
-            b_units, b_least, b_step, b_per_step = in_steps(
-                tl.reshape(b_x, (A, F, BT, K, W)), tl.reshape(m_fit, (A, F, BT, K, W)), b_low[:, None, :, :, None],
-                b_high[:, None, :, :, None], m_high,
-            )  # fmt: skip
-            b_scale, b_zero = fit_scale(
-                b_units, b_scale[:, None, :, :, None], b_zero[:, None, :, :, None], b_least, b_step, b_per_step, m_high,
-                FIT, GROUP, 1, 4,
-            )  # fmt: skip
+            m_fit = tl.reshape(tl.broadcast_to(m_c, (FIELDS, BT, BE)), (A, F, BT, K, W))
+            b_scale, b_zero = fitted(tl.reshape(b_x, (A, F, BT, K, W)), m_fit, LEVELS, FIT, GROUP, 1, 4)
             b_scale, b_zero = tl.reshape(b_scale, (A, BT, K)), tl.reshape(b_zero, (A, BT, K))
         o_n = (tl.arange(0, A) * K)[:, None, None] + tl.arange(0, K)[None, None, :]
         p_group = (i_head * (D // GROUP) + o_n) * G + o_slot[None, :, None]
@@ -134,13 +127,7 @@ def seal_tokens(
             b_high = tl.max(tl.max(tl.where(m_n, b_x, float("-inf")), 0), 1)
             b_scale, b_zero = affine_scale(b_low, b_high, m_high)
             if FIT:
-                b_units, b_least, b_step, b_per_step = in_steps(
-                    b_x, m_n, b_low[None, :, None], b_high[None, :, None], m_high
-                )
-                b_scale, b_zero = fit_scale(
-                    b_units, b_scale[None, :, None], b_zero[None, :, None], b_least, b_step, b_per_step, m_high,
-                    FIT, GROUP, 0, 2,
-                )  # fmt: skip
+                b_scale, b_zero = fitted(b_x, m_n, LEVELS, FIT, GROUP, 0, 2)
                 b_scale, b_zero = tl.reshape(b_scale, (BT,)), tl.reshape(b_zero, (BT,))
             m_n = (o_c // GROUP == i_n) & (o_e < E)[None, None, :]
             p_group = (i_head * (D // GROUP) + i_n) * G + o_slot

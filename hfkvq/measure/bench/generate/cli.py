@@ -10,7 +10,17 @@ import typer
 
 from hfkvq.progress import status_line, stoppable
 from hfkvq.sizes import parse_count
-from hfkvq.terminal import check_files, check_folder, fail, make_console, print_notes, print_saved, split, tokens_option
+from hfkvq.terminal import (
+    check_files,
+    check_folder,
+    fail,
+    make_console,
+    number_option,
+    print_notes,
+    print_saved,
+    split,
+    tokens_option,
+)
 
 from ..device import bench_device
 
@@ -196,7 +206,9 @@ def generate_command(
     warmup: Annotated[int, typer.Option(min=4, help="Steps before timing.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps timed in one go.")] = 24,
     repeats: Annotated[int, typer.Option(min=1, help="Number of repeats.")] = 5,
-    seconds: Annotated[float, typer.Option(help="Time limit for the repeats of a row; slow caches get fewer.")] = 20.0,
+    seconds: Annotated[
+        float, number_option("Time limit for the repeats of a row; slow caches get fewer.", low=0)
+    ] = 20.0,
     first_batch: Annotated[int, typer.Option(min=1, help="First batch size of --batch auto.")] = 32,
     batch_step: Annotated[int, typer.Option(min=1, help="Step between batch sizes of --batch auto.")] = 32,
     dtype: Annotated[GenerateDType, typer.Option(help="Dtype of the weights.")] = GenerateDType.bfloat16,
