@@ -1,8 +1,9 @@
 """Causal attention of a prompt's tokens behind a context, by PyTorch's own kernels and without a mask.
 
 A mask of Q x T columns would rule out the fastest kernels, and query heads that share keys would each get a copy of
-them. So attention is asked twice, for the context, which every query sees all of, and for the prompt's own tokens, and
-joined. Nothing is copied behind the context, and it need not be rotated back: queries are rotated instead.
+them. Flash attention aligns a triangle to the newest token. Behind long contexts cuDNN is the faster one, which does
+not: attention is asked for the context, which every query sees all of, and for the prompt's own tokens, and joined. A
+context need not be rotated back: queries are rotated instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,22 @@ PAYS = 1 << 31
 
 On an H200 it takes half of flash attention's time, but some 50 ms of planning for each length, which all layers share.
 """
+
+PART = 1024
+"""Queries that the context is attended with at a time: as fast as all at once, in less memory, and with one plan."""
+
+LOST = 1 << 36
+"""As much of one length, below `PAYS`, as flash attention has lost a plan's time with: from then on cuDNN has it, too.
+
+Prompts in chunks, or of one length behind one context, come to that: the second time through 36 layers of 1k behind
+32k. A length that does not come again pays for no plan.
+"""
+
+MOST_LENGTHS = 4096
+"""Lengths that are remembered."""
+
+_done: dict[tuple[Any, ...], int] = {}
+"""By length and layout: queries of all rows and heads times tokens of the context until now; the oldest first."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys (B, H, T, D) and values (B, H, T, D)."""
@@ -71,35 +88,110 @@ def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Te
 
 
 def attend_store(store: KVStore, query: Tensor, new: Pair, columns: int, scaling: float) -> Tensor:
-    """`attend_behind` of a store's ``columns``, which are dequantized for it."""
-    keys, values = (store.dense(side, columns, back=False) for side in SIDES)
+    """Attention of the newest tokens over a store's ``columns``, which are dequantized for it, and themselves.
+
+    Args:
+        store: of the tokens before.
+        query: (B, Hq, Q, D), of the newest Q tokens.
+        new: of the Q tokens, not rotated.
+        columns: tokens before.
+        scaling: factor on the logits.
+
+    Returns:
+        (B, Hq, Q, D).
+    """
     form = store.format
-    return attend_behind(query, (keys, values), new, scaling, form.rotate_keys, form.rotate_values)
+    if parts := parts_of(query, new, columns):
+        keys, values = (store.dense(side, columns, back=False) for side in SIDES)
+        return attend_apart(query, (keys, values), new, scaling, parts, form.rotate_keys, form.rotate_values)
+    # In one tensor: one call, one output, and nothing to join.
+    total = columns + query.shape[2]
+    keys, values = (store.dense_before(x, side, total, back=False) for side, x in zip(SIDES, new, strict=True))
+    out, _ = flash(kernels.hadamard(query, form.rotate_keys), keys, values, scaling, True)
+    return kernels.hadamard(out, form.rotate_values, back=True)
 
 
-def attend_behind(
-    query: Tensor, past: Pair, new: Pair, scaling: float, rotate_keys: int = 0, rotate_values: int = 0
+def attend_behind(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Attention (B, Hq, Q, D) of the newest Q tokens of dense keys and values (B, H, T, D)."""
+    columns = keys.shape[2] - query.shape[2]
+    past, new = zip(*(x.tensor_split([columns], 2) for x in (keys, values)), strict=True)
+    if parts := parts_of(query, new, columns):
+        return attend_apart(query, past, new, scaling, parts)
+    return flash(query, keys, values, scaling, True)[0]
+
+
+def parts_of(query: Tensor, new: Pair, columns: int) -> list[tuple[slice, bool]]:
+    """The queries in parts, and whether cuDNN attends to the ``columns`` before; none where it never does."""
+    tokens = query.shape[2]
+    parts = []
+    for first in range(0, tokens, PART):
+        some = query[:, :, first : first + PART]
+        alike = tokens // PART if some.shape[2] == PART else 1
+        parts.append((slice(first, first + PART), pays(some, new[0], columns, alike) and likes_cudnn(some, *new)))
+    return parts if any(asks for _, asks in parts) else []
+
+
+def attend_apart(
+    query: Tensor,
+    past: Pair,
+    new: Pair,
+    scaling: float,
+    parts: list[tuple[slice, bool]],
+    rotate_keys: int = 0,
+    rotate_values: int = 0,
 ) -> Tensor:
-    """Attention of the newest tokens over a context and themselves: causal, aligned to the newest.
+    """Attention of the newest tokens over a context, which they all see, and themselves, causally; joined.
 
     Args:
         query: (B, Hq, Q, D), of the newest Q tokens.
         past: of T tokens before them, rotated.
         new: of the Q tokens, not rotated.
         scaling: factor on the logits.
+        parts: of the queries, see `parts_of`.
         rotate_keys: rotation of the past keys, see `kernels.hadamard`; 0 for none.
         rotate_values: likewise of the past values.
 
     Returns:
         (B, Hq, Q, D).
     """
-    turned, found = kernels.hadamard(query, rotate_keys), None
-    if query.shape[:3].numel() * past[0].shape[2] >= PAYS and likes_cudnn(query, *past):
-        found = cudnn_or_none(turned, *past, scaling)
-    out, lse = flash(turned, *past, scaling, False) if found is None else found
-    out = kernels.hadamard(out, rotate_values, back=True)
-    kernels.join(out, lse, *flash(query, *new, scaling, True))
+    out, sums = flash(query, *new, scaling, True)
+    for part, asks in parts:
+        turned, found = kernels.hadamard(query[:, :, part], rotate_keys), None
+        if asks:
+            # Strides belong to a plan, and a part's are the whole's.
+            found = cudnn_or_none(turned.contiguous(), *past, scaling)
+        more, more_sums = flash(turned, *past, scaling, False) if found is None else found
+        more = kernels.hadamard(more, rotate_values, back=True)
+        kernels.join(out[:, :, part], sums[:, :, part].contiguous(), more, more_sums)
     return out
+
+
+def pays(query: Tensor, keys: Tensor, columns: int, alike: int = 1) -> bool:
+    """Whether cuDNN's plan for this length is worth its time, or has been made; notes that it was asked for.
+
+    Args:
+        query: (B, Hq, Q, D).
+        keys: (B, H, *, D), like those of the context.
+        columns: tokens of the context.
+        alike: calls of this length that a layer makes.
+    """
+    work = query.shape[:3].numel() * columns
+    if work * alike >= PAYS:
+        return True
+    length = (query.shape, keys.shape[1], columns, keys.dtype)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        # No plan can be made now; where there is more than `LOST`, one was.
+        return _done.get(length, 0) > LOST
+    done = _done.pop(length, 0)
+    if len(_done) >= MOST_LENGTHS:
+        del _done[next(iter(_done))]
+    _done[length] = done + work
+    return done >= LOST
+
+
+def forget() -> None:
+    """Lengths that were asked for: each is new again."""
+    _done.clear()
 
 
 def _asked(query: Tensor, keys: Tensor, values: Tensor) -> SDPAParams:

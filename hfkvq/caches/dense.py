@@ -75,8 +75,7 @@ def dense_attention(
     queries, columns, mask, causal = query.shape[2], keys.shape[2], arguments.mask, arguments.causal
     if mask is None and 1 < queries < columns and causal:
         if is_plain(arguments, columns, dropout, kwargs) and takes(query, keys, values):
-            past, new = zip(*(x.tensor_split([columns - queries], 2) for x in (keys, values)), strict=True)
-            return attend_behind(query, past, new, arguments.scaling).transpose(1, 2), None
+            return attend_behind(query, keys, values, arguments.scaling).transpose(1, 2), None
         # Without a mask stock sdpa would align the triangle to the upper left.
         mask = _triangle(query, columns)
         window = kwargs.get("sliding_window")

@@ -110,10 +110,10 @@ def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]
         axes.xaxis.set_major_locator(MaxNLocator(3))
     elif column.logarithmic:
         axes.set_xscale("log")
-        if max(values) < 50 * min(values):
+        if max(*values, *(mark.high or mark.value for mark in found.values())) < 100 * min(values):
             # Powers of ten alone would leave an axis with one number.
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axes.xaxis.set_major_formatter("{x:,g}")
+        axes.xaxis.set_major_formatter("{x:,g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.xaxis.set_major_locator(MaxNLocator(4))

@@ -207,13 +207,13 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 
 
 def with_sums(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Plain attention as flash attention and cuDNN give it: with log-sum-exps (B, Hq, Q), f32."""
+    """Plain attention as flash attention gives it: aligned to the newest, with log-sum-exps (B, Hq, Q), f32."""
     share = queries.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(share, 1) for x in (keys, values))
     logits = queries.float() @ keys.mT * scaling
     if causal:
-        assert logits.shape[2] == logits.shape[3]
-        logits = logits.masked_fill(~torch.ones_like(logits, dtype=torch.bool).tril(), -torch.inf)
+        seen = torch.ones_like(logits, dtype=torch.bool).tril(logits.shape[3] - logits.shape[2])
+        logits = logits.masked_fill(~seen, -torch.inf)
     return (torch.softmax(logits, -1) @ values).to(queries.dtype), torch.logsumexp(logits, -1)
 
 

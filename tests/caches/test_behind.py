@@ -48,15 +48,26 @@ def plain(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
-def test_two_parts_are_causal_attention(plain, monkeypatch, name):
-    """cuDNN for much, flash attention for little."""
+def test_it_is_causal_attention(plain, monkeypatch, name):
+    """cuDNN for much, in two parts; flash attention for little, in one."""
     query, keys, values = given()
     whole = query.shape[:3].numel() * 100
     monkeypatch.setattr(behind, "PAYS", whole + (name == "flash"))
     arguments = AttentionArguments(SCALING)
     got, _ = dense.dense_attention(None, query, keys, values, arguments)
     assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
-    assert plain == [(name, 100, False), ("flash", 40, True)]
+    assert plain == [("flash", 140, True)] if name == "flash" else [("flash", 40, True), ("cudnn", 100, False)]
+
+
+def test_queries_go_in_parts(plain, monkeypatch):
+    """Parts of one length share a plan, which is worth its time to all of them; the rest has to be worth its own."""
+    query, keys, values = given()
+    monkeypatch.setattr(behind, "PART", 12)
+    monkeypatch.setattr(behind, "PAYS", 3 * query[:, :, :12, 0].numel() * 100)
+    monkeypatch.setattr(behind, "_done", {})
+    got, _ = dense.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
+    assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
+    assert plain == [("flash", 40, True), *3 * [("cudnn", 100, False)], ("flash", 100, False)]
 
 
 def test_cudnn_may_refuse_what_it_was_said_to_take(plain, monkeypatch, caplog):
@@ -73,11 +84,36 @@ def test_cudnn_may_refuse_what_it_was_said_to_take(plain, monkeypatch, caplog):
     for _ in range(2):
         got, _ = dense.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
         assert torch.allclose(got.transpose(1, 2), attention(query, keys, values, None, SCALING), atol=1e-5)
-    assert plain == 2 * [("flash", 100, False), ("flash", 40, True)]
+    assert plain == 2 * [("flash", 40, True), ("flash", 100, False)]
     assert [record.message.split(";")[0] for record in caplog.records] == ["cuDNN has no plan for long prompts here"]
     del raised[0]
     with pytest.raises(torch.OutOfMemoryError):
         dense.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
+
+
+def test_a_length_that_comes_again_gets_a_plan(plain, monkeypatch):
+    """Once flash attention has lost the time of one; other lengths start anew, and nothing is planned in a graph."""
+    query, keys, values = given()
+    work = query.shape[:3].numel() * 100
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(behind, "_done", {})
+    monkeypatch.setattr(behind, "LOST", 2 * work)
+    monkeypatch.setattr(behind, "MOST_LENGTHS", 2)
+
+    def asked(columns=140, capture=False):
+        plain.clear()
+        capturing[:] = [True] * capture
+        dense.dense_attention(None, query, keys[:, :, :columns], values[:, :, :columns], AttentionArguments(SCALING))
+        return plain[-1][0]
+
+    assert [asked(), asked(capture=True), asked(), asked(capture=True)] == 4 * ["flash"]
+    assert [asked(), asked(capture=True), asked()] == 3 * ["cudnn"]
+    assert asked(139) == "flash"
+    assert asked() == "cudnn"
+    # Two lengths are remembered: the one that was asked for last, and this; then the oldest is forgotten.
+    assert [asked(138), asked(137), asked()] == 3 * ["flash"]
 
 
 @pytest.mark.parametrize(("major", "first"), [(8, "flash"), (9, "cudnn"), (10, "cudnn"), (12, "flash")])
@@ -86,12 +122,14 @@ def test_cudnn_is_asked_where_it_is_the_faster_one(plain, monkeypatch, major, fi
     monkeypatch.setattr(behind, "PAYS", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     dense.dense_attention(None, *given(), AttentionArguments(SCALING))
-    assert plain[0] == (first, 100, False)
+    assert plain[-1] == (("flash", 140, True) if first == "flash" else ("cudnn", 100, False))
 
 
+@pytest.mark.parametrize("pays", [1 << 60, 0])
 @pytest.mark.parametrize("preset", ["int4", "saw-int4", "saw-int4-kv", "kvarn", "triaxial", "full"])
-def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
-    """The same as with a mask, though nothing is rotated back, and nothing joined to what the layer holds."""
+def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset, pays):
+    """The same as with a mask, though nothing is rotated back: in one call, or apart where cuDNN has the context."""
+    monkeypatch.setattr(behind, "PAYS", pays)
     outs = []
     for masked in (True, False):
         torch.manual_seed(0)
@@ -107,7 +145,7 @@ def test_a_layers_prompt_behind_its_pages(plain, monkeypatch, preset):
                     Module(), query, *handles, mask if masked or tokens < 33 else None, scaling=SCALING
                 )
         outs.append((out, layer.dense("keys"), layer.dense("values")))
-    assert plain == [("flash", 92, False), ("flash", 33, True)]
+    assert plain == ([("flash", 125, True)] if pays else [("flash", 33, True), ("cudnn", 92, False)])
     torch.testing.assert_close(outs[1][0], outs[0][0], rtol=1e-4, atol=1e-4)
     # What is stored then is the same to the bit.
     assert all(torch.equal(a, b) for a, b in zip(*(x[1:] for x in outs), strict=True))
@@ -148,17 +186,18 @@ def test_without_a_gpu_there_is_a_mask():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("part", [1024, 128])
 @pytest.mark.parametrize("pays", [0, 1 << 60])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu(monkeypatch, pays, dtype):
+def test_on_a_gpu(monkeypatch, part, pays, dtype):
     """Either way: its error is at most twice that of PyTorch's attention with a mask."""
     monkeypatch.setattr(behind, "PAYS", pays)
+    monkeypatch.setattr(behind, "PART", part)
     query, keys, values = given("cuda", dtype, 200, 1100, dim=128)
     # As models make queries.
     query = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert behind.takes(query, keys, values)
-    past, new = zip(*(x.tensor_split([900], 2) for x in (keys, values)), strict=True)
-    got = behind.attend_behind(query, past, new, SCALING)
+    got = behind.attend_behind(query, keys, values, SCALING)
     exact = attention(query.float(), keys.float(), values.float(), None, SCALING)
     triangle = torch.ones(200, 1100, dtype=torch.bool, device="cuda").tril(900)
     many = (x.repeat_interleave(4, 1) for x in (keys, values))

@@ -166,12 +166,14 @@ class StoreView:
             return dense_alike(state, side)
         return kernels.gather_rows(state.counters, state.windows, self.flat_runs(), columns, self.format, side, plain)
 
-    def dense_before(self, new: Tensor, side: Side, columns: int) -> Tensor:
+    def dense_before(self, new: Tensor, side: Side, columns: int, back: bool = True) -> Tensor:
         """(B, H, columns, D): everything held, as `dense` has it, and ``new`` (B, H, t, D) in the last columns.
 
         Written where it belongs: to join the two would copy all that has been dequantized.
         """
-        dense = self.dense(side, columns)
+        dense = self.dense(side, columns, back=back)
+        if not back:
+            new = kernels.hadamard(new, self.format.rotate_keys if side == "keys" else self.format.rotate_values)
         dense[:, :, columns - new.shape[2] :] = new
         return dense
 

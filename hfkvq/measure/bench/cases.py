@@ -15,6 +15,7 @@ from hfkvq.caches.scheme import Layout, Scheme, SideLayout, get_scheme, list_sch
 from hfkvq.caches.store import MAX_STEP, SIDES, KVStore
 from hfkvq.kernels.decode import LENGTH, run_count, sealed_count
 from hfkvq.kernels.pages import PageFormat
+from hfkvq.sizes import parse_count
 
 PAGE = 128
 GROUP = 32
@@ -108,6 +109,14 @@ class Shape:
 def short(tokens: int) -> str:
     """``32k`` for 32768."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens}"
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Rows and tokens of ``32x8k``. Raises ValueError if it is something else."""
+    rows, by, tokens = text.lower().partition("x")
+    if not by:
+        raise ValueError(f"sizes: got {text!r}, allowed rows x tokens, like 32x8k.")
+    return parse_count(rows.strip()), parse_count(tokens.strip())
 
 
 DEFAULT_SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,9 @@ app.command("generate")(generate_command)
 _DEFAULT_SHAPES = r"\[default: 32x32k, 1x128k, 32x8k, 1x8k, 1x1k]"
 Batches = Annotated[str | None, typer.Option("--batch", help=f"Batch sizes, comma-separated. {_DEFAULT_SHAPES}")]
 Contexts = Annotated[str | None, typer.Option("--context", help="Tokens of context, comma-separated, e.g. 8k,32768.")]
+Sizes = Annotated[
+    str | None, typer.Option(help="Rows x tokens, e.g. 32x32k,1x128k, in place of --batch and --context.")
+]
 Formats = Annotated[
     str | None,
     typer.Option(help=r"Presets and formats to time, comma-separated. \[default: all]"),
@@ -48,6 +52,9 @@ Queries = Annotated[
     typer.Option(
         help=r"Query tokens per row, e.g. 2,16,1k; more than 16 are a prompt behind the context. \[default: 1]"
     ),
+]
+Minutes = Annotated[
+    float | None, number_option(r"Minutes after which nothing new is started. \[default: no limit]", low=0.1)
 ]
 Latents = Annotated[
     int | None,
@@ -72,30 +79,36 @@ def _bench_cases(
     sweep: bool,
     latents: int | None,
     queries: str | None = None,
+    sizes: str | None = None,
     **heads: int | str,
 ) -> tuple[list[Shape], tuple[str, ...]]:
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
 
     try:
+        if (sweep or sizes) and (batch or context):
+            name = "sweep" if sweep else "sizes"
+            raise ValueError(f"{name}: it has batches and contexts of its own; leave --batch and --context out.")
+        if sweep and sizes:
+            raise ValueError("sweep: it has sizes of its own; leave --sizes out.")
         if sweep:
-            if batch or context:
-                raise ValueError("sweep: it has batches and contexts of its own; leave --batch and --context out.")
-            sizes = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
+            pairs = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
+        elif sizes:
+            pairs = [cases.parse_size(part) for part in split(sizes)]
         elif batch or context:
             batches = [parse_count(part) for part in split(batch or "1")]
-            sizes = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
+            pairs = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
         else:
-            sizes = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+            pairs = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
         asked = [parse_count(part) for part in split(queries or "1")]
         if latents and asked != [1]:
             raise ValueError("queries: latents are timed with one query a row; leave --queries out.")
         if latents:
-            shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in sizes]
+            shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in pairs]
         else:
             shapes = [
                 cases.Shape(rows, tokens, queries=count, **heads)  # type: ignore[arg-type]
-                for rows, tokens in sizes
+                for rows, tokens in pairs
                 for count in asked
             ]
         default = cases.LATENT_FORMATS if latents else cases.default_formats()
@@ -145,6 +158,7 @@ def _peers(names: str | None, latents: int | None) -> list[Peer]:
 def bench_kernels(
     batch: Batches = None,
     context: Contexts = None,
+    sizes: Sizes = None,
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
@@ -155,6 +169,7 @@ def bench_kernels(
     peers: Peers = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Contexts of 1k to 128k at batch 1 and 32.")] = False,
     replays: Annotated[int, typer.Option(min=20, help="Replays of each CUDA graph.")] = 30,
+    minutes: Minutes = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Save all figures to a file, or into a folder.")
     ] = None,
@@ -175,14 +190,17 @@ def bench_kernels(
     Refuses to measure kernels that fail their tests or differ from the torch reference.
     """
     check_files("plot", json_file, plot_file)
+    end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
     device = bench_device()
 
     from . import report, timing
-    from .peers.measure import check_peers
+    from .ahead import Compiler
+    from .peers.measure import check_peers, taking
+    from .rows import add_speedups
     from .run import measure_shape
 
     shapes, names = _bench_cases(
-        batch, context, formats, sweep, latents, queries, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        batch, context, formats, sweep, latents, queries, sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
         dtype=dtype.value,
     )  # fmt: skip
     others = _peers(peers, latents)
@@ -190,6 +208,10 @@ def bench_kernels(
         before = report.load(compare) if compare is not None else None
     except ValueError as error:
         fail(error)
+    with Compiler(shapes, device) as compiler:
+        compiler.begin(names)
+        for name in names:
+            compiler.wait((name,))
     record: Record = {**report.environment(device, commit), "checks": _gate(shapes, names, device, skip_tests)}
     checked = check_peers(others, shapes, device)
     record["checks"]["peers"] = checked
@@ -200,24 +222,38 @@ def bench_kernels(
     )
 
     console = make_console()
-    done, work = 0, len(shapes) * (len(names) + len(others) + 1)
-    kept = "nothing is saved" if json_file is None else f"{json_file} has the shapes that were finished"
-    words = f"{kept}; the same command starts over, and --batch and --context choose what is left."
+    # What speed-ups are against comes first, with what is compared: whenever the run ends, that is there.
+    plain, quantized = ([peer for peer in others if peer.quantized is kind] for kind in (False, True))
+    rounds = [(shape, names, taking(plain, shape), True) for shape in shapes]
+    rounds += [(shape, (), taking(quantized, shape), False) for shape in shapes]
+    done, work = 0, sum(len(ours) + len(theirs) + first for _, ours, theirs, first in rounds)
+    copied = record["copy"]["tb_per_s"] * 1e12
+    kept = "nothing is saved" if json_file is None else f"{json_file} has what was measured"
+    words = f"{kept}; the same command starts over, and --sizes, --formats and --peers choose what is left."
     with stoppable(words), progress_bar() as show:
-        for shape in shapes:
+        for shape, ours, theirs, first in rounds:
+            if not ours and not theirs:
+                continue
 
             def tell(name: str, shape: Shape = shape) -> None:
                 nonlocal done
                 show(f"{shape.title}: {name}", done / work)
                 done += 1
 
-            copied = record["copy"]["tb_per_s"] * 1e12
-            rows = measure_shape(shape, names, device, copied, replays, tell, others, checked)
-            record["rows"] += rows
+            for row in measure_shape(shape, ours, device, copied, replays, tell, theirs, checked, first):
+                record["rows"].append(row)
+                add_speedups(report.rows_at(record, shape))
+                if json_file is not None:
+                    report.save(record, json_file)
+                if time.monotonic() > end:
+                    break
+            if time.monotonic() > end:
+                break
+    for shape in shapes:
+        if rows := report.rows_at(record, shape):
             console.print(report.table(rows))
-            # What is measured is kept, even if a later shape ends the run.
-            if json_file is not None:
-                report.save(record, json_file)
+    if done < work:
+        console.print(f"{done} of {work} rows in {minutes:g} minutes; name --formats, --peers or sizes for the others.")
     print_notes(console, report.notes(record))
     if before is not None:
         console.print(report.compare_table(before, record))
@@ -232,16 +268,14 @@ def bench_kernels(
 def bench_tune(
     batch: Batches = None,
     context: Contexts = None,
+    sizes: Sizes = None,
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
-    minutes: Annotated[
-        float | None,
-        number_option(r"Minutes after which no new variant is started. \[default: search everything]", low=0.1),
-    ] = None,
+    minutes: Minutes = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, metavar="PATH", help="Save times and parameters, too.")
     ] = None,
@@ -256,8 +290,9 @@ def bench_tune(
     from . import tune
 
     shapes, names = _bench_cases(
-        batch, context, formats, False, latents, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype.value
-    )
+        batch, context, formats, False, latents, sizes=sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=dtype.value,
+    )  # fmt: skip
     found: list[tune.Finding] = []
 
     def keep(finding: tune.Finding) -> None:

@@ -28,6 +28,9 @@ REGRESSION = 5.0
 
 Record = dict[str, Any]
 
+KINDS = ("baseline", "bound", "peer", "format")
+"""Of lines, in the order of tables."""
+
 _SHAPE = ("batch", "context", "heads", "kv_heads", "head_dim", "dtype")
 
 
@@ -37,6 +40,12 @@ def shape_of(row: Row) -> Shape:
     return Shape(
         **{field: row[field] for field in _SHAPE}, rope_dim=row.get("rope_dim", 0), queries=row.get("queries", 1)
     )
+
+
+def rows_at(record: Record, shape: Shape) -> list[Row]:
+    """The lines of a shape, ours last, other packages' before them."""
+    rows = [row for row in record["rows"] if shape_of(row) == shape]
+    return sorted(rows, key=lambda row: KINDS.index(row["kind"]))
 
 
 # The record.
@@ -86,8 +95,10 @@ def describe_copy(nbytes: int, timing: Timing) -> Record:
 
 
 def save(record: Record, path: Path) -> None:
-    """Writes the record as JSON."""
-    path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    """Writes the record as JSON, at once: whenever the run ends, the file is whole."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def load(path: Path) -> Record:
@@ -220,7 +231,7 @@ def save_plot(record: Record, path: Path) -> bool:
         asked = f", {short(queries)} queries" if queries > 1 else ""
         title = f"{batch} x {short(context)}{asked}, speed-up"
         columns.append(Column(title, marks, logarithmic=True, line=1.0, form="{:.2f}"))
-    names = list(dict.fromkeys(row["name"] for row in rows))
+    names = list(dict.fromkeys(row["name"] for row in sorted(rows, key=lambda row: KINDS.index(row["kind"]))))
     others = {row["name"] for row in rows if row["kind"] != "format"}
     title = (
         f"Decode attention of one layer against the fastest unquantized kernel, {record['gpu']}\n"

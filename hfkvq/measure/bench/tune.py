@@ -6,33 +6,21 @@ import contextlib
 import dataclasses
 import json
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as Late
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
 
-from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.kernels.triton import configs
-from hfkvq.kernels.triton._lib import Gpu, properties
-from hfkvq.kernels.triton.ahead import Wanted, compile_one
-from hfkvq.kernels.triton.decode import decode_wanted
-from hfkvq.kernels.triton.latent import latent_wanted
-from hfkvq.kernels.triton.warm import wanted
-from hfkvq.kernels.triton.worker import leave_gpu_alone
-from hfkvq.kernels.warm import normal
+from hfkvq.kernels.triton._lib import properties
 
 from ..records import now, versions
 from ..tables import new_table
-from .cases import DTYPES, Shape, fill, layout_of, scheme_of
+from .ahead import Compiler, Variant, kernels_of, plain
+from .cases import Shape, fill
 from .run import store_calls
 from .split_kv import FAILURES
 from .timing import cache_size, time_calls
@@ -72,8 +60,6 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 REPLAYS = 10
 AIM_US = 2000.0
 """Length of a replay."""
-WORKERS = 14
-"""Most processes that compile side by side; none of them uses the GPU."""
 WORTHWHILE = 0.98
 """Share of the time up to which a candidate replaces what is there; less is noise."""
 HOPELESS = 1.04
@@ -81,7 +67,6 @@ HOPELESS = 1.04
 
 Progress = Callable[[str, float], None]
 Timer = Callable[[], float]
-Variant = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +188,9 @@ def tune(
             uses.setdefault(variant, []).append(name)
     findings: list[Finding] = []
     with contextlib.ExitStack() as stack:
-        compiler = stack.enter_context(Compiler(shapes[0], device, end))
-        compiler.begin(formats, {variant: configs.lookup(device, *variant) for variant in uses}, uses)
+        compiler = stack.enter_context(Compiler(shapes[:1], device, end))
+        tried = {variant: candidates(variant[0], configs.lookup(device, *variant)) for variant in uses}
+        compiler.begin(formats, tried, uses)
         for (kernel, key), names in uses.items():
             progress(f"{key}: compiling", 0.0)
             if not all([compiler.wait((name,)) for name in names]):
@@ -214,7 +200,7 @@ def tune(
             own = [(name, kernel, key) for name in names]
 
             def ready(knobs: Mapping[str, int], own: Sequence[tuple[str, ...]] = own) -> bool:
-                return all([compiler.wait((*each, _plain(knobs))) for each in own])
+                return all([compiler.wait((*each, plain(knobs))) for each in own])
 
             finding = search(kernel, key, start, timers, progress, ready)
             findings.append(finding)
@@ -232,102 +218,6 @@ def _timers(names: Sequence[str], shapes: Sequence[Shape], device: torch.device,
             progress(f"filling {name}, {shape.title}", 0.0)
             calls = store_calls(fill(name, keys, values), query, shape.scaling, cache_size(device))
             yield lambda calls=calls: time_calls(calls, REPLAYS, AIM_US).p50
-
-
-# Compiling.
-
-
-def kernels_of(name: str, shape: Shape, device: torch.device) -> Iterator[Wanted]:
-    """The variants that attend to a format at such shapes, with the launch parameters in force."""
-    form, dtype = layout_of(name, shape.head_dim, shape.rope_dim).store, DTYPES[shape.dtype]
-    if form.latent:
-        yield from latent_wanted(form, shape.heads, shape.head_dim, shape.rope_dim, dtype, device, shape.queries)
-    else:
-        dims = shape.kv_heads, shape.heads, shape.head_dim, shape.head_dim
-        yield from decode_wanted(form, *dims, dtype, device, shape.queries)
-
-
-def compile_format(name: str, shape: Shape) -> None:
-    """Compiles what storing a format and attending to it takes into Triton's cache."""
-    scheme, device = scheme_of(name, shape.head_dim), torch.device("cuda", 0)
-    for each in kernels_of(name, shape, device):
-        compile_one(each)
-    if not shape.rope_dim:
-        plan = layer_plan(scheme, LayerShape(shape.heads, shape.kv_heads, shape.head_dim), DTYPES[shape.dtype])
-        for each in wanted(normal(plan), shape.heads, scheme.channel_rule, False, device):
-            compile_one(each)
-
-
-def compile_candidate(name: str, shape: Shape, kernel: str, key: str, knobs: configs.Knobs) -> None:
-    """Compiles what attending to a format takes with these launch parameters."""
-    with configs.override(kernel, key, **knobs):
-        for each in kernels_of(name, shape, torch.device("cuda", 0)):
-            compile_one(each)
-
-
-def _plain(knobs: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(knobs.items()))
-
-
-class Compiler:
-    """Processes that compile side by side, while this one measures: a candidate takes seconds, and there are a hundred.
-
-    Args:
-        shape: heads, dims and dtype.
-        device: whose kernels they are.
-        end: when there is no time left, by `time.monotonic`.
-    """
-
-    def __init__(self, shape: Shape, device: torch.device, end: float) -> None:
-        self._shape, self._device, self._end = shape, device, end
-        self._jobs: dict[tuple[Any, ...], Future[None]] = {}
-        self._pool: ProcessPoolExecutor | None = None
-
-    def __enter__(self) -> Compiler:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def begin(
-        self, formats: Sequence[str], starts: Mapping[Variant, configs.Knobs], uses: Mapping[Variant, Sequence[str]]
-    ) -> None:
-        """Has everything compiled, in the order in which it is measured; returns at once."""
-        workers = min(WORKERS, (os.cpu_count() or 1) - 1)
-        if self._device.type != "cuda" or workers < 1:
-            return
-        found = properties(self._device)
-        gpu = Gpu(*(getattr(found, field) for field in Gpu._fields))
-        # The GPU has been used in this process, so a copy of it could not; what is imported once serves all.
-        # Children launch nothing, so that nobody's times are disturbed.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        self._pool = ProcessPoolExecutor(workers, context, leave_gpu_alone, (gpu,))
-        with contextlib.suppress(BrokenProcessPool):
-            for name in formats:
-                self._jobs[name,] = self._pool.submit(compile_format, name, self._shape)
-            for (kernel, key), start in starts.items():
-                for knobs in candidates(kernel, start):
-                    for name in uses[kernel, key]:
-                        job = self._pool.submit(compile_candidate, name, self._shape, kernel, key, knobs)
-                        self._jobs[name, kernel, key, _plain(knobs)] = job
-
-    def wait(self, what: tuple[Any, ...]) -> bool:
-        """Waits for a format (name,) or a candidate (name, kernel, key, knobs); False if there is no time left.
-
-        What was not asked for is compiled where it is launched, and so is what failed: it says why there.
-        """
-        left = self._end - time.monotonic()
-        if left <= 0:
-            return False
-        job = self._jobs.get(what)
-        if job is not None:
-            try:
-                job.exception(None if math.isinf(left) else left)
-            except (Late, TimeoutError):
-                return False
-        return True
 
 
 def to_save(findings: Sequence[Finding]) -> dict[str, dict[str, dict[str, int]]]:

@@ -33,11 +33,12 @@ def install(monkeypatch, name, **names):
 
 
 def varlen(q, k, v, *, softmax_scale, block_table=None, seqused_k=None, cu_seqlens_k=None, fa_version, **options):
-    """Rows of pages (N, page, H, D), or one row after the other."""
-    assert options["max_seqlen_q"] == 1
-    assert options["cu_seqlens_q"].tolist() == list(range(len(q) + 1))
+    """Rows of pages (N, page, H, D), or one row after the other; queries are the newest of a row."""
+    ends, queries = options["cu_seqlens_q"].tolist(), options["max_seqlen_q"]
+    assert ends == list(range(0, len(q) + 1, queries))
     outs = []
-    for i, query in enumerate(q):
+    for i in range(len(ends) - 1):
+        query = q[ends[i] : ends[i + 1]]
         if block_table is None:
             first, end = cu_seqlens_k[i : i + 2]
             keys, values = k[first:end], v[first:end]
@@ -45,8 +46,10 @@ def varlen(q, k, v, *, softmax_scale, block_table=None, seqused_k=None, cu_seqle
             assert fa_version == 2 or options["scheduler_metadata"] == "a plan"
             keys, values = (x[block_table[i].long()].flatten(0, 1)[: seqused_k[i]] for x in (k.float(), v.float()))
         scales = [options.get(f"{x}_descale", torch.ones(len(q), 1))[i, 0] for x in "qkv"]
-        both = (keys.transpose(0, 1)[None].float() * scales[1], values.transpose(0, 1)[None].float() * scales[2])
-        outs.append(attention(query[None].float() * scales[0], *both, softmax_scale))
+        keys, values = keys.float() * scales[1], values.float() * scales[2]
+        for at in range(queries):
+            seen = (x[: len(x) - queries + at + 1].transpose(0, 1)[None] for x in (keys, values))
+            outs.append(attention(query[at : at + 1].float() * scales[0], *seen, softmax_scale))
     return torch.cat(outs).to(q.dtype if q.element_size() > 1 else torch.bfloat16)
 
 

@@ -155,6 +155,9 @@ def pretended_gpu(monkeypatch, tmp_path):
         (["--batch", "0"], "got '0', allowed numbers"),
         (["--heads", "6", "--kv-heads", "4"], "heads: got 6, allowed multiples of kv_heads"),
         (["--sweep", "--batch", "1"], "leave --batch and --context out"),
+        (["--sizes", "1x8k", "--context", "8k"], "sizes: it has batches and contexts of its own"),
+        (["--sizes", "1x8k", "--sweep"], "sweep: it has sizes of its own"),
+        (["--sizes", "8k"], "sizes: got '8k', allowed rows x tokens, like 32x8k"),
         (["--peers", "vllm-fa4"], "peers: got 'vllm-fa4', which is unknown; did you mean 'vllm-fa"),
         (["--peers", "vllm-fa3", "--latents", "16"], "peers: got 'vllm-fa3' with --latents"),
         (["--replays", "5"], "Invalid value for '--replays'"),
@@ -226,6 +229,53 @@ def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path):
     assert again.exit_code == 0, again.output
     assert "+0.0 %" in again.output
     assert "slower" not in again.output
+
+
+@needs_interpreter
+def test_rows_are_saved_as_they_are_measured(pretended_gpu, monkeypatch, tmp_path):
+    """What speed-ups are against and this library's formats first; a run that ends early has left a whole file."""
+    fakes.flash(monkeypatch)
+    file, seen = tmp_path / "a.json", []
+    save = report.save
+
+    def watched(record, path):
+        save(record, path)
+        row = report.load(file)["rows"][-1]
+        if row["kind"] != "baseline":
+            seen.append((row["context"], row["name"], row["speedup"]))
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "save", watched)
+    options = ["--sizes", "1x200,1x1k", "--formats", "int4", "--peers", "vllm-fa3-fp8,vllm-fa2", "--skip-tests"]
+    done = run("kernels", *OPTIONS, *options, "--json", str(file))
+    assert done.exit_code == 130
+    assert "a.json has what was measured" in flat(done.output)
+    ours = [(tokens, *row) for tokens in (200, 1024) for row in (("vllm-fa2", 0.5), ("int4", 2))]
+    assert seen == [*ours, (200, "vllm-fa3-fp8", 0.5)]
+
+
+@needs_interpreter
+def test_a_run_ends_in_time(pretended_gpu, monkeypatch, tmp_path):
+    clock = SimpleNamespace(monotonic=iter(range(0, 400, 40)).__next__)
+    monkeypatch.setattr("hfkvq.measure.bench.cli.time", clock)
+    options = [
+        "--context",
+        "200",
+        "--formats",
+        "int4,kivi-4",
+        *ALONE,
+        "--minutes",
+        "2",
+        "--json",
+        str(tmp_path / "a.json"),
+    ]
+    done = run("kernels", *OPTIONS, *options)
+    assert done.exit_code == 0, done.output
+    # Each look at the clock finds it 40 s later, and there is one before the rows and one after each.
+    rows = report.load(tmp_path / "a.json")["rows"]
+    assert len(rows) == 4, rows
+    assert "of 3 rows in 2 minutes" in flat(done.output)
 
 
 @needs_interpreter

@@ -141,6 +141,19 @@ def test_contexts_that_a_peer_does_not_hold(name, context, absent, monkeypatch):
 # Checks and times.
 
 
+def test_several_queries_are_the_newest(absent, monkeypatch):
+    """Of steps, and of prompts behind their context; other packages are asked for one."""
+    fakes.flash(monkeypatch)
+    fakes.flashinfer(monkeypatch)
+    monkeypatch.setattr(measure, "CONTEXT", 256)
+    peers = present(["vllm-fa3", "vllm-fa2", "flashinfer"], pytest.fail)
+    shapes = [Shape(1, 512, 4, 2, 128, queries=queries) for queries in (4, 24)]
+    assert [peer.name for peer in measure.taking(peers, shapes[0])] == ["vllm-fa3", "vllm-fa2"]
+    checked = measure.check_peers(peers, shapes, torch.device("cpu"))
+    assert set(checked) == {"vllm-fa3", "vllm-fa2"}
+    assert all(isinstance(error, float) and error < 0.01 for own in checked.values() for error in own.values())
+
+
 def test_a_wrong_kernel_is_not_timed(absent, monkeypatch):
     fakes.flash(monkeypatch, flash_attn_varlen_func=lambda q, k, v, **o: 1.05 * fakes.varlen(q, k, v, **o))
     monkeypatch.setattr(measure, "time_calls", lambda *rest: pytest.fail("it was timed"))

@@ -9,7 +9,7 @@ from hfkvq.caches import behind
 from hfkvq.measure.bench import run, several
 from hfkvq.measure.bench.cases import Shape, as_dict
 from hfkvq.measure.bench.report import shape_of
-from hfkvq.measure.bench.run import row_of
+from hfkvq.measure.bench.rows import add_speedups, row_of
 from hfkvq.measure.bench.timing import Timing
 from tests.caches.driver import attention, with_sums
 
@@ -55,7 +55,8 @@ def test_bounds_are_no_baselines(monkeypatch):
     monkeypatch.setattr(Shape, "data", lambda self, device: data_of(self))
     monkeypatch.setattr(run, "cache_size", lambda device: 1)
     monkeypatch.setattr(run, "measure_baselines", lambda *rest: iter(shown))
-    rows = run.measure_shape(shape, [], CPU, None, 3)
+    rows = list(run.measure_shape(shape, [], CPU, None, 3))
+    add_speedups(rows)
     assert [(row["kind"], row["speedup"], row["against"]) for row in rows] == [
         ("baseline", 1.0, "right"),
         ("bound", 3.0, "right"),
@@ -84,7 +85,7 @@ def test_what_prompts_and_steps_are_held_against(monkeypatch):
     assert [name for name, *_ in several.measure_several(prompt, query, [(keys, values)], 3)] == [
         "flash SDPA",
         "cuDNN SDPA",
-        "SDPA in two parts",
+        "SDPA, as we ask for it",
     ]
 
 
@@ -100,10 +101,13 @@ def test_a_prompts_time_is_of_attention_over_all(monkeypatch, name):
         return Timing(1, 1, 1, 1, 1, replays)
 
     monkeypatch.setattr(several, "time_calls", time_calls)
-    _, nbytes, spec, remark = several.measure_prompt(shape, name, (query, keys, values), 3)
+    monkeypatch.setattr(behind, "likes_cudnn", lambda *rest: False)
+    monkeypatch.setattr(behind, "LOST", 3 * query.shape[:3].numel() * 300)
+    (title, _, nbytes, spec, remark), again = several.measure_prompt(shape, name, (query, keys, values), 3)
+    assert (title, again[0]) == (name, f"{name}, length again")
     assert 0 < nbytes < keys.nbytes + values.nbytes
     assert spec
-    assert remark.startswith("peak 3 MiB, dense keys and values")
+    assert remark.startswith("peak 3 MiB with the output, which has 0; dense keys and values 0")
     exact = attention(query, keys, values, None, shape.scaling).float()
     # Coarse pages, whole new tokens: like, and not the same.
     error = (outs[0].float() - exact).norm() / exact.norm()

@@ -13,7 +13,7 @@ import torch
 from hfkvq import kernels
 from hfkvq.kernels.triton import configs
 from hfkvq.kernels.triton._lib import Gpu
-from hfkvq.measure.bench import tune
+from hfkvq.measure.bench import ahead, tune
 from hfkvq.measure.bench.cases import Shape
 from hfkvq.measure.bench.timing import Timing
 
@@ -110,7 +110,7 @@ class Jobs:
 
     def __init__(self, workers, context, initializer, initargs):
         assert context.get_start_method() == "forkserver"
-        assert (initializer, initargs[0].name) == (tune.leave_gpu_alone, "Synthetic")
+        assert (initializer, initargs[0].name) == (ahead.leave_gpu_alone, "Synthetic")
         self.given, self.late = [], ()
 
     def submit(self, function, *args):
@@ -129,37 +129,46 @@ class Jobs:
 @pytest.fixture
 def compiler(monkeypatch):
     """Of a GPU that is not there."""
-    monkeypatch.setattr(tune, "ProcessPoolExecutor", Jobs)
-    monkeypatch.setattr(tune.os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(tune, "properties", lambda device: Gpu("Synthetic", 9, 0, 132, 228 << 10))
+    monkeypatch.setattr(ahead, "ProcessPoolExecutor", Jobs)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(ahead, "properties", lambda device: Gpu("Synthetic", 9, 0, 132, 228 << 10))
 
     def make(end):
-        return tune.Compiler(Shape(1, 64), torch.device("cuda", 0), end)
+        # Kernels are the same for all contexts and rows, not for all numbers of queries.
+        shapes = [Shape(1, 64), Shape(32, 8192), Shape(1, 64, queries=4)]
+        return ahead.Compiler(shapes, torch.device("cuda", 0), end)
 
     return make
 
 
 def test_candidates_are_compiled_in_the_order_of_measuring(compiler):
     with compiler(math.inf) as own:
-        own.begin(["kitty", "int4"], {("decode", "a"): START}, {("decode", "a"): ["int4"]})
         tried = tune.candidates("decode", START)
-        shape = Shape(1, 64)
+        own.begin(["kitty", "int4"], {("decode", "a"): tried}, {("decode", "a"): ["int4"]})
+        shapes = [Shape(1, 1024), Shape(1, 1024, queries=4)]
         assert own._pool.given == [
-            ("compile_format", "kitty", shape),
-            ("compile_format", "int4", shape),
-            *(("compile_candidate", "int4", shape, "decode", "a", knobs) for knobs in tried),
+            *(
+                (function, name, shape)
+                for name in ("kitty", "int4")
+                for function, shape in (
+                    ("compile_store", shapes[0]),
+                    ("compile_attention", shapes[0]),
+                    ("compile_attention", shapes[1]),
+                )
+            ),
+            *(("compile_candidate", "int4", shapes[0], "decode", "a", knobs) for knobs in tried),
         ]
         assert own.wait(("kitty",))
-        assert own.wait(("int4", "decode", "a", tune._plain(tried[0])))
+        assert own.wait(("int4", "decode", "a", ahead.plain(tried[0])))
         # Nobody asked for it: a launch compiles it.
         assert own.wait(("int4", "decode", "b", ()))
 
 
 def test_nothing_is_waited_for_beyond_the_end(compiler):
     with compiler(time.monotonic() + 0.05) as own:
-        own.begin([], {}, {})
+        own.begin([])
         own._pool.late = ("int4",)
-        own._jobs["int4",] = own._pool.submit(tune.compile_format, "int4")
+        own._jobs["int4",] = [own._pool.submit(ahead.compile_store, "int4")]
         assert not own.wait(("int4",))
     with compiler(time.monotonic() - 1) as own:
         assert not own.wait(("kitty",))
@@ -167,7 +176,7 @@ def test_nothing_is_waited_for_beyond_the_end(compiler):
 
 def test_a_pool_that_dies_is_passed_over(compiler):
     with compiler(math.inf) as own:
-        own.begin(["dies", "int4"], {}, {})
+        own.begin(["dies", "int4"])
         assert own.wait(("dies",))
 
 
@@ -223,6 +232,16 @@ def test_tune_ends_in_time(invented, monkeypatch):
 def test_compiling_leaves_the_gpu_alone():
     """A child of a process that has one: nothing is launched, and the kernels are those that a launch takes."""
     with kernels.use_interpreter(), configs.watch() as seen:
-        wanted = list(tune.kernels_of("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
+        wanted = list(ahead.kernels_of("int4", Shape(1, 160, 2, 1, 32, "float16"), CPU))
     assert [kernel for kernel, _ in seen] == ["decode"]
     assert {each.kernel.__name__ for each in wanted} == {"decode_kernel", "merge_kernel"}
+    prompt = Shape(1, 160, 2, 1, 32, "float16", queries=20)
+    assert {each.kernel.__name__ for each in ahead.kernels_of("int4", prompt, CPU)} == {"gather_pages_kernel"}
+
+
+def test_what_stores_a_format_is_compiled(monkeypatch):
+    """By the plan of its layer, whose signature nobody else here sees: a child's error would only be slow."""
+    plans = []
+    monkeypatch.setattr(ahead, "wanted", lambda *given: plans.append(given) or iter(()))
+    ahead.compile_store("int4", Shape(1, 160, 2, 1, 32, "float16"))
+    assert len(plans) == 1

@@ -19,6 +19,7 @@ NO_PAGES = "no pages"
 class _FlashAttention(Peer):
     package = "vllm"
     remedy = "pip install vllm"
+    several = True
     version: ClassVar[int]
 
     def load(self) -> None:
@@ -35,12 +36,12 @@ class _FlashAttention(Peer):
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
         """See `Peer.prepare`."""
-        batch, tokens, device = shape.batch, shape.context, query.device
-        given = self.cast(query[:, :, 0]).contiguous()
+        batch, queries, tokens, device = shape.batch, shape.queries, keys.shape[2], query.device
+        given = self.cast(query).transpose(1, 2).flatten(0, 1).contiguous()
         lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
         options: dict[str, Any] = {
-            "max_seqlen_q": 1,
-            "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=device),
+            "max_seqlen_q": queries,
+            "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=device) * queries,
             "max_seqlen_k": tokens,
             "softmax_scale": shape.scaling,
             "causal": True,
@@ -56,11 +57,12 @@ class _FlashAttention(Peer):
             options |= {"seqused_k": lengths, "block_table": page_table(batch, tokens, page, device)}
             options |= self.scheduled(shape, lengths, options, page, given.dtype)
         # Copies of the cache are the first tensors; the rest is the step's and the same for all layers.
-        attend = partial(self._call, given, options)
+        attend = partial(self._call, given, options, queries)
         return Prepared(cache, attend, sum(x.nbytes for x in cache), partial(self.exact, keys, values))
 
-    def _call(self, query: Tensor, options: dict[str, Any], keys: Tensor, values: Tensor) -> Tensor:
-        return self._attend(query, keys, values, **options)
+    def _call(self, query: Tensor, options: dict[str, Any], queries: int, keys: Tensor, values: Tensor) -> Tensor:
+        out = self._attend(query, keys, values, **options)
+        return out.unflatten(0, (-1, queries)).transpose(1, 2)
 
     def cast(self, x: Tensor) -> Tensor:
         """In the dtype that the kernel takes."""
@@ -106,8 +108,8 @@ class FlashAttention3(_FlashAttention):
         """The tile scheduler's plan."""
         plan = self._metadata(
             batch_size=shape.batch,
-            max_seqlen_q=1,
-            max_seqlen_k=shape.context,
+            max_seqlen_q=shape.queries,
+            max_seqlen_k=options["max_seqlen_k"],
             num_heads_q=shape.heads,
             num_heads_kv=shape.kv_heads,
             headdim=shape.head_dim,

@@ -21,6 +21,9 @@ from .peer import Peer, Prepared
 CONTEXT = 4096
 """Tokens that peers are checked at, of two rows: splits of theirs have to be merged."""
 
+MOST_QUERIES = 64
+"""Queries that they are checked with at most: the reference's logits are in memory."""
+
 UNGRAPHED = "launched one by one, not in a graph"
 
 Data = tuple[Tensor, Tensor, Tensor]
@@ -31,19 +34,29 @@ Findings = Mapping[str, Mapping[str, float | str]]
 FAILURES = (Exception,)
 
 
+def plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """PyTorch's attention (B, Hq, Q, D), causal and aligned to the newest."""
+    queries, columns = query.shape[2], keys.shape[2]
+    seen = torch.ones(queries, columns, dtype=torch.bool, device=query.device).tril(columns - queries)
+    mask = None if queries == 1 else seen
+    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scaling, enable_gqa=True)
+
+
 def reference(query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-    """Attention in fp32: (B, Hq, D)."""
-    out = F.scaled_dot_product_attention(query.float(), keys.float(), values.float(), scale=scaling, enable_gqa=True)
-    return out[:, :, 0]
+    """Attention in fp32: (B, Hq, Q, D)."""
+    return plain(query.float(), keys.float(), values.float(), scaling)
 
 
 def allowed_of(peer: Peer, shape: Shape, data: Data) -> float:
     """The error that a peer may have: its own bound, or twice that of PyTorch's attention in the query's dtype."""
     if peer.tolerance is not None:
         return peer.tolerance
-    query, keys, values = data
-    torch_out = F.scaled_dot_product_attention(query, keys, values, scale=shape.scaling, enable_gqa=True)[:, :, 0]
-    return 2 * error_of(torch_out, reference(*data, shape.scaling))
+    return 2 * error_of(plain(*data, shape.scaling), reference(*data, shape.scaling))
+
+
+def taking(peers: Iterable[Peer], shape: Shape) -> list[Peer]:
+    """Those that take as many queries of a row as the shape has."""
+    return [peer for peer in peers if shape.queries == 1 or peer.several]
 
 
 def check_variant(peer: Peer, shape: Shape, data: Data, variant: str) -> float | str:
@@ -51,7 +64,7 @@ def check_variant(peer: Peer, shape: Shape, data: Data, variant: str) -> float |
     query = data[0]
     try:
         prepared = peer.prepare(shape, *data, variant)
-        got = prepared.attend(*prepared.cache).reshape(shape.batch, shape.heads, shape.head_dim)
+        got = prepared.attend(*prepared.cache).reshape(query.shape)
         error = error_of(got, reference(query, *prepared.exact(), shape.scaling))
     except FAILURES as failure:
         return first_line(failure)
@@ -64,9 +77,10 @@ def check_peers(
 ) -> dict[str, dict[str, float | str]]:
     """Holds every variant of the peers against the reference, on two rows of 4,096 tokens with the shapes' heads."""
     found: dict[str, dict[str, float | str]] = {}
-    for shape in {dataclasses.replace(shape, batch=2, context=CONTEXT, queries=1): None for shape in shapes}:
+    small = {"batch": 2, "context": CONTEXT}
+    for shape in {dataclasses.replace(x, **small, queries=min(x.queries, MOST_QUERIES)): None for x in shapes}:
         data = shape.data(device)
-        for peer in peers:
+        for peer in taking(peers, shape):
             own = found.setdefault(peer.name, {})
             for variant in peer.variants(shape):
                 before, now = own.get(variant), check_variant(peer, shape, data, variant)
@@ -95,7 +109,7 @@ def measure_peer(
     Args:
         peer: it.
         shape: the shape.
-        data: query (B, Hq, 1, D), keys and values (B, H, T, D).
+        data: query (B, Hq, Q, D), keys and values (B, H, T, D).
         replays: replays of a graph.
         copied: bandwidth of a copy, bytes a second.
         checked: what `check_peers` found of its variants.

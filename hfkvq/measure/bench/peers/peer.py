@@ -20,7 +20,7 @@ class Prepared:
 
     Attributes:
         cache: what a step reads; benchmarks copy it to keep caches cold.
-        attend: called with the tensors of ``cache``; returns (B, Hq, D), in any shape of that order.
+        attend: called with the tensors of ``cache``; returns (B, Hq, Q, D), in any shape of that order.
         read: bytes of the cache that a step cannot do without.
         exact: the keys and values (B, H, T, D) that the cache stands for.
     """
@@ -42,6 +42,7 @@ class Peer(ABC):
         tolerance: allowed error, root mean square, relative to the output of the fp32 reference over `Prepared.exact`.
             None: twice the error of PyTorch's own attention in the same dtype.
         graph: whether its calls can be captured in a CUDA graph.
+        several: whether it takes several queries of a row, causal and aligned to the newest.
     """
 
     name: ClassVar[str]
@@ -50,6 +51,7 @@ class Peer(ABC):
     code_bits: ClassVar[tuple[int, int]]
     tolerance: ClassVar[float | None] = None
     graph: ClassVar[bool] = True
+    several: ClassVar[bool] = False
 
     @abstractmethod
     def load(self) -> None:
@@ -61,7 +63,7 @@ class Peer(ABC):
 
     @abstractmethod
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
-        """Puts one layer's keys and values (B, H, T, D) into the peer's layout.
+        """Puts one layer's keys and values (B, H, T, D) into the peer's layout, for a query (B, Hq, Q, D).
 
         Raises:
             ValueError: the peer does not serve the shape.
