@@ -267,4 +267,7 @@ def test_steps_on_a_gpu(family, scheme):
                 own.append(model(prompt(2, 1, i).cuda(), past_key_values=cache).logits.float().log_softmax(-1))
         logits.append(torch.cat(own, 1))
     divergence = (logits[1].exp() * (logits[1] - logits[0])).sum(-1)
-    assert divergence.mean() < 2e-2
+    # Not the mean: with random weights, rounding to bf16 alone makes DeepSeek-V3's router choose other experts for one
+    # token in 200, which is worth up to 3 nats.
+    assert divergence.median() < 2e-3
+    assert divergence.flatten().quantile(0.9) < 2e-2
