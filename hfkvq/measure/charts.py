@@ -105,12 +105,13 @@ def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]
     if column.logarithmic:
         found = {at: mark for at, mark in found.items() if mark.value > 0}
     values = [mark.value for mark in found.values()] or [1.0]
+    highest = max(*values, *(mark.high or mark.value for mark in found.values())) if found else 1.0
     # Within so little, a logarithmic axis has no round number to write.
-    if column.logarithmic and len(found) > 1 and max(values) < 2 * min(values):
+    if column.logarithmic and len(found) > 1 and highest < 2 * min(values):
         axes.xaxis.set_major_locator(MaxNLocator(3))
     elif column.logarithmic:
         axes.set_xscale("log")
-        if max(*values, *(mark.high or mark.value for mark in found.values())) < 100 * min(values):
+        if highest < 100 * min(values):
             # Powers of ten alone would leave an axis with one number.
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:,g}")
