@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python evals/one_layer.py
 
-Reads evals/results/kernels-h200.json, kernels-peers-h200.json (the last run with other packages' quantized kernels) and, if
-it is there, kernels-h100.json. Writes a picture of each of the first two, the tables in docs/results.md between markers, and
-the speed-ups in docs/choosing.md.
+Reads evals/results/kernels-h200.json, kernels-peers-h200.json (the last run with others' quantized kernels) and, if it
+is there, kernels-h100.json. Writes a picture of each of the first two, the tables in docs/results.md between
+markers, and the speed-ups in docs/choosing.md.
 """
 
 from __future__ import annotations
