@@ -8,6 +8,7 @@ context need not be rotated back: queries are rotated instead.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ MOST_LENGTHS = 4096
 
 _done: dict[tuple[Any, ...], int] = {}
 """By length and layout: queries of all rows and heads times tokens of the context until now; the oldest first."""
+
+_LOCK = threading.Lock()
+"""Of changes to `_done`: a server may have several threads."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys (B, H, T, D) and values (B, H, T, D)."""
@@ -178,14 +182,16 @@ def pays(query: Tensor, keys: Tensor, columns: int, alike: int = 1) -> bool:
     work = query.shape[:3].numel() * columns
     if work * alike >= PAYS:
         return True
-    length = (query.shape, keys.shape[1], columns, keys.dtype)
+    # Each device has plans of its own.
+    length = (query.shape, keys.shape[1], columns, keys.dtype, keys.device)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        # No plan can be made now; where there is more than `LOST`, one was.
-        return _done.get(length, 0) > LOST
-    done = _done.pop(length, 0)
-    if len(_done) >= MOST_LENGTHS:
-        del _done[next(iter(_done))]
-    _done[length] = done + work
+        # No plan can be made now; one was if the last call came behind `LOST`.
+        return _done.get(length, 0) - work >= LOST
+    with _LOCK:
+        done = _done.pop(length, 0)
+        if len(_done) >= MOST_LENGTHS:
+            del _done[next(iter(_done))]
+        _done[length] = done + work
     return done >= LOST
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 import torch
 
@@ -89,6 +92,56 @@ def test_cudnn_may_refuse_what_it_was_said_to_take(plain, monkeypatch, caplog):
     del raised[0]
     with pytest.raises(torch.OutOfMemoryError):
         dense.dense_attention(None, query, keys, values, AttentionArguments(SCALING))
+
+
+def test_no_plan_is_made_in_a_graph(plain, monkeypatch):
+    """The call that loses more than a plan's time has flash attention still, so that there is no plan behind it."""
+    query, keys, values = given()
+    work, capturing = query.shape[:3].numel() * 100, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(behind, "_done", {})
+    monkeypatch.setattr(behind, "LOST", work * 3 // 2)
+    found = []
+    for capture in (False, False, True, False, True):
+        plain.clear()
+        capturing[:] = [True] * capture
+        dense.dense_attention(None, query, keys[:, :, :140], values[:, :, :140], AttentionArguments(SCALING))
+        found.append(plain[-1][0])
+    assert found == ["flash", "flash", "flash", "cudnn", "cudnn"]
+
+
+def test_each_device_gets_a_plan(monkeypatch):
+    monkeypatch.setattr(behind, "_done", {})
+    monkeypatch.setattr(behind, "LOST", 1)
+    asked = [torch.empty(1, 1, 4, 8, device=device) for device in ("cpu", "meta", "cpu", "meta")]
+    assert [behind.pays(x, x, 10) for x in asked] == [False, False, True, True]
+
+
+def test_threads_ask_for_plans(monkeypatch):
+    """Lengths are forgotten in one thread while another one looks for the oldest."""
+    monkeypatch.setattr(behind, "_done", {})
+    monkeypatch.setattr(behind, "MOST_LENGTHS", 1)
+    x, failed, interval = torch.empty(1, 1, 4, 8), [], sys.getswitchinterval()
+
+    def ask(first):
+        try:
+            for columns in range(first, first + 3000):
+                behind.pays(x, x, columns)
+        except (KeyError, RuntimeError, StopIteration) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask, args=(3000 * i + 1,)) for i in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
+    assert len(behind._done) == 1
 
 
 def test_a_length_that_comes_again_gets_a_plan(plain, monkeypatch):

@@ -111,7 +111,7 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
             raise ValueError(f"{name} {got}, and must be {dtype} of {shape}")
         return found.to(empty.device)
 
-    runs = []
+    runs, counters = [], take("counters", tuple(empty.counters.shape), torch.int32)
     for r, formats in enumerate(empty.format.runs):
         sides, count = [], -1
         for side, fmt in zip(SIDES, formats, strict=True):
@@ -127,7 +127,8 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
             raise ValueError(f"run{r} has {count} pages for {empty.batch} rows")
         blocks = count // empty.batch
         if empty.format.ring:
-            blocks = -(-max(max(map(int, row[1:])) for row in numbers["rows"]) // formats[0].page_size)
+            # As `packed` counts: the states of rows may be those of rows that were left out since.
+            blocks = -(-int(counters[RUNS + 2 * r : RUNS + 2 * r + 2].max()) // formats[0].page_size)
             if count != empty.batch * empty.format.pages(blocks):
                 raise ValueError(f"run{r} has {count} pages, and its rows fill {blocks} blocks each")
         table = own_table(empty.format, empty.batch, blocks, empty.device)
@@ -140,7 +141,7 @@ def unpacked(empty: StoreState, numbers: Mapping[str, Any], tensors: Mapping[str
     ]
     first, second = map(int, numbers["wide_bound"])
     return empty.replace(
-        counters=take("counters", tuple(empty.counters.shape), torch.int32),
+        counters=counters,
         dropped=take("dropped", tuple(empty.dropped.shape), torch.int32),
         windows=windows,
         runs=runs,
