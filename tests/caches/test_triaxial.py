@@ -163,7 +163,9 @@ def test_a_fixed_capacity_is_split_as_the_prompt_is():
     outs = []
     for ids in (second, *second[:, -90:].split(1, 1)):
         outs.append([forward(model, cache, ids[:, :]) for cache in (fixed, grown)])
-    assert all(torch.equal(*pair) for pair in outs)
+    for pair in outs:
+        # Rows of other lengths: some CPUs add up in another order, which is one unit in the last place of bf16.
+        torch.testing.assert_close(*pair, rtol=2**-6, atol=2**-6)
     assert fixed.get_seq_length() == 1000
     assert positions(fixed) == positions(grown)
     # Both whole would be 8 and more.
