@@ -1,9 +1,9 @@
 """Causal attention of a prompt's tokens behind a context, by PyTorch's own kernels and without a mask.
 
 A mask of Q x T columns would rule out the fastest kernels, and query heads that share keys would each get a copy of
-them. Flash attention aligns a triangle to the newest token. Behind long contexts cuDNN is the faster one, which does
-not: attention is asked for the context, which every query sees all of, and for the prompt's own tokens, and joined. A
-context need not be rotated back: queries are rotated instead.
+them. Flash attention aligns its causal mask to the newest token, so one call is enough. Behind long contexts cuDNN is
+faster, but it aligns to the first token: there attention to the context, which every query sees whole, and causal
+attention to the prompt's own tokens are computed apart and joined. Queries are rotated instead of the context.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ PART = 1024
 """Queries that the context is attended with at a time: as fast as all at once, in less memory, and with one plan."""
 
 LOST = 1 << 36
-"""As much of one length, below `PAYS`, as flash attention has lost a plan's time with: from then on cuDNN has it, too.
+"""Queries times tokens of one length, summed over calls, from which on cuDNN takes it below `PAYS`, too.
 
-Prompts in chunks, or of one length behind one context, come to that: the second time through 36 layers of 1k behind
-32k. A length that does not come again pays for no plan.
+By then flash attention has cost more than a plan would have: with 36 layers and 1k behind 32k, within the second
+prompt. So chunks of equal length get a plan, and a length that never comes again pays for none.
 """
 
 MOST_LENGTHS = 4096
 """Lengths that are remembered."""
 
 _done: dict[tuple[Any, ...], int] = {}
-"""By length and layout: queries of all rows and heads times tokens of the context until now; the oldest first."""
+"""Sum of queries (of all rows and heads) times tokens of the context by shape, dtype and device; the oldest first."""
 
 _LOCK = threading.Lock()
-"""Of changes to `_done`: a server may have several threads."""
+"""Guards changes to `_done`, since a server may have several threads."""
 
 Pair = tuple[Tensor, Tensor]
 """Keys (B, H, T, D) and values (B, H, T, D)."""
@@ -171,7 +171,7 @@ def attend_apart(
 
 
 def pays(query: Tensor, keys: Tensor, columns: int, alike: int = 1) -> bool:
-    """Whether cuDNN's plan for this length is worth its time, or has been made; notes that it was asked for.
+    """Whether cuDNN's plan for this length pays, or has been made before; counts this call.
 
     Args:
         query: (B, Hq, Q, D).
@@ -185,7 +185,7 @@ def pays(query: Tensor, keys: Tensor, columns: int, alike: int = 1) -> bool:
     # Each device has plans of its own.
     length = (query.shape, keys.shape[1], columns, keys.dtype, keys.device)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        # No plan can be made now; one was if the last call came behind `LOST`.
+        # No plan can be made during capture. The call before made one if it began at `LOST` or above.
         return _done.get(length, 0) - work >= LOST
     with _LOCK:
         done = _done.pop(length, 0)

@@ -102,7 +102,7 @@ def attend_split(
     K_BITS: tl.constexpr = FORM[pair.KEY_BITS]
     # With little to attend to, a program's time is what it waits for, one thing after the other: counters and queries
     # are asked for together, the first page as soon as counters are there. EARLY, counters may be a step behind, so
-    # they are asked for anew; what came of them was but a hint.
+    # they are read again; until then they only say what to prefetch.
     i_start, i_length, n_k, n_v = row_counters(counters, i_b, B, RUN)
     ASKS: tl.constexpr = PDL and K_BITS < 8 and FORM[pair.VALUE_BITS] < 8
     i_guess = i_split
