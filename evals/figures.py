@@ -28,8 +28,8 @@ LOSS = (
 )
 STEPS = (
     "generate-steps-qwen3-8b-h200.json",
+    "generate-heavy-layer-qwen3-8b-h200.json",
     "generate-budgets-qwen3-8b-h200.json",
-    "generate-best-qwen3-8b-h200.json",
     "generate-kvarn-256-steps-qwen3-8b-h200.json",
     "generate-triaxial-pages-qwen3-8b-h200.json",
 )

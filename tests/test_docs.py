@@ -161,7 +161,7 @@ def fitted(name, *contexts):
 def steps_of_a_token():
     """Milliseconds of a step after 32k of Qwen3-8B's shape, by engine; where several files have one, all of them."""
     found = {}
-    for part in ("steps", "best", "kvarn-256-steps"):
+    for part in ("steps", "heavy-layer"):
         path = ROOT / "evals" / "results" / f"generate-{part}-qwen3-8b-h200.json"
         for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
             if (row["kind"], row["batch"], row["context"]) == ("decode", 1, 32768):
