@@ -27,7 +27,7 @@ from hfkvq.caches.make import LayerShape, layer_plan
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.kernels.pages import SIDES, StoreFormat
 from hfkvq.kernels.triton.ahead import Wanted, compile_one
-from hfkvq.kernels.triton.decode import programs_planned
+from hfkvq.kernels.triton.decode_plan import programs_planned
 from hfkvq.kernels.triton.gather import gather_wanted
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
 from hfkvq.kernels.triton.pair_format import PairFormat

@@ -514,7 +514,7 @@ def test_tiles_take_the_main_kernel(name):
 def test_integer_products_where_two_columns_hold_a_query(store, share, softcap, expected):
     """The cases above would pass without them."""
     pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
-    from hfkvq.kernels.triton.decode import Queries, Scoring, decode_plan
+    from hfkvq.kernels.triton.decode_plan import Queries, Scoring, decode_plan
 
     dtype = torch.bfloat16
     query = Queries((1, share, 1, 128), (share * 128, 128, share * 128, 1), dtype, dtype)
@@ -530,6 +530,7 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     """Of as many programs as only a GPU runs at a time."""
     pair_format = pytest.importorskip("hfkvq.kernels.triton.pair_format")
     from hfkvq.kernels.triton import decode as launcher
+    from hfkvq.kernels.triton import decode_plan as planner
 
     # Pages that are full, that are not, and that are none; what is not in pages; and one row without any.
     layer = build(
@@ -538,14 +539,14 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
             lengths=[256 + 20, 40], starts=[0, 0], keys=[[256], [0]], values=[[256], [0]],
         )
     )  # fmt: skip
-    made, plan = [], launcher._plan.__wrapped__
+    made, plan = [], planner.plan_of.__wrapped__
 
     def noted(*args):
         made.append(plan(*args))
         return made[-1]
 
-    monkeypatch.setattr(launcher, "_plan", noted)
-    monkeypatch.setattr(launcher, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launcher, "plan_of", noted)
+    monkeypatch.setattr(planner, "multiprocessors", lambda device: 132)
     got = decode(layer, backend, 0.1)
     (launch,) = made[0].launches
     assert pair_format.PairFormat(*launch.constants["FORMATS"][0]).step == step
@@ -553,8 +554,8 @@ def test_short_rows_have_parts_of_pages_as_programs(monkeypatch, backend, runs, 
     exact = attend(layer, torch.float64, 0.1)
     assert_as_good_as_torch(got, exact, attend(layer, torch.bfloat16, 0.1))
     # Long rows have steps that suit the format, in the same program.
-    scoring = launcher.Scoring(None, None, 0.1, 0.0)
-    query = launcher.Queries((1, 4, 1, 128), (512, 128, 512, 1), torch.bfloat16, torch.bfloat16)
+    scoring = planner.Scoring(None, None, 0.1, 0.0)
+    query = planner.Queries((1, 4, 1, 128), (512, 128, 512, 1), torch.bfloat16, torch.bfloat16)
     windows = (1, 128, 32, 32, torch.bfloat16)
     long = plan(layer.case.store.spec, query, windows, (64,), scoring, torch.device("cpu"), 0, False, 0)
     assert long.launches[0].numbers["FINE"] == 0

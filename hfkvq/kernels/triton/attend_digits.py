@@ -22,7 +22,8 @@ from .digits import (
     query_digits,
     weight_digits,
 )
-from .fields import LOG2E, Q_SHIFT, put, words_of
+from .fields import LOG2E, Q_SHIFT, words_of
+from .tiles import put
 
 
 @triton.jit

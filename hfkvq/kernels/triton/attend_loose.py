@@ -9,20 +9,8 @@ from . import key_logits as keys
 from . import pair_format as pair
 from . import value_sums as values
 from .attend_rows import last_past, last_visible, loop_tokens, mask_start, query_rows, row_counters
-from .fields import (
-    LOG2E,
-    as_operand,
-    as_product,
-    channels_of,
-    dotable,
-    fields_of,
-    first_channel,
-    key_unit,
-    of_head,
-    put,
-    query_fields,
-    words_of,
-)
+from .fields import LOG2E, channels_of, fields_of, first_channel, key_unit, of_head, query_fields, words_of
+from .tiles import as_operand, as_product, dotable, put
 
 
 @triton.jit

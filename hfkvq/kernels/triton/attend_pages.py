@@ -8,7 +8,8 @@ import triton.language as tl
 from . import key_logits as keys
 from . import pair_format as pair
 from . import value_sums as values
-from .fields import LOG2E, as_operand, as_product, dotable, fields_of, key_unit, put, words_of
+from .fields import LOG2E, fields_of, key_unit, words_of
+from .tiles import as_operand, as_product, dotable, put
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fields import INTERPRETED
+from .tiles import INTERPRETED
 
 BASE = tl.constexpr(254)
 """What the upper digit of a query counts: it is at most 64, and the lower one at most 127."""

@@ -21,7 +21,7 @@ from ..pages import RunView, StoreFormat
 from ..step_tensors import Observing, Sealing, StepTensors
 from .append import NewTokens, append_launch, is_misrounded
 from .configs import edition
-from .decode import Plan, Queries, Scoring, decode_plan, table_places
+from .decode_plan import Plan, Queries, Scoring, decode_plan, table_places
 from .due import due_launch
 from .fused_kernels import begin_launch, end_launch
 from .launch import Launch, is_watched

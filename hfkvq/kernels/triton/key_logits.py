@@ -12,24 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .fields import (
-    LOG2E,
-    Q_SHIFT,
-    UNIT,
-    dotable,
-    key_unit,
-    paired,
-    parted,
-    put,
-    stacked,
-    unpack2,
-    unpack2_from,
-    unpack4,
-    unpacked_fields,
-    unstacked,
-    weight,
-    words_of,
-)
+from .fields import LOG2E, Q_SHIFT, UNIT, key_unit, unpack2, unpack2_from, unpack4, unpacked_fields, weight, words_of
+from .tiles import dotable, paired, parted, put, stacked, unstacked
 
 
 @triton.jit

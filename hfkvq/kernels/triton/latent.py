@@ -15,8 +15,8 @@ from ..pages import PageFormat, StoreFormat
 from ._lib import capability, cdiv, multiprocessors, power
 from .ahead import Wanted
 from .configs import edition, lookup
-from .decode import Queries, Scoring
 from .decode_formats import BLOCK, DTYPES, split_counts
+from .decode_plan import Queries, Scoring
 from .hadamard import turn_back_launch
 from .latent_kernel import latent_kernel
 from .launch import Launch, Nest

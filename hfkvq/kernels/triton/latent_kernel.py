@@ -16,17 +16,16 @@ from .fields import (
     Q_SHIFT,
     VALUE_SHIFT,
     channels_of,
-    dotable,
     field_unit,
     first_channel,
     key_unit,
-    put,
     unpack4,
     unpack8,
     weight,
 )
 from .hadamard import sign_matrix, signs
 from .key_logits import visible_logits
+from .tiles import dotable, put
 from .value_sums import zero_tiles
 
 STRETCH = tl.constexpr(4.0)

@@ -10,15 +10,11 @@ import triton
 import triton.language as tl
 
 from .fields import (
-    INTERPRETED,
     VALUE_SHIFT,
     channels_of,
-    dotable,
     field_unit,
     first_channel,
     of_head,
-    parted,
-    put,
     unpack2,
     unpack4,
     unpacked_fields,
@@ -26,6 +22,7 @@ from .fields import (
     words_of,
 )
 from .key_logits import channel_meta, in_eights
+from .tiles import INTERPRETED, dotable, parted, put
 
 
 @triton.jit

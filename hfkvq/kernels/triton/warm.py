@@ -18,7 +18,6 @@ from .append import NewTokens, append_launch
 from .decode import decode_wanted
 from .due import due_launch
 from .exact import exact_wanted
-from .fields import INTERPRETED
 from .hadamard import hadamard_wanted
 from .latent import latent_wanted
 from .moments import moments_wanted
@@ -27,6 +26,7 @@ from .products import qk_wanted
 from .query_sums import query_sums_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
+from .tiles import INTERPRETED
 from .worker import Compiled, Order, compile_elsewhere
 
 logger = logging.getLogger(__name__)

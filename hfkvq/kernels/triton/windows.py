@@ -11,7 +11,7 @@ import triton.language as tl
 from .. import windows
 from ..decode import LENGTH, RUNS
 from ..step_tensors import Sealing
-from .fields import INTERPRETED
+from .tiles import INTERPRETED
 
 I_LENGTH, I_RUNS = tl.constexpr(LENGTH), tl.constexpr(RUNS)
 

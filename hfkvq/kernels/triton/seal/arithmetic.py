@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .._lib import F16_MAX, power
-from ..fields import INTERPRETED
+from ..tiles import INTERPRETED
 
 F16_TINY = tl.constexpr(2.0**-24)
 

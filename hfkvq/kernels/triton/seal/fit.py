@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ... import groups
 from .._lib import F16_MAX
-from ..fields import INTERPRETED
+from ..tiles import INTERPRETED
 from .arithmetic import affine_scale, divide_levels, rounded_product
 
 F16_TINY = tl.constexpr(groups.F16_TINY)

@@ -1,0 +1,314 @@
+"""What a shape and a format make of the programs of decode attention: launches and their merge, planned once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..hadamard import factor_of
+from ..pages import PageFormat, StoreFormat
+from ._lib import capability, cdiv, multiprocessors, power, shared_memory
+from .attend import decode_kernel
+from .configs import Knobs, key_of, lookup
+from .decode_formats import (
+    DTYPES,
+    is_served,
+    loose_room,
+    most_behind,
+    pair_format,
+    split_counts,
+    takes_digits,
+)
+from .launch import Launch, Nest
+from .merge import SPLITS, MaskKind, merge_launch
+from .pair_format import KEY_TENSORS, VALUE_TENSORS, PairFormat
+
+
+class Plan(NamedTuple):
+    """What launches need besides addresses.
+
+    Attributes:
+        launches: one for two runs each.
+        merge: joins their splits.
+        part: shape of the splits' sums, which end with the value dim.
+        out: shape of the result.
+        dtype: of the result.
+    """
+
+    launches: tuple[Launch, ...]
+    merge: Launch
+    part: tuple[int, ...]
+    out: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Queries(NamedTuple):
+    """Queries but for their address: shape, strides and dtype as kernels read them, and the dtype that they came in."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    model_dtype: torch.dtype
+
+
+class Scoring(NamedTuple):
+    """What becomes of logits: see `mask_kind`, `sinks_kind`, and `decode_attention` for the factor and the cap."""
+
+    mask: MaskKind | None
+    sinks: tuple[int, torch.dtype] | None
+    scaling: float
+    softcap: float
+
+
+LONG = 4096
+"""Pages of a row that is not short on any GPU."""
+
+Windows = tuple[int, int, int, int, torch.dtype]
+"""KV heads, value dim, slots of the tail of keys and of values, dtype of what is not quantized."""
+
+
+def _tiles(
+    form: StoreFormat,
+    head_dim: int,
+    value_dim: int,
+    columns: int,
+    device: torch.device,
+    digits: bool,
+    short: bool = False,
+) -> tuple[list[Knobs], list[tuple[PairFormat, int]], int]:
+    """Launch parameters and formats of the runs, with the shared memory of each, and that of a program.
+
+    ``short``: see `pair_format`.
+    """
+    kernel = f"digits-{form.runs[0][0].bits}" if digits else "decode"
+    knobs = [lookup(device, kernel, key_of(keys, values, head_dim, columns)) for keys, values in form.runs]
+    room = shared_memory(device) // knobs[0]["programs_per_sm"]
+    dims, rotated = (head_dim, value_dim), form.rotate_keys > 0
+    formats = [
+        pair_format(*own, *dims, knob["stages"], room, knob["step"], rotated, digits, short)
+        for own, knob in zip(form.runs, knobs, strict=True)
+    ]
+    return knobs, formats, room
+
+
+def programs_planned(
+    form: StoreFormat, head_dim: int, value_dim: int, columns: int, device: torch.device, digits: bool = False
+) -> int:
+    """Programs of a multiprocessor that splits are made for: at least one."""
+    knobs, formats, _ = _tiles(form, head_dim, value_dim, columns, device, digits)
+    memory, loose = shared_memory(device), loose_room(knobs[0]["loose"], head_dim, value_dim)
+    return max(1, min(knobs[0]["programs_per_sm"], *(memory // max(size, loose) for _, size in formats)))
+
+
+@lru_cache(maxsize=1024)
+def plan_of(
+    store: str,
+    query: Queries,
+    windows: Windows,
+    blocks: tuple[int, ...],
+    scoring: Scoring,
+    device: torch.device,
+    rotate: int,
+    early: bool,
+    edition: int,
+    mapped: bool = False,
+) -> Plan:
+    """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape.
+
+    Args:
+        store: name of the store's format.
+        query: of the queries, rotated or not.
+        windows: see `Windows`.
+        blocks: pages of a row, for each run.
+        scoring: of the logits.
+        device: of all tensors.
+        rotate: rotation by which the kernel turns queries, 0 where that is done.
+        early: see `decode_attention`.
+        edition: of the launch parameters.
+        mapped: whether rows of the windows are others than those of the batch.
+    """
+    form = StoreFormat.parse(store)
+    batch, query_heads, queries, head_dim = query.shape
+    heads, value_dim, key_tail, value_tail, _ = windows
+    rows = query_heads // heads * queries
+    columns = 8 if rows <= 8 else 16
+    tiles = cdiv(rows, columns)
+    page = form.runs[0][0].page_size
+    kind, softcap = scoring.mask or MaskKind(), scoring.softcap
+
+    sms = multiprocessors(device)
+    # Each query takes two of eight columns then.
+    plain = scoring.mask is None and not softcap and not form.window
+    # Measured on 9.0 alone; the interpreter stands for it.
+    plain = plain and capability(device)[0] in (0, 9)
+    digits = (
+        plain
+        and queries == 1
+        and rows <= 4
+        and len(form.runs) == 1
+        and takes_digits(*form.runs[0], head_dim, value_dim)
+    )
+    knobs, formats, room = _tiles(form, head_dim, value_dim, columns, device, digits)
+    planned = programs_planned(form, head_dim, value_dim, columns, device, digits)
+    resident = sms * planned
+    rows_of_programs = batch * heads * tiles
+    block = knobs[0]["loose"]
+    loose = cdiv(form.sink, block) + cdiv(most_behind(form, key_tail, value_tail, queries), block)
+    rests = [page // block if constants.rests and not form.ordered else 0 for constants, _ in formats]
+    blocks_seen = tuple(form.pages_seen(count, queries) for count in blocks)
+    paged = split_counts(blocks_seen, rows_of_programs, resident, loose + sum(rests))
+    # Where pages are few and many bytes, or so few that they are merged at once, steps of one run side by side.
+    steps = [pages * (page // constants.step) for pages, (constants, _) in zip(blocks_seen, formats, strict=True)]
+    wide = all(min(keys.bits, values.bits) >= 8 for keys, values in form.runs)
+    if digits:
+        _, short, _ = _tiles(form, head_dim, value_dim, columns, device, digits, True)
+        parts = blocks_seen[0] * (page // short[0][0].step)
+        if parts + loose <= SPLITS[0] and 2 * parts * rows_of_programs <= resident:
+            wide, formats, steps = True, short, [parts]
+    fine = wide and 2 * sum(steps) * rows_of_programs <= resident
+    if fine:
+        paged = steps
+    pairs = [range(at, min(at + 2, len(blocks))) for at in range(0, len(blocks), 2)]
+    splits = sum(paged) + loose + sum(rests)
+
+    dependent = capability(device)[0] >= 9
+    unquantized = PageFormat(16, "token", 1, page)
+    whole, _ = pair_format(unquantized, unquantized, head_dim, value_dim, 1, room)
+    launches, first = [], 0
+    for own in pairs:
+        counts = [paged[own[0]], 0, loose if own[0] == 0 else 0, rests[own[0]], 0]
+        if len(own) > 1:
+            counts[1], counts[4] = paged[own[1]], rests[own[1]]
+        registers = knobs[own[0]]["max_registers"]
+        numbers = {
+            **dict(zip(("s_qb", "s_qh", "s_qt"), query.stride, strict=False)),
+            **dict(zip(("s_mb", "s_mh", "s_mq", "s_ml"), kind.strides, strict=True)),
+            "scaling": scoring.scaling * factor_of(rotate),
+            "softcap": softcap,
+            "B": batch,
+            "L": kind.length,
+            "WK": key_tail,
+            "WV": value_tail,
+            "SPLITS": splits,
+            "FIRST": first,
+            **dict(zip(("PAGES0", "PAGES1", "LOOSE", "REST0", "REST1"), counts, strict=True)),
+            "TABLE0": blocks[own[0]],
+            "TABLE1": blocks[own[-1]],
+            "FINE": int(fine),
+            # Long programs first, so that short ones fill what they leave; but where all fit side by side, windows
+            # first: they have more to wait for.
+            "TURN": sum(counts[:2]) if sum(counts) * rows_of_programs <= 2 * sms else 0,
+            # Only the first launch comes behind `advance`.
+            "EARLY": int(early and dependent and first == 0),
+            "QUERIES": queries,
+        }
+        constants = {
+            "FORMATS": (*(tuple(formats[i][0]) for i in own), tuple(whole)),
+            "AT": own[0],
+            "TOTAL": len(blocks),
+            "H": heads,
+            "SHARE": query_heads // heads,
+            "SEVERAL": queries > 1,
+            "D": head_dim,
+            "DV": value_dim,
+            "S": form.sink,
+            "G": page,
+            "BM": columns,
+            "BR": block,
+            "MASK": kind.kind,
+            "ROWS": kind.strides[1] != 0 or kind.strides[2] != 0,
+            "SOFTCAP": softcap > 0,
+            "DTYPE": DTYPES[query.model_dtype],
+            "ROTATE": rotate,
+            "ROTATED": form.rotate_keys > 0,
+            "PDL": dependent,
+            "WINDOW": form.window,
+            "num_warps": 1,
+            **({"launch_pdl": True} if dependent else {}),
+            **({"maxnreg": registers} if registers else {}),
+        }
+        grid = (batch * heads, sum(counts), tiles)
+        nest = _nest(form, tuple(own), scoring.mask is not None, mapped)
+        launches.append(Launch(decode_kernel, grid, numbers, constants, device, nest, planned))
+        first += sum(counts)
+    # Triton's interpreter truncates where bf16 should be rounded.
+    out_dtype = query.model_dtype if device.type == "cuda" else torch.float32
+    part = (batch * heads, splits, rows, value_dim)
+    merge = merge_launch(part, queries, scoring.sinks, form.rotate_values, dependent, device, out_dtype)
+    return Plan(tuple(launches), merge, part, (batch, query_heads, queries, value_dim), out_dtype)
+
+
+@lru_cache(maxsize=256)
+def table_places(store: str) -> tuple[int, ...]:
+    """Where the runs' tables stand among their tensors."""
+    form, at, found = StoreFormat.parse(store), 0, []
+    for keys, values in form.runs:
+        found.append(at)
+        at += 1 + (not form.ordered) + len(keys.names) + len(values.names)
+    return tuple(found)
+
+
+def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool, mapped: bool) -> Nest:
+    """From queries, counters, four windows, all runs' tensors, and sums, tops and weights.
+
+    Before these come the mask and the map of rows, if there are any.
+    """
+    tables = table_places(form.spec)
+    pick = [itemgetter(*[tables[i] + at for at in _order(*form.runs[i], ordered=form.ordered)]) for i in own]
+    end = tables[-1] + 1 + (not form.ordered) + sum(len(fmt.names) for fmt in form.runs[-1])
+
+    def nest(given: Sequence[Any]) -> tuple[Any, ...]:
+        parts = given[6 : 6 + end]
+        if isinstance(given[0], Tensor):
+            # Not every GPU that Triton knows has an fp8 type.
+            parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
+        runs = tuple([each(parts) for each in pick])
+        mask = given[6 + end] if masked else given[0]
+        windows = (*given[2:6], given[-4]) if mapped else tuple(given[2:6])
+        return given[0], given[1], windows, runs, mask, *given[-3:]
+
+    return nest
+
+
+def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
+    """Which of a run's flat tensors the kernel takes, in its order; the table stands for what a format lacks."""
+    first = 1 if ordered else 2
+    key = {name: first + i for i, name in enumerate(keys.names)}
+    value = {name: first + len(key) + i for i, name in enumerate(values.names)}
+    parts = [key.get(name, 0) for name in KEY_TENSORS] + [value.get(name, 0) for name in VALUE_TENSORS]
+    parts += [named["norm"] for named in (key, value) if "norm" in named]
+    parts += [key[name] for name in ("exact", "exact_index") if name in key]
+    return [0, 0 if ordered else 1, *parts]
+
+
+@lru_cache(maxsize=1024)
+def rotates(store: str, head_dim: int) -> int:
+    """Rotation by which the kernel turns queries; 0 where fields do not divide blocks of the rotation."""
+    form = StoreFormat.parse(store)
+    outside = power(head_dim) != head_dim or any(keys.bits == 8 for keys, _ in form.runs)
+    return 0 if outside else form.rotate_keys
+
+
+@lru_cache(maxsize=1024)
+def decode_plan(
+    store: str,
+    query: Queries,
+    windows: Windows,
+    blocks: tuple[int, ...],
+    scoring: Scoring,
+    device: torch.device,
+    edition: int,
+) -> Plan | None:
+    """Plan of attention without sinks: `plan_of`; None where there is more to do than one launch and its merge."""
+    head_dim = query.shape[3]
+    served = is_served(store, head_dim, windows[1], query.dtype) and query.stride[3] == 1
+    rotate = rotates(store, head_dim) if served else 0
+    if not served or rotate != StoreFormat.parse(store).rotate_keys:
+        return None
+    plan = plan_of(store, query, windows, blocks, scoring, device, rotate, False, edition)
+    return plan if len(plan.launches) == 1 else None
