@@ -111,7 +111,9 @@ def attention() -> dict[str, Any]:
     """Speed-up of one layer's decode attention against the fastest bf16 kernel, by preset."""
     record, found = read(ATTENTION), {}
     for row in record["rows"]:
-        if (row["kind"], row["batch"], row["context"]) == ("format", BATCH, CONTEXT) and row["name"] in list_schemes():
+        # Rows without one say what went wrong.
+        at = (row["kind"], row["batch"], row["context"]) == ("format", BATCH, CONTEXT) and "speedup" in row
+        if at and row["name"] in list_schemes():
             scheme = get_scheme(row["name"])
             # Pages and windows as they were then.
             if row["spec"] == scheme.layout(row["head_dim"], row["head_dim"]).store.spec:

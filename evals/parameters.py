@@ -9,6 +9,7 @@ these rows said: other variants, and knobs that a run has left as they were, sta
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,21 @@ def add(table: dict[str, Any], record: dict[str, Any]) -> int:
     return sum(map(len, rows.values()))
 
 
+def text_of(table: dict[str, Any]) -> str:
+    """The table as the file has it: a line for the knobs of each key."""
+    return (
+        re.sub(r"{\s+([^{}]+?)\s+}", lambda knobs: "{" + " ".join(knobs[1].split()) + "}", json.dumps(table, indent=1))
+        + "\n"
+    )
+
+
 def main() -> None:
     """Every file in turn."""
     table = json.loads(SHIPPED.read_text(encoding="utf-8"))
     for name in sys.argv[1:]:
         record = json.loads(Path(name).read_text(encoding="utf-8"))
         print(f"{record['gpu']}: {add(table, record)} of {len(record['findings'])} variants")
-    lines = [f" {json.dumps(gpu)}: {json.dumps(kernels)}" for gpu, kernels in table.items()]
-    SHIPPED.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    SHIPPED.write_text(text_of(table), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -208,9 +208,11 @@ def bench_kernels(
         before = report.load(compare) if compare is not None else None
     except ValueError as error:
         fail(error)
-    with Compiler(shapes, device) as compiler:
+    waiting = stoppable("nothing has been measured yet; what is compiled need not be again.")
+    with waiting, Compiler(shapes, device) as compiler, progress_bar() as show:
         compiler.begin(names)
-        for name in names:
+        for i, name in enumerate(names):
+            show(f"compiling {name}", i / len(names))
             compiler.wait((name,))
     record: Record = {**report.environment(device, commit), "checks": _gate(shapes, names, device, skip_tests)}
     checked = check_peers(others, shapes, device)

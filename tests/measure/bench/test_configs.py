@@ -241,3 +241,11 @@ def test_what_a_run_found_joins_what_is_shipped():
     assert add(table, record("a", before | {"stages": 7, "step": 128}, share=1.0)) == 0
     assert table["8.0"] == {"decode": {"*": {"stages": 3}}}
     assert table["Synthetic 9000"] == {"decode": {"a": {"stages": 7, "step": 128}, "b": {"step": 64}}}
+
+
+def test_the_shipped_file_has_a_line_for_each_key():
+    from evals.parameters import text_of
+
+    text = configs.SHIPPED.read_text(encoding="utf-8")
+    assert text == text_of(json.loads(text)), "run evals/parameters.py"
+    assert text_of({"a": {"k": {"*": {"x": 1, "y": 2}}}}).splitlines()[3] == '   "*": {"x": 1, "y": 2}'

@@ -207,6 +207,8 @@ def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path):
     arguments = [*OPTIONS, *options]
     done = run("kernels", *arguments, "--json", str(tmp_path), "--plot", str(tmp_path), "--commit", "abc")
     assert done.exit_code == 0, done.output
+    # It may take a minute.
+    assert "compiling kitty" in done.output
     assert (tmp_path / "kernels-synthetic-9000.png").is_file()
     record = report.load(tmp_path / "kernels-synthetic-9000.json")
     assert (record["gpu"], record["commit"], record["checks"]["tests"]) == ("Synthetic 9000", "abc", "skipped")

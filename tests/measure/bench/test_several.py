@@ -82,11 +82,23 @@ def test_what_prompts_and_steps_are_held_against(monkeypatch):
     assert len(list(several.measure_several(shape, query, [(keys, values)], 3))) == 4
     monkeypatch.setattr(behind, "flash", with_sums)
     prompt = Shape(1, 60, queries=20, **SMALL)
-    assert [name for name, *_ in several.measure_several(prompt, query, [(keys, values)], 3)] == [
-        "flash SDPA",
-        "cuDNN SDPA",
-        "SDPA, as we ask for it",
-    ]
+    names = ["flash SDPA", "cuDNN SDPA", "SDPA, as we ask for it"]
+    assert [name for name, *_ in several.measure_several(prompt, query, [(keys, values)], 3)] == names
+    # Dense keys and values go the other way as soon as a format's do.
+    monkeypatch.setattr(behind, "LOST", 3 * 4 * 20 * 60)
+    own = data_of(prompt)[0].float(), *(x.float() for x in data_of(prompt)[1:])
+    asked = []
+    monkeypatch.setattr(behind, "pays", lambda *rest: asked.append(rest))
+    found = list(several.measure_several(prompt, own[0], [own[1:]], 3))
+    assert [name for name, *_ in found] == [*names, "SDPA, as we ask for it, length again"]
+    assert len(asked) == 1 + 4 + 1
+
+
+def test_lengths_that_come_again():
+    """1k behind 32k do, longer prompts take the other way at once, and short ones would need more calls than come."""
+    calls = [several.calls_until_again(Shape(1, *size, queries=1024)) for size in ((32768,), (131072,), (1024,))]
+    assert calls == [65, 0, 0]
+    assert several.calls_until_again(Shape(1, 8192, queries=1024)) == 257
 
 
 @pytest.mark.parametrize("name", ["int4", "saw-int4-kv"])

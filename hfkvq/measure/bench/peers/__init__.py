@@ -57,13 +57,15 @@ def choose(text: str) -> tuple[str, ...]:
 
 
 def present(names: Iterable[str], tell: Callable[[str], None]) -> list[Peer]:
-    """Those that can be loaded; ``tell`` gets a line for each of the others."""
-    found = []
+    """Those that can be loaded; ``tell`` gets a line for each reason why others cannot, with their names."""
+    found, missing = [], {}
     for name in names:
         peer = PEERS[name]()
         reason = peer.missing()
         if reason:
-            tell(reason)
+            missing.setdefault(reason, []).append(name)
         else:
             found.append(peer)
+    for reason, others in missing.items():
+        tell(f"{', '.join(others)}: {reason}")
     return found

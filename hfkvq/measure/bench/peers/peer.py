@@ -83,7 +83,7 @@ class Peer(ABC):
                 isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == self.package_root
             )
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            return f"{self.name}: {f'{self.package} is not installed' if absent else lines[0][:160]}; {self.remedy}"
+            return f"{f'{self.package} is not installed' if absent else lines[0][:160]}; {self.remedy}"
         return ""
 
     @property
