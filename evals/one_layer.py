@@ -2,9 +2,8 @@
 
     PYTHONPATH=. python evals/one_layer.py
 
-Reads evals/results/kernels-h200.json, kernels-peers-h200.json (the last run with others' quantized kernels) and, if it
-is there, kernels-h100.json. Writes a picture of each of the first two, the tables in docs/results.md between
-markers, and the speed-ups in docs/choosing.md.
+Reads evals/results/kernels-h200.json and, if it is there, kernels-h100.json. Writes the picture of the first, the tables
+in docs/results.md between markers, and the speed-ups in docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ from hfkvq.measure.bench.rows import Row, unquantized
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "evals" / "results", ROOT / "docs"
-RUNS = "kernels-h200", "kernels-peers-h200"
-"""The newest of this library's formats, and the last with other packages' quantized kernels."""
-SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024), (8, 1024))
+RUN = "kernels-h200"
+SHAPES = ((32, 32768), (1, 131072), (32, 8192), (1, 8192), (1, 1024))
 HELD = ("2-bit", "kitty-pro", "best-2.5", "saw-int4")
 """What is to be twice as fast as every quantized kernel of others with as many bits or more."""
 CLIP = 70
@@ -93,20 +91,15 @@ def said(record: Record) -> str:
 
 
 def speedups(record: Record) -> Iterator[str]:
-    """The table: what speed-ups are against, quantized kernels of others, this library's formats."""
+    """The table: what speed-ups are against, and this library's formats."""
     sizes, size = sizes_of(record), SHAPES[0]
     yield said(record)
     yield ""
     yield "| kernel | bits | " + " | ".join(heads(sizes)) + " | of a copy |"
     yield "|---|---|" + "---|" * len(sizes) + "---|"
-    others = by_name(record, ("baseline", "peer"))
+    others = [rows for rows in by_name(record, ("baseline", "peer")).values() if unquantized(next(iter(rows.values())))]
     ours = by_name(record, ("format",))
-
-    def order(rows: dict[tuple[int, int], Row]) -> tuple[bool, float]:
-        row = rows.get(size) or next(iter(rows.values()))
-        return not unquantized(row), -row.get("speedup", 0.0)
-
-    for rows in (*sorted(others.values(), key=order), *ours.values()):
+    for rows in (*sorted(others, key=lambda rows: -rows.get(size, {}).get("speedup", 0.0)), *ours.values()):
         cells = [f"{rows[x]['speedup']:.2f}x" if "speedup" in rows.get(x, {}) else "" for x in sizes]
         if not any(cells):
             continue
@@ -119,7 +112,7 @@ def speedups(record: Record) -> Iterator[str]:
 
 def beside(record: Record) -> Iterator[str]:
     """Quantized kernels of others: times, and how much faster the slowest of ours with no more bits is."""
-    sizes = [size for size in sizes_of(record) if size != SHAPES[-1]]
+    sizes = sizes_of(record)
     yield "| kernel | bits | " + " | ".join(heads(sizes)) + " | held against |"
     yield "|---|---|" + "---|" * len(sizes) + "---|"
     ours = by_name(record, ("format",))
@@ -161,9 +154,9 @@ def replace(text: str, name: str, lines: Sequence[str]) -> str:
     return "\n".join([before + begin, "", *lines, "", end + rest.partition(end)[2]])
 
 
-def choosing(text: str, record: Record, older: Record) -> str:
-    """The last two columns of the table of costs: speed-ups at 32 x 32k and 1 x 1k, of the older run where need be."""
-    ours = by_name(older, ("format",)) | by_name(record, ("format",))
+def choosing(text: str, record: Record) -> str:
+    """The last two columns of the table of costs: speed-ups at 32 x 32k and 1 x 1k."""
+    ours = by_name(record, ("format",))
 
     def row(match: re.Match[str]) -> str:
         own = ours.get(match["name"], {})
@@ -176,19 +169,18 @@ def choosing(text: str, record: Record, older: Record) -> str:
 
 def main() -> None:
     """Everything."""
-    record, older = (report.load(RESULTS / f"{name}.json") for name in RUNS)
-    report.save_plot(record, RESULTS / "kernels-h200.png")
-    report.save_plot(older, RESULTS / "kernels-peers-h200.png")
+    record = report.load(RESULTS / f"{RUN}.json")
+    report.save_plot(record, RESULTS / f"{RUN}.png")
     page = DOCS / "results.md"
     text = replace(page.read_text(encoding="utf-8"), "one layer", [*speedups(record)])
-    text = replace(text, "one layer, others", [said(older), "", *beside(older)])
+    text = replace(text, "one layer, others", [*beside(record)])
     other = RESULTS / "kernels-h100.json"
     text = replace(
         text, "one layer, H100", [*speedups(report.load(other))] if other.exists() else ["An H100 was not measured."]
     )
     page.write_text(text, encoding="utf-8")
     page = DOCS / "choosing.md"
-    page.write_text(choosing(page.read_text(encoding="utf-8"), record, older), encoding="utf-8")
+    page.write_text(choosing(page.read_text(encoding="utf-8"), record), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -253,6 +253,5 @@ class TestChoosing:
             assert bits.removesuffix(" per kept token") == (
                 f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
             )
-            # Others are of the older run, which tests/test_one_layer.py looks at.
             if name in speed:
                 assert (long, short) == (speed[name][1], speed[name][5])
