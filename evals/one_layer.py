@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python evals/one_layer.py
 
-Reads evals/results/kernels-h200.json and, if it is there, kernels-h100.json. Writes the picture of the first, the tables
-in docs/results.md between markers, and the speed-ups in docs/choosing.md.
+Reads evals/results/kernels-h200.json and, if it is there, kernels-h100.json. Writes the picture of the first, the
+tables in docs/results.md between markers, and the speed-ups in docs/choosing.md.
 """
 
 from __future__ import annotations
