@@ -82,6 +82,9 @@ def prompts(record: Record) -> Iterator[str]:
     yield ""
     yield from head("prompt behind context", list(PROMPTS.values()), names, "of PyTorch's")
     for (context, queries), rows in by_shape(record, True).items():
+        if not any(time_of(rows.get(name)) for name in names):
+            # A run that has ended here.
+            continue
         title = f"{short(queries)} behind {short(context)}"
         yield line(title, rows, list(PROMPTS), names, list(TORCH))
         again = {name: row for name in (*names, AS_OURS) if (row := rows.get(AGAIN.format(name)))}
@@ -112,7 +115,7 @@ def most_memory(record: Record) -> Iterator[str]:
 def steps(record: Record) -> Iterator[str]:
     """The table of steps of a few tokens."""
     names = formats(record)
-    yield from head("queries at 1 x", list(STEPS.values()), names, "of the fastest")
+    yield from head("queries of a row", list(STEPS.values()), names, "of the fastest")
     for (context, queries), rows in by_shape(record, False).items():
         right = [name for name, row in rows.items() if row["kind"] != "format" and unquantized(row)]
         yield line(f"{queries} at {short(context)}", rows, list(STEPS), names, right)
