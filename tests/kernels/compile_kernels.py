@@ -473,6 +473,8 @@ RAISED = (
     (128, BF16, "s0;k0;v0;2c128p128+4x16/2t128p128"),
     (64, F16, "s0;k0;v0;2c16p32+4x5+16x9/2t64p32"),
     (80, F32, "s0;k0;v0;4c32p32+16x8/4t80p32"),
+    # Fitted, and ranks of both widths in tiles of their own.
+    (80, F32, "s0;k0;v0;2c32p64f4+4x20+16x5/2t80p64"),
     # More than a program can rank: its launcher does.
     (512, F16, "s0;k0;v0;2c64p128+4x50/2t512p128"),
 )

@@ -287,11 +287,13 @@ def seal_channel_kernel(
             tl.store(high_index + i_head * N4 + b_place4, o_c.to(high_index.dtype.element_ty), mask=m_4)
         if i_e == 0:
             # Ranks that no channel takes hold zeros.
-            o_r = tl.arange(0, triton.next_power_of_2(N4))
-            m_r = (o_r >= i_used4) & (o_r < N4)
-            b_none = tl.zeros([BT // 8, triton.next_power_of_2(N4)], tl.int16)
-            tl.store(p_high[:, None] + o_r[None, :], b_none, mask=m_r[None, :])
-            tl.store(high_index + i_head * N4 + o_r, tl.zeros_like(o_r).to(high_index.dtype.element_ty), mask=m_r)
+            o_free4 = tl.arange(0, triton.next_power_of_2(N4))
+            m_free4 = (o_free4 >= i_used4) & (o_free4 < N4)
+            b_zero4 = tl.zeros([BT // 8, triton.next_power_of_2(N4)], tl.int16)
+            tl.store(p_high[:, None] + o_free4[None, :], b_zero4, mask=m_free4[None, :])
+            tl.store(
+                high_index + i_head * N4 + o_free4, tl.zeros_like(o_free4).to(high_index.dtype.element_ty), mask=m_free4
+            )
     if COUNT16 > 0:
         p_full = full + i_head * (G * N16) + (i_slot + o_t) * N16
         if RAISES:
@@ -299,11 +301,15 @@ def seal_channel_kernel(
             tl.store(p_own, b_raw, mask=m_t[None, :, None] & m_16[:, None, :])
             tl.store(full_index + i_head * N16 + b_place16, o_c.to(full_index.dtype.element_ty), mask=m_16)
         if i_e == 0:
-            o_r = tl.arange(0, triton.next_power_of_2(N16))
-            m_r = (o_r >= i_used16) & (o_r < N16)
-            b_none = tl.zeros([BT, triton.next_power_of_2(N16)], full.dtype.element_ty)
-            tl.store(p_full[:, None] + o_r[None, :], b_none, mask=m_t[:, None] & m_r[None, :])
-            tl.store(full_index + i_head * N16 + o_r, tl.zeros_like(o_r).to(full_index.dtype.element_ty), mask=m_r)
+            o_free16 = tl.arange(0, triton.next_power_of_2(N16))
+            m_free16 = (o_free16 >= i_used16) & (o_free16 < N16)
+            b_zero16 = tl.zeros([BT, triton.next_power_of_2(N16)], full.dtype.element_ty)
+            tl.store(p_full[:, None] + o_free16[None, :], b_zero16, mask=m_t[:, None] & m_free16[None, :])
+            tl.store(
+                full_index + i_head * N16 + o_free16,
+                tl.zeros_like(o_free16).to(full_index.dtype.element_ty),
+                mask=m_free16,
+            )
 
 
 def ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
