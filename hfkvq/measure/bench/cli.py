@@ -322,4 +322,6 @@ def bench_tune(
     console.print(tune.table(findings))
     if len(findings) < variants:
         console.print(f"{len(findings)} of {variants} variants in {minutes:g} minutes; name --formats for the others.")
+    if late := sum(finding.late for finding in findings):
+        console.print(f"{late} candidates were not compiled in time, and so not tried; allow more --minutes.")
     print_saved(console, json_file if found else None, path)

@@ -79,6 +79,7 @@ class Finding:
         before: knobs before.
         after: best knobs; the same where nothing was better.
         share: time with them over the time before, geometric mean over formats and shapes.
+        late: candidates that were not compiled before time was over, and so not measured.
     """
 
     kernel: str
@@ -86,6 +87,7 @@ class Finding:
     before: configs.Knobs
     after: configs.Knobs
     share: float
+    late: int = 0
 
 
 def candidates(kernel: str, start: configs.Knobs) -> list[dict[str, int]]:
@@ -137,11 +139,13 @@ def search(
             return math.inf
         return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
-    todo = candidates(kernel, start)
+    todo, late = candidates(kernel, start), 0
     for i, knobs in enumerate(todo):
         progress(f"{key} {_difference(start, knobs)}", i / (len(todo) + 1))
         if ready(knobs):
             tried.append((knobs, share_of(knobs)))
+        else:
+            late += 1
     joined = combination(start, tried)
     if all(joined != knobs for knobs, _ in tried) and ready(joined):
         progress(f"{key} {_difference(start, joined)}", len(todo) / (len(todo) + 1))
@@ -149,7 +153,7 @@ def search(
     best, share = min(tried, key=lambda pair: pair[1])
     if share > WORTHWHILE:
         best, share = start, 1.0
-    return Finding(kernel, key, dict(start), dict(best), share)
+    return Finding(kernel, key, dict(start), dict(best), share, late)
 
 
 def _difference(before: Mapping[str, int], after: Mapping[str, int]) -> str:

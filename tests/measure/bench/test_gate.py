@@ -332,7 +332,7 @@ def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
     from hfkvq.measure.bench.tune import Finding
 
     before = dict(configs.DEFAULTS["decode"])
-    found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9)
+    found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9, late=5)
 
     def tune(formats, shapes, device, progress, minutes, keep):
         assert minutes == 0.5
@@ -345,6 +345,8 @@ def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
     assert "1 of 3 variants in 0.5 minutes" in " ".join(done.output.split())
     record = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert (record["gpu"], record["findings"][0]["share"]) == ("Synthetic 9000", 0.9)
+    assert record["findings"][0]["late"] == 5
+    assert "5 candidates were not compiled in time, and so not tried" in " ".join(done.output.split())
     assert "stages 3" in done.output
     assert "-10.0 %" in done.output
     saved = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))

@@ -101,6 +101,8 @@ def test_a_candidate_that_is_slower_at_first_is_measured_once():
 def test_candidates_that_are_not_compiled_in_time_are_left_out():
     found, _ = search(lambda knobs: [100.0 - 10 * knobs["stages"]], ready=lambda knobs: knobs["stages"] == 3)
     assert (found.after, found.share) == (START, 1.0)
+    # A run that has looked at little must not read like one that has found nothing.
+    assert found.late == len(tune.candidates("decode", START)) - 1
     found, _ = search(lambda knobs: [100.0 + knobs["stages"]], ready=lambda knobs: knobs["stages"] == 2)
     assert found.after["stages"] == 2
 
