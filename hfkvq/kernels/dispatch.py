@@ -24,6 +24,9 @@ class Compiling(Protocol):
 compiling: list[Compiling] = []
 """What is being compiled beside, see `hfkvq.kernels.warm`."""
 
+awaited = 0
+"""Within how many contexts of `await_kernels` this process is."""
+
 MOST_BYTES = 32 << 20
 """Of an op's first tensor, for which the reference goes while the kernel is being compiled."""
 
@@ -134,6 +137,20 @@ def _enabled(device: str, enabled: bool) -> Iterator[None]:
             yield
         finally:
             _KERNELS_ON[device] = before
+
+
+@contextlib.contextmanager
+def await_kernels() -> Iterator[None]:
+    """Within this context kernels that are being compiled are waited for, and no reference goes in their place.
+
+    For whoever measures: figures are those of the kernels from the first token on, and no time is that of compiling.
+    """
+    global awaited
+    awaited += 1
+    try:
+        yield
+    finally:
+        awaited -= 1
 
 
 def use_reference() -> contextlib.AbstractContextManager[None]:

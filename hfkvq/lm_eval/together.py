@@ -15,6 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models import huggingface
 from transformers.utils import logging as transformers_logging
 
+from hfkvq.kernels import await_kernels
 from hfkvq.progress import progress_bar
 
 from .answers import AnswerLog, Known
@@ -119,6 +120,7 @@ class TogetherLM(HFLM):
             found |= zip((todo[i] for i in share), answers, strict=True)
         return [found[i] for i in range(len(asked))]
 
+    @await_kernels()
     def _answer_share(self, part: tuple[str, list[Asked], bool]) -> list[Any]:
         """Answers task by task, so that each task's costs are its own."""
         kind, asked, quiet = part

@@ -96,6 +96,27 @@ def test_what_goes_wrong_is_nobodys_concern():
     assert dispatch.compiling == []
 
 
+def test_who_measures_waits_for_kernels(monkeypatch):
+    """Of a kernel that is being compiled, nobody else waits for the end."""
+    ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
+    compiled, found = threading.Event(), []
+    monkeypatch.setattr(ahead, "find", lambda each: compiled.is_set())
+    kernel = types.SimpleNamespace(__module__="hfkvq.kernels.triton.seal.channel", __name__="seal_channel_kernel")
+    wanted = [ahead.Wanted(kernel, (), {})]
+    beside = ahead.Beside(lambda: wanted, lambda: compiled.wait(30) and None, torch.device("cpu")).start()
+    assert beside.lacks("seal")
+    with kernels.await_kernels():
+        waiting = threading.Thread(target=lambda: found.append(beside.lacks("seal")))
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive() and not found
+        compiled.set()
+        waiting.join(30)
+    assert found == [False]
+    assert dispatch.awaited == 0
+    assert dispatch.compiling == []
+
+
 # That what is compiled ahead is what runs need, and that another process is started and heard, the others say.
 @pytest.mark.slow
 def test_another_process_compiles_what_is_not_there(tmp_path):

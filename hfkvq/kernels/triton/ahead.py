@@ -144,10 +144,10 @@ class Beside:
         """`is_done`, but what has to be loaded only is waited for: some tenths of a second at the most.
 
         So what a cache computes depends on time only where kernels are compiled; with PyTorch's deterministic
-        algorithms, that is waited for, too.
+        algorithms, or within `dispatch.await_kernels`, that is waited for, too.
         """
         self._looked.wait()
-        if not self._missing or torch.are_deterministic_algorithms_enabled():
+        if not self._missing or dispatch.awaited or torch.are_deterministic_algorithms_enabled():
             self._done.wait()
         return self.is_done()
 

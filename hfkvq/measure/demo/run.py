@@ -12,6 +12,7 @@ import torch
 
 from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
+from hfkvq.kernels import await_kernels
 
 from ..records import BASELINE
 from .answers import (
@@ -193,6 +194,7 @@ class _Expected(Written):
     logits: torch.Tensor
 
 
+@await_kernels()
 def run_demo(
     subject: Subject,
     settings: Settings,

@@ -18,6 +18,7 @@ from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
+from hfkvq.kernels import await_kernels
 from hfkvq.measure.demo.answers import read_memory
 
 from ..records import BASELINE
@@ -161,6 +162,7 @@ def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int
         raise ValueError(f"model: {type(model).__name__} is an encoder-decoder model; choose a decoder-only one.")
 
 
+@await_kernels()
 def measure(
     model: Any,
     tokens: Tensor,

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from hfkvq.kernels import await_kernels
+
 from .cases import Case, Settings
 from .decode import Figures, Memory, measure_decode
 from .engines import Engine
@@ -97,6 +99,7 @@ class Bench:
             row |= {"peak_bytes": peak, "above_bytes": above, "reserved_bytes": memory.reserved()}
         return row
 
+    @await_kernels()
     def decode(self, engine: Engine, case: Case) -> Row:
         """A decode row: see `measure_decode`; also ``cache_bytes`` and ``fill_peak_bytes``, weights included."""
         with contextlib.nullcontext() if self.meeting is None else self.meeting.line():
@@ -133,6 +136,7 @@ class Bench:
         )
         gc.collect()
 
+    @await_kernels()
     def turns(self, engines: Sequence[Engine], case: Case) -> list[Row]:
         """Rows of eager steps that were timed in turns: see `take_turns`. All caches are held at a time."""
         sweep(self.device)
@@ -158,12 +162,14 @@ class Bench:
         # As `generate` does: experts are switched to what is fast for few tokens. Older releases have no such thing.
         return getattr(self.model, "_optimize_model_for_decode", contextlib.nullcontext)()
 
+    @await_kernels()
     def prefill(self, engine: Engine, case: Case, chunk: int | None) -> Row:
         """A prefill row: see `measure_prefill`."""
         return self.row(
             "prefill", engine, case, lambda: measure_prefill(self.model, engine, case, chunk, self.settings)
         )
 
+    @await_kernels()
     def whole(self, engine: Engine, case: Case, tokens: int) -> Row:
         """A row of ``generate`` from end to end: see `measure_whole`."""
         return self.row(
@@ -174,6 +180,7 @@ class Bench:
             new_tokens=tokens,
         )
 
+    @await_kernels()
     def assisted(self, engine: Engine, case: Case, kind: str, tokens: int, guesses: int) -> Row:
         """A row of ``generate`` with guessed tokens: see `measure_assisted`; of kind "assisted" by the draft model."""
         draft = Draft(guesses, self.draft if kind == "assisted" else None)
