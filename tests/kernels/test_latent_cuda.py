@@ -211,6 +211,7 @@ def test_who_serves(pretended):
     with configs.override("latent", None, cuda=2 * 3 * 128):
         assert asked() is not None
         assert asked(blocks=2) is None
+        assert asked(blocks=(1 << 17) + 1) is None
         assert asked(scoring=plain._replace(softcap=3.0)) is None
         assert asked(scoring=plain._replace(mask=(1, torch.bool, 400, (0, 0, 0, 1)))) is None
         assert asked(query=query._replace(dtype=torch.float32)) is None

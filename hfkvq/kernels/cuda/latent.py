@@ -22,6 +22,9 @@ SOURCE = Path(__file__).with_name("latent.cu")
 WIDTH, ROTARY, HEADS = 512, 64, 16
 """Channels of latents and of rotary parts, and most query heads."""
 
+MOST = 1 << 24
+"""Most tokens of a row: its chunks times its units are a number of 32 bits."""
+
 LOG2E = 1.4426950408889634
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cuda.latent import CudaLatents, Shapes, kernel_of, serves, splits_of
+from ..cuda.latent import MOST, CudaLatents, Shapes, kernel_of, serves, splits_of
 from ..dispatch import reference
 from ..hadamard import block_of, factor_of, hadamard
 from ..pages import PageFormat, StoreFormat
@@ -198,7 +198,7 @@ def _cuda_plan(
     least = lookup(device, "latent", key_of(latents, rotary, dim, 16))["cuda"]
     plain = scoring.mask is None and not scoring.softcap and query.dtype == dtype and query.stride[-1] == 1
     tokens = blocks * latents.page_size
-    if not plain or not 0 < least <= batch * tokens:
+    if not plain or tokens > MOST or not 0 < least <= batch * tokens:
         return None
     kernel = kernel_of(dtype, device)
     if kernel is None:
