@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import shutil
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -41,8 +42,12 @@ CASE = Case(
 def machines(tmp_path_factory):
     """Builds of the source that run on this machine, by build and dtype."""
     compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("there is no g++ on Linux")
+    probe = tmp_path_factory.mktemp("cuda") / "half.cpp"
+    probe.write_text("_Float16 half;\n")
+    if subprocess.run([compiler, "-fsyntax-only", probe], capture_output=True).returncode:
+        pytest.skip("this g++ has no f16")
     built = {}
 
     def machine(build: Build, dtype: torch.dtype) -> ctypes.CDLL:
