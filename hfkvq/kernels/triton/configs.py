@@ -40,11 +40,12 @@ DEFAULTS: Mapping[str, Knobs] = {
     "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Of latents programs have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
-    # flight, since words wait for the number of their page; with 4 none is.
-    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
+    # flight, since words wait for the number of their page; with 4 none is. cuda: for how many tokens, of all rows, the
+    # kernel in CUDA C++ serves where it can (latents of 4 bits, compute capability 9.0); 0 for never.
+    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8, "cuda": 0},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1, "cuda": 0}
 """Smallest legal value of every knob."""
 
 MOST: Knobs = {"loose": 32}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cuda.latent import MOST, CudaLatents, Shapes, kernel_of, serves, splits_of
 from ..dispatch import reference
 from ..hadamard import block_of, factor_of, hadamard
 from ..pages import PageFormat, StoreFormat
@@ -27,7 +28,7 @@ class LatentPlan(NamedTuple):
     """What launches need besides addresses.
 
     Attributes:
-        attend: attends to a split of a row.
+        attend: attends to a split of a row, by Triton or by CUDA C++.
         merge: joins the splits.
         turn: rotates what is merged back; None where the merge does.
         part: shape of the splits' sums, which end with the channels.
@@ -35,7 +36,7 @@ class LatentPlan(NamedTuple):
         dtype: of the result.
     """
 
-    attend: Launch
+    attend: Launch | CudaLatents
     merge: Launch
     turn: Launch | None
     part: tuple[int, ...]
@@ -100,6 +101,20 @@ def _plan(
     edition: int,
 ) -> LatentPlan:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
+    given = (store, query, rope_dim, tail, blocks, scoring, device)
+    return _cuda_plan(*given) or _triton_plan(*given, rotate)
+
+
+def _triton_plan(
+    store: str,
+    query: Queries,
+    rope_dim: int,
+    tail: int,
+    blocks: int,
+    scoring: Scoring,
+    device: torch.device,
+    rotate: int,
+) -> LatentPlan:
     form = StoreFormat.parse(store)
     latents, rotary = form.runs[0]
     batch, heads, queries, width = query.shape
@@ -170,6 +185,31 @@ def _plan(
     return LatentPlan(launch, merge, turn, part, (batch, heads, queries, dim), out_dtype)
 
 
+def _cuda_plan(
+    store: str, query: Queries, rope_dim: int, tail: int, blocks: int, scoring: Scoring, device: torch.device
+) -> LatentPlan | None:
+    """The plan by the kernel in CUDA C++, whose sums are rotated back already; None where it does not serve."""
+    form = StoreFormat.parse(store)
+    latents, rotary = form.runs[0]
+    batch, heads, queries, width = query.shape
+    dim, dtype = width - rope_dim, query.model_dtype
+    if capability(device) != (9, 0) or not serves(form, dim, rope_dim, dtype, queries, heads):
+        return None
+    least = lookup(device, "latent", key_of(latents, rotary, dim, 16))["cuda"]
+    plain = scoring.mask is None and not scoring.softcap and query.dtype == dtype and query.stride[-1] == 1
+    tokens = blocks * latents.page_size
+    if not plain or tokens > MOST or not 0 < least <= batch * tokens:
+        return None
+    kernel = kernel_of(dtype, device)
+    if kernel is None:
+        return None
+    splits = splits_of(batch, tokens, multiprocessors(device))
+    shapes = Shapes(batch, heads, blocks, splits, form.sink, tail, scoring.scaling, *query.stride[:2])
+    part = (batch, splits, heads, dim)
+    merge = merge_launch(part, queries, scoring.sinks, 0, True, device, dtype)
+    return LatentPlan(CudaLatents(kernel, shapes, device), merge, None, part, (batch, heads, queries, dim), dtype)
+
+
 @lru_cache(maxsize=256)
 def _nest(store: str, masked: bool) -> Nest:
     """From queries, counters, four windows, the run's tensors, the mask if there is one, sums, tops and weights."""
@@ -208,7 +248,8 @@ def latent_wanted(
     stride = (queries * heads * width, queries * width, width, 1)
     query = Queries((1, heads, queries, width), stride, own, dtype)
     scoring = Scoring(None, None, width**-0.5, 0.0)
-    plan = _plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate, edition())
+    # Triton's serves masks and short rows, whatever else there is.
+    plan = _triton_plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate)
     kinds = [own, torch.int32, *[dtype] * 4, torch.int32]
     for fmt, side, size in zip(form.runs[0], ("keys", "values"), (dim, rope_dim), strict=True):
         found = [kind or dtype for _, kind in fmt.shapes(side, 1, size).values()]

@@ -1,0 +1,864 @@
+// Attention of up to 16 query heads to one latent head of 512 + 64 channels: codes of 4 bits with one scale and minimum
+// a token, rotary parts in e4m3, what is loose in 16 bits. For compute capability 9.0; compiled by `rtc.py`.
+//
+// A unit is four warps, out of step with the others. A step of a unit is four chunks of TOKENS tokens: each warp makes
+// logits and probabilities of one chunk, and they meet at a barrier; then each warp adds all four chunks, for 128 of the
+// 512 channels. So sums are split between warps, not repeated. Copies into the units' rings are made by four warps of
+// their own, with few registers.
+//
+// Codes are never converted: a masked word is a pair of f16 numbers, subnormal ones, which tensor cores take at full
+// speed. Of a word's four fields two bytes are taken whole: x = f0 + 16 f1 and f0 are two operands for one mask each, as
+// f0 q0 + f1 q1 = x q1/16 + f0 (q0 - q1/16), and the sums of f1 are those of x less those of f0, over 16.
+//
+// Macros: UNITS, SLOTS (chunks of a ring), TILES (chunks have 8 TILES tokens), BF16 (the model's dtype, or f16).
+// tests/kernels/cuda runs this file on a CPU: EMULATED takes what stands in for the instructions from there.
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+
+#ifndef EMULATED
+#define DEVICE __device__ __forceinline__
+struct Pair { float x, y; };
+DEVICE int thread() { return threadIdx.x; }
+DEVICE int block() { return blockIdx.x; }
+extern __shared__ __align__(1024) u8 shared_[];
+DEVICE u32 shared() { return (u32)__cvta_generic_to_shared(shared_); }
+DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void load_matrices(u32 (&a)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+DEVICE void load_turned(u32 (&a)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+DEVICE u32 load(u32 at) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
+  return x;
+}
+DEVICE float load_f(u32 at) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+DEVICE void load4(u32 (&a)[4], u32 at) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(at) : "memory");
+}
+DEVICE void load4_f(float (&a)[4], u32 at) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(a[0]), "=f"(a[1]), "=f"(a[2]), "=f"(a[3]) : "r"(at) : "memory");
+}
+DEVICE void load2_f(float& a, float& b, u32 at) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(a), "=f"(b) : "r"(at) : "memory");
+}
+DEVICE void store(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+DEVICE void store_f(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(x) : "memory"); }
+DEVICE void store2_f(u32 at, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+}
+DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+// Sixteen bytes from global memory, zeros if there are none.
+DEVICE void copy(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy_or_zero(u32 to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+DEVICE void arrive_when_copied(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void barrier_of(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+DEVICE void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+DEVICE void wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n .reg .pred p;\n L: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n @p bra D;\n bra L;\n D:\n}"
+      ::"r"(barrier), "r"(parity) : "memory");
+}
+DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void meet_block() { __syncthreads(); }
+DEVICE void meet_warp() { __syncwarp(); }
+template <int N> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+DEVICE float from_lane(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+DEVICE bool of_any(bool p) { return __any_sync(~0u, p); }
+DEVICE float power_of_two(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE u32 to_f16(float low, float high) {
+  u32 x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+DEVICE u32 to_bf16(float low, float high) {
+  u32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+DEVICE Pair from_f16(u32 x) {
+  Pair y;
+  asm("{.reg .b16 s, t; mov.b32 {s, t}, %2; cvt.f32.f16 %0, s; cvt.f32.f16 %1, t;}" : "=f"(y.x), "=f"(y.y) : "r"(x));
+  return y;
+}
+DEVICE Pair from_bf16(u32 x) { return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)}; }
+DEVICE void from_e4m3(u32 x, u32& low, u32& high) {
+  asm("{.reg .b16 s, t; mov.b32 {s, t}, %2; cvt.rn.f16x2.e4m3x2 %0, s; cvt.rn.f16x2.e4m3x2 %1, t;}"
+      : "=r"(low), "=r"(high) : "r"(x));
+}
+DEVICE u32 times(u32 a, u32 b) {
+  u32 x;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+  return x;
+}
+DEVICE u32 bytes_of(u32 x, u32 which) { return __byte_perm(x, 0, which); }
+// Past the L1 cache, which must not keep what is written while this kernel waits.
+DEVICE u32 fetch(const void* p) {
+  u32 x;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(x) : "l"(p));
+  return x;
+}
+DEVICE u32 fetch_half(const void* p) {
+  u16 x;
+  asm volatile("ld.global.cg.b16 %0, [%1];" : "=h"(x) : "l"(p));
+  return x;
+}
+DEVICE void put4(float* p, float a, float b, float c, float d) { *(float4*)p = make_float4(a, b, c, d); }
+DEVICE void wait_for_grid() { asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory"); }
+// What stands between two of these is a branch, and no selects in every lane.
+DEVICE void stay() { asm volatile(""); }
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+#define GLOBAL extern "C" __global__
+#endif
+
+constexpr int WARP = 32, PAGE = 128, WIDTH = 512, ROTARY = 64;
+// Queries as products take them: steps of 16 channels, of 512 bytes each.
+constexpr int QUERIES = (WIDTH + ROTARY) / 16 * 512;
+// Sums of a unit while a block joins them: rows are padded against bank conflicts.
+constexpr int SUM_ROW = (WIDTH + 8) * 4, SUM_BYTES = 16 * SUM_ROW;
+// What is loose is attended to by so many tokens at a time: numbers, rotary parts, probabilities.
+constexpr int LOOSE = 32, LOOSE_ROTARY = LOOSE * 2 * WIDTH, LOOSE_PROBS = LOOSE_ROTARY + LOOSE * 2 * ROTARY;
+constexpr int LOOSE_BYTES = LOOSE_PROBS + LOOSE * 32;
+// Sums are relative to so much more than the greatest logit, in units of ln 2, and are not rescaled until one exceeds it.
+constexpr float ROOM = 4.f;
+// Stands for a maximum of nothing in differences, which are numbers then.
+constexpr float LEAST = -3e38f;
+// Codes are 2^24 times what stands in registers; queries of codes are 8 times too large, away from subnormal numbers.
+constexpr float UNIT = 16777216.f, QUERY_UNIT = 8.f;
+constexpr float NORM = 0.044194173824159216f;  // 512^-1/2, the rotation's factor
+
+// Shared memory, and how a chunk lies in its slot: codes, rotary parts, then scales, minima and scales of rotary parts.
+constexpr int TOKENS = 8 * TILES, OF_PAGE = PAGE / TOKENS;
+constexpr int SLOT_ROTARY = TOKENS * 256, SLOT_META = TOKENS * 320, SLOT_TOPS = TOKENS * 326, SLOT = SLOT_TOPS + 64;
+constexpr int RING = SLOTS * SLOT > LOOSE_BYTES ? SLOTS * SLOT : LOOSE_BYTES;
+constexpr int WHOLE_QUERIES = QUERIES, FULL = 2 * QUERIES, EMPTY = FULL + 8 * UNITS * SLOTS;
+constexpr int FLAGS = EMPTY + 8 * UNITS * SLOTS, QUERY_SUMS = (FLAGS + 8 * UNITS + 127) / 128 * 128;
+constexpr int TOPS = QUERY_SUMS + 64, TOTALS = TOPS + 64 * UNITS;
+constexpr int RINGS = (TOTALS + 512 * UNITS + 127) / 128 * 128, SHARED = RINGS + UNITS * RING;
+// Queries are rotated, and loose tokens attended to, in the end of a ring; pages fill its first slots meanwhile.
+constexpr int EARLY = (RING - LOOSE_BYTES) / SLOT < SLOTS ? (RING - LOOSE_BYTES) / SLOT : SLOTS, ASIDE = EARLY * SLOT;
+constexpr int WORKERS = 128 * UNITS, THREADS = WORKERS + 128, MEET_WORKERS = 8;
+static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && LOOSE_BYTES >= 4 * 2048 && UNITS < MEET_WORKERS, "room");
+static_assert(TILES == 2 || TILES == 4, "products take sixteen tokens");
+
+struct Arguments {
+  const u8* q;
+  const int *counters, *table;
+  const u8 *codes, *scale, *zero, *rotary, *rotary_scale;
+  const u8 *sink, *sink_rotary, *tail, *tail_rotary;
+  float *out, *top, *total;
+  // table: its columns. weight: chunks that take as long as a block of loose tokens. scaling: times log2 e.
+  int rows, heads, columns, splits, weight, sinks, slots;
+  float scaling;
+  long long row_stride, head_stride;  // of queries, in elements
+};
+
+// What a warp knows of itself. A lane's numbers of a product are of queries `row` and `row` + 8.
+struct Self {
+  int lane, unit, warp, column, row;  // warp: of its unit
+  u32 ring, full, empty;
+};
+
+// Sums of 16 queries and this warp's channels; what they are relative to, and what the warp's own probabilities are.
+struct Sums {
+  float of[4][4][4];  // by eight words, operand and register
+  float top[2], own_top[2], total[2], low[2];
+};
+
+DEVICE Pair from_half(u32 x) { return BF16 ? from_bf16(x) : from_f16(x); }
+DEVICE u32 to_half(float low, float high) { return BF16 ? to_bf16(low, high) : to_f16(low, high); }
+DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if (BF16) mma_bf16(c, a, b0, b1); else mma_f16(c, a, b0, b1);
+}
+DEVICE float greater(float a, float b) { return fmaxf(a, b); }
+
+// The four stages of a Hadamard matrix's butterflies that stay within a lane.
+DEVICE void butterflies(float (&v)[16]) {
+#pragma unroll
+  for (int s = 1; s < 16; s *= 2)
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+      if (!(i & s)) {
+        const float a = v[i], b = v[i + s];
+        v[i] = a + b;
+        v[i + s] = a - b;
+      }
+}
+
+DEVICE void rescale(Sums& sums, float g0, float g1) {
+#pragma unroll
+  for (int g = 0; g < 4; g++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      sums.of[g][k][0] *= g0;
+      sums.of[g][k][1] *= g0;
+      sums.of[g][k][2] *= g1;
+      sums.of[g][k][3] *= g1;
+    }
+}
+
+// One warp rotates query m and lays it out as left operand of products with codes, and if `whole`, with loose tokens.
+DEVICE void rotate_query(const Arguments& args, const u8* q, int m, bool whole, u32 scratch, int lane) {
+  const u32 base = shared();
+  float v[16];
+  // In the lane: bits 2, 4, 5 and 6 of the channel; by lanes: bits 0, 1, 3, 7 and 8.
+  const int from = (lane & 3) | (lane & 4) << 1 | (lane & 24) << 4;
+  const bool there = m < args.heads;
+#pragma unroll
+  for (int i = 0; i < 16; i++)
+    v[i] = there ? from_half(fetch_half(q + 2 * (from + ((i & 1) << 2 | (i & 14) << 3)))).x : 0.f;
+  const u8* two = q + 2 * WIDTH + 4 * lane;
+  const Pair rotary = from_half(there ? fetch_half(two) | fetch_half(two + 2) << 16 : 0);
+  butterflies(v);
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const float other = from_lane(v[i], 2);
+    v[i] = lane & 2 ? other - v[i] : v[i] + other;
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) store_f(scratch + 4 * (from + ((i & 1) << 2 | (i & 14) << 3)), v[i]);
+  meet_warp();
+  // In the lane: bits 0, 3, 7 and 8, that is a pair, halves of a step and the field; by lanes: bits 1, 2, 4, 5 and 6.
+  const int to = (lane & 3) << 1 | (lane & 28) << 2;
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    load2_f(v[2 * i], v[2 * i + 1], scratch + 4 * (to + ((i & 1) << 3 | (i & 6) << 6)));
+  butterflies(v);
+#pragma unroll
+  for (int i = 0; i < 16; i++) v[i] *= args.scaling * NORM;
+  const float r0 = rotary.x * args.scaling, r1 = rotary.y * args.scaling;
+  const u32 place = ((m & 7) * 4 + (lane & 3)) * 16 + (m >> 3) * 4;
+  if (whole) {
+    // Sixteen channels in order are a step.
+    const u32 at = base + WHOLE_QUERIES + (lane >> 2) * 512 + place;
+#pragma unroll
+    for (int i = 0; i < 8; i++) store(at + (i >> 1) * 4096 + (i & 1) * 8, to_half(v[2 * i], v[2 * i + 1]));
+    store(base + WHOLE_QUERIES + (32 + (lane >> 3)) * 512 + place + ((lane >> 2) & 1) * 8, to_half(r0, r1));
+  }
+  float total = 0;
+#pragma unroll
+  for (int half = 0; half < 2; half++)
+#pragma unroll
+    for (int pair = 0; pair < 2; pair++) {
+      const float *low = v + 2 * half + 8 * pair, *high = low + 4;
+      const u32 x = to_f16(high[0] * (QUERY_UNIT / 16), high[1] * (QUERY_UNIT / 16));
+      const Pair y = from_f16(x);
+      const u32 z = to_f16(low[0] * QUERY_UNIT - y.x, low[1] * QUERY_UNIT - y.y);
+      const Pair u = from_f16(z);
+      // As rounded: what minima are multiplied by fits what codes are.
+      total += 17.f * (y.x + y.y) + u.x + u.y;
+      const u32 at = base + (4 * (lane >> 2) + 2 * pair) * 512 + place + half * 8;
+      store(at, x);
+      store(at + 512, z);
+    }
+  // Sixteen bytes of a rotary part, which one load brings, are four of each of four steps.
+  const u32 step = 32 + ((lane >> 1) & 3);
+  store(base + step * 512 + ((m & 7) * 4 + (lane >> 3)) * 16 + (m >> 3) * 4 + (lane & 1) * 8, to_f16(r0, r1));
+#pragma unroll
+  for (int s = 1; s < WARP; s *= 2) total += from_lane(total, s);
+  if (lane == 0) store_f(base + QUERY_SUMS + 4 * m, total * (1.f / QUERY_UNIT));
+}
+
+// The copying warps: each takes every fourth chunk of each unit, as soon as its slot is empty.
+DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const int (&end)[UNITS], int row, int warp,
+                       int lane) {
+  const u32 base = shared();
+  const int* table = args.table + (long long)row * args.columns;
+  int most = 0;
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) most = end[i] - first[i] > most ? end[i] - first[i] : most;
+  // Rows of 256 bytes are swizzled by sixteens: neither of the two products meets bank conflicts.
+  const u32 to_row = (lane >> 4) * 256, to_column = ((lane & 15) ^ (lane >> 4)) << 4;
+  int slot = warp, turn = 0;
+#pragma unroll 1
+  for (int k = warp; k < most; k += 4) {
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+      const int chunk = first[i] + k;
+      if (chunk < end[i]) {
+        const long long page = (int)fetch(table + chunk / OF_PAGE);
+        const int token = chunk % OF_PAGE * TOKENS;
+        const u32 to = base + RINGS + i * RING + slot * SLOT, at = base + 8 * (i * SLOTS + slot);
+        wait(at + EMPTY, turn & 1);
+        const u8* from = args.codes + page * (PAGE * 256) + token * 256 + lane * 16;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 2; j++)
+          copy(to + to_row + j * 512 + (to_column ^ ((2 * j & 7) << 4)), from + j * 512);
+        from = args.rotary + page * (PAGE * ROTARY) + token * ROTARY + lane * 16;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j++) copy(to + SLOT_ROTARY + j * 512 + lane * 16, from + j * 512);
+        if (lane < 3 * TILES) {
+          const u8* meta = lane < TILES ? args.scale : lane < 2 * TILES ? args.zero : args.rotary_scale;
+          copy(to + SLOT_META + lane * 16, meta + page * (2 * PAGE) + token * 2 + lane % TILES * 16);
+        }
+        arrive_when_copied(at + FULL);
+      }
+    }
+    slot += 4;
+    if (slot >= SLOTS) {
+      slot -= SLOTS;
+      turn++;
+    }
+  }
+  copies_done();
+}
+
+// A block of loose tokens, of the sink or of slots of the tail: eight tokens' logits a warp, then channels as of pages.
+DEVICE void attend_loose(const Arguments& args, Sums& sums, const Self& self, int i_block, int row, int sealed,
+                         int length) {
+  const int lane = self.lane, warp = self.warp, sinks = (args.sinks + LOOSE - 1) / LOOSE;
+  const bool sink = i_block < sinks;
+  const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
+  // Which token stands in a slot of the ring: the oldest that is not sealed and that the slot can be of.
+  auto there = [&](int slot) {
+    if (slot >= slots) return false;
+    const int W = args.slots;
+    return (sink ? slot : sealed + (slot - sealed % W + W) % W + args.sinks) < length;
+  };
+  if (!of_any(there(start + lane))) return;
+  const u32 base = shared(), aside = self.ring + ASIDE, meet_at = base + TOTALS + self.unit * 512 + 4 * self.row;
+  meet(1 + self.unit, 128);
+  const u8* from = (sink ? args.sink : args.tail) + ((long long)row * slots + start) * (2 * WIDTH);
+  const u8* rotary = (sink ? args.sink_rotary : args.tail_rotary) + ((long long)row * slots + start) * (2 * ROTARY);
+#pragma unroll 1
+  for (int t = warp * 8; t < warp * 8 + 8; t++) {
+    const bool ok = there(start + t);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int column = lane + WARP * j;
+      copy_or_zero(aside + t * 1024 + ((column ^ (t & 7)) << 4), ok ? from + t * 1024 + column * 16 : args.codes, ok);
+    }
+    if (lane < 8)
+      copy_or_zero(aside + LOOSE_ROTARY + t * 128 + ((lane ^ (t & 7)) << 4),
+                   ok ? rotary + t * 128 + lane * 16 : args.codes, ok);
+  }
+  copies_done();
+  meet(1 + self.unit, 128);
+  float s[4][4] = {};
+  const u32 numbers = aside + (8 * warp + (lane & 7)) * 1024;
+  const u32 rotaries = aside + LOOSE_ROTARY + (8 * warp + (lane & 7)) * 128;
+#pragma unroll
+  for (int j = 0; j < 18; j++) {
+    u32 a[4], b[4];
+    load_matrices(b, j < 16 ? numbers + (((4 * j + (lane >> 3)) ^ (lane & 7)) << 4)
+                            : rotaries + (((4 * (j - 16) + (lane >> 3)) ^ (lane & 7)) << 4));
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      load4(a, base + WHOLE_QUERIES + (2 * j + h) * 512 + lane * 16);
+      mma(s[(2 * j + h) & 3], a, b[2 * h], b[2 * h + 1]);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; j++) s[0][j] = (s[0][j] + s[1][j]) + (s[2][j] + s[3][j]);
+  if (!there(start + 8 * warp + 2 * self.column)) s[0][0] = s[0][2] = -infinity();
+  if (!there(start + 8 * warp + 2 * self.column + 1)) s[0][1] = s[0][3] = -infinity();
+  float p[4];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float most = greater(s[0][2 * h], s[0][2 * h + 1]);
+    most = greater(most, from_lane(most, 1));
+    most = greater(most, from_lane(most, 2));
+    const float top = greater(sums.top[h], most), relative = greater(top, LEAST);
+    p[2 * h] = power_of_two(s[0][2 * h] - relative);
+    p[2 * h + 1] = power_of_two(s[0][2 * h + 1] - relative);
+    sums.total[h] = sums.total[h] * power_of_two(sums.own_top[h] - relative) + p[2 * h] + p[2 * h + 1];
+    sums.own_top[h] = top;
+    // Probabilities are relative to the warp's own maximum.
+    if (self.column == 0) store_f(meet_at + warp * 128 + 32 * h, top);
+  }
+  // Half of an operand: eight tokens of sixteen.
+  const u32 at = aside + LOOSE_PROBS + (warp >> 1) * 512 + lane * 16 + (warp & 1) * 8;
+  store(at, to_half(p[0], p[1]));
+  store(at + 4, to_half(p[2], p[3]));
+  meet(1 + self.unit, 128);
+  float less[2][4], g[2];
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float top = sums.top[h];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      less[h][j] = load_f(meet_at + j * 128 + 32 * h);
+      top = greater(top, less[h][j]);
+    }
+    const float relative = greater(top, LEAST);
+#pragma unroll
+    for (int j = 0; j < 4; j++) less[h][j] = power_of_two(less[h][j] - relative);
+    g[h] = power_of_two(sums.top[h] - relative);
+    sums.top[h] = top;
+  }
+  rescale(sums, g[0], g[1]);
+#pragma unroll
+  for (int tb = 0; tb < 2; tb++) {
+    u32 a[4];
+    load4(a, aside + LOOSE_PROBS + tb * 512 + lane * 16);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const Pair x = from_half(a[j]);
+      const float shrink = less[j & 1][2 * tb + j / 2];
+      a[j] = to_half(x.x * shrink, x.y * shrink);
+    }
+    const u32 tokens = aside + (16 * tb + (lane & 15)) * 1024;
+#pragma unroll
+    for (int f = 0; f < 4; f++)
+#pragma unroll
+      for (int g = 0; g < 4; g += 2) {
+        u32 b[4];
+        load_turned(b, tokens + (((16 * f + 4 * warp + g + (lane >> 4)) ^ (lane & 7)) << 4));
+        mma(sums.of[g][f], a, b[0], b[1]);
+        mma(sums.of[g + 1][f], a, b[2], b[3]);
+      }
+  }
+}
+
+// Sums of channels as sums of codes are: by pairs of fields, and in their unit.
+DEVICE void as_codes(Sums& sums) {
+#pragma unroll
+  for (int g = 0; g < 4; g++)
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float x0 = sums.of[g][0][j], x1 = sums.of[g][1][j], x2 = sums.of[g][2][j], x3 = sums.of[g][3][j];
+      sums.of[g][0][j] = (x0 + 16.f * x1) * (1.f / UNIT);
+      sums.of[g][1][j] = x0 * (1.f / UNIT);
+      sums.of[g][2][j] = (x2 + 16.f * x3) * (1.f / UNIT);
+      sums.of[g][3][j] = x2 * (1.f / UNIT);
+    }
+}
+
+constexpr u32 BYTES = 0x00ff00ffu, FIELD = 0x000f000fu, UPPER = 0x4341;  // UPPER: each half's upper byte, as a number
+
+// One warp's part of a step's first half: logits and probabilities of the chunk in a slot, `left` tokens of it or all.
+DEVICE void probabilities(Sums& sums, const Self& self, u32 slot, int left, u32 flag, int chunk) {
+  const int lane = self.lane, row = self.row, column = self.column;
+  const u32 base = shared(), queries = base + lane * 16;
+  const u32 codes = slot + (lane & 7) * 256 + (lane >> 4) * 2048, swizzle = (((lane >> 3) & 1) ^ (lane & 7)) << 4;
+  float s[TILES][4];
+#pragma unroll
+  for (int t = 0; t < TILES; t++) s[t][0] = s[t][1] = s[t][2] = s[t][3] = 0;
+#pragma unroll
+  for (int e = 0; e < 8; e++) {
+    u32 b[TILES / 2][4], upper[TILES / 2][4], a[4];
+#pragma unroll
+    for (int i = 0; i < TILES / 2; i++)
+      load_matrices(b[i], codes + i * 4096 + (swizzle ^ ((2 * e & 7) << 4)) + (e >> 2) * 128);
+#pragma unroll
+    for (int i = 0; i < TILES / 2; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) upper[i][j] = bytes_of(b[i][j], UPPER);
+#define WORD(x, j) x[t / 2][2 * (t & 1) + j]
+    load4(a, queries + 4 * e * 512);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) mma_f16(s[t], a, WORD(b, 0) & BYTES, WORD(b, 1) & BYTES);
+    load4(a, queries + (4 * e + 1) * 512);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) mma_f16(s[t], a, WORD(b, 0) & FIELD, WORD(b, 1) & FIELD);
+    load4(a, queries + (4 * e + 2) * 512);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) mma_f16(s[t], a, WORD(upper, 0), WORD(upper, 1));
+    load4(a, queries + (4 * e + 3) * 512);
+#pragma unroll
+    for (int t = 0; t < TILES; t++) mma_f16(s[t], a, WORD(upper, 0) & FIELD, WORD(upper, 1) & FIELD);
+#undef WORD
+  }
+  const u32 meta = slot + SLOT_META + 4 * column;
+  const float of0 = load_f(base + QUERY_SUMS + 4 * row), of1 = load_f(base + QUERY_SUMS + 32 + 4 * row);
+  u32 scales[TILES], zeros[TILES];
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    scales[t] = load(meta + 16 * t);
+    zeros[t] = load(meta + 2 * TOKENS + 16 * t);
+    const Pair x = from_f16(scales[t]), z = from_f16(zeros[t]);
+    const float x0 = x.x * (UNIT / QUERY_UNIT), x1 = x.y * (UNIT / QUERY_UNIT);
+    s[t][0] = s[t][0] * x0 + z.x * of0;
+    s[t][1] = s[t][1] * x1 + z.y * of0;
+    s[t][2] = s[t][2] * x0 + z.x * of1;
+    s[t][3] = s[t][3] * x1 + z.y * of1;
+  }
+  // Rotary parts, two tiles at a time: there are no more registers.
+#pragma unroll
+  for (int i = 0; i < TILES / 2; i++) {
+    float o[2][4];
+    u32 y[2][4];
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      o[t][0] = o[t][1] = o[t][2] = o[t][3] = 0;
+      load4(y[t], slot + SLOT_ROTARY + (2 * i + t) * 512 + lane * 16);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      u32 a[4];
+      load4(a, queries + (32 + j) * 512);
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        u32 b0, b1;
+        from_e4m3(y[t][j], b0, b1);
+        mma_f16(o[t], a, b0, b1);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < 2; t++) {
+      const Pair x = from_f16(load(meta + 4 * TOKENS + 16 * (2 * i + t)));
+      float(&z)[4] = s[2 * i + t];
+      z[0] += o[t][0] * x.x;
+      z[1] += o[t][1] * x.y;
+      z[2] += o[t][2] * x.x;
+      z[3] += o[t][3] * x.y;
+    }
+  }
+  if (left < TOKENS) {
+    // What was never written may be NaN.
+    stay();
+#pragma unroll
+    for (int t = 0; t < TILES; t++) {
+      const int there = left - 8 * t - 2 * column;
+      if (there < 1) s[t][0] = s[t][2] = -infinity();
+      if (there < 2) s[t][1] = s[t][3] = -infinity();
+      const u32 keep = there >= 2 ? 0xffffffffu : there == 1 ? 0xffffu : 0;
+      scales[t] &= keep;
+      zeros[t] &= keep;
+    }
+    stay();
+  }
+  float m0 = s[0][0], m1 = s[0][2];
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    m0 = greater(m0, greater(s[t][0], s[t][1]));
+    m1 = greater(m1, greater(s[t][2], s[t][3]));
+  }
+  float top0 = sums.top[0], top1 = sums.top[1];
+  if (of_any(m0 > top0 || m1 > top1)) {
+    m0 = greater(m0, from_lane(m0, 1));
+    m1 = greater(m1, from_lane(m1, 1));
+    m0 = greater(m0, from_lane(m0, 2));
+    m1 = greater(m1, from_lane(m1, 2));
+    top0 = greater(top0, m0 + ROOM);
+    top1 = greater(top1, m1 + ROOM);
+  }
+  const float r0 = greater(top0, LEAST), r1 = greater(top1, LEAST);
+  if (of_any(top0 != sums.own_top[0] || top1 != sums.own_top[1])) {
+    const float g0 = power_of_two(sums.own_top[0] - r0), g1 = power_of_two(sums.own_top[1] - r1);
+    sums.total[0] *= g0;
+    sums.low[0] *= g0;
+    sums.total[1] *= g1;
+    sums.low[1] *= g1;
+    sums.own_top[0] = top0;
+    sums.own_top[1] = top1;
+  }
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+    const Pair x = from_f16(scales[t]), z = from_f16(zeros[t]);
+    const float p0 = power_of_two(s[t][0] - r0), p1 = power_of_two(s[t][1] - r0);
+    const float p2 = power_of_two(s[t][2] - r1), p3 = power_of_two(s[t][3] - r1);
+    sums.total[0] += p0;
+    sums.total[0] += p1;
+    sums.total[1] += p2;
+    sums.total[1] += p3;
+    sums.low[0] += p0 * z.x;
+    sums.low[0] += p1 * z.y;
+    sums.low[1] += p2 * z.x;
+    sums.low[1] += p3 * z.y;
+    s[t][0] = p0 * x.x;
+    s[t][1] = p1 * x.y;
+    s[t][2] = p2 * x.x;
+    s[t][3] = p3 * x.y;
+  }
+  // Over the rotary parts, each lane where it read them; as left operand of sixteen tokens.
+#pragma unroll
+  for (int i = 0; i < TILES / 2; i++)
+    store4(slot + SLOT_ROTARY + i * 512 + lane * 16, to_f16(s[2 * i][0], s[2 * i][1]), to_f16(s[2 * i][2], s[2 * i][3]),
+           to_f16(s[2 * i + 1][0], s[2 * i + 1][1]), to_f16(s[2 * i + 1][2], s[2 * i + 1][3]));
+  if (column == 0) {
+    store_f(slot + SLOT_TOPS + 4 * row, top0);
+    store_f(slot + SLOT_TOPS + 32 + 4 * row, top1);
+  }
+  if (top0 != sums.top[0] || top1 != sums.top[1]) store(flag, chunk);
+}
+
+DEVICE u32 slot_of(const Self& self, int slot) { return self.ring + (slot < SLOTS ? slot : slot - SLOTS) * SLOT; }
+
+// Somebody's logits exceed what sums are relative to: all move to the greatest of the chunks' maxima.
+DEVICE void move(Sums& sums, const Self& self, int slot, int here) {
+  float top[2] = {sums.top[0], sums.top[1]}, own[2] = {sums.top[0], sums.top[1]}, g[2];
+#pragma unroll 1
+  for (int i = 0; i < here; i++) {
+    const u32 at = slot_of(self, slot + i) + SLOT_TOPS + 4 * self.row;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const float x = load_f(at + 32 * h);
+      top[h] = greater(top[h], x);
+      if (i == self.warp) own[h] = x;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float relative = greater(top[h], LEAST);
+    g[h] = power_of_two(sums.top[h] - relative);
+    own[h] = power_of_two(own[h] - relative);
+    sums.top[h] = top[h];
+  }
+  rescale(sums, g[0], g[1]);
+  if (self.warp < here) {
+    const u32 less0 = to_f16(own[0], own[0]), less1 = to_f16(own[1], own[1]);
+    const u32 at = slot_of(self, slot + self.warp) + SLOT_ROTARY + self.lane * 16;
+#pragma unroll
+    for (int i = 0; i < TILES / 2; i++) {
+      u32 p[4];
+      load4(p, at + i * 512);
+      store4(at + i * 512, times(p[0], less0), times(p[1], less1), times(p[2], less0), times(p[3], less1));
+    }
+  }
+}
+
+// One warp's part of a step's second half: a chunk's tokens, by their probabilities, added for its channels.
+DEVICE void add_tokens(Sums& sums, u32 probs, u32 low, u32 high) {
+#pragma unroll
+  for (int i = 0; i < TILES / 2; i++) {
+    u32 p[4], b[2][4];
+    load_turned(b[0], low + i * 4096);
+    load_turned(b[1], high + i * 4096);
+    load4(p, probs + i * 512);
+#pragma unroll
+    for (int g = 0; g < 4; g++) {
+      const u32 x = b[g / 2][2 * (g & 1)], y = b[g / 2][2 * (g & 1) + 1];
+      const u32 upper_x = bytes_of(x, UPPER), upper_y = bytes_of(y, UPPER);
+      mma_f16(sums.of[g][0], p, x & BYTES, y & BYTES);
+      mma_f16(sums.of[g][1], p, x & FIELD, y & FIELD);
+      mma_f16(sums.of[g][2], p, upper_x, upper_y);
+      mma_f16(sums.of[g][3], p, upper_x & FIELD, upper_y & FIELD);
+    }
+  }
+}
+
+// A warp's sums into its unit's ring, for the block to join.
+DEVICE void hand_over(Sums& sums, const Self& self) {
+  const u32 base = shared(), to = self.ring + self.row * SUM_ROW + (32 * self.warp + 2 * self.column) * 4;
+#pragma unroll
+  for (int g = 0; g < 4; g++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const u32 at = to + h * (8 * SUM_ROW) + g * 32;
+      const int x = 2 * h, y = x + 1;
+      const float(&of)[4][4] = sums.of[g];
+      store2_f(at, of[1][x] * UNIT, of[1][y] * UNIT);
+      store2_f(at + 512, (of[0][x] - of[1][x]) * (UNIT / 16), (of[0][y] - of[1][y]) * (UNIT / 16));
+      store2_f(at + 1024, of[3][x] * UNIT, of[3][y] * UNIT);
+      store2_f(at + 1536, (of[2][x] - of[3][x]) * (UNIT / 16), (of[2][y] - of[3][y]) * (UNIT / 16));
+    }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float gain = power_of_two(sums.own_top[h] - greater(sums.top[h], LEAST));
+    float total = sums.total[h] * gain, low = sums.low[h] * gain;
+#pragma unroll
+    for (int s = 1; s < 4; s *= 2) {
+      total += from_lane(total, s);
+      low += from_lane(low, s);
+    }
+    if (self.column == 0) {
+      const u32 at = base + TOTALS + (self.unit * 4 + self.warp) * 128 + 32 * h + 4 * self.row;
+      store_f(at, total);
+      store_f(at + 64, low);
+      if (self.warp == 0) store_f(base + TOPS + self.unit * 64 + 32 * h + 4 * self.row, sums.top[h]);
+    }
+  }
+}
+
+// One warp joins the units' sums of query m, rotates them back and writes them as one split's.
+DEVICE void join(const Arguments& args, int m, int row, int split, int lane) {
+  const u32 base = shared(), mine = base + RINGS + m * SUM_ROW;
+  float gain[UNITS], top = -infinity(), total = 0, low = 0, v[16];
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) {
+    gain[i] = load_f(base + TOPS + i * 64 + 4 * m);
+    top = greater(top, gain[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < UNITS; i++) {
+    gain[i] = power_of_two(gain[i] - greater(top, LEAST));
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      total += gain[i] * load_f(base + TOTALS + (i * 4 + j) * 128 + 4 * m);
+      low += gain[i] * load_f(base + TOTALS + (i * 4 + j) * 128 + 64 + 4 * m);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    v[i] = low;
+#pragma unroll
+    for (int j = 0; j < UNITS; j++) v[i] += gain[j] * load_f(mine + j * RING + (i * WARP + lane) * 4);
+  }
+  butterflies(v);
+#pragma unroll
+  for (int i = 0; i < 16; i++) store_f(mine + (i * WARP + lane) * 4, v[i]);
+  meet_warp();
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    float x[4];
+    load4_f(x, mine + lane * 64 + i * 16);
+    v[4 * i] = x[0];
+    v[4 * i + 1] = x[1];
+    v[4 * i + 2] = x[2];
+    v[4 * i + 3] = x[3];
+  }
+  butterflies(v);
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const float x = from_lane(v[i], 1);
+    v[i] = (lane & 1 ? x - v[i] : v[i] + x) * NORM;
+  }
+  const long long to = ((long long)row * args.splits + split) * args.heads + m;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    put4(args.out + to * WIDTH + lane * 16 + 4 * i, v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+  if (lane == 0) {
+    args.top[to] = top;
+    args.total[to] = total;
+  }
+}
+
+GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant__ Arguments args) {
+  Self self;
+  const int lane = thread() % WARP, i_warp = thread() / WARP;
+  const int row = block() / args.splits, split = block() % args.splits;
+  const u32 base = shared();
+  if (thread() < UNITS * SLOTS) {
+    barrier_of(base + FULL + 8 * thread(), WARP);
+    barrier_of(base + EMPTY + 8 * thread(), 4);
+  }
+  if (thread() < 2 * UNITS) store(base + FLAGS + 4 * thread(), ~0u);
+  wait_for_grid();
+  const int length = fetch(args.counters + args.rows + row), sealed = fetch(args.counters + 2 * args.rows + row);
+  meet_block();
+  // Loose tokens go to a row's first units, a block of them each, which get fewer chunks.
+  const int chunks = (sealed + TOKENS - 1) / TOKENS, units = args.splits * UNITS;
+  const int blocks = (args.sinks + LOOSE - 1) / LOOSE + (args.slots + LOOSE - 1) / LOOSE;
+  const int busy = blocks < units ? blocks : units;
+  auto first_of = [&](int i) {
+    const int share = (u32)(chunks + args.weight * busy) * (u32)i / (u32)units;
+    const int first = share - args.weight * (i < busy ? i : busy);
+    return first > 0 ? first : 0;
+  };
+  // Each role is one branch: registers are given and taken by it.
+  if (i_warp >= 4 * UNITS) {
+    if (UNITS == 3) fewer_registers<40>();
+    int first[UNITS], end[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) {
+      first[i] = first_of(split * UNITS + i);
+      end[i] = first_of(split * UNITS + i + 1);
+    }
+    copy_pages(args, first, end, row, i_warp % 4, lane);
+  } else {
+    if (UNITS == 3) more_registers<152>();
+    self.lane = lane;
+    self.unit = i_warp / 4;
+    self.warp = i_warp % 4;
+    self.column = lane % 4;
+    self.row = lane / 4;
+    self.ring = base + RINGS + self.unit * RING;
+    self.full = base + FULL + 8 * SLOTS * self.unit;
+    self.empty = base + EMPTY + 8 * SLOTS * self.unit;
+    if (lane < EARLY) arrive(self.empty + 8 * lane);
+    const u8* q = args.q + 2 * row * args.row_stride;
+#pragma unroll 1
+    for (int m = i_warp; m < 16; m += 4 * UNITS)
+      rotate_query(args, q + 2 * m * args.head_stride, m, split * UNITS < busy, self.ring + ASIDE + self.warp * 2048, lane);
+    meet(MEET_WORKERS, WORKERS);
+    Sums sums;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      sums.top[h] = sums.own_top[h] = -infinity();
+      sums.total[h] = sums.low[h] = 0;
+    }
+#pragma unroll
+    for (int g = 0; g < 4; g++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) sums.of[g][k][0] = sums.of[g][k][1] = sums.of[g][k][2] = sums.of[g][k][3] = 0;
+    const int i_unit = split * UNITS + self.unit, first = first_of(i_unit), end = first_of(i_unit + 1);
+    if (i_unit < busy) {
+#pragma unroll 1
+      for (int i = i_unit; i < blocks; i += units) attend_loose(args, sums, self, i, row, sealed, length);
+      as_codes(sums);
+      meet(1 + self.unit, 128);
+    }
+    if (lane >= EARLY && lane < SLOTS) arrive(self.empty + 8 * lane);
+    const u32 low = (lane & 15) * 256 + (((4 * self.warp + (lane >> 4)) ^ (lane & 7)) << 4);
+    const u32 high = (lane & 15) * 256 + (((4 * self.warp + 2 + (lane >> 4)) ^ (lane & 7)) << 4);
+    int slot = 0, turn = 0;  // of the step's first chunk; how often the ring has gone round
+#pragma unroll 1
+    for (int chunk = first; chunk < end; chunk += 4) {
+      const int here = end - chunk < 4 ? end - chunk : 4;
+      // Two flags take turns: a warp ahead may raise the next one.
+      const u32 flag = base + FLAGS + 8 * self.unit + ((chunk - first) & 4);
+      if (self.warp < here) {
+        int own = slot + self.warp, own_turn = turn;
+        if (own >= SLOTS) {
+          own -= SLOTS;
+          own_turn++;
+        }
+        wait(self.full + 8 * own, own_turn & 1);
+        probabilities(sums, self, self.ring + own * SLOT, sealed - (chunk + self.warp) * TOKENS, flag, chunk);
+      }
+      meet(1 + self.unit, 128);
+      if (load(flag) == (u32)chunk) {
+        move(sums, self, slot, here);
+        meet(1 + self.unit, 128);
+      }
+#pragma unroll 1
+      for (int i = 0; i < here; i++) {
+        const u32 at = self.ring + slot * SLOT;
+        add_tokens(sums, at + SLOT_ROTARY + lane * 16, at + low, at + high);
+        meet_warp();
+        if (lane == 0) arrive(self.empty + 8 * slot);
+        if (++slot == SLOTS) {
+          slot = 0;
+          turn++;
+        }
+      }
+    }
+    meet(1 + self.unit, 128);
+    hand_over(sums, self);
+    meet(MEET_WORKERS, WORKERS);
+#pragma unroll 1
+    for (int m = i_warp; m < args.heads; m += 4 * UNITS) join(args, m, row, split, lane);
+  }
+}

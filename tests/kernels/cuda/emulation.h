@@ -1,0 +1,285 @@
+// What latent.cu needs of a GPU, on a CPU: a block's threads are fibers that run by turns, and instructions of a warp
+// are done by the last of its lanes to come. Copies are done at once, so that nothing is seen of races.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define EMULATED
+#define DEVICE static inline
+#define GLOBAL static
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+using Word = std::uint32_t;
+struct Pair { float x, y; };
+struct Fiber { ucontext_t context; char* stack = nullptr; bool done = false; };
+struct Warp { int arrived = 0, what = 0; long generation = 0; Word in[32][6], out[32][4]; };
+struct Meeting { int arrived = 0; long generation = 0; };
+struct Machine {
+  std::vector<Fiber> fibers;
+  ucontext_t scheduler;
+  int current = 0, block = 0;
+  const char* error = nullptr;
+  Warp warps[32];
+  Meeting meetings[16];
+  alignas(16) unsigned char shared[240 * 1024];
+};
+static Machine machine;
+
+DEVICE int thread() { return machine.current; }
+DEVICE int block() { return machine.block; }
+DEVICE void next() { swapcontext(&machine.fibers[machine.current].context, &machine.scheduler); }
+DEVICE void fail(const char* what) {
+  if (!machine.error) machine.error = what;
+  setcontext(&machine.scheduler);
+}
+DEVICE Word shared() { return 1024; }
+DEVICE unsigned char* at_shared(Word at, int bytes) {
+  if (at % bytes || at < 1024 || at + bytes > sizeof machine.shared) fail("shared memory: a bad address");
+  return machine.shared + at;
+}
+
+// Instructions of a warp: `done` runs once, when all lanes have come.
+template <class Done> void together(int what, Done done) {
+  Warp& warp = machine.warps[thread() / 32];
+  if (warp.arrived && warp.what != what) fail("lanes of a warp are at different instructions");
+  warp.what = what;
+  const long generation = warp.generation;
+  if (++warp.arrived == 32) {
+    done(warp);
+    warp.arrived = 0;
+    warp.generation++;
+  } else {
+    while (warp.generation == generation) next();
+  }
+}
+DEVICE Warp& own_warp() { return machine.warps[thread() / 32]; }
+DEVICE int own_lane() { return thread() % 32; }
+
+template <class To, class From> To cast(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y, "of one size");
+  std::memcpy(&y, &x, sizeof y);
+  return y;
+}
+DEVICE float from_half_bits(std::uint16_t x) { return (float)cast<_Float16>(x); }
+DEVICE std::uint16_t half_bits(float x) { return cast<std::uint16_t>((_Float16)x); }
+DEVICE float from_bfloat_bits(std::uint16_t x) { return cast<float>((Word)x << 16); }
+DEVICE std::uint16_t bfloat_bits(float x) {
+  const Word y = cast<Word>(x);
+  return (y + 0x7fff + (y >> 16 & 1)) >> 16;
+}
+
+template <bool BF> void product(float (&c)[4], const Word (&a)[4], Word b0, Word b1) {
+  Warp& warp = own_warp();
+  const int lane = own_lane();
+  for (int i = 0; i < 4; i++) warp.in[lane][i] = a[i];
+  warp.in[lane][4] = b0;
+  warp.in[lane][5] = b1;
+  together(BF ? 1 : 2, [](Warp& w) {
+    auto number = [](Word x, int h) {
+      const std::uint16_t y = x >> (16 * h);
+      return BF ? from_bfloat_bits(y) : from_half_bits(y);
+    };
+    float A[16][16], B[16][8];
+    for (int lane = 0; lane < 32; lane++)
+      for (int h = 0, r = lane / 4, k = lane % 4 * 2; h < 2; h++) {
+        for (int i = 0; i < 4; i++) A[r + i % 2 * 8][k + h + i / 2 * 8] = number(w.in[lane][i], h);
+        for (int i = 0; i < 2; i++) B[k + h + i * 8][r] = number(w.in[lane][4 + i], h);
+      }
+    for (int lane = 0; lane < 32; lane++)
+      for (int i = 0; i < 4; i++) {
+        float sum = 0;
+        for (int k = 0; k < 16; k++) sum += A[lane / 4 + i / 2 * 8][k] * B[k][lane % 4 * 2 + i % 2];
+        w.out[lane][i] = cast<Word>(sum);
+      }
+  });
+  for (int i = 0; i < 4; i++) c[i] += cast<float>(warp.out[lane][i]);
+}
+DEVICE void mma_f16(float (&c)[4], const Word (&a)[4], Word b0, Word b1) { product<false>(c, a, b0, b1); }
+DEVICE void mma_bf16(float (&c)[4], const Word (&a)[4], Word b0, Word b1) { product<true>(c, a, b0, b1); }
+
+template <bool TURNED> void matrices(Word (&a)[4], Word at) {
+  Warp& warp = own_warp();
+  const int lane = own_lane();
+  warp.in[lane][0] = at;
+  together(TURNED ? 3 : 4, [](Warp& w) {
+    for (int m = 0; m < 4; m++) {
+      std::uint16_t x[8][8];
+      for (int i = 0; i < 8; i++) std::memcpy(x[i], at_shared(w.in[8 * m + i][0], 16), 16);
+      for (int lane = 0; lane < 32; lane++) {
+        const int r = lane / 4, k = lane % 4 * 2;
+        w.out[lane][m] = TURNED ? x[k][r] | (Word)x[k + 1][r] << 16 : x[r][k] | (Word)x[r][k + 1] << 16;
+      }
+    }
+  });
+  for (int i = 0; i < 4; i++) a[i] = warp.out[lane][i];
+}
+DEVICE void load_matrices(Word (&a)[4], Word at) { matrices<false>(a, at); }
+DEVICE void load_turned(Word (&a)[4], Word at) { matrices<true>(a, at); }
+
+DEVICE Word load(Word at) { return *(Word*)at_shared(at, 4); }
+DEVICE float load_f(Word at) { return *(float*)at_shared(at, 4); }
+DEVICE void load4(Word (&a)[4], Word at) { std::memcpy(a, at_shared(at, 16), 16); }
+DEVICE void load4_f(float (&a)[4], Word at) { std::memcpy(a, at_shared(at, 16), 16); }
+DEVICE void load2_f(float& a, float& b, Word at) {
+  const float* x = (float*)at_shared(at, 8);
+  a = x[0];
+  b = x[1];
+}
+DEVICE void store(Word at, Word x) { *(Word*)at_shared(at, 4) = x; }
+DEVICE void store_f(Word at, float x) { *(float*)at_shared(at, 4) = x; }
+DEVICE void store2_f(Word at, float x, float y) {
+  float* to = (float*)at_shared(at, 8);
+  to[0] = x;
+  to[1] = y;
+}
+DEVICE void store4(Word at, Word a, Word b, Word c, Word d) {
+  const Word x[4] = {a, b, c, d};
+  std::memcpy(at_shared(at, 16), x, 16);
+}
+DEVICE void copy_or_zero(Word to, const void* from, bool there) {
+  if ((std::uintptr_t)from % 16) fail("global memory: copies are of aligned addresses");
+  if (there) std::memcpy(at_shared(to, 16), from, 16);
+  else std::memset(at_shared(to, 16), 0, 16);
+}
+DEVICE void copy(Word to, const void* from) { copy_or_zero(to, from, true); }
+DEVICE void copies_done() {}
+
+// Phases that are over, those still to arrive in this one, and how many a phase has.
+struct Phases { Word over; std::uint16_t left, all; };
+DEVICE Phases& phases(Word at) { return *(Phases*)at_shared(at, 8); }
+DEVICE void barrier_of(Word barrier, Word count) { phases(barrier) = {0, (std::uint16_t)count, (std::uint16_t)count}; }
+DEVICE void arrive(Word barrier) {
+  Phases& x = phases(barrier);
+  if (--x.left == 0) {
+    x.over++;
+    x.left = x.all;
+  }
+}
+DEVICE void arrive_when_copied(Word barrier) { arrive(barrier); }
+DEVICE void wait(Word barrier, Word parity) {
+  while ((phases(barrier).over & 1) == parity) next();
+}
+DEVICE void meet(int which, int threads) {
+  Meeting& meeting = machine.meetings[which];
+  const long generation = meeting.generation;
+  if (++meeting.arrived == threads) {
+    meeting.arrived = 0;
+    meeting.generation++;
+  } else {
+    while (meeting.generation == generation) next();
+  }
+}
+DEVICE void meet_block() { meet(0, (int)machine.fibers.size()); }
+DEVICE void meet_warp() {
+  together(5, [](Warp&) {});
+}
+template <int N> void more_registers() {}
+template <int N> void fewer_registers() {}
+DEVICE float from_lane(float x, int mask) {
+  Warp& warp = own_warp();
+  const int lane = own_lane();
+  warp.in[lane][0] = cast<Word>(x);
+  together(6, [](Warp& w) {
+    for (int i = 0; i < 32; i++) w.out[i][0] = w.in[i][0];
+  });
+  const Word found = warp.out[lane ^ mask][0];
+  // Nobody goes on before all have read.
+  meet_warp();
+  return cast<float>(found);
+}
+DEVICE bool of_any(bool p) {
+  Warp& warp = own_warp();
+  warp.in[own_lane()][0] = p;
+  together(7, [](Warp& w) {
+    Word all = 0;
+    for (int i = 0; i < 32; i++) all |= w.in[i][0];
+    for (int i = 0; i < 32; i++) w.out[i][0] = all;
+  });
+  return warp.out[own_lane()][0];
+}
+DEVICE float power_of_two(float x) { return std::exp2(x); }
+DEVICE Word to_f16(float low, float high) { return half_bits(low) | (Word)half_bits(high) << 16; }
+DEVICE Word to_bf16(float low, float high) { return bfloat_bits(low) | (Word)bfloat_bits(high) << 16; }
+DEVICE Pair from_f16(Word x) { return {from_half_bits(x), from_half_bits(x >> 16)}; }
+DEVICE Pair from_bf16(Word x) { return {from_bfloat_bits(x), from_bfloat_bits(x >> 16)}; }
+DEVICE float of_e4m3(Word x) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  const float size = (x & 127) == 127 ? NAN : std::ldexp(exponent ? 8 + mantissa : mantissa, exponent ? exponent - 10 : -9);
+  return x & 128 ? -size : size;
+}
+DEVICE void from_e4m3(Word x, Word& low, Word& high) {
+  low = to_f16(of_e4m3(x & 255), of_e4m3(x >> 8 & 255));
+  high = to_f16(of_e4m3(x >> 16 & 255), of_e4m3(x >> 24));
+}
+DEVICE Word times(Word a, Word b) {
+  const Pair x = from_f16(a), y = from_f16(b);
+  return to_f16(x.x * y.x, x.y * y.y);
+}
+DEVICE Word bytes_of(Word x, Word which) {
+  Word y = 0;
+  for (int i = 0; i < 4; i++) {
+    const Word from = which >> (4 * i) & 7;
+    y |= (from < 4 ? x >> (8 * from) & 255 : 0) << (8 * i);
+  }
+  return y;
+}
+DEVICE Word fetch(const void* p) { return *(const Word*)p; }
+DEVICE Word fetch_half(const void* p) { return *(const std::uint16_t*)p; }
+DEVICE void put4(float* p, float a, float b, float c, float d) {
+  p[0] = a;
+  p[1] = b;
+  p[2] = c;
+  p[3] = d;
+}
+DEVICE void wait_for_grid() {}
+DEVICE void stay() {}
+DEVICE float infinity() { return INFINITY; }
+
+// Runs blocks of a kernel one after the other. Returns what went wrong, or null.
+template <class Arguments>
+const char* emulate(void (*kernel)(const Arguments), const Arguments& arguments, int blocks, int threads) {
+  static void (*entry)(const Arguments);
+  static const Arguments* given;
+  entry = kernel;
+  given = &arguments;
+  machine.error = nullptr;
+  machine.fibers.resize(threads);
+  for (machine.block = 0; machine.block < blocks; machine.block++) {
+    // NaN, as numbers go.
+    std::memset(machine.shared, 0xff, sizeof machine.shared);
+    for (Warp& warp : machine.warps) warp.arrived = 0;
+    for (Meeting& meeting : machine.meetings) meeting.arrived = 0;
+    for (Fiber& fiber : machine.fibers) {
+      if (!fiber.stack) fiber.stack = (char*)std::malloc(1 << 16);
+      fiber.done = false;
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack;
+      fiber.context.uc_stack.ss_size = 1 << 16;
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, +[] {
+        entry(*given);
+        machine.fibers[machine.current].done = true;
+        next();
+      }, 0);
+    }
+    long rounds = 0;
+    for (bool more = true; more;) {
+      more = false;
+      for (machine.current = 0; machine.current < threads; machine.current++)
+        if (!machine.fibers[machine.current].done) {
+          more = true;
+          swapcontext(&machine.scheduler, &machine.fibers[machine.current].context);
+          if (machine.error) return machine.error;
+        }
+      if (++rounds > 1000000) return "threads wait for each other";
+    }
+  }
+  return nullptr;
+}

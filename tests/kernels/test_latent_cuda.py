@@ -1,0 +1,314 @@
+"""Attention to latents in CUDA C++: its source runs on the CPU, and where there is a GPU, on that."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from hfkvq.kernels.cuda import rtc
+from hfkvq.kernels.cuda.latent import LARGE, SOURCE, Arguments, Build, Shapes, serves, splits_of
+from hfkvq.kernels.pages import StoreFormat
+from tests.kernels.stores import Case, assert_as_good_as_torch, attend
+from tests.kernels.test_latent import checked, latents
+
+BUILDS = {"large": LARGE, "small": Build(1, 16, 2), "two": Build(2, 9, 4)}
+
+CASE = Case(
+    runs="4t512p128/8t64p128",
+    heads=1,
+    share=16,
+    head_dim=512,
+    value_dim=64,
+    rotate_keys=512,
+    dtype=torch.bfloat16,
+    sink=4,
+    tail=(40, 40),
+    pages=3,
+    lengths=[4 + 310 + 17, 4 + 32 + 3],
+    keys=[[310], [32]],
+    values=[[310], [32]],
+)
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    """Builds of the source that run on this machine, by build and dtype."""
+    compiler = shutil.which("g++")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("there is no g++ on Linux")
+    probe = tmp_path_factory.mktemp("cuda") / "half.cpp"
+    probe.write_text("_Float16 half;\n")
+    if subprocess.run([compiler, "-fsyntax-only", probe], capture_output=True).returncode:
+        pytest.skip("this g++ has no f16")
+    built = {}
+
+    def machine(build: Build, dtype: torch.dtype) -> ctypes.CDLL:
+        key = (build, dtype)
+        if key not in built:
+            path = tmp_path_factory.mktemp("cuda") / "latent.so"
+            macros = {"UNITS": build.units, "SLOTS": build.slots, "TILES": build.tiles, "BF16": dtype == torch.bfloat16}
+            subprocess.run(
+                [
+                    *(compiler, "-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-o", path),
+                    *(f"-D{name}={int(value)}" for name, value in macros.items()),
+                    *(f"-I{SOURCE.parent}", Path(__file__).with_name("cuda") / "latent.cpp"),
+                ],
+                check=True,
+            )
+            built[key] = ctypes.CDLL(str(path))
+            built[key].run.restype = ctypes.c_char_p
+        return built[key]
+
+    return machine
+
+
+def emulated(machine, layer, form, splits, sinks=None):
+    """What the kernel makes of a layer, its splits joined here."""
+    q, counters, windows, runs = layer.to(torch.device("cpu"))
+    batch, heads = q.shape[:2]
+    part = torch.full((batch, splits, heads, 512), float("nan"))
+    top, total = (torch.full((batch, splits, heads), float("nan")) for _ in range(2))
+    shapes = Shapes(
+        batch, heads, runs[0].shape[1], splits, form.sink, windows[2].shape[2], 0.07, q.stride(0), q.stride(1)
+    )
+    arguments = shapes.arguments([q, counters, *windows, *runs, part, top, total])
+    error = machine.run(ctypes.byref(arguments), batch * splits)
+    assert error is None, error.decode()
+    # Splits without tokens hold 0.
+    weight = torch.exp2(top - top.amax(1, keepdim=True)).nan_to_num(0.0)
+    out = (weight[..., None] * part).sum(1) / (weight * total).sum(1)[..., None].clamp(min=1e-30)
+    return out[:, :, None].to(q.dtype)
+
+
+def holds(machine, case, splits, change=None):
+    layer, form = latents(case, change=change)
+    got = emulated(machine, layer, form, splits)
+    exact, plain = (attend(layer, dtype, 0.07, None, None, 0.0) for dtype in (torch.float64, case.dtype))
+    assert_as_good_as_torch(got, exact, plain)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_source_is_as_good_as_torch(machines, build, dtype):
+    """Of rows that end within a chunk, with a sink, a ring of loose tokens, and pages in any order."""
+    holds(machines(BUILDS[build], dtype), dataclasses.replace(CASE, dtype=dtype), 2)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"share": 5},
+        {"sink": 0, "lengths": [310 + 17, 32 + 3]},
+        {"sink": 40, "tail": (70, 70), "lengths": [40 + 310 + 66, 30], "keys": [[310], [0]], "values": [[310], [0]]},
+        {"lengths": [4 + 900 + 17, 4 + 128], "keys": [[900], [128]], "values": [[900], [128]], "pages": 8},
+    ],
+    ids=["few heads", "no sink", "more loose than a block", "rings go round"],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_of_all_kinds(machines, more, splits):
+    holds(machines(LARGE, torch.bfloat16), dataclasses.replace(CASE, **more), splits)
+
+
+@pytest.mark.parametrize("grow", [0.3, 30.0])
+def test_maxima_that_move_from_step_to_step(machines, grow):
+    """Sums are rescaled in some steps and not in others, by little and by more than f16 holds."""
+    case = dataclasses.replace(CASE, lengths=[4 + 900 + 17, 40], keys=[[900], [32]], values=[[900], [32]], pages=8)
+    holds(machines(LARGE, torch.bfloat16), case, 1, lambda _, x: x * torch.linspace(0.1, grow, x.shape[2])[:, None])
+
+
+def test_rows_without_tokens(machines):
+    layer, form = latents(dataclasses.replace(CASE, lengths=[0, 39], keys=[[0], [32]], values=[[0], [32]]))
+    got = emulated(machines(LARGE, torch.bfloat16), layer, form, 2)
+    assert (got[0] == 0).all()
+    assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_launcher_and_source_mean_the_same(machines, build):
+    machine = machines(BUILDS[build], torch.bfloat16)
+    assert machine.size_of_arguments() == ctypes.sizeof(Arguments)
+    assert machine.bytes_shared() == BUILDS[build].shared
+
+
+def test_splits_fill_the_gpu():
+    """One wave of blocks, as many as there are multiprocessors or nearly so."""
+    assert splits_of(32, 32768, 132) == 4
+    assert splits_of(1, 131072, 132) == 132
+    assert splits_of(1000, 32768, 132) == 1
+    # Of rows that leave half of it idle, more and shorter blocks.
+    assert splits_of(70, 32768, 132) > 1
+
+
+def test_what_is_served():
+    form = StoreFormat.parse("ls32;k512;v0;4t512p128/8t64p128")
+    assert serves(form, 512, 64, torch.bfloat16, 1, 16)
+    assert not serves(form, 512, 64, torch.bfloat16, 2, 16)
+    assert not serves(form, 512, 64, torch.bfloat16, 1, 32)
+    assert not serves(form, 512, 64, torch.float32, 1, 16)
+    assert not serves(StoreFormat.parse("ls32;k512;v0;4t128p128/8t64p128"), 512, 64, torch.bfloat16, 1, 16)
+    assert not serves(StoreFormat.parse("ls32;k66048;v0;4t512p128/8t64p128"), 512, 64, torch.bfloat16, 1, 16)
+
+
+class Emulated:
+    """Stands for `rtc.Kernel`."""
+
+    def __init__(self, machine):
+        self.machine, self.blocks = machine, []
+
+    def __call__(self, blocks, stream, argument):
+        self.blocks.append(blocks)
+        assert self.machine.run(ctypes.byref(argument), blocks) is None
+
+
+@pytest.fixture
+def pretended(machines, monkeypatch):
+    """A GPU of compute capability 9.0 with five multiprocessors, as far as launchers look; its launches by dtype."""
+    from hfkvq.kernels.triton import latent
+
+    kernels = {dtype: Emulated(machines(LARGE, dtype)) for dtype in (torch.bfloat16, torch.float16)}
+    monkeypatch.setattr(latent, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(latent, "multiprocessors", lambda device: 5)
+    monkeypatch.setattr(latent, "kernel_of", lambda dtype, device: kernels[dtype])
+    # The interpreter knows nothing of kernels that start early.
+    merge = latent.merge_launch
+    monkeypatch.setattr(latent, "merge_launch", lambda *given: merge(*given[:4], False, *given[5:]))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=0))
+    latent._plan.cache_clear()
+    yield kernels
+    latent._plan.cache_clear()
+
+
+def test_whole_way_of_a_call(triton_backend, pretended):
+    """Splits are merged with the sinks, and come in the order of rows and heads."""
+    from hfkvq.kernels.triton import configs
+
+    if triton_backend.type == "cuda":
+        pytest.skip("there is a GPU")
+    # The interpreter rounds bf16 otherwise.
+    case = dataclasses.replace(CASE, dtype=torch.float16)
+    with configs.override("latent", None, cuda=2 * 3 * 128):
+        checked(case, triton_backend, sinks=torch.randn(16))
+    assert pretended[torch.float16].blocks == [2 * splits_of(2, 3 * 128, 5)]
+
+
+def test_who_serves(pretended):
+    """Nobody who was not asked for; rows with little room, masks and caps are Triton's."""
+    from hfkvq.kernels.triton import configs
+    from hfkvq.kernels.triton.decode import Queries, Scoring
+    from hfkvq.kernels.triton.latent import _cuda_plan
+
+    query = Queries((2, 16, 1, 576), (16 * 576, 576, 576, 1), torch.bfloat16, torch.bfloat16)
+    plain, device = Scoring(None, None, 0.07, 0.0), torch.device("cpu")
+
+    def asked(query=query, scoring=plain, blocks=3):
+        return _cuda_plan("ls4;k512;v0;4t512p128/8t64p128", query, 64, 40, blocks, scoring, device)
+
+    assert asked() is None
+    with configs.override("latent", None, cuda=2 * 3 * 128):
+        assert asked() is not None
+        assert asked(blocks=2) is None
+        assert asked(blocks=(1 << 17) + 1) is None
+        assert asked(scoring=plain._replace(softcap=3.0)) is None
+        assert asked(scoring=plain._replace(mask=(1, torch.bool, 400, (0, 0, 0, 1)))) is None
+        assert asked(query=query._replace(dtype=torch.float32)) is None
+
+
+def nvrtc_or_skip():
+    try:
+        rtc._nvrtc()
+    except rtc.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_it_compiles(dtype, tmp_path, monkeypatch):
+    """Without a word from the compiler, and once: the cache on disk has it then."""
+    nvrtc_or_skip()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    defines = {"UNITS": LARGE.units, "SLOTS": LARGE.slots, "TILES": LARGE.tiles, "BF16": int(dtype == torch.bfloat16)}
+    code = rtc.compiled(SOURCE.read_text(), "sm_90a", defines)
+    assert code[:4] == b"\x7fELF"
+    monkeypatch.setattr(rtc, "_asked", lambda failed: pytest.fail("it was compiled again"))
+    assert rtc.compiled(SOURCE.read_text(), "sm_90a", defines) == code
+
+
+@pytest.mark.gpu
+def test_what_does_not_compile_says_why(tmp_path, monkeypatch):
+    nvrtc_or_skip()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(rtc.Unavailable, match="does not compile"):
+        rtc.compiled("this is no source", "sm_90a", {})
+
+
+def launched(monkeypatch):
+    """Counts launches of the kernel, which serves from one token on."""
+    from hfkvq.kernels.triton import configs
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    count = []
+    launch = rtc.Kernel.__call__
+    monkeypatch.setattr(rtc.Kernel, "__call__", lambda *given: (count.append(1), launch(*given)))
+    return count, configs.override("latent", None, cuda=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grow", [0.3, 1.0, 30.0])
+def test_kernel_is_as_good_as_torch(monkeypatch, dtype, grow):
+    count, forced = launched(monkeypatch)
+    case = dataclasses.replace(
+        CASE, dtype=dtype, lengths=[4 + 5000 + 17, 40], keys=[[5000], [32]], values=[[5000], [32]], pages=40
+    )
+    sinks = torch.randn(case.share)
+    with forced:
+        checked(
+            case,
+            torch.device("cuda"),
+            sinks=sinks,
+            change=lambda _, x: x * torch.linspace(0.1, grow, x.shape[2])[:, None],
+        )
+    assert count
+
+
+@pytest.mark.gpu
+def test_masks_and_caps_are_left_to_triton(monkeypatch):
+    count, forced = launched(monkeypatch)
+    with forced:
+        checked(CASE, torch.device("cuda"), softcap=3.0)
+        checked(CASE, torch.device("cuda"), mask=torch.rand(2, 1, 1, max(CASE.lengths)) > 0.3)
+    assert not count
+
+
+@pytest.mark.gpu
+def test_kernel_is_captured(monkeypatch):
+    """A graph replays a step after tokens have come."""
+    from hfkvq.kernels import latent_attention
+
+    count, forced = launched(monkeypatch)
+    layer, form = latents(CASE)
+    q, counters, windows, runs = layer.to(torch.device("cuda"))
+
+    def attended():
+        return latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
+
+    with forced:
+        attended()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = attended()
+        counters[1] -= 1
+        graph.replay()
+        torch.testing.assert_close(out, attended(), atol=0, rtol=0)
+    assert count
