@@ -40,8 +40,8 @@ run some of the families at each change, and all of them on demand.
 - **Captured:** whether the cache would capture steps as CUDA graphs on a GPU, or why not. This table was made on a CPU.
   On an H200, captured steps of tiny models gave what steps without graphs give: Gemma 2 and 3, gpt-oss and
   Mistral with windows, Falcon-H1, Zamba2, Jamba and Qwen3-Next, Bloom, GPT-J, CodeGen, MPT and GPT-NeoX-Japanese. Steps
-  on latents of DeepSeek V2 and V3, GLM-4-MoE-Lite, MiniCPM3 and Youtu gave what dequantized latents give. Steps of DeepSeek-V2-Lite, Gemma3, gpt-oss,
-  Falcon-H1, Bloom and GPT-J were timed with their published shapes
+  on latents of DeepSeek V2 and V3, GLM-4-MoE-Lite, MiniCPM3 and Youtu gave what dequantized latents give. Steps of
+  DeepSeek-V2-Lite, Gemma3, gpt-oss, Falcon-H1, Bloom and GPT-J were timed with their published shapes
   ([results](results.md#models-of-other-kinds)). Experts are captured in bf16; in other dtypes Transformers' code for
   them asks the host.
 """

@@ -109,7 +109,8 @@ def test_who_measures_waits_for_kernels(monkeypatch):
         waiting = threading.Thread(target=lambda: found.append(beside.lacks("seal")))
         waiting.start()
         waiting.join(0.2)
-        assert waiting.is_alive() and not found
+        assert waiting.is_alive()
+        assert not found
         compiled.set()
         waiting.join(30)
     assert found == [False]
