@@ -133,10 +133,10 @@ def test_what_lies_in_the_folder_is_not_imported(tmp_path, monkeypatch):
     worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert worker.compile_elsewhere([], warm_kernels.GPUS[90]) == []
+    assert worker.compile_elsewhere(list, warm_kernels.GPUS[90]) == []
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(RuntimeError, match="no interpreter of its own"):
-        worker.compile_elsewhere([], warm_kernels.GPUS[90])
+        worker.compile_elsewhere(list, warm_kernels.GPUS[90])
 
 
 def test_one_process_at_a_time_takes_along_what_came_meanwhile(monkeypatch):
@@ -144,7 +144,7 @@ def test_one_process_at_a_time_takes_along_what_came_meanwhile(monkeypatch):
     begun, go, taken = threading.Event(), threading.Event(), []
 
     def compile_elsewhere(orders, gpu, beside):
-        taken.append((list(orders), gpu.name, beside))
+        taken.append((list(orders()), gpu.name, beside))
         begun.set()
         assert go.wait(60)
         return []
