@@ -83,7 +83,7 @@ class Groups:
             starts = [(torch.cat([scale, more[0]]), torch.cat([zero, more[1]]))]
         else:
             starts = [(scale, zero), *(self._stored(1 - cut, self.levels * (0.5 * cut)) for cut in self._cuts.split(1))]
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        found: list[tuple[Tensor, ...]] = []
         for scale, zero in starts:
             rounds = []
             for _ in range(ROUNDS):

@@ -157,6 +157,9 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
         anew = plan.query != "total"
         observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, plan.query == "signed")
         yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32])
+        # Steps without a buffer: those that wait for the compiler, and find this one there before they end.
+        plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False, plan.query == "signed")
+        yield plain.wanted([dtype, torch.float64, I32])
         yield from query_sums_wanted(query_heads, plan.heads, plan.key_dim, dtype, plan.query == "signed")
     if plan.query == "keep":
         for queries in (1, WINDOW):
