@@ -143,27 +143,33 @@ def compile_elsewhere(orders: Callable[[], Sequence[Order]], gpu: Gpu, beside: b
             lines = _told(process, pickle.dumps((sys.path, str(package))), lambda: (list(orders()), gpu, beside))
         except OSError as error:
             raise RuntimeError(f"the process that compiles has failed: {error}") from error
-        answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
-        if process.wait() or not answers:
+        if not lines or not lines[-1].startswith(_ANSWER):
+            process.wait()
             errors.seek(0)
             told = errors.read().decode(errors="replace").strip().splitlines()
             raise RuntimeError(f"the process that compiles ended with {process.returncode}: {told[-1] if told else ''}")
-        return [Compiled(*each) for each in json.loads(answers[-1])]
+        return [Compiled(*each) for each in json.loads(lines[-1].removeprefix(_ANSWER))]
 
 
 def _told(process: subprocess.Popen[bytes], first: bytes, orders: Callable[[], Any]) -> list[str]:
-    """What a process prints that is told ``first``, and the orders as soon as it is ready."""
+    """What a process prints, up to its answer, that is told ``first``, and the orders as soon as it is ready."""
     given, printed = process.stdin, process.stdout
     assert given is not None
     assert printed is not None
-    given.write(first)
-    given.flush()
-    for line in printed:
-        if line.decode(errors="replace").startswith(_READY):
-            given.write(pickle.dumps(orders()))
-            given.flush()
-            break
-    return printed.read().decode(errors="replace").splitlines()
+    lines: list[str] = []
+    # One that has ended hears nothing, and has said why.
+    with contextlib.suppress(BrokenPipeError):
+        given.write(first)
+        given.flush()
+        for line in printed:
+            lines.append(line.decode(errors="replace"))
+            if lines[-1].startswith(_READY):
+                given.write(pickle.dumps(orders()))
+                given.flush()
+            elif lines[-1].startswith(_ANSWER):
+                # To end takes it some tenths of a second.
+                break
+    return lines
 
 
 def main() -> None:
@@ -178,6 +184,7 @@ def main() -> None:
         os.nice(10)
     found = compile_all(orders, gpu, MOST_BESIDE if beside else MOST)
     sys.stdout.write(f"\n{_ANSWER}{json.dumps(found)}\n")
+    sys.stdout.flush()
 
 
 _JOBS: list[Wanted] = []
