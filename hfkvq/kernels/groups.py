@@ -76,27 +76,26 @@ class Groups:
         scale, zero = self.step.clamp(max=F16_MAX).half(), self.low.half()
         if not fit:
             return scale, zero
-        scale, zero = scale[None], zero[None]
-        if self.x.numel() <= SMALL:
-            cut = self._cuts
-            more = self._stored(1 - cut, self.levels * (0.5 * cut))
-            starts = [(torch.cat([scale, more[0]]), torch.cat([zero, more[1]]))]
-        else:
-            starts = [(scale, zero), *(self._stored(1 - cut, self.levels * (0.5 * cut)) for cut in self._cuts.split(1))]
-        found: list[tuple[Tensor, ...]] = []
-        for scale, zero in starts:
-            rounds = []
-            for _ in range(ROUNDS):
-                lost, slope, base = self._judged(scale, zero, fit)
-                rounds.append((lost, scale, zero))
-                scale, zero = self._stored(slope, base)
-            # By ratio, then by round.
-            found.append(tuple(torch.stack(parts, 1).flatten(0, 1) for parts in zip(*rounds, strict=True)))
-        lost, scale, zero = (torch.cat(parts) for parts in zip(*found, strict=True)) if len(found) > 1 else found[0]
+        cut = self._cuts
+        clipped = self._stored(1 - cut, self.levels * (0.5 * cut))
+        starts = (torch.cat([first[None], rest]) for first, rest in zip((scale, zero), clipped, strict=True))
+        together = RATIOS if self.x.numel() <= SMALL else 1
+        found = [self._rounds(*start, fit) for start in zip(*(x.split(together) for x in starts), strict=True)]
+        lost, scale, zero = (torch.cat(parts) for parts in zip(*found, strict=True))
         # Sums are whole numbers below 2^30: the place in the last bits makes the first of equal ones the least.
         place = torch.arange(len(lost), device=lost.device).view(-1, *[1] * (lost.dim() - 1))
         best = ((lost * 16 + place).amin(0, keepdim=True) % 16).long()
         return scale.gather(0, best)[0], zero.gather(0, best)[0]
+
+    def _rounds(self, scale: Tensor, zero: Tensor, fit: int) -> list[Tensor]:
+        """What candidates lose, and they themselves: of each ratio its rounds, one after the other."""
+        rounds = []
+        for left in reversed(range(ROUNDS)):
+            code, slope, base = self._coded(scale, zero)
+            rounds.append((self._lost(code, slope, base, fit), scale, zero))
+            if left:
+                scale, zero = self._stored(*self._fitted(code, slope))
+        return [torch.stack(parts, 1).flatten(0, 1) for parts in zip(*rounds, strict=True)]
 
     def squares(self, scale: Tensor, zero: Tensor) -> Tensor:
         """Sum of squared errors, f32; an error counts as `FAR` steps at most."""
@@ -166,15 +165,12 @@ class Groups:
             raised = raised * (error if power == 3 else raised)
         return self._sum((raised * (self._counts * 2.0 ** error_bits(self.x.shape[self.dim], power))).trunc())
 
-    def _judged(self, scale: Tensor, zero: Tensor, power: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of |error|^power, and slope and base of the least squares of the codes that scale and zero make."""
-        code, slope, base = self._coded(scale, zero)
-        lost = self._lost(code, slope, base, power)
+    def _fitted(self, code: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+        """Slope and base of the least squares of codes; ``slope`` where all are one code."""
         code = code * self._counts
         count, c, cc = self._count, self._sum(code), self._sum(code * code)
         sum_u, cu = self._sum_u, self._sum(code * self._units)
         spread = count * cc - c * c
         fitted = (count * cu - c * sum_u).float() / spread.clamp(min=1).float() * 2.0**-FRACTION
         slope = torch.where(spread > 0, fitted, slope)
-        base = (sum_u.float() * 2.0**-FRACTION - slope * c.float()) / count.clamp(min=1).float()
-        return lost, slope, base
+        return slope, (sum_u.float() * 2.0**-FRACTION - slope * c.float()) / count.clamp(min=1).float()
