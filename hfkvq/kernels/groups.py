@@ -80,7 +80,8 @@ class Groups:
         clipped = self._stored(1 - cut, self.levels * (0.5 * cut))
         starts = (torch.cat([first[None], rest]) for first, rest in zip((scale, zero), clipped, strict=True))
         together = RATIOS if self.x.numel() <= SMALL else 1
-        found = [self._rounds(*start, fit) for start in zip(*(x.split(together) for x in starts), strict=True)]
+        parts = zip(*(x.split(together) for x in starts), strict=True)
+        found = [self._rounds(scale, zero, fit) for scale, zero in parts]
         lost, scale, zero = (torch.cat(parts) for parts in zip(*found, strict=True))
         # Sums are whole numbers below 2^30: the place in the last bits makes the first of equal ones the least.
         place = torch.arange(len(lost), device=lost.device).view(-1, *[1] * (lost.dim() - 1))

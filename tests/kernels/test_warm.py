@@ -23,7 +23,9 @@ from hfkvq.kernels import dispatch, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PRESETS = ("best-3.4", "kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", "full@128", "kitty-pro@2048")
+WINDOWS = ("full@128", "kitty-pro@2048")
+
+PRESETS = ("best-3.4", "kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", *WINDOWS)
 
 
 @pytest.fixture(scope="module")

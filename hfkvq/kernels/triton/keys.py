@@ -1,9 +1,9 @@
 """Names of kernels in Triton's cache that are the same in every process.
 
-A name is a hash of a kernel's source, of the functions that it calls, and of the constants that all of them read. Triton
-3.6 and 3.7 take over a callee's constants before they look for them: those of a callee that nobody has asked for yet are
-left out, and the name depends on what a process has compiled before. So one process does not find what another one has
-compiled. Triton 3.9 looks for them first, as is done here.
+A name is a hash of a kernel's source, of the functions that it calls, and of the constants that all of them read.
+Triton 3.6 and 3.7 take over a callee's constants before they look for them: those of a callee that nobody has asked for
+yet are left out, and the name depends on what a process has compiled before. So one process does not find what another
+one has compiled. Triton 3.9 looks for them first, as is done here.
 """
 
 from __future__ import annotations
