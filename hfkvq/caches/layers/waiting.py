@@ -25,7 +25,7 @@ class Kept(NamedTuple):
 
 
 def may_gather(layer: LayerBase, tokens: int) -> bool:
-    """Whether what is staged, and so many tokens more, may stay staged: nothing of it would be sealed yet.
+    """Whether steps' tokens that are staged, and so many more, may stay staged: nothing of it would be sealed yet.
 
     To bring a token into the windows takes PyTorch more operations than a step of the model has.
 
@@ -34,7 +34,7 @@ def may_gather(layer: LayerBase, tokens: int) -> bool:
         tokens: that come now.
     """
     store = layer.store
-    if store is None or layer.staged is None or layer.padding is not None or tokens > 1:
+    if store is None or layer.staged is None or layer.padding is not None or layer.newest != 1 or tokens > 1:
         return False
     if layer.window or layer.differentiated or "tags" in layer.scheme.needs or layer.scheme.evicts:
         return False
