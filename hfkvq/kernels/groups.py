@@ -33,6 +33,9 @@ FRACTION = 12
 FAR = 4.0
 """Errors count as this many steps at most."""
 
+SMALL = 1 << 20
+"""Elements of which candidates are judged together: fewer operations, in three times the memory."""
+
 MOST = 2048
 """Elements of a group that is fitted, at most: sums of code times value stay within 31 bits."""
 
@@ -54,6 +57,8 @@ class Groups:
     """
 
     def __init__(self, x: Tensor, levels: Tensor | float, dim: int) -> None:
+        # From the end: candidates are one more dimension before all.
+        dim = dim if dim < 0 else dim - x.dim()
         self.x, self.dim, self.real = x, dim, x.abs() <= F16_MAX
         low = torch.where(self.real, x, torch.inf).amin(dim, keepdim=True)
         high = torch.where(self.real, x, -torch.inf).amax(dim, keepdim=True)
@@ -69,25 +74,42 @@ class Groups:
         Of candidates that lose alike the first is taken; the very first is the range.
         """
         scale, zero = self.step.clamp(max=F16_MAX).half(), self.low.half()
-        best, least = (scale, zero), None
-        for ratio in range(RATIOS if fit else 0):
-            if ratio:
-                cut = ratio * torch.where(self.levels > 3, CUT4, CUT2).float()
-                scale, zero = self._stored(1 - cut, self.levels * (0.5 * cut))
-            for _ in range(ROUNDS):
-                lost, slope, base = self._judged(scale, zero, fit)
-                better = torch.ones_like(lost, dtype=torch.bool) if least is None else lost < least
-                least = lost if least is None else torch.where(better, lost, least)
-                best = torch.where(better, scale, best[0]), torch.where(better, zero, best[1])
-                scale, zero = self._stored(slope, base)
-        return best
+        if not fit:
+            return scale, zero
+        cut = self._cuts
+        clipped = self._stored(1 - cut, self.levels * (0.5 * cut))
+        starts = (torch.cat([first[None], rest]) for first, rest in zip((scale, zero), clipped, strict=True))
+        together = RATIOS if self.x.numel() <= SMALL else 1
+        parts = zip(*(x.split(together) for x in starts), strict=True)
+        found = [self._rounds(scale, zero, fit) for scale, zero in parts]
+        lost, scale, zero = (torch.cat(parts) for parts in zip(*found, strict=True))
+        # Sums are whole numbers below 2^30: the place in the last bits makes the first of equal ones the least.
+        place = torch.arange(len(lost), device=lost.device).view(-1, *[1] * (lost.dim() - 1))
+        best = ((lost * 16 + place).amin(0, keepdim=True) % 16).long()
+        return scale.gather(0, best)[0], zero.gather(0, best)[0]
+
+    def _rounds(self, scale: Tensor, zero: Tensor, fit: int) -> list[Tensor]:
+        """What candidates lose, and they themselves: of each ratio its rounds, one after the other."""
+        rounds = []
+        for left in reversed(range(ROUNDS)):
+            code, slope, base = self._coded(scale, zero)
+            rounds.append((self._lost(code, slope, base, fit), scale, zero))
+            if left:
+                scale, zero = self._stored(*self._fitted(code, slope))
+        return [torch.stack(parts, 1).flatten(0, 1) for parts in zip(*rounds, strict=True)]
 
     def squares(self, scale: Tensor, zero: Tensor) -> Tensor:
         """Sum of squared errors, f32; an error counts as `FAR` steps at most."""
-        lost = self._judged(scale, zero, 2)[0].float() * 2.0 ** -error_bits(self.x.shape[self.dim], 2)
+        lost = self._lost(*self._coded(scale, zero), 2).float() * 2.0 ** -error_bits(self.x.shape[self.dim], 2)
         return lost * (self._step * self._step)
 
-    # In steps above the lowest element: u = (x - low) / step.
+    # In steps above the lowest element: u = (x - low) / step. Candidates may lie along a dimension before all others.
+
+    @cached_property
+    def _cuts(self) -> Tensor:
+        """By what share of itself the range is clipped, but for the first ratio, which clips nothing."""
+        ratio = torch.arange(1, RATIOS, device=self.x.device).view(-1, *[1] * self.x.dim())
+        return ratio * torch.where(self.levels > 3, CUT4, CUT2).float()
 
     @cached_property
     def _step(self) -> Tensor:
@@ -103,30 +125,53 @@ class Groups:
         units = torch.floor((self.x - self.low) * self._per_step * 2.0**FRACTION + 0.5)
         return torch.where(self.real, units, 0.0)
 
+    @cached_property
+    def _u(self) -> Tensor:
+        return self._units * 2.0**-FRACTION
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        """1 where something counts, else 0."""
+        return self.real.float()
+
+    @cached_property
+    def _count(self) -> Tensor:
+        return self._sum(self._counts)
+
+    @cached_property
+    def _sum_u(self) -> Tensor:
+        return self._sum(self._units)
+
     def _sum(self, x: Tensor) -> Tensor:
-        return torch.where(self.real, x.to(torch.int64), 0).sum(self.dim, keepdim=True)
+        """Of whole numbers that f32 holds; f64 holds their sums, and what is made of these."""
+        return x.sum(self.dim, keepdim=True, dtype=torch.float64)
 
     def _stored(self, slope: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero of a slope and a base in steps."""
         zero = self.low + base * self._step
         return (slope * self._step).clamp(max=F16_MAX).half(), zero.clamp(-F16_MAX, F16_MAX).half()
 
-    def _judged(self, scale: Tensor, zero: Tensor, power: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Sum of |error|^power, and slope and base of the least squares of the codes that scale and zero make."""
+    def _coded(self, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, and the slope and base that they are made by."""
         slope, base = scale.float() * self._per_step, (zero.float() - self.low) * self._per_step
         inverse = torch.where(slope > 0, 1.0 / slope.clamp(min=F16_TINY), 0.0)
-        u = self._units * 2.0**-FRACTION
-        code = torch.minimum(torch.floor((u - base) * inverse + 0.5).clamp(min=0.0), self.levels)
-        error = (code * slope + base - u).abs().clamp(max=FAR)
+        code = torch.floor((self._u - base) * inverse + 0.5).clamp(min=0.0)
+        return torch.minimum(code, self.levels), slope, base
+
+    def _lost(self, code: Tensor, slope: Tensor, base: Tensor, power: int) -> Tensor:
+        """Sum of |error|^power, as a whole number."""
+        error = (code * slope + base - self._u).abs().clamp(max=FAR)
         raised = error * error
         if power > 2:
             raised = raised * (error if power == 3 else raised)
-        lost = self._sum(raised * 2.0 ** error_bits(self.x.shape[self.dim], power))
-        codes, units = code.to(torch.int64), self._units.to(torch.int64)
-        count, c, cc = self._sum(torch.ones_like(codes)), self._sum(codes), self._sum(codes * codes)
-        sum_u, cu = self._sum(units), self._sum(codes * units)
+        return self._sum((raised * (self._counts * 2.0 ** error_bits(self.x.shape[self.dim], power))).trunc())
+
+    def _fitted(self, code: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+        """Slope and base of the least squares of codes; ``slope`` where all are one code."""
+        code = code * self._counts
+        count, c, cc = self._count, self._sum(code), self._sum(code * code)
+        sum_u, cu = self._sum_u, self._sum(code * self._units)
         spread = count * cc - c * c
         fitted = (count * cu - c * sum_u).float() / spread.clamp(min=1).float() * 2.0**-FRACTION
         slope = torch.where(spread > 0, fitted, slope)
-        base = (sum_u.float() * 2.0**-FRACTION - slope * c.float()) / count.clamp(min=1).float()
-        return lost, slope, base
+        return slope, (sum_u.float() * 2.0**-FRACTION - slope * c.float()) / count.clamp(min=1).float()

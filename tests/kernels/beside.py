@@ -32,7 +32,7 @@ def main() -> None:
 
     def compile_them() -> None:
         said["while"] = [beside.is_ready(), beside.lacks("seal"), beside.lacks("dequantized"), len(dispatch.compiling)]
-        done.extend(compile_elsewhere([order], gpu))
+        done.extend(compile_elsewhere(lambda: [order], gpu))
 
     def every() -> list[ahead.Wanted]:
         found = wanted(*order, torch.device("cuda", 0))

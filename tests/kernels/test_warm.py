@@ -23,7 +23,9 @@ from hfkvq.kernels import dispatch, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PRESETS = ("kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", "full@128", "kitty-pro@2048")
+WINDOWS = ("full@128", "kitty-pro@2048")
+
+PRESETS = ("best-3.4", "kitty-pro", "mixkvq", "saw-int4", "triaxial", "arkv", "kvarn", "full", *WINDOWS)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def variants(pairs, merges=False):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_variants_do_not_depend_on_rows_and_lengths(found, preset):
-    first, *others = [pairs for name, pairs in found[preset].items() if name != "ahead"]
+    first, *others = [pairs for name, pairs in found[preset].items() if name not in ("ahead", "waits")]
     for pairs in others:
         # Of a short prompt there may be nothing to seal.
         assert {name for name, _ in variants(pairs) - variants(first)} == set()
@@ -64,6 +66,15 @@ def test_all_that_runs_need_is_compiled_ahead(found, preset):
     for case, pairs in found[preset].items():
         missing = sorted(name for name, _ in variants(pairs, merges=True) - have)
         assert missing == [], case
+
+
+def test_names_of_kernels_do_not_depend_on_what_came_before():
+    """Else a process would not find what another one has compiled."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    first, second = (_run("tests.kernels.kernel_names", order, {}) for order in ("forward", "backward"))
+    assert len(first) > 100
+    assert [name for name in first if first[name] != second[name]] == []
 
 
 def test_layers_alike_but_for_rows_and_capacity_are_one():
@@ -135,6 +146,100 @@ def test_another_process_compiles_what_is_not_there(tmp_path):
     assert done["again"] == [True, True, False]
 
 
+def test_one_variant_is_compiled_once():
+    """Lengths and strides are told apart by what Triton asks of them."""
+    worker = pytest.importorskip("hfkvq.kernels.triton.worker")
+    ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
+    kernel = types.SimpleNamespace(__name__="decode_kernel")
+
+    def key(*numbers, **constants):
+        return worker._key(ahead.Wanted(kernel, (torch.float16, numbers), constants))
+
+    assert key(32, 48) == key(64, 16)
+    assert key(3, 5) == key(7, 9)
+    different = [key(32), key(3), key(1), key(1 << 31), key((1 << 31) + 1), key(32, 32), key(32, BLOCK=2), key(True)]
+    assert len(set(different)) == len(different)
+
+
+def test_nothing_is_looked_for_where_no_kernel_of_the_name_is(tmp_path, monkeypatch):
+    ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
+    kernel = types.SimpleNamespace(__name__="decode_kernel", __module__=f"{ahead.__package__}.attend")
+    looked, prepared, found = [], [], threading.Event()
+
+    def find(each):
+        looked.append(threading.current_thread().name)
+        return found.is_set()
+
+    monkeypatch.setattr(ahead, "find", find)
+    monkeypatch.setattr(ahead, "_prepare", prepared.extend)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    wanted = [ahead.Wanted(kernel, (), {})]
+
+    def work():
+        beside = ahead.Beside(lambda: wanted, found.set, torch.device("cpu"))
+        beside.start()
+        beside._done.wait()
+        assert beside.is_ready()
+        return len(looked)
+
+    # Afterwards it is looked for, and there.
+    assert work() == 1
+    assert prepared == wanted
+    (tmp_path / "KEY").mkdir()
+    (tmp_path / "KEY" / "decode_kernel.json").touch()
+    looked.clear()
+    found.clear()
+    assert work() == 2
+    # Another manager keeps them elsewhere.
+    (tmp_path / "KEY" / "decode_kernel.json").unlink()
+    monkeypatch.setenv("TRITON_CACHE_MANAGER", "of.somebody:Manager")
+    looked.clear()
+    found.clear()
+    assert work() == 2
+    assert prepared == wanted
+
+
+def test_layers_that_come_while_a_process_starts_go_along(monkeypatch):
+    own = pytest.importorskip("hfkvq.kernels.triton.warm")
+    starts, go, taken = threading.Event(), threading.Event(), []
+
+    def compile_elsewhere(orders, gpu, beside):
+        starts.set()
+        assert go.wait(60)
+        taken.append(sorted(orders()))
+        return []
+
+    monkeypatch.setattr(own, "compile_elsewhere", compile_elsewhere)
+    threads = [threading.Thread(target=own.compile_in_turn, args=(name, own.GPUS[90])) for name in ("a", "b", "c")]
+    threads[0].start()
+    assert starts.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    while len(own._WAITING) < 3:
+        time.sleep(0.01)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert taken == [["a", "b", "c"]]
+    assert own._WAITING == []
+
+
+def test_a_process_that_fails_is_started_once(monkeypatch):
+    own = pytest.importorskip("hfkvq.kernels.triton.warm")
+    started = []
+
+    def compile_elsewhere(orders, gpu, beside):
+        started.append(1)
+        own._WAITING.append(("of another layer", gpu))
+        raise RuntimeError("no process")
+
+    monkeypatch.setattr(own, "compile_elsewhere", compile_elsewhere)
+    with pytest.raises(RuntimeError, match="no process"):
+        own.compile_in_turn("one", own.GPUS[90])
+    assert started == [1]
+    assert own._WAITING == []
+
+
 class Deadly:
     """A kernel whose compiler is killed."""
 
@@ -155,10 +260,10 @@ def test_what_lies_in_the_folder_is_not_imported(tmp_path, monkeypatch):
     worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    assert worker.compile_elsewhere([], warm_kernels.GPUS[90]) == []
+    assert worker.compile_elsewhere(list, warm_kernels.GPUS[90]) == []
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(RuntimeError, match="no interpreter of its own"):
-        worker.compile_elsewhere([], warm_kernels.GPUS[90])
+        worker.compile_elsewhere(list, warm_kernels.GPUS[90])
 
 
 def test_one_process_at_a_time_takes_along_what_came_meanwhile(monkeypatch):
@@ -166,7 +271,7 @@ def test_one_process_at_a_time_takes_along_what_came_meanwhile(monkeypatch):
     begun, go, taken = threading.Event(), threading.Event(), []
 
     def compile_elsewhere(orders, gpu, beside):
-        taken.append((list(orders), gpu.name, beside))
+        taken.append((list(orders()), gpu.name, beside))
         begun.set()
         assert go.wait(60)
         return []

@@ -56,13 +56,15 @@ def scheme_of(preset: str) -> tuple[Scheme, int]:
     return in_window(scheme, int(window), (DIM, DIM)) if window else scheme, int(window or 0)
 
 
-def run(preset: str, rows: int, tokens: int, capacity: int) -> None:
-    """A prompt, and two steps as graphs record them."""
+def run(preset: str, rows: int, tokens: int, capacity: int, waits: int = 0) -> None:
+    """A prompt, and two steps as graphs record them; before these, some that attend to dense tensors."""
     scheme, window = scheme_of(preset)
     layer = KVLayer(scheme, PaddingReader(), capacity, recordable=True, window=window)
     group_layers([layer], HEADS // KV_HEADS)
     module = Attention()
-    for count in (tokens, 1, 1):
+    assert layer.steps is not None
+    for i, count in enumerate((tokens, *[1] * waits, 1, 1)):
+        layer.steps.sync.waits = 0 < i <= waits
         query, key, value = (tensor(rows, heads, count, DIM, BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
         handles = layer.update(key, value)
         attention.hfkvq_attention(module, query, *handles, None, scaling=DIM**-0.5)
@@ -104,6 +106,11 @@ def main() -> None:
                 notes.found = {}
                 run(preset, *case)
                 own[f"{case[0]} x {case[1]}"] = list(notes.found)
+            # Kernels that come within a step: it goes on as it began, and launches what it can.
+            forget()
+            notes.found = {}
+            run(preset, 1, 1000, 4096, 3)
+            own["waits"] = list(notes.found)
             forget()
             notes.found = {}
             from hfkvq.kernels.triton.warm import wanted

@@ -171,6 +171,10 @@ class LayerBase:
         """Does what is left of the last update; see `KVLayer.settle`."""
         raise NotImplementedError
 
+    def gathers(self, tokens: int = 0) -> bool:
+        """Whether staged tokens wait for more; see `KVLayer.gathers`."""
+        raise NotImplementedError
+
     def dense(self, side: Side) -> Tensor:
         """Dequantized keys or values; see `KVLayer.dense`."""
         raise NotImplementedError

@@ -112,7 +112,9 @@ def push_staged(layer: LayerBase, mask: Tensor | None, queries: int, waits: bool
     keys, values = layer.staged
     tokens = keys.shape[2]
     # With shared keys and values, a later layer may come without a mask: what was found stays.
-    if mask is not None and (tokens > 1 or any(state.length == 0 for state in store.states)):
+    # Of what was gathered, what came before was no padding.
+    gathered = tokens > layer.newest > 0
+    if mask is not None and not gathered and (tokens > 1 or any(state.length == 0 for state in store.states)):
         layer.padding = layer.reader.read(mask, layer.columns, tokens, store.row_lengths)
     if layer.hold:
         store.reserve_tail(layer.hold)

@@ -17,6 +17,7 @@ from .followed import COUNTS_KEYS, recorded_handles, refuse_unseen
 from .handle import LazyKV, handles
 from .incoming import check_update, is_allocated_for
 from .paged import PagedLayer
+from .waiting import gathered
 
 
 class _Dense:
@@ -125,10 +126,13 @@ class KVLayer(PagedLayer, CacheLayerMixin):
             raise refuse_unseen(self)
         if not is_allocated_for(self, key_states, value_states):
             self.lazy_initialization(key_states, value_states)
-        self.settle()
-        if self.tags is not None:
-            self.tags.requantize(self)
-        self.staged, self.padding = (key_states, value_states), None
+        if self.staged is not None and self.gathers(key_states.shape[2]):
+            self.staged = gathered(self.staged, key_states, value_states)
+        else:
+            self.settle()
+            if self.tags is not None:
+                self.tags.requantize(self)
+            self.staged, self.padding = (key_states, value_states), None
         batch, heads, tokens, key_dim = key_states.shape
         self.new_columns = self.newest = tokens
         self.seen += tokens

@@ -122,7 +122,8 @@ class DeviceSteps(Part):
 
     def finish_update(self) -> None:
         """Does what is left of an update whose attention never called `KVLayer.finish`."""
-        self.layer.settle()
+        if not self.layer.gathers():
+            self.layer.settle()
 
     def catch_up(self) -> None:
         """Makes sure that the host knows what the device holds."""

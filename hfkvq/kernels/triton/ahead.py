@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from triton import knobs
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
@@ -104,6 +107,21 @@ def find(each: Wanted) -> bool:
     return True
 
 
+def _is_new(each: Wanted) -> bool:
+    """Whether no kernel of this name is in Triton's cache, which is a second sooner known than by `find`."""
+    if os.environ.get("TRITON_CACHE_MANAGER") or os.environ.get("TRITON_REMOTE_CACHE_BACKEND"):
+        return False
+    return next(Path(knobs.cache.dir).glob(f"*/{each.kernel.__name__}.json"), None) is None
+
+
+def _prepare(wanted: Sequence[Wanted]) -> None:
+    """Has Triton read itself and the kernels, which it does once in a process, while these are being compiled."""
+    # What is wrong is seen once more when they are looked for.
+    with contextlib.suppress(Exception):
+        for each in wanted:
+            find(each)
+
+
 def module_of(kernel: Any) -> str:
     """The module or package of `hfkvq.kernels.triton` that a kernel is in: ops are registered by these names."""
     return kernel.__module__.removeprefix(f"{__package__}.").partition(".")[0]
@@ -158,9 +176,13 @@ class Beside:
     def _work(self) -> None:
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
-                missing = [each for each in self._wanted() if not find(each)]
+                wanted = self._wanted()
+                new = bool(wanted) and _is_new(wanted[0])
+                missing = wanted if new else [each for each in wanted if not find(each)]
                 self._missing = frozenset(module_of(each.kernel) for each in missing)
                 self._looked.set()
+                if new:
+                    threading.Thread(target=_prepare, args=(wanted,), name="hfkvq-prepare", daemon=True).start()
                 if missing:
                     self._compile()
                     missing = [each.kernel.__name__ for each in missing if not find(each)]

@@ -68,13 +68,23 @@ def compile_in_turn(order: Order, gpu: Gpu) -> None:
     Raises:
         RuntimeError: the process has failed.
     """
+
+    def taken() -> list[Order]:
+        orders = [own for own, other in _WAITING if other == gpu]
+        _WAITING[:] = [each for each in _WAITING if each[1] != gpu]
+        return orders
+
     _WAITING.append((order, gpu))
     with _ONE:
-        orders = [own for own, other in _WAITING if other == gpu]
         # Another thread's process may have taken it along.
-        if order in orders:
-            _WAITING[:] = [each for each in _WAITING if each[1] != gpu]
-            for name, _, error in compile_elsewhere(orders, gpu, beside=True):
+        if (order, gpu) in _WAITING:
+            try:
+                found = compile_elsewhere(taken, gpu, beside=True)
+            except BaseException:
+                # What fails before it is ready would fail for the others as well.
+                taken()
+                raise
+            for name, _, error in found:
                 if error:
                     logger.debug("%s: %s", name, error)
 
@@ -84,7 +94,7 @@ def compile_now(orders: Sequence[Order], number: int | None) -> list[Compiled]:
     if INTERPRETED.value:
         raise ValueError("TRITON_INTERPRET: got 1, so kernels are interpreted and nothing is compiled; unset it.")
     current = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
-    return compile_elsewhere(orders, GPUS[number] if number is not None else _gpu(current))
+    return compile_elsewhere(lambda: orders, GPUS[number] if number is not None else _gpu(current))
 
 
 def _gpu(device: torch.device) -> Gpu:
@@ -147,6 +157,9 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
         anew = plan.query != "total"
         observe = observe_launch(shape, stride, dtype, device, plan.heads, anew, True, plan.query == "signed")
         yield observe.wanted([dtype, torch.float64, I32, *[I32] * anew, torch.float32])
+        # Steps without a buffer: those that wait for the compiler, and find this one there before they end.
+        plain = observe_launch(shape, stride, dtype, device, plan.heads, False, False, plan.query == "signed")
+        yield plain.wanted([dtype, torch.float64, I32])
         yield from query_sums_wanted(query_heads, plan.heads, plan.key_dim, dtype, plan.query == "signed")
     if plan.query == "keep":
         for queries in (1, WINDOW):

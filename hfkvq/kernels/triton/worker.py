@@ -9,8 +9,10 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,10 +36,19 @@ SLOWEST = ("decode_kernel", "seal_channel_kernel", "page_norms_kernel", "seal_to
 """Kernels that take longest to compile, the longest first."""
 
 # With the path of the process that asks, and the package without its own `__init__`, which imports Transformers: that
-# takes longer than to compile.
+# takes longer than to compile. Triton reads all of itself for the names in its cache, some 400 MB: meanwhile PyTorch is
+# imported, and processes that are forked find it done.
 _START = """
-import pickle, sys, types
+import pickle, sys, threading, types
 sys.path[:], where = pickle.load(sys.stdin.buffer)
+def read():
+    from triton.runtime.cache import triton_key
+    triton_key()
+import triton
+reading = threading.Thread(target=read)
+reading.start()
+import torch
+reading.join()
 package = types.ModuleType("hfkvq")
 package.__path__ = [where]
 sys.modules["hfkvq"] = package
@@ -45,8 +56,8 @@ from hfkvq.kernels.triton.worker import main
 main()
 """
 
-_ANSWER = "hfkvq compiled "
-"""How the line begins that says how it went: imports may print, too."""
+_READY, _ANSWER = "hfkvq is ready", "hfkvq compiled "
+"""The line that says that all is imported, and how the one begins that says how it went: imports may print, too."""
 
 LONGEST = 600.0
 """Seconds after which a process beside a model is given up."""
@@ -94,11 +105,11 @@ class Absent:
         return self.target
 
 
-def compile_elsewhere(orders: Sequence[Order], gpu: Gpu, beside: bool = False) -> list[Compiled]:
+def compile_elsewhere(orders: Callable[[], Sequence[Order]], gpu: Gpu, beside: bool = False) -> list[Compiled]:
     """Compiles what layers launch into Triton's cache, by other processes, and waits for it.
 
     Args:
-        orders: the layers.
+        orders: gives the layers, once the process has imported what it needs: that takes seconds, and more may come.
         gpu: for which it is.
         beside: whether others come first: fewer processes then, of low priority.
 
@@ -108,34 +119,72 @@ def compile_elsewhere(orders: Sequence[Order], gpu: Gpu, beside: bool = False) -
     if not sys.executable or getattr(sys, "frozen", False):
         raise RuntimeError("no process that compiles could be started: this Python has no interpreter of its own")
     package = Path(__file__).resolve().parents[2]
-    try:
-        done = subprocess.run(
-            # Isolated: neither the current folder nor the environment has a say in what is imported.
-            [sys.executable, "-I", "-c", _START],
-            input=pickle.dumps((sys.path, str(package))) + pickle.dumps((list(orders), gpu, beside)),
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            timeout=LONGEST if beside else None,
-            # An interrupt is meant for the model.
-            start_new_session=beside,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise RuntimeError(f"the process that compiles has failed: {error}") from error
-    lines = done.stdout.decode(errors="replace").splitlines()
-    answers = [line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER)]
-    if done.returncode or not answers:
-        told = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(f"the process that compiles ended with {done.returncode}: {told[-1] if told else ''}")
-    return [Compiled(*each) for each in json.loads(answers[-1])]
+    with contextlib.ExitStack() as stack:
+        try:
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(
+                # Isolated: neither the current folder nor the environment has a say in what is imported.
+                [sys.executable, "-I", "-c", _START],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                # An interrupt is meant for the model.
+                start_new_session=beside,
+            )
+            stack.enter_context(process)
+            # Whatever happens here, it does not stay.
+            stack.callback(process.kill)
+            if beside:
+                watch = threading.Timer(LONGEST, process.kill)
+                watch.daemon = True
+                watch.start()
+                stack.callback(watch.cancel)
+            lines = _told(process, pickle.dumps((sys.path, str(package))), lambda: (list(orders()), gpu, beside))
+        except OSError as error:
+            raise RuntimeError(f"the process that compiles has failed: {error}") from error
+        if not lines or not lines[-1].startswith(_ANSWER):
+            process.wait()
+            errors.seek(0)
+            told = errors.read().decode(errors="replace").strip().splitlines()
+            raise RuntimeError(f"the process that compiles ended with {process.returncode}: {told[-1] if told else ''}")
+        return [Compiled(*each) for each in json.loads(lines[-1].removeprefix(_ANSWER))]
+
+
+def _told(process: subprocess.Popen[bytes], first: bytes, orders: Callable[[], Any]) -> list[str]:
+    """What a process prints, up to its answer, that is told ``first``, and the orders as soon as it is ready."""
+    given, printed = process.stdin, process.stdout
+    assert given is not None
+    assert printed is not None
+    lines: list[str] = []
+    # One that has ended hears nothing, and has said why.
+    with contextlib.suppress(BrokenPipeError):
+        given.write(first)
+        given.flush()
+        for line in printed:
+            lines.append(line.decode(errors="replace"))
+            if lines[-1].startswith(_READY):
+                given.write(pickle.dumps(orders()))
+                given.flush()
+            elif lines[-1].startswith(_ANSWER):
+                # To end takes it some tenths of a second.
+                break
+    return lines
 
 
 def main() -> None:
     """The first process: is told on its standard input what to compile, and says on its output how it went."""
+    # With it the variants are worked out; what compiles is imported.
+    from . import warm  # noqa: F401
+
+    sys.stdout.write(f"\n{_READY}\n")
+    sys.stdout.flush()
     orders, gpu, beside = pickle.load(sys.stdin.buffer)
     if beside:
         os.nice(10)
     found = compile_all(orders, gpu, MOST_BESIDE if beside else MOST)
     sys.stdout.write(f"\n{_ANSWER}{json.dumps(found)}\n")
+    sys.stdout.flush()
 
 
 _JOBS: list[Wanted] = []
@@ -191,7 +240,14 @@ def _rank(each: Wanted) -> int:
 
 def _key(each: Wanted) -> Any:
     """Equal for what is one kernel only. What Triton takes for one may have two keys: then it is compiled twice."""
-    return each.kernel.__name__, _plain(each.arguments), _plain(tuple(sorted(each.constants.items())))
+    return each.kernel.__name__, _kinds(each.arguments), _plain(tuple(sorted(each.constants.items())))
+
+
+def _kinds(x: Any) -> Any:
+    """What Triton asks of arguments: of integers, whether they are 1, multiples of 16, and of 32 bits."""
+    if isinstance(x, tuple):
+        return tuple(_kinds(part) for part in x)
+    return (x == 1, x % 16 == 0, -(1 << 31) <= x < 1 << 31) if type(x) is int else _plain(x)
 
 
 def _plain(x: Any) -> Any:
