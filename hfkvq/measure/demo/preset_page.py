@@ -128,7 +128,9 @@ def _facts(item: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "kept", item["stays"]
     total, codes = bits_words(item["long_context_bits"]), bits_words(item["code_bits"])
     yield "bits", f"{total} in a long context, scales included; {codes} of codes"
-    yield from _measured(item["measured"])
+    # The layer that is timed alone has the formats that are named first.
+    timed = "a narrower layer" if any(" of the layers " in item[side] for side in ("keys", "values")) else "a layer"
+    yield from _measured(item["measured"], timed)
     captured = [] if item["not_captured"] else ["captured as CUDA graphs"]
     yield "steps", "; ".join([*captured, *step_words(item)])
     for which, scheme in item["layers"].items():
@@ -144,7 +146,7 @@ def _knobs(knobs: dict[str, Any]) -> str:
     return ", ".join(f"{knob}={value!r}" for knob, value in knobs.items())
 
 
-def _measured(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _measured(found: dict[str, Any], timed: str) -> Iterator[tuple[str, str]]:
     loss, steps, about = found["loss"], found["steps"], figures()
     if loss is not None:
         low, high = map(small_number, loss["kld_interval"])
@@ -156,7 +158,7 @@ def _measured(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if steps is not None:
         words = f"a decode step at 32k takes {steps['ms']:.2f} ms, DynamicCache {about['steps']['dynamic_ms']:.2f}"
         if found["attention"] is not None:
-            words += f"; decode attention at 32 x 32k is {found['attention']:.2f} times as fast as bf16"
+            words += f"; decode attention of {timed} at 32 x 32k is {found['attention']:.2f} times as fast as bf16"
         yield "speed", f"{words} ({about['steps']['model']}, {about['steps']['device']})"
     missing = [what for what, one in (("loss", loss), ("speed", steps)) if one is None]
     if missing:
