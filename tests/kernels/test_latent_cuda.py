@@ -81,8 +81,9 @@ def emulated(machine, layer, form, plan, sinks=None, backwards=False):
     q, counters, windows, runs = layer.to(torch.device("cpu"))
     batch, heads = q.shape[:2]
     out = torch.full((batch, heads, 1, 512), float("nan"), dtype=q.dtype)
-    strides = q.stride()[:2]
-    shapes = Shapes(batch, heads, runs[0].shape[1], *plan, form.sink, windows[2].shape[2], 0.07, *strides)
+    (splits, cluster), tail = plan, windows[2].shape[2]
+    strides = q.stride(0), q.stride(1)
+    shapes = Shapes(batch, heads, runs[0].shape[1], splits, cluster, form.sink, tail, 0.07, *strides)
     part = torch.full(shapes.part, float("nan"))
     arrived = torch.zeros(shapes.counters, dtype=torch.int32)
     given = [q, counters, *windows, *runs], sinks, out, part.data_ptr(), arrived.data_ptr()
@@ -155,7 +156,9 @@ def test_who_comes_last_does_not_matter(machines, plan):
 def test_maxima_that_move_from_step_to_step(machines, grow):
     """Sums are rescaled in some steps and not in others, by little and by more than f16 holds."""
     case = dataclasses.replace(CASE, lengths=[4 + 900 + 17, 40], keys=[[900], [32]], values=[[900], [32]], pages=8)
-    holds(machines(LARGE, torch.bfloat16), case, (1, 1), lambda _, x: x * torch.linspace(0.1, grow, x.shape[2])[:, None])
+    holds(
+        machines(LARGE, torch.bfloat16), case, (1, 1), lambda _, x: x * torch.linspace(0.1, grow, x.shape[2])[:, None]
+    )
 
 
 def test_rows_without_tokens(machines):
@@ -339,9 +342,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("grow", [0.3, 1.0, 30.0])
 def test_kernel_is_as_good_as_torch(monkeypatch, dtype, grow):
     count, forced = launched(monkeypatch)
-    case = dataclasses.replace(
-        CASE, dtype=dtype, lengths=[4 + 5000 + 17, 40], keys=[[5000], [32]], values=[[5000], [32]], pages=40
-    )
+    case = dataclasses.replace(LONG, dtype=dtype)
     sinks = torch.randn(case.share)
     with forced:
         checked(
@@ -354,6 +355,26 @@ def test_kernel_is_as_good_as_torch(monkeypatch, dtype, grow):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("plan", PLANS)
+def test_blocks_are_joined_on_a_gpu(monkeypatch, plan):
+    """Rows of several lengths and one without tokens, by any number of blocks and clusters."""
+    from hfkvq.kernels.triton import latent
+
+    count, forced = launched(monkeypatch)
+    monkeypatch.setattr(latent, "splits_of", lambda *given: plan)
+    case = dataclasses.replace(CASE, lengths=[331, 0, 39], keys=[[310], [0], [32]], starts=[0, 0, 11])
+    case = dataclasses.replace(case, values=case.keys)
+    latent._plan.cache_clear()
+    try:
+        with forced:
+            checked(case, torch.device("cuda"))
+            checked(case, torch.device("cuda"), sinks=torch.randn(16).bfloat16())
+    finally:
+        latent._plan.cache_clear()
+    assert len(count) == 2
+
+
+@pytest.mark.gpu
 def test_masks_and_caps_are_left_to_triton(monkeypatch):
     count, forced = launched(monkeypatch)
     with forced:
@@ -362,25 +383,76 @@ def test_masks_and_caps_are_left_to_triton(monkeypatch):
     assert not count
 
 
-@pytest.mark.gpu
-def test_kernel_is_captured(monkeypatch):
-    """A graph replays a step after tokens have come."""
+def attended_on_a_gpu(case):
+    """A call of the kernel, and what it counts."""
     from hfkvq.kernels import latent_attention
 
-    count, forced = launched(monkeypatch)
-    layer, form = latents(CASE)
+    layer, form = latents(case)
     q, counters, windows, runs = layer.to(torch.device("cuda"))
+    return lambda: latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form), counters
 
-    def attended():
-        return latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
 
+LONG = dataclasses.replace(CASE, lengths=[5021, 40], keys=[[5000], [32]], values=[[5000], [32]], pages=40)
+"""Rows of several clusters."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASE, LONG], ids=["short", "long"])
+def test_kernel_is_captured(monkeypatch, case):
+    """A graph replays steps after tokens have come: counters are 0 again after each."""
+    count, forced = launched(monkeypatch)
+    attended, counters = attended_on_a_gpu(case)
     with forced:
         attended()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = attended()
-        counters[1] -= 1
-        graph.replay()
-        torch.testing.assert_close(out, attended(), atol=0, rtol=0)
+            again = attended()
+        for _ in range(20):
+            counters[1] -= 1
+            graph.replay()
+            torch.testing.assert_close(out, again, atol=0, rtol=0)
+            torch.testing.assert_close(out, attended(), atol=0, rtol=0)
     assert count
+
+
+@pytest.mark.gpu
+def test_launches_side_by_side(monkeypatch):
+    """On several streams, and by graphs that were captured on one: nobody counts with another's counters."""
+    _, forced = launched(monkeypatch)
+    attended, _ = attended_on_a_gpu(LONG)
+    with forced:
+        want = attended()
+        torch.cuda.synchronize()
+        streams, outs, graphs = [torch.cuda.Stream() for _ in range(3)], [], []
+        for _ in range(30):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    outs.append(attended())
+        torch.cuda.synchronize()
+        for out in outs:
+            torch.testing.assert_close(out, want, atol=0, rtol=0)
+        for _ in streams:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                graphs.append((graph, [attended() for _ in range(10)]))
+        for _ in range(30):
+            for (graph, _), stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for _, outs in graphs:
+            for out in outs:
+                torch.testing.assert_close(out, want, atol=0, rtol=0)
+
+
+@pytest.mark.gpu
+def test_kernel_runs_on_another_gpu(monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    count, forced = launched(monkeypatch)
+    with forced:
+        checked(LONG, torch.device("cuda", 1))
+        checked(LONG, torch.device("cuda", 0))
+    assert len(count) == 2

@@ -205,6 +205,8 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 constexpr int WARP = 32, PAGE = 128, WIDTH = 512, ROTARY = 64;
 // Queries as products take them: steps of 16 channels, of 512 bytes each.
 constexpr int QUERIES = (WIDTH + ROTARY) / 16 * 512;
+// A query while it is rotated, with room to be shifted.
+constexpr int ROTATING = WIDTH * 4 + 128;
 // Sums of a unit while a block joins them: rows are padded against bank conflicts.
 constexpr int SUM_ROW = (WIDTH + 8) * 4, SUM_BYTES = 16 * SUM_ROW;
 // What is loose is attended to by so many tokens at a time: numbers, rotary parts, probabilities.
@@ -235,7 +237,7 @@ constexpr int RINGS = (TOTALS + 512 * UNITS + 127) / 128 * 128, SHARED = RINGS +
 // Queries are rotated, and loose tokens attended to, in the end of a ring; pages fill its first slots meanwhile.
 constexpr int EARLY = (RING - LOOSE_BYTES) / SLOT < SLOTS ? (RING - LOOSE_BYTES) / SLOT : SLOTS, ASIDE = EARLY * SLOT;
 constexpr int WORKERS = 128 * UNITS, THREADS = WORKERS + 128, MEET_WORKERS = 8;
-static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && LOOSE_BYTES >= 4 * 2048 && UNITS < MEET_WORKERS, "room");
+static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && LOOSE_BYTES >= 4 * ROTATING && UNITS < MEET_WORKERS, "room");
 static_assert(TILES == 2 || TILES == 4, "products take sixteen tokens");
 
 struct Arguments {
@@ -329,42 +331,54 @@ DEVICE void rotate_query(const Arguments& args, const Query& query, int m, bool 
     const float other = from_lane(v[i], 2);
     v[i] = lane & 2 ? other - v[i] : v[i] + other;
   }
+  // Bits 7 and 8 move numbers to banks that the other bits leave free.
+  const u32 aside = scratch + 4 * (from + (lane >> 1 & 4) + (lane & 16));
 #pragma unroll
-  for (int i = 0; i < 16; i++) store_f(scratch + 4 * (from + ((i & 1) << 2 | (i & 14) << 3)), v[i]);
+  for (int i = 0; i < 16; i++) store_f(aside + 4 * ((i & 1) << 2 | (i & 14) << 3), v[i]);
   meet_warp();
   // In the lane: bits 0, 3, 7 and 8, that is a pair, halves of a step and the field; by lanes: bits 1, 2, 4, 5 and 6.
   const int to = (lane & 3) << 1 | (lane & 28) << 2;
 #pragma unroll
   for (int i = 0; i < 8; i++)
-    load2_f(v[2 * i], v[2 * i + 1], scratch + 4 * (to + ((i & 1) << 3 | (i & 6) << 6)));
+    load2_f(v[2 * i], v[2 * i + 1], scratch + 4 * (to + ((i & 1) << 3 | (i & 6) << 6) + ((i & 2) << 1 | (i & 4) << 2)));
   butterflies(v);
 #pragma unroll
   for (int i = 0; i < 16; i++) v[i] *= args.scaling * NORM;
   const float r0 = rotary.x * args.scaling, r1 = rotary.y * args.scaling;
   const u32 place = ((m & 7) * 4 + (lane & 3)) * 16 + (m >> 3) * 4;
+  // Of one query eight banks hold everything. Half of the lanes store a step's second half first, so that all eight are
+  // written at a time.
+  const bool second = lane & 16;
+  auto lay = [&](u32 at, u32 one, u32 two) {
+    store(at + (second ? 8 : 0), second ? two : one);
+    store(at + (second ? 0 : 8), second ? one : two);
+  };
   if (whole) {
     // Sixteen channels in order are a step.
     const u32 at = base + WHOLE_QUERIES + (lane >> 2) * 512 + place;
 #pragma unroll
-    for (int i = 0; i < 8; i++) store(at + (i >> 1) * 4096 + (i & 1) * 8, to_half(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 4; i++)
+      lay(at + i * 4096, to_half(v[4 * i], v[4 * i + 1]), to_half(v[4 * i + 2], v[4 * i + 3]));
     store(base + WHOLE_QUERIES + (32 + (lane >> 3)) * 512 + place + ((lane >> 2) & 1) * 8, to_half(r0, r1));
   }
   float total = 0;
 #pragma unroll
-  for (int half = 0; half < 2; half++)
+  for (int pair = 0; pair < 2; pair++) {
+    u32 x[2], z[2];
 #pragma unroll
-    for (int pair = 0; pair < 2; pair++) {
+    for (int half = 0; half < 2; half++) {
       const float *low = v + 2 * half + 8 * pair, *high = low + 4;
-      const u32 x = to_f16(high[0] * (QUERY_UNIT / 16), high[1] * (QUERY_UNIT / 16));
-      const Pair y = from_f16(x);
-      const u32 z = to_f16(low[0] * QUERY_UNIT - y.x, low[1] * QUERY_UNIT - y.y);
-      const Pair u = from_f16(z);
+      x[half] = to_f16(high[0] * (QUERY_UNIT / 16), high[1] * (QUERY_UNIT / 16));
+      const Pair y = from_f16(x[half]);
+      z[half] = to_f16(low[0] * QUERY_UNIT - y.x, low[1] * QUERY_UNIT - y.y);
+      const Pair u = from_f16(z[half]);
       // As rounded: what minima are multiplied by fits what codes are.
       total += 17.f * (y.x + y.y) + u.x + u.y;
-      const u32 at = base + (4 * (lane >> 2) + 2 * pair) * 512 + place + half * 8;
-      store(at, x);
-      store(at + 512, z);
     }
+    const u32 at = base + (4 * (lane >> 2) + 2 * pair) * 512 + place;
+    lay(at, x[0], x[1]);
+    lay(at + 512, z[0], z[1]);
+  }
   // Sixteen bytes of a rotary part, which one load brings, are four of each of four steps.
   const u32 step = 32 + ((lane >> 1) & 3);
   store(base + step * 512 + ((m & 7) * 4 + (lane >> 3)) * 16 + (m >> 3) * 4 + (lane & 1) * 8, to_f16(r0, r1));
@@ -799,9 +813,10 @@ DEVICE void hand_over(Sums& sums, const Self& self) {
   }
 }
 
-// One warp joins the units' sums of query m and rotates them back, in place of those of the first unit.
+// One warp joins the units' sums of query m and rotates them back, in place of those of the first unit. Sixteen bytes are
+// not the g-th but the g ^ (g / 8 % 4)-th, so that lanes that take four in a row meet no bank conflicts.
 DEVICE void join_units(int m, int lane) {
-  const u32 base = shared(), mine = base + RINGS + m * SUM_ROW;
+  const u32 base = shared(), mine = base + RINGS + m * SUM_ROW, row = mine + lane * 64, turn = (lane & 6) << 3;
   float gain[UNITS], top = -infinity(), total = 0, low = 0, v[16];
 #pragma unroll
   for (int i = 0; i < UNITS; i++) {
@@ -824,13 +839,14 @@ DEVICE void join_units(int m, int lane) {
     for (int j = 0; j < UNITS; j++) v[i] += gain[j] * load_f(mine + j * RING + (i * WARP + lane) * 4);
   }
   butterflies(v);
+  meet_warp();
 #pragma unroll
-  for (int i = 0; i < 16; i++) store_f(mine + (i * WARP + lane) * 4, v[i]);
+  for (int i = 0; i < 16; i++) store_f(mine + i * (WARP * 4) + ((lane / 4 ^ i % 4) * 16 + lane % 4 * 4), v[i]);
   meet_warp();
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     float x[4];
-    load4_f(x, mine + lane * 64 + i * 16);
+    load4_f(x, row + ((16 * i) ^ turn));
     v[4 * i] = x[0];
     v[4 * i + 1] = x[1];
     v[4 * i + 2] = x[2];
@@ -845,7 +861,7 @@ DEVICE void join_units(int m, int lane) {
   // Each lane where it read.
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    store4_f(mine + lane * 64 + i * 16, v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    store4_f(row + ((16 * i) ^ turn), v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
   if (lane == 0) {
     store_f(base + TOPS + 4 * m, top);
     store_f(base + TOTALS + 4 * m, total);
@@ -882,7 +898,7 @@ DEVICE void fold(Joined& joined, const Joined (&parts)[PARTS]) {
 //
 // `last`: the warp reads no more of other blocks, which may end then.
 DEVICE void join_blocks(const Arguments& args, int m, int slice, int row, int group, bool last, int lane) {
-  const u32 base = shared(), from = base + RINGS + m * SUM_ROW + slice * (WIDTH / SLICES * 4) + lane * 16;
+  const u32 base = shared(), from = base + RINGS + m * SUM_ROW + slice * (WIDTH / SLICES * 4) + (lane ^ lane / 8) * 16;
   const int slices = args.heads * SLICES, own = m * SLICES + slice, groups = args.splits >> args.cluster;
   Joined joined = {{0, 0, 0, 0}, -infinity(), 0}, parts[PARTS];
 #pragma unroll
@@ -1007,7 +1023,7 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     const u32 counter = thread() < 2 ? fetch(args.counters + (2 - thread()) * args.rows + row) : 0;
 #pragma unroll 1
     for (int m = i_warp; m < 16; m += 4 * UNITS) {
-      rotate_query(args, queries[0], m, split * UNITS < busy, self.ring + ASIDE + self.warp * 2048, lane);
+      rotate_query(args, queries[0], m, split * UNITS < busy, self.ring + ASIDE + self.warp * ROTATING, lane);
 #pragma unroll
       for (int i = 0; i + 1 < ROUNDS; i++) queries[i] = queries[i + 1];
     }
