@@ -214,8 +214,8 @@ constexpr int LOOSE = 32, LOOSE_ROTARY = LOOSE * 2 * WIDTH, LOOSE_PROBS = LOOSE_
 constexpr int LOOSE_BYTES = LOOSE_PROBS + LOOSE * 32;
 // Warps join queries in slices of 128 channels: so many in global memory, what they are relative to, and their total.
 constexpr int SLICES = 4, PART = WIDTH / SLICES + 4;
-// Parts that are joined at a time, as many as a cluster has blocks at most.
-constexpr int PARTS = 8;
+// Blocks of a cluster at most, and clusters whose parts are asked for at a time: those of one row fill a GPU.
+constexpr int BLOCKS = 8, CLUSTERS = 16;
 // Sums are relative to so much more than the greatest logit, in units of ln 2, and are not rescaled until one exceeds it.
 constexpr float ROOM = 4.f;
 // Stands for a maximum of nothing in differences, which are numbers then.
@@ -871,17 +871,17 @@ DEVICE void join_units(int m, int lane) {
 // A lane's channels of a slice, what they are relative to, and the total.
 struct Joined { float of[4], top, total; };
 
-DEVICE void fold(Joined& joined, const Joined (&parts)[PARTS]) {
+template <int N> DEVICE void fold(Joined& joined, const Joined (&parts)[N]) {
   float top = joined.top;
 #pragma unroll
-  for (int i = 0; i < PARTS; i++) top = greater(top, parts[i].top);
+  for (int i = 0; i < N; i++) top = greater(top, parts[i].top);
   const float relative = greater(top, LEAST), less = power_of_two(joined.top - relative);
   joined.top = top;
   joined.total *= less;
 #pragma unroll
   for (int j = 0; j < 4; j++) joined.of[j] *= less;
 #pragma unroll
-  for (int i = 0; i < PARTS; i++) {
+  for (int i = 0; i < N; i++) {
     const float gain = power_of_two(parts[i].top - relative);
     joined.total += gain * parts[i].total;
 #pragma unroll
@@ -900,9 +900,9 @@ DEVICE void fold(Joined& joined, const Joined (&parts)[PARTS]) {
 DEVICE void join_blocks(const Arguments& args, int m, int slice, int row, int group, bool last, int lane) {
   const u32 base = shared(), from = base + RINGS + m * SUM_ROW + slice * (WIDTH / SLICES * 4) + (lane ^ lane / 8) * 16;
   const int slices = args.heads * SLICES, own = m * SLICES + slice, groups = args.splits >> args.cluster;
-  Joined joined = {{0, 0, 0, 0}, -infinity(), 0}, parts[PARTS];
+  Joined joined = {{0, 0, 0, 0}, -infinity(), 0}, parts[BLOCKS];
 #pragma unroll
-  for (int i = 0; i < PARTS; i++) {
+  for (int i = 0; i < BLOCKS; i++) {
     parts[i] = {{0, 0, 0, 0}, -infinity(), 0};
     if (i < 1 << args.cluster) {
       load4_far(parts[i].of, of_block(from, i));
@@ -926,11 +926,12 @@ DEVICE void join_blocks(const Arguments& args, int m, int slice, int row, int gr
     if (lane == 0) fence();
     meet_warp();
     joined = {{0, 0, 0, 0}, -infinity(), 0};
+    Joined parts[CLUSTERS];
     const float* part = args.part + ((long long)row * groups * slices + own) * PART;
 #pragma unroll 1
-    for (int g = 0; g < groups; g += PARTS) {
+    for (int g = 0; g < groups; g += CLUSTERS) {
 #pragma unroll
-      for (int i = 0; i < PARTS; i++) {
+      for (int i = 0; i < CLUSTERS; i++) {
         parts[i] = {{0, 0, 0, 0}, -infinity(), 0};
         if (g + i < groups) {
           const float* at = part + (long long)(g + i) * slices * PART;

@@ -52,7 +52,9 @@ class Build(NamedTuple):
         """Bytes of shared memory of a block: SHARED of the source."""
         queries, slot = (WIDTH + ROTARY) // 16 * 512, 8 * self.tiles * 326 + 64
         loose = 32 * 2 * (WIDTH + ROTARY) + 32 * 32 + 64
-        sums = (2 * queries + 16 * self.units * self.slots + 8 * self.units + 127) // 128 * 128 + 64 + 64 * self.units
+        sums = (
+            (2 * queries + 16 * self.units * self.slots + 8 * self.units + 8 + 127) // 128 * 128 + 64 + 64 * self.units
+        )
         return (sums + 512 * self.units + 127) // 128 * 128 + self.units * max(self.slots * slot, loose)
 
 
