@@ -130,12 +130,12 @@ def test_blocks_are_joined(machines, plan, share):
     case = dataclasses.replace(CASE, share=share, lengths=[331, 0, 39], keys=[[310], [0], [32]], starts=[0, 0, 11])
     case = dataclasses.replace(case, values=case.keys)
     holds(machines(LARGE, torch.bfloat16), case, plan)
-    holds(machines(LARGE, torch.bfloat16), case, plan, sinks=torch.randn(share).bfloat16())
+    holds(machines(LARGE, torch.bfloat16), case, plan, sinks=(torch.randn(share) + 6).bfloat16())
 
 
 def test_sinks_of_each_row(machines):
     layer, form = latents(CASE)
-    sinks, machine = torch.randn(32), machines(LARGE, torch.bfloat16)
+    sinks, machine = torch.randn(32) + 6, machines(LARGE, torch.bfloat16)
     got = emulated(machine, layer, form, (6, 2), sinks)
     for row in range(2):
         alone = emulated(machine, layer, form, (6, 2), sinks[16 * row : 16 * row + 16])
@@ -245,8 +245,8 @@ def test_whole_way_of_a_call(triton_backend, pretended, dtype):
     if triton_backend.type == "cuda":
         pytest.skip("there is a GPU")
     with configs.override("latent", None, cuda=2 * 3 * 128):
-        checked(dataclasses.replace(CASE, dtype=dtype), triton_backend, sinks=torch.randn(16))
-        checked(dataclasses.replace(CASE, dtype=dtype), triton_backend, sinks=torch.randn(16).double())
+        checked(dataclasses.replace(CASE, dtype=dtype), triton_backend, sinks=torch.randn(16) + 6)
+        checked(dataclasses.replace(CASE, dtype=dtype), triton_backend, sinks=(torch.randn(16) + 6).double())
     splits, cluster = splits_of(2, 3 * 128, {size: 6 // size for size in (1, 2, 4, 8)})
     assert pretended[dtype].grids == 2 * [((splits, 2), cluster)]
 
@@ -343,7 +343,7 @@ def launched(monkeypatch):
 def test_kernel_is_as_good_as_torch(monkeypatch, dtype, grow):
     count, forced = launched(monkeypatch)
     case = dataclasses.replace(LONG, dtype=dtype)
-    sinks = torch.randn(case.share)
+    sinks = torch.randn(case.share) + 6
     with forced:
         checked(
             case,
@@ -368,7 +368,7 @@ def test_blocks_are_joined_on_a_gpu(monkeypatch, plan):
     try:
         with forced:
             checked(case, torch.device("cuda"))
-            checked(case, torch.device("cuda"), sinks=torch.randn(16).bfloat16())
+            checked(case, torch.device("cuda"), sinks=(torch.randn(16) + 6).bfloat16())
     finally:
         latent._plan.cache_clear()
     assert len(count) == 2

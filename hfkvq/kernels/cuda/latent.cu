@@ -198,6 +198,11 @@ DEVICE void put4(float* p, float a, float b, float c, float d) { *(float4*)p = m
 DEVICE void wait_for_grid() { asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory"); }
 // What stands between two of these is a branch, and no selects in every lane.
 DEVICE void stay() { asm volatile(""); }
+// An address of which the compiler knows nothing: loads at constant distances then have no arithmetic of their own.
+DEVICE const u8* as_it_is(const u8* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 #define GLOBAL extern "C" __global__
 #endif
@@ -306,7 +311,7 @@ struct Query { u32 own[16], rotary[2]; };
 DEVICE int channel_of(int lane) { return (lane & 3) | (lane & 4) << 1 | (lane & 24) << 4; }
 
 DEVICE void ask(Query& query, const u8* q, bool there, int lane) {
-  const u8 *own = q + 2 * channel_of(lane), *rotary = q + 2 * WIDTH + 4 * lane;
+  const u8 *own = as_it_is(q + 2 * channel_of(lane)), *rotary = as_it_is(q + 2 * WIDTH + 4 * lane);
   if (there) {
 #pragma unroll
     for (int i = 0; i < 16; i++) query.own[i] = fetch_half(own + ((i & 1) << 3 | (i & 14) << 4));
@@ -1052,11 +1057,11 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     const u32 low = (lane & 15) * 256 + (((4 * self.warp + (lane >> 4)) ^ (lane & 7)) << 4);
     const u32 high = (lane & 15) * 256 + (((4 * self.warp + 2 + (lane >> 4)) ^ (lane & 7)) << 4);
     int slot = 0, turn = 0;  // of the step's first chunk; how often the ring has gone round
+    // Two flags take turns: a warp ahead may raise the next one.
+    u32 flag = base + FLAGS + 8 * self.unit;
 #pragma unroll 1
-    for (int chunk = first; chunk < end; chunk += 4) {
+    for (int chunk = first; chunk < end; chunk += 4, flag ^= 4) {
       const int here = end - chunk < 4 ? end - chunk : 4;
-      // Two flags take turns: a warp ahead may raise the next one.
-      const u32 flag = base + FLAGS + 8 * self.unit + ((chunk - first) & 4);
       if (self.warp < here) {
         int own = slot + self.warp, own_turn = turn;
         if (own >= SLOTS) {
