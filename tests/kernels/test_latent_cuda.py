@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import itertools
 import shutil
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from hfkvq.kernels.cuda import rtc
-from hfkvq.kernels.cuda.latent import LARGE, SOURCE, Arguments, Build, Shapes, serves, splits_of
+from hfkvq.kernels.cuda.latent import LARGE, SOURCE, Arguments, Arrivals, Build, Shapes, serves, splits_of
 from hfkvq.kernels.pages import StoreFormat
 from tests.kernels.stores import Case, assert_as_good_as_torch, attend
 from tests.kernels.test_latent import checked, latents
@@ -70,28 +72,32 @@ def machines(tmp_path_factory):
     return machine
 
 
-def emulated(machine, layer, form, splits, sinks=None):
-    """What the kernel makes of a layer, its splits joined here."""
+PLANS = [(1, 1), (3, 1), (2, 2), (6, 2), (4, 4), (8, 8), (16, 8)]
+"""Splits and blocks of a cluster: one block, several, one cluster, several, and units without tokens."""
+
+
+def emulated(machine, layer, form, plan, sinks=None, backwards=False):
+    """What the kernel makes of a layer. Counters are 0 again then."""
     q, counters, windows, runs = layer.to(torch.device("cpu"))
     batch, heads = q.shape[:2]
-    part = torch.full((batch, splits, heads, 512), float("nan"))
-    top, total = (torch.full((batch, splits, heads), float("nan")) for _ in range(2))
-    shapes = Shapes(
-        batch, heads, runs[0].shape[1], splits, form.sink, windows[2].shape[2], 0.07, q.stride(0), q.stride(1)
-    )
-    arguments = shapes.arguments([q, counters, *windows, *runs, part, top, total])
-    error = machine.run(ctypes.byref(arguments), batch * splits)
+    out = torch.full((batch, heads, 1, 512), float("nan"), dtype=q.dtype)
+    (splits, cluster), tail = plan, windows[2].shape[2]
+    strides = q.stride(0), q.stride(1)
+    shapes = Shapes(batch, heads, runs[0].shape[1], splits, cluster, form.sink, tail, 0.07, *strides)
+    part = torch.full(shapes.part, float("nan"))
+    arrived = torch.zeros(shapes.counters, dtype=torch.int32)
+    given = [q, counters, *windows, *runs], sinks, out, part.data_ptr(), arrived.data_ptr()
+    arguments = shapes.arguments(*given)
+    error = machine.run(ctypes.byref(arguments), *shapes.grid, shapes.cluster, backwards)
     assert error is None, error.decode()
-    # Splits without tokens hold 0.
-    weight = torch.exp2(top - top.amax(1, keepdim=True)).nan_to_num(0.0)
-    out = (weight[..., None] * part).sum(1) / (weight * total).sum(1)[..., None].clamp(min=1e-30)
-    return out[:, :, None].to(q.dtype)
+    assert not arrived.any()
+    return out
 
 
-def holds(machine, case, splits, change=None):
+def holds(machine, case, plan, change=None, sinks=None):
     layer, form = latents(case, change=change)
-    got = emulated(machine, layer, form, splits)
-    exact, plain = (attend(layer, dtype, 0.07, None, None, 0.0) for dtype in (torch.float64, case.dtype))
+    got = emulated(machine, layer, form, plan, sinks)
+    exact, plain = (attend(layer, dtype, 0.07, None, sinks, 0.0) for dtype in (torch.float64, case.dtype))
     assert_as_good_as_torch(got, exact, plain)
 
 
@@ -99,7 +105,7 @@ def holds(machine, case, splits, change=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_source_is_as_good_as_torch(machines, build, dtype):
     """Of rows that end within a chunk, with a sink, a ring of loose tokens, and pages in any order."""
-    holds(machines(BUILDS[build], dtype), dataclasses.replace(CASE, dtype=dtype), 2)
+    holds(machines(BUILDS[build], dtype), dataclasses.replace(CASE, dtype=dtype), (4, 2))
 
 
 @pytest.mark.parametrize(
@@ -112,21 +118,52 @@ def test_source_is_as_good_as_torch(machines, build, dtype):
     ],
     ids=["few heads", "no sink", "more loose than a block", "rings go round"],
 )
-@pytest.mark.parametrize("splits", [1, 3])
-def test_rows_of_all_kinds(machines, more, splits):
-    holds(machines(LARGE, torch.bfloat16), dataclasses.replace(CASE, **more), splits)
+@pytest.mark.parametrize("plan", [(1, 1), (6, 2)])
+def test_rows_of_all_kinds(machines, more, plan):
+    holds(machines(LARGE, torch.bfloat16), dataclasses.replace(CASE, **more), plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("share", [16, 5])
+def test_blocks_are_joined(machines, plan, share):
+    """By any number of blocks and clusters, with fewer heads than blocks have to share, and with sinks in turns."""
+    case = dataclasses.replace(CASE, share=share, lengths=[331, 0, 39], keys=[[310], [0], [32]], starts=[0, 0, 11])
+    case = dataclasses.replace(case, values=case.keys)
+    holds(machines(LARGE, torch.bfloat16), case, plan)
+    holds(machines(LARGE, torch.bfloat16), case, plan, sinks=(torch.randn(share) + 6).bfloat16())
+
+
+def test_sinks_of_each_row(machines):
+    layer, form = latents(CASE)
+    sinks, machine = torch.randn(32) + 6, machines(LARGE, torch.bfloat16)
+    got = emulated(machine, layer, form, (6, 2), sinks)
+    for row in range(2):
+        alone = emulated(machine, layer, form, (6, 2), sinks[16 * row : 16 * row + 16])
+        torch.testing.assert_close(got[row], alone[row], atol=0, rtol=0)
+    assert (got[1] != emulated(machine, layer, form, (6, 2), sinks[:16])[1]).any()
+
+
+@pytest.mark.parametrize("plan", [(1, 1), (3, 1), (6, 2), (16, 8)])
+def test_who_comes_last_does_not_matter(machines, plan):
+    """The same bits, whichever cluster joins them, and in whichever order threads run."""
+    layer, form = latents(CASE)
+    machine = machines(LARGE, torch.bfloat16)
+    first, last = (emulated(machine, layer, form, plan, backwards=backwards) for backwards in (False, True))
+    torch.testing.assert_close(first, last, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("grow", [0.3, 30.0])
 def test_maxima_that_move_from_step_to_step(machines, grow):
     """Sums are rescaled in some steps and not in others, by little and by more than f16 holds."""
     case = dataclasses.replace(CASE, lengths=[4 + 900 + 17, 40], keys=[[900], [32]], values=[[900], [32]], pages=8)
-    holds(machines(LARGE, torch.bfloat16), case, 1, lambda _, x: x * torch.linspace(0.1, grow, x.shape[2])[:, None])
+    holds(
+        machines(LARGE, torch.bfloat16), case, (1, 1), lambda _, x: x * torch.linspace(0.1, grow, x.shape[2])[:, None]
+    )
 
 
 def test_rows_without_tokens(machines):
     layer, form = latents(dataclasses.replace(CASE, lengths=[0, 39], keys=[[0], [32]], values=[[0], [32]]))
-    got = emulated(machines(LARGE, torch.bfloat16), layer, form, 2)
+    got = emulated(machines(LARGE, torch.bfloat16), layer, form, (2, 1))
     assert (got[0] == 0).all()
     assert torch.isfinite(got).all()
 
@@ -138,13 +175,22 @@ def test_launcher_and_source_mean_the_same(machines, build):
     assert machine.bytes_shared() == BUILDS[build].shared
 
 
+RESIDENT = {1: 132, 2: 66, 4: 32, 8: 16}
+
+
 def test_splits_fill_the_gpu():
     """One wave of blocks, as many as there are multiprocessors or nearly so."""
-    assert splits_of(32, 32768, 132) == 4
-    assert splits_of(1, 131072, 132) == 132
-    assert splits_of(1000, 32768, 132) == 1
+    assert splits_of(32, 32768, RESIDENT) == (4, 4)
+    assert splits_of(1, 131072, RESIDENT) == (128, 8)
+    assert splits_of(1000, 32768, RESIDENT) == (1, 1)
     # Of rows that leave half of it idle, more and shorter blocks.
-    assert splits_of(70, 32768, 132) > 1
+    assert splits_of(70, 32768, RESIDENT)[0] > 1
+
+
+def test_clusters_that_do_not_fit_are_not_chosen():
+    """A GPU whose parts have other numbers of multiprocessors must not run one more wave for the last cluster."""
+    assert splits_of(32, 32768, {**RESIDENT, 4: 31, 8: 14}) == (4, 2)
+    assert splits_of(1, 131072, {1: 132, 2: 0, 4: 0, 8: 0})[1] == 1
 
 
 def test_what_is_served():
@@ -161,43 +207,72 @@ class Emulated:
     """Stands for `rtc.Kernel`."""
 
     def __init__(self, machine):
-        self.machine, self.blocks = machine, []
+        self.machine, self.grids, self.graph = machine, [], 0
 
-    def __call__(self, blocks, stream, argument):
-        self.blocks.append(blocks)
-        assert self.machine.run(ctypes.byref(argument), blocks) is None
+    def resident(self, cluster):
+        return 6 // cluster
+
+    def capture_of(self, stream):
+        return self.graph
+
+    def __call__(self, grid, cluster, stream, argument):
+        self.grids.append((grid, cluster))
+        assert self.machine.run(ctypes.byref(argument), *grid, cluster, False) is None
 
 
 @pytest.fixture
 def pretended(machines, monkeypatch):
-    """A GPU of compute capability 9.0 with five multiprocessors, as far as launchers look; its launches by dtype."""
+    """A GPU of compute capability 9.0 with six multiprocessors, as far as launchers look; its launches by dtype."""
     from hfkvq.kernels.triton import latent
 
     kernels = {dtype: Emulated(machines(LARGE, dtype)) for dtype in (torch.bfloat16, torch.float16)}
     monkeypatch.setattr(latent, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(latent, "multiprocessors", lambda device: 5)
     monkeypatch.setattr(latent, "kernel_of", lambda dtype, device: kernels[dtype])
-    # The interpreter knows nothing of kernels that start early.
-    merge = latent.merge_launch
-    monkeypatch.setattr(latent, "merge_launch", lambda *given: merge(*given[:4], False, *given[5:]))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: types.SimpleNamespace(cuda_stream=0))
     latent._plan.cache_clear()
     yield kernels
     latent._plan.cache_clear()
 
 
-def test_whole_way_of_a_call(triton_backend, pretended):
-    """Splits are merged with the sinks, and come in the order of rows and heads."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whole_way_of_a_call(triton_backend, pretended, dtype):
+    """Blocks are joined with the sinks, and come in the order of rows and heads."""
     from hfkvq.kernels.triton import configs
 
     if triton_backend.type == "cuda":
         pytest.skip("there is a GPU")
-    # The interpreter rounds bf16 otherwise.
-    case = dataclasses.replace(CASE, dtype=torch.float16)
     with configs.override("latent", None, cuda=2 * 3 * 128):
-        checked(case, triton_backend, sinks=torch.randn(16))
-    assert pretended[torch.float16].blocks == [2 * splits_of(2, 3 * 128, 5)]
+        checked(dataclasses.replace(CASE, dtype=dtype), triton_backend, sinks=torch.randn(16) + 6)
+        checked(dataclasses.replace(CASE, dtype=dtype), triton_backend, sinks=(torch.randn(16) + 6).double())
+    splits, cluster = splits_of(2, 3 * 128, {size: 6 // size for size in (1, 2, 4, 8)})
+    assert pretended[dtype].grids == 2 * [((splits, 2), cluster)]
+
+
+def test_counters_are_of_a_stream_or_of_a_graph(pretended):
+    """Launches that may run at the same time count apart, and those one after the other do not take new ones."""
+    kernel = pretended[torch.bfloat16]
+    arrivals = Arrivals(kernel, torch.device("cpu"))
+    kernel.graph = 7
+    unready = arrivals(64, 1)
+    assert unready.numel() == 64
+    assert arrivals(64, 1).data_ptr() != unready.data_ptr()
+    kernel.graph = 0
+    eager = arrivals(64, 1)
+    assert arrivals(64, 1).data_ptr() == eager.data_ptr()
+    others = [arrivals(64, 2), arrivals(32, 1)]
+    for graph in (7, 8):
+        kernel.graph = graph
+        others.append(arrivals(64, 1))
+        assert arrivals(64, 1).data_ptr() == others[-1].data_ptr()
+    ranges = sorted((x.data_ptr(), x.data_ptr() + 4 * x.numel()) for x in (eager, *others))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    kernel.graph = 0
+    large = arrivals(Arrivals.SIZE, 3)
+    assert large.numel() == Arrivals.SIZE
+    assert not large.any()
 
 
 def test_who_serves(pretended):
@@ -267,10 +342,8 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("grow", [0.3, 1.0, 30.0])
 def test_kernel_is_as_good_as_torch(monkeypatch, dtype, grow):
     count, forced = launched(monkeypatch)
-    case = dataclasses.replace(
-        CASE, dtype=dtype, lengths=[4 + 5000 + 17, 40], keys=[[5000], [32]], values=[[5000], [32]], pages=40
-    )
-    sinks = torch.randn(case.share)
+    case = dataclasses.replace(LONG, dtype=dtype)
+    sinks = torch.randn(case.share) + 6
     with forced:
         checked(
             case,
@@ -282,6 +355,26 @@ def test_kernel_is_as_good_as_torch(monkeypatch, dtype, grow):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("plan", PLANS)
+def test_blocks_are_joined_on_a_gpu(monkeypatch, plan):
+    """Rows of several lengths and one without tokens, by any number of blocks and clusters."""
+    from hfkvq.kernels.triton import latent
+
+    count, forced = launched(monkeypatch)
+    monkeypatch.setattr(latent, "splits_of", lambda *given: plan)
+    case = dataclasses.replace(CASE, lengths=[331, 0, 39], keys=[[310], [0], [32]], starts=[0, 0, 11])
+    case = dataclasses.replace(case, values=case.keys)
+    latent._plan.cache_clear()
+    try:
+        with forced:
+            checked(case, torch.device("cuda"))
+            checked(case, torch.device("cuda"), sinks=(torch.randn(16) + 6).bfloat16())
+    finally:
+        latent._plan.cache_clear()
+    assert len(count) == 2
+
+
+@pytest.mark.gpu
 def test_masks_and_caps_are_left_to_triton(monkeypatch):
     count, forced = launched(monkeypatch)
     with forced:
@@ -290,25 +383,76 @@ def test_masks_and_caps_are_left_to_triton(monkeypatch):
     assert not count
 
 
-@pytest.mark.gpu
-def test_kernel_is_captured(monkeypatch):
-    """A graph replays a step after tokens have come."""
+def attended_on_a_gpu(case):
+    """A call of the kernel, and what it counts."""
     from hfkvq.kernels import latent_attention
 
-    count, forced = launched(monkeypatch)
-    layer, form = latents(CASE)
+    layer, form = latents(case)
     q, counters, windows, runs = layer.to(torch.device("cuda"))
+    return lambda: latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form), counters
 
-    def attended():
-        return latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form)
 
+LONG = dataclasses.replace(CASE, lengths=[5021, 40], keys=[[5000], [32]], values=[[5000], [32]], pages=40)
+"""Rows of several clusters."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASE, LONG], ids=["short", "long"])
+def test_kernel_is_captured(monkeypatch, case):
+    """A graph replays steps after tokens have come: counters are 0 again after each."""
+    count, forced = launched(monkeypatch)
+    attended, counters = attended_on_a_gpu(case)
     with forced:
         attended()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = attended()
-        counters[1] -= 1
-        graph.replay()
-        torch.testing.assert_close(out, attended(), atol=0, rtol=0)
+            again = attended()
+        for _ in range(20):
+            counters[1] -= 1
+            graph.replay()
+            torch.testing.assert_close(out, again, atol=0, rtol=0)
+            torch.testing.assert_close(out, attended(), atol=0, rtol=0)
     assert count
+
+
+@pytest.mark.gpu
+def test_launches_side_by_side(monkeypatch):
+    """On several streams, and by graphs that were captured on one: nobody counts with another's counters."""
+    _, forced = launched(monkeypatch)
+    attended, _ = attended_on_a_gpu(LONG)
+    with forced:
+        want = attended()
+        torch.cuda.synchronize()
+        streams, outs, graphs = [torch.cuda.Stream() for _ in range(3)], [], []
+        for _ in range(30):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    outs.append(attended())
+        torch.cuda.synchronize()
+        for out in outs:
+            torch.testing.assert_close(out, want, atol=0, rtol=0)
+        for _ in streams:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                graphs.append((graph, [attended() for _ in range(10)]))
+        for _ in range(30):
+            for (graph, _), stream in zip(graphs, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for _, outs in graphs:
+            for out in outs:
+                torch.testing.assert_close(out, want, atol=0, rtol=0)
+
+
+@pytest.mark.gpu
+def test_kernel_runs_on_another_gpu(monkeypatch):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    count, forced = launched(monkeypatch)
+    with forced:
+        checked(LONG, torch.device("cuda", 1))
+        checked(LONG, torch.device("cuda", 0))
+    assert len(count) == 2

@@ -6,6 +6,11 @@
 // 512 channels. So sums are split between warps, not repeated. Copies into the units' rings are made by four warps of
 // their own, with few registers.
 //
+// A row's blocks are whole clusters. They join their sums in shared memory: each rotates its own back, and after a
+// cluster barrier each joins a share of the queries, reading the others' shared memory; nobody leaves before a second
+// one. So a cluster that is all of its row writes the result. Clusters of a longer row write sums, and of each slice of
+// a query the last warp to have done so joins them, whoever it is: always in one order, so that results are the same.
+//
 // Codes are never converted: a masked word is a pair of f16 numbers, subnormal ones, which tensor cores take at full
 // speed. Of a word's four fields two bytes are taken whole: x = f0 + 16 f1 and f0 are two operands for one mask each, as
 // f0 q0 + f1 q1 = x q1/16 + f0 (q0 - q1/16), and the sums of f1 are those of x less those of f0, over 16.
@@ -21,7 +26,17 @@ using u32 = unsigned int;
 #define DEVICE __device__ __forceinline__
 struct Pair { float x, y; };
 DEVICE int thread() { return threadIdx.x; }
-DEVICE int block() { return blockIdx.x; }
+// Asked again where they are needed again, which takes no register meanwhile.
+DEVICE int split_of_block() {
+  int x;
+  asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(x));
+  return x;
+}
+DEVICE int row_of_block() {
+  int x;
+  asm volatile("mov.u32 %0, %ctaid.y;" : "=r"(x));
+  return x;
+}
 extern __shared__ __align__(1024) u8 shared_[];
 DEVICE u32 shared() { return (u32)__cvta_generic_to_shared(shared_); }
 DEVICE void mma_f16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -70,9 +85,29 @@ DEVICE void store_f(u32 at, float x) { asm volatile("st.shared.f32 [%0], %1;" ::
 DEVICE void store2_f(u32 at, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(x), "f"(y) : "memory");
 }
+DEVICE void store4_f(u32 at, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 DEVICE void store4(u32 at, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+// Shared memory of another block of the cluster.
+DEVICE u32 of_block(u32 at, int rank) {
+  u32 x;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(at), "r"(rank));
+  return x;
+}
+DEVICE float load_far(u32 at) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+  return x;
+}
+DEVICE void load4_far(float (&a)[4], u32 at) {
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(a[0]), "=f"(a[1]), "=f"(a[2]), "=f"(a[3]) : "r"(at) : "memory");
+}
+DEVICE void arrive_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 // Sixteen bytes from global memory, zeros if there are none.
 DEVICE void copy(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -102,6 +137,7 @@ template <int N> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.syn
 template <int N> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 DEVICE float from_lane(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 DEVICE bool of_any(bool p) { return __any_sync(~0u, p); }
+DEVICE u32 of_first(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -139,15 +175,34 @@ DEVICE u32 fetch(const void* p) {
   asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(x) : "l"(p));
   return x;
 }
-DEVICE u32 fetch_half(const void* p) {
-  u16 x;
-  asm volatile("ld.global.cg.b16 %0, [%1];" : "=h"(x) : "l"(p));
+DEVICE u32 fetch_half(const void* p) { return __ldcg((const u16*)p); }
+DEVICE float fetch_f(const void* p) { return __uint_as_float(fetch(p)); }
+DEVICE void fetch4_f(float (&a)[4], const float* p) {
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(a[0]), "=f"(a[1]), "=f"(a[2]), "=f"(a[3]) : "l"(p) : "memory");
+}
+DEVICE void fetch2_f(float& a, float& b, const float* p) {
+  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(a), "=f"(b) : "l"(p) : "memory");
+}
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+// Counts to `count`, and is 0 again then. Returns the number before.
+DEVICE u32 come(u32* counter, u32 count) {
+  u32 x;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(x) : "l"(counter), "r"(count - 1) : "memory");
   return x;
 }
+DEVICE void put2(void* p, u32 a, u32 b) { *(uint2*)p = make_uint2(a, b); }
+DEVICE void put2_f(float* p, float a, float b) { *(float2*)p = make_float2(a, b); }
 DEVICE void put4(float* p, float a, float b, float c, float d) { *(float4*)p = make_float4(a, b, c, d); }
 DEVICE void wait_for_grid() { asm volatile("griddepcontrol.launch_dependents;\n griddepcontrol.wait;" ::: "memory"); }
 // What stands between two of these is a branch, and no selects in every lane.
 DEVICE void stay() { asm volatile(""); }
+// An address of which the compiler knows nothing: loads at constant distances then have no arithmetic of their own.
+DEVICE const u8* as_it_is(const u8* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 #define GLOBAL extern "C" __global__
 #endif
@@ -155,17 +210,24 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 constexpr int WARP = 32, PAGE = 128, WIDTH = 512, ROTARY = 64;
 // Queries as products take them: steps of 16 channels, of 512 bytes each.
 constexpr int QUERIES = (WIDTH + ROTARY) / 16 * 512;
+// A query while it is rotated, with room to be shifted.
+constexpr int ROTATING = WIDTH * 4 + 128;
 // Sums of a unit while a block joins them: rows are padded against bank conflicts.
 constexpr int SUM_ROW = (WIDTH + 8) * 4, SUM_BYTES = 16 * SUM_ROW;
 // What is loose is attended to by so many tokens at a time: numbers, rotary parts, probabilities.
 constexpr int LOOSE = 32, LOOSE_ROTARY = LOOSE * 2 * WIDTH, LOOSE_PROBS = LOOSE_ROTARY + LOOSE * 2 * ROTARY;
 constexpr int LOOSE_BYTES = LOOSE_PROBS + LOOSE * 32;
+// Warps join queries in slices of 128 channels: so many in global memory, what they are relative to, and their total.
+constexpr int SLICES = 4, PART = WIDTH / SLICES + 4;
+// Blocks of a cluster at most, and clusters whose parts are asked for at a time: those of one row fill a GPU.
+constexpr int BLOCKS = 8, CLUSTERS = 16;
 // Sums are relative to so much more than the greatest logit, in units of ln 2, and are not rescaled until one exceeds it.
 constexpr float ROOM = 4.f;
 // Stands for a maximum of nothing in differences, which are numbers then.
 constexpr float LEAST = -3e38f;
 // Codes are 2^24 times what stands in registers; queries of codes are 8 times too large, away from subnormal numbers.
 constexpr float UNIT = 16777216.f, QUERY_UNIT = 8.f;
+constexpr float LOG2E = 1.4426950408889634f;
 constexpr float NORM = 0.044194173824159216f;  // 512^-1/2, the rotation's factor
 
 // Shared memory, and how a chunk lies in its slot: codes, rotary parts, then scales, minima and scales of rotary parts.
@@ -173,13 +235,14 @@ constexpr int TOKENS = 8 * TILES, OF_PAGE = PAGE / TOKENS;
 constexpr int SLOT_ROTARY = TOKENS * 256, SLOT_META = TOKENS * 320, SLOT_TOPS = TOKENS * 326, SLOT = SLOT_TOPS + 64;
 constexpr int RING = SLOTS * SLOT > LOOSE_BYTES ? SLOTS * SLOT : LOOSE_BYTES;
 constexpr int WHOLE_QUERIES = QUERIES, FULL = 2 * QUERIES, EMPTY = FULL + 8 * UNITS * SLOTS;
-constexpr int FLAGS = EMPTY + 8 * UNITS * SLOTS, QUERY_SUMS = (FLAGS + 8 * UNITS + 127) / 128 * 128;
+constexpr int FLAGS = EMPTY + 8 * UNITS * SLOTS, LENGTHS = FLAGS + 8 * UNITS;
+constexpr int QUERY_SUMS = (LENGTHS + 8 + 127) / 128 * 128;
 constexpr int TOPS = QUERY_SUMS + 64, TOTALS = TOPS + 64 * UNITS;
 constexpr int RINGS = (TOTALS + 512 * UNITS + 127) / 128 * 128, SHARED = RINGS + UNITS * RING;
 // Queries are rotated, and loose tokens attended to, in the end of a ring; pages fill its first slots meanwhile.
 constexpr int EARLY = (RING - LOOSE_BYTES) / SLOT < SLOTS ? (RING - LOOSE_BYTES) / SLOT : SLOTS, ASIDE = EARLY * SLOT;
 constexpr int WORKERS = 128 * UNITS, THREADS = WORKERS + 128, MEET_WORKERS = 8;
-static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && LOOSE_BYTES >= 4 * 2048 && UNITS < MEET_WORKERS, "room");
+static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && LOOSE_BYTES >= 4 * ROTATING && UNITS < MEET_WORKERS, "room");
 static_assert(TILES == 2 || TILES == 4, "products take sixteen tokens");
 
 struct Arguments {
@@ -187,9 +250,14 @@ struct Arguments {
   const int *counters, *table;
   const u8 *codes, *scale, *zero, *rotary, *rotary_scale;
   const u8 *sink, *sink_rotary, *tail, *tail_rotary;
-  float *out, *top, *total;
-  // table: its columns. weight: chunks that take as long as a block of loose tokens. scaling: times log2 e.
-  int rows, heads, columns, splits, weight, sinks, slots;
+  u8* out;
+  // Of rows with several clusters: parts to write, and for each slice of a query how many have been written, 0 now.
+  float* part;
+  u32* arrived;
+  const u8* logits;  // that join the denominators, in turns; null for none
+  // columns: of the table. splits: blocks of a row, 2^cluster of them a cluster. weight: chunks that take as long as a
+  // block of loose tokens. wide: whether logits are f32 and not of the model's dtype. scaling: times log2 e.
+  int rows, heads, columns, splits, cluster, weight, sinks, slots, n_logits, wide;
   float scaling;
   long long row_stride, head_stride;  // of queries, in elements
 };
@@ -238,60 +306,84 @@ DEVICE void rescale(Sums& sums, float g0, float g1) {
     }
 }
 
-// One warp rotates query m and lays it out as left operand of products with codes, and if `whole`, with loose tokens.
-DEVICE void rotate_query(const Arguments& args, const u8* q, int m, bool whole, u32 scratch, int lane) {
-  const u32 base = shared();
-  float v[16];
-  // In the lane: bits 2, 4, 5 and 6 of the channel; by lanes: bits 0, 1, 3, 7 and 8.
-  const int from = (lane & 3) | (lane & 4) << 1 | (lane & 24) << 4;
-  const bool there = m < args.heads;
+// A lane's channels of a query. In the lane: bits 2, 4, 5 and 6 of the channel; by lanes: bits 0, 1, 3, 7 and 8.
+struct Query { u32 own[16], rotary[2]; };
+DEVICE int channel_of(int lane) { return (lane & 3) | (lane & 4) << 1 | (lane & 24) << 4; }
+
+DEVICE void ask(Query& query, const u8* q, bool there, int lane) {
+  const u8 *own = as_it_is(q + 2 * channel_of(lane)), *rotary = as_it_is(q + 2 * WIDTH + 4 * lane);
+  if (there) {
 #pragma unroll
-  for (int i = 0; i < 16; i++)
-    v[i] = there ? from_half(fetch_half(q + 2 * (from + ((i & 1) << 2 | (i & 14) << 3)))).x : 0.f;
-  const u8* two = q + 2 * WIDTH + 4 * lane;
-  const Pair rotary = from_half(there ? fetch_half(two) | fetch_half(two + 2) << 16 : 0);
+    for (int i = 0; i < 16; i++) query.own[i] = fetch_half(own + ((i & 1) << 3 | (i & 14) << 4));
+#pragma unroll
+    for (int i = 0; i < 2; i++) query.rotary[i] = fetch_half(rotary + 2 * i);
+  } else {
+    query = {};
+  }
+}
+
+// One warp rotates query m and lays it out as left operand of products with codes, and if `whole`, with loose tokens.
+DEVICE void rotate_query(const Arguments& args, const Query& query, int m, bool whole, u32 scratch, int lane) {
+  const u32 base = shared();
+  const int from = channel_of(lane);
+  float v[16];
+#pragma unroll
+  for (int i = 0; i < 16; i++) v[i] = from_half(query.own[i]).x;
+  const Pair rotary = from_half(query.rotary[0] | query.rotary[1] << 16);
   butterflies(v);
 #pragma unroll
   for (int i = 0; i < 16; i++) {
     const float other = from_lane(v[i], 2);
     v[i] = lane & 2 ? other - v[i] : v[i] + other;
   }
+  // Bits 7 and 8 move numbers to banks that the other bits leave free.
+  const u32 aside = scratch + 4 * (from + (lane >> 1 & 4) + (lane & 16));
 #pragma unroll
-  for (int i = 0; i < 16; i++) store_f(scratch + 4 * (from + ((i & 1) << 2 | (i & 14) << 3)), v[i]);
+  for (int i = 0; i < 16; i++) store_f(aside + 4 * ((i & 1) << 2 | (i & 14) << 3), v[i]);
   meet_warp();
   // In the lane: bits 0, 3, 7 and 8, that is a pair, halves of a step and the field; by lanes: bits 1, 2, 4, 5 and 6.
   const int to = (lane & 3) << 1 | (lane & 28) << 2;
 #pragma unroll
   for (int i = 0; i < 8; i++)
-    load2_f(v[2 * i], v[2 * i + 1], scratch + 4 * (to + ((i & 1) << 3 | (i & 6) << 6)));
+    load2_f(v[2 * i], v[2 * i + 1], scratch + 4 * (to + ((i & 1) << 3 | (i & 6) << 6) + ((i & 2) << 1 | (i & 4) << 2)));
   butterflies(v);
 #pragma unroll
   for (int i = 0; i < 16; i++) v[i] *= args.scaling * NORM;
   const float r0 = rotary.x * args.scaling, r1 = rotary.y * args.scaling;
   const u32 place = ((m & 7) * 4 + (lane & 3)) * 16 + (m >> 3) * 4;
+  // Of one query eight banks hold everything. Half of the lanes store a step's second half first, so that all eight are
+  // written at a time.
+  const bool second = lane & 16;
+  auto lay = [&](u32 at, u32 one, u32 two) {
+    store(at + (second ? 8 : 0), second ? two : one);
+    store(at + (second ? 0 : 8), second ? one : two);
+  };
   if (whole) {
     // Sixteen channels in order are a step.
     const u32 at = base + WHOLE_QUERIES + (lane >> 2) * 512 + place;
 #pragma unroll
-    for (int i = 0; i < 8; i++) store(at + (i >> 1) * 4096 + (i & 1) * 8, to_half(v[2 * i], v[2 * i + 1]));
+    for (int i = 0; i < 4; i++)
+      lay(at + i * 4096, to_half(v[4 * i], v[4 * i + 1]), to_half(v[4 * i + 2], v[4 * i + 3]));
     store(base + WHOLE_QUERIES + (32 + (lane >> 3)) * 512 + place + ((lane >> 2) & 1) * 8, to_half(r0, r1));
   }
   float total = 0;
 #pragma unroll
-  for (int half = 0; half < 2; half++)
+  for (int pair = 0; pair < 2; pair++) {
+    u32 x[2], z[2];
 #pragma unroll
-    for (int pair = 0; pair < 2; pair++) {
+    for (int half = 0; half < 2; half++) {
       const float *low = v + 2 * half + 8 * pair, *high = low + 4;
-      const u32 x = to_f16(high[0] * (QUERY_UNIT / 16), high[1] * (QUERY_UNIT / 16));
-      const Pair y = from_f16(x);
-      const u32 z = to_f16(low[0] * QUERY_UNIT - y.x, low[1] * QUERY_UNIT - y.y);
-      const Pair u = from_f16(z);
+      x[half] = to_f16(high[0] * (QUERY_UNIT / 16), high[1] * (QUERY_UNIT / 16));
+      const Pair y = from_f16(x[half]);
+      z[half] = to_f16(low[0] * QUERY_UNIT - y.x, low[1] * QUERY_UNIT - y.y);
+      const Pair u = from_f16(z[half]);
       // As rounded: what minima are multiplied by fits what codes are.
       total += 17.f * (y.x + y.y) + u.x + u.y;
-      const u32 at = base + (4 * (lane >> 2) + 2 * pair) * 512 + place + half * 8;
-      store(at, x);
-      store(at + 512, z);
     }
+    const u32 at = base + (4 * (lane >> 2) + 2 * pair) * 512 + place;
+    lay(at, x[0], x[1]);
+    lay(at + 512, z[0], z[1]);
+  }
   // Sixteen bytes of a rotary part, which one load brings, are four of each of four steps.
   const u32 step = 32 + ((lane >> 1) & 3);
   store(base + step * 512 + ((m & 7) * 4 + (lane >> 3)) * 16 + (m >> 3) * 4 + (lane & 1) * 8, to_f16(r0, r1));
@@ -310,14 +402,25 @@ DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const i
   for (int i = 0; i < UNITS; i++) most = end[i] - first[i] > most ? end[i] - first[i] : most;
   // Rows of 256 bytes are swizzled by sixteens: neither of the two products meets bank conflicts.
   const u32 to_row = (lane >> 4) * 256, to_column = ((lane & 15) ^ (lane >> 4)) << 4;
-  int slot = warp, turn = 0;
+  int slot = warp, turn = 0, next[UNITS];
+  // Pages of all units are asked for at once, and before those in front are copied.
+  auto look = [&](int k) {
+#pragma unroll
+    for (int i = 0; i < UNITS; i++)
+      if (first[i] + k < end[i]) next[i] = (int)fetch(table + (first[i] + k) / OF_PAGE);
+  };
+  look(warp);
 #pragma unroll 1
   for (int k = warp; k < most; k += 4) {
+    int pages[UNITS];
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) pages[i] = next[i];
+    look(k + 4);
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
       const int chunk = first[i] + k;
       if (chunk < end[i]) {
-        const long long page = (int)fetch(table + chunk / OF_PAGE);
+        const long long page = pages[i];
         const int token = chunk % OF_PAGE * TOKENS;
         const u32 to = base + RINGS + i * RING + slot * SLOT, at = base + 8 * (i * SLOTS + slot);
         wait(at + EMPTY, turn & 1);
@@ -344,10 +447,23 @@ DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const i
   copies_done();
 }
 
+// Loose tokens of a unit's first block are on their way to the L2 cache before it is known which of them there are.
+DEVICE void prefetch_loose(const Arguments& args, const Self& self, int i_block, int row) {
+  const int sinks = (args.sinks + LOOSE - 1) / LOOSE, at = self.warp * WARP + self.lane;
+  const bool sink = i_block < sinks;
+  const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
+  const int here = slots - start < LOOSE ? slots - start : LOOSE;
+  const u8* from = (sink ? args.sink : args.tail) + ((long long)row * slots + start) * (2 * WIDTH);
+  const u8* rotary = (sink ? args.sink_rotary : args.tail_rotary) + ((long long)row * slots + start) * (2 * ROTARY);
+#pragma unroll 1
+  for (int i = at; i < here * (2 * WIDTH / 128); i += 128) prefetch(from + i * 128);
+  if (at < here) prefetch(rotary + at * 128);
+}
+
 // A block of loose tokens, of the sink or of slots of the tail: eight tokens' logits a warp, then channels as of pages.
-DEVICE void attend_loose(const Arguments& args, Sums& sums, const Self& self, int i_block, int row, int sealed,
-                         int length) {
+DEVICE void attend_loose(const Arguments& args, Sums& sums, const Self& self, int i_block, int row) {
   const int lane = self.lane, warp = self.warp, sinks = (args.sinks + LOOSE - 1) / LOOSE;
+  const int sealed = load(shared() + LENGTHS), length = load(shared() + LENGTHS + 4);
   const bool sink = i_block < sinks;
   const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
   // Which token stands in a slot of the ring: the oldest that is not sealed and that the slot can be of.
@@ -702,9 +818,10 @@ DEVICE void hand_over(Sums& sums, const Self& self) {
   }
 }
 
-// One warp joins the units' sums of query m, rotates them back and writes them as one split's.
-DEVICE void join(const Arguments& args, int m, int row, int split, int lane) {
-  const u32 base = shared(), mine = base + RINGS + m * SUM_ROW;
+// One warp joins the units' sums of query m and rotates them back, in place of those of the first unit. Sixteen bytes are
+// not the g-th but the g ^ (g / 8 % 4)-th, so that lanes that take four in a row meet no bank conflicts.
+DEVICE void join_units(int m, int lane) {
+  const u32 base = shared(), mine = base + RINGS + m * SUM_ROW, row = mine + lane * 64, turn = (lane & 6) << 3;
   float gain[UNITS], top = -infinity(), total = 0, low = 0, v[16];
 #pragma unroll
   for (int i = 0; i < UNITS; i++) {
@@ -727,13 +844,14 @@ DEVICE void join(const Arguments& args, int m, int row, int split, int lane) {
     for (int j = 0; j < UNITS; j++) v[i] += gain[j] * load_f(mine + j * RING + (i * WARP + lane) * 4);
   }
   butterflies(v);
+  meet_warp();
 #pragma unroll
-  for (int i = 0; i < 16; i++) store_f(mine + (i * WARP + lane) * 4, v[i]);
+  for (int i = 0; i < 16; i++) store_f(mine + i * (WARP * 4) + ((lane / 4 ^ i % 4) * 16 + lane % 4 * 4), v[i]);
   meet_warp();
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     float x[4];
-    load4_f(x, mine + lane * 64 + i * 16);
+    load4_f(x, row + ((16 * i) ^ turn));
     v[4 * i] = x[0];
     v[4 * i + 1] = x[1];
     v[4 * i + 2] = x[2];
@@ -745,34 +863,122 @@ DEVICE void join(const Arguments& args, int m, int row, int split, int lane) {
     const float x = from_lane(v[i], 1);
     v[i] = (lane & 1 ? x - v[i] : v[i] + x) * NORM;
   }
-  const long long to = ((long long)row * args.splits + split) * args.heads + m;
+  // Each lane where it read.
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    put4(args.out + to * WIDTH + lane * 16 + 4 * i, v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    store4_f(row + ((16 * i) ^ turn), v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
   if (lane == 0) {
-    args.top[to] = top;
-    args.total[to] = total;
+    store_f(base + TOPS + 4 * m, top);
+    store_f(base + TOTALS + 4 * m, total);
   }
+}
+
+// A lane's channels of a slice, what they are relative to, and the total.
+struct Joined { float of[4], top, total; };
+
+template <int N> DEVICE void fold(Joined& joined, const Joined (&parts)[N]) {
+  float top = joined.top;
+#pragma unroll
+  for (int i = 0; i < N; i++) top = greater(top, parts[i].top);
+  const float relative = greater(top, LEAST), less = power_of_two(joined.top - relative);
+  joined.top = top;
+  joined.total *= less;
+#pragma unroll
+  for (int j = 0; j < 4; j++) joined.of[j] *= less;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const float gain = power_of_two(parts[i].top - relative);
+    joined.total += gain * parts[i].total;
+#pragma unroll
+    for (int j = 0; j < 4; j++) joined.of[j] += gain * parts[i].of[j];
+  }
+}
+
+// One warp joins a slice of query m: of its cluster's blocks, then of the row's clusters if it is the last to come.
+//
+// The first reads what other blocks stored before they arrived at the cluster's barrier (release) and this one passed it
+// (acquire). The second is the usual chain: all lanes put their part and meet, lane 0 fences (release) and counts; who
+// counts last fences too (acquire), and its lanes meet before they read, past the L1 cache. The counter is 0 again after
+// the last: the next launch, which waits for the end of this one before it counts, finds it so.
+//
+// `last`: the warp reads no more of other blocks, which may end then.
+DEVICE void join_blocks(const Arguments& args, int m, int slice, int row, int group, bool last, int lane) {
+  const u32 base = shared(), from = base + RINGS + m * SUM_ROW + slice * (WIDTH / SLICES * 4) + (lane ^ lane / 8) * 16;
+  const int slices = args.heads * SLICES, own = m * SLICES + slice, groups = args.splits >> args.cluster;
+  Joined joined = {{0, 0, 0, 0}, -infinity(), 0}, parts[BLOCKS];
+#pragma unroll
+  for (int i = 0; i < BLOCKS; i++) {
+    parts[i] = {{0, 0, 0, 0}, -infinity(), 0};
+    if (i < 1 << args.cluster) {
+      load4_far(parts[i].of, of_block(from, i));
+      parts[i].top = load_far(of_block(base + TOPS + 4 * m, i));
+      parts[i].total = load_far(of_block(base + TOTALS + 4 * m, i));
+    }
+  }
+  fold(joined, parts);
+  if (last) arrive_cluster();
+  if (groups > 1) {
+    float* to = args.part + (((long long)row * groups + group) * slices + own) * PART;
+    put4(to + lane * 4, joined.of[0], joined.of[1], joined.of[2], joined.of[3]);
+    if (lane == 0) put2_f(to + WIDTH / SLICES, joined.top, joined.total);
+    meet_warp();
+    u32 before = 0;
+    if (lane == 0) {
+      fence();
+      before = come(args.arrived + (long long)row * slices + own, groups);
+    }
+    if (of_first(before) != (u32)groups - 1) return;
+    if (lane == 0) fence();
+    meet_warp();
+    joined = {{0, 0, 0, 0}, -infinity(), 0};
+    Joined parts[CLUSTERS];
+    const float* part = args.part + ((long long)row * groups * slices + own) * PART;
+#pragma unroll 1
+    for (int g = 0; g < groups; g += CLUSTERS) {
+#pragma unroll
+      for (int i = 0; i < CLUSTERS; i++) {
+        parts[i] = {{0, 0, 0, 0}, -infinity(), 0};
+        if (g + i < groups) {
+          const float* at = part + (long long)(g + i) * slices * PART;
+          fetch4_f(parts[i].of, at + lane * 4);
+          fetch2_f(parts[i].top, parts[i].total, at + WIDTH / SLICES);
+        }
+      }
+      fold(joined, parts);
+    }
+  }
+  if (args.logits) {
+    const int i = (row * args.heads + m) % args.n_logits;
+    const float x = LOG2E * (args.wide ? fetch_f(args.logits + 4 * i) : from_half(fetch_half(args.logits + 2 * i)).x);
+    const float relative = greater(greater(joined.top, x), LEAST), less = power_of_two(joined.top - relative);
+    joined.total = joined.total * less + power_of_two(x - relative);
+#pragma unroll
+    for (int j = 0; j < 4; j++) joined.of[j] *= less;
+  }
+  const float over = 1.f / greater(joined.total, 1e-30f);
+  put2(args.out + 2 * (((long long)row * args.heads + m) * WIDTH + slice * (WIDTH / SLICES) + lane * 4),
+       to_half(joined.of[0] * over, joined.of[1] * over), to_half(joined.of[2] * over, joined.of[3] * over));
 }
 
 GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant__ Arguments args) {
   Self self;
   const int lane = thread() % WARP, i_warp = thread() / WARP;
-  const int row = block() / args.splits, split = block() % args.splits;
+  const int row = row_of_block(), split = split_of_block();
   const u32 base = shared();
   if (thread() < UNITS * SLOTS) {
     barrier_of(base + FULL + 8 * thread(), WARP);
     barrier_of(base + EMPTY + 8 * thread(), 4);
   }
   if (thread() < 2 * UNITS) store(base + FLAGS + 4 * thread(), ~0u);
-  wait_for_grid();
-  const int length = fetch(args.counters + args.rows + row), sealed = fetch(args.counters + 2 * args.rows + row);
   meet_block();
+  wait_for_grid();
+  // Nobody waits for one answer before asking for what does not depend on it: counters, queries and, into the L2 cache,
+  // the table and loose tokens.
   // Loose tokens go to a row's first units, a block of them each, which get fewer chunks.
-  const int chunks = (sealed + TOKENS - 1) / TOKENS, units = args.splits * UNITS;
+  const int units = args.splits * UNITS;
   const int blocks = (args.sinks + LOOSE - 1) / LOOSE + (args.slots + LOOSE - 1) / LOOSE;
   const int busy = blocks < units ? blocks : units;
-  auto first_of = [&](int i) {
+  auto first_of = [&](int i, int chunks) {
     const int share = (u32)(chunks + args.weight * busy) * (u32)i / (u32)units;
     const int first = share - args.weight * (i < busy ? i : busy);
     return first > 0 ? first : 0;
@@ -780,13 +986,24 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
   // Each role is one branch: registers are given and taken by it.
   if (i_warp >= 4 * UNITS) {
     if (UNITS == 3) fewer_registers<40>();
+    const int chunks = (int)(fetch(args.counters + 2 * args.rows + row) + TOKENS - 1) / TOKENS;
+    // Which columns are needed depends on the counters, so all are; rows of more lines are long enough to hide one.
+    if (i_warp == 4 * UNITS && args.columns <= 4096) {
+#pragma unroll 1
+      for (int i = 32 * lane; i < args.columns; i += 1024) prefetch(args.table + (long long)row * args.columns + i);
+    }
     int first[UNITS], end[UNITS];
 #pragma unroll
     for (int i = 0; i < UNITS; i++) {
-      first[i] = first_of(split * UNITS + i);
-      end[i] = first_of(split * UNITS + i + 1);
+      first[i] = first_of(split * UNITS + i, chunks);
+      end[i] = first_of(split * UNITS + i + 1, chunks);
     }
     copy_pages(args, first, end, row, i_warp % 4, lane);
+    // All threads come to the cluster's barriers.
+    arrive_cluster();
+    wait_cluster();
+    arrive_cluster();
+    wait_cluster();
   } else {
     if (UNITS == 3) more_registers<152>();
     self.lane = lane;
@@ -798,11 +1015,27 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     self.full = base + FULL + 8 * SLOTS * self.unit;
     self.empty = base + EMPTY + 8 * SLOTS * self.unit;
     if (lane < EARLY) arrive(self.empty + 8 * lane);
+    const int i_unit = split * UNITS + self.unit;
     const u8* q = args.q + 2 * row * args.row_stride;
+    constexpr int ROUNDS = (16 + 4 * UNITS - 1) / (4 * UNITS);
+    Query queries[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; i++) {
+      const int m = i_warp + i * 4 * UNITS;
+      ask(queries[i], q + 2 * m * args.head_stride, m < args.heads, lane);
+    }
+    if (i_unit < busy) prefetch_loose(args, self, i_unit, row);
+    // By one thread, through shared memory: all lanes' registers would be filled, so waited for, before the rotation.
+    const u32 counter = thread() < 2 ? fetch(args.counters + (2 - thread()) * args.rows + row) : 0;
 #pragma unroll 1
-    for (int m = i_warp; m < 16; m += 4 * UNITS)
-      rotate_query(args, q + 2 * m * args.head_stride, m, split * UNITS < busy, self.ring + ASIDE + self.warp * 2048, lane);
+    for (int m = i_warp; m < 16; m += 4 * UNITS) {
+      rotate_query(args, queries[0], m, split * UNITS < busy, self.ring + ASIDE + self.warp * ROTATING, lane);
+#pragma unroll
+      for (int i = 0; i + 1 < ROUNDS; i++) queries[i] = queries[i + 1];
+    }
+    if (thread() < 2) store(base + LENGTHS + 4 * thread(), counter);
     meet(MEET_WORKERS, WORKERS);
+    const int sealed = load(base + LENGTHS), chunks = (sealed + TOKENS - 1) / TOKENS;
     Sums sums;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -813,10 +1046,10 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     for (int g = 0; g < 4; g++)
 #pragma unroll
       for (int k = 0; k < 4; k++) sums.of[g][k][0] = sums.of[g][k][1] = sums.of[g][k][2] = sums.of[g][k][3] = 0;
-    const int i_unit = split * UNITS + self.unit, first = first_of(i_unit), end = first_of(i_unit + 1);
+    const int first = first_of(i_unit, chunks), end = first_of(i_unit + 1, chunks);
     if (i_unit < busy) {
 #pragma unroll 1
-      for (int i = i_unit; i < blocks; i += units) attend_loose(args, sums, self, i, row, sealed, length);
+      for (int i = i_unit; i < blocks; i += units) attend_loose(args, sums, self, i, row);
       as_codes(sums);
       meet(1 + self.unit, 128);
     }
@@ -824,11 +1057,11 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     const u32 low = (lane & 15) * 256 + (((4 * self.warp + (lane >> 4)) ^ (lane & 7)) << 4);
     const u32 high = (lane & 15) * 256 + (((4 * self.warp + 2 + (lane >> 4)) ^ (lane & 7)) << 4);
     int slot = 0, turn = 0;  // of the step's first chunk; how often the ring has gone round
+    // Two flags take turns: a warp ahead may raise the next one.
+    u32 flag = base + FLAGS + 8 * self.unit;
 #pragma unroll 1
-    for (int chunk = first; chunk < end; chunk += 4) {
+    for (int chunk = first; chunk < end; chunk += 4, flag ^= 4) {
       const int here = end - chunk < 4 ? end - chunk : 4;
-      // Two flags take turns: a warp ahead may raise the next one.
-      const u32 flag = base + FLAGS + 8 * self.unit + ((chunk - first) & 4);
       if (self.warp < here) {
         int own = slot + self.warp, own_turn = turn;
         if (own >= SLOTS) {
@@ -859,6 +1092,17 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     hand_over(sums, self);
     meet(MEET_WORKERS, WORKERS);
 #pragma unroll 1
-    for (int m = i_warp; m < args.heads; m += 4 * UNITS) join(args, m, row, split, lane);
+    for (int m = i_warp; m < args.heads; m += 4 * UNITS) join_units(m, lane);
+    arrive_cluster();
+    wait_cluster();
+    const int own_split = split_of_block(), rank = own_split & ((1 << args.cluster) - 1);
+    const int share = (args.heads + (1 << args.cluster) - 1) >> args.cluster;
+    const int here = args.heads - rank * share < share ? args.heads - rank * share : share, items = here * SLICES;
+#pragma unroll 1
+    for (int i = i_warp; i < items; i += 4 * UNITS)
+      join_blocks(args, rank * share + i / SLICES, i % SLICES, row_of_block(), own_split >> args.cluster,
+                  i + 4 * UNITS >= items, lane);
+    if (i_warp >= items) arrive_cluster();
+    wait_cluster();
   }
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -51,7 +52,9 @@ class Build(NamedTuple):
         """Bytes of shared memory of a block: SHARED of the source."""
         queries, slot = (WIDTH + ROTARY) // 16 * 512, 8 * self.tiles * 326 + 64
         loose = 32 * 2 * (WIDTH + ROTARY) + 32 * 32 + 64
-        sums = (2 * queries + 16 * self.units * self.slots + 8 * self.units + 127) // 128 * 128 + 64 + 64 * self.units
+        sums = (
+            (2 * queries + 16 * self.units * self.slots + 8 * self.units + 8 + 127) // 128 * 128 + 64 + 64 * self.units
+        )
         return (sums + 512 * self.units + 127) // 128 * 128 + self.units * max(self.slots * slot, loose)
 
 
@@ -65,6 +68,15 @@ WEIGHT = 2
 START = 512
 """Tokens in whose time a block rotates queries and joins its units' sums."""
 
+SLICES, PART = 4, 132
+"""Slices of a query that clusters count, and numbers that a cluster writes for one, as in the source."""
+
+COUNT, READ = 112, 22
+"""Tokens in whose time a row's clusters are counted, and a block reads what a cluster wrote."""
+
+MOST_ROWS = 65535
+"""Rows are a grid's second direction."""
+
 
 class Arguments(ctypes.Structure):
     """``Arguments`` of the source."""
@@ -73,8 +85,9 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "counters", "table")),
         *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "rotary", "rotary_scale")),
         *((name, ctypes.c_void_p) for name in ("sink", "sink_rotary", "tail", "tail_rotary")),
-        *((name, ctypes.c_void_p) for name in ("out", "top", "total")),
-        *((name, ctypes.c_int) for name in ("rows", "heads", "columns", "splits", "weight", "sinks", "slots")),
+        *((name, ctypes.c_void_p) for name in ("out", "part", "arrived", "logits")),
+        *((name, ctypes.c_int) for name in ("rows", "heads", "columns", "splits", "cluster", "weight")),
+        *((name, ctypes.c_int) for name in ("sinks", "slots", "n_logits", "wide")),
         ("scaling", ctypes.c_float),
         ("row_stride", ctypes.c_longlong),
         ("head_stride", ctypes.c_longlong),
@@ -89,6 +102,7 @@ class Shapes(NamedTuple):
         heads: query heads, at most `HEADS`.
         columns: of the page table.
         splits: parts that each row's pages are cut into, one a block.
+        cluster: blocks that share their shared memory: 1, 2, 4 or 8, and `splits` is a multiple.
         sinks: slots of the sink.
         slots: of the tail.
         scaling: factor on the logits.
@@ -100,23 +114,51 @@ class Shapes(NamedTuple):
     heads: int
     columns: int
     splits: int
+    cluster: int
     sinks: int
     slots: int
     scaling: float
     row_stride: int
     head_stride: int
 
-    def arguments(self, tensors: Sequence[Tensor]) -> Arguments:
-        """For `CudaLatents`' tensors."""
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Blocks of a launch."""
+        return self.splits, self.rows
+
+    @property
+    def counters(self) -> int:
+        """Counters in global memory that a launch needs."""
+        return self.rows * self.heads * SLICES if self.splits > self.cluster else 0
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of what clusters write for each other in f32, where a row has several."""
+        return self.rows, self.splits // self.cluster, self.heads, SLICES, PART
+
+    def arguments(
+        self, tensors: Sequence[Tensor], sinks: Tensor | None, out: Tensor, part: int = 0, arrived: int = 0
+    ) -> Arguments:
+        """For the tensors of `hfkvq.kernels.latent_attention`.
+
+        Args:
+            tensors: queries, counters, windows and the run's.
+            sinks: logits that join the denominators, of the queries' dtype or f32.
+            out: result.
+            part: address of `part`, if it is needed.
+            arrived: address of `counters`, 0 all of them.
+        """
         address = [x.data_ptr() for x in tensors]
         assert not any([x & 15 for x in address[2:]]), "what is copied begins at multiples of sixteen bytes"
-        q, counters, sink, sink_rotary, tail, tail_rotary, table, codes, scale, zero, rotary, rotary_scale = address[
-            :12
-        ]
+        q, counters, sink, sink_rotary, tail, tail_rotary, table, codes, scale, zero, rotary, rotary_scale = address
+        logits, count, wide = 0, 1, False
+        if sinks is not None:
+            logits, count, wide = sinks.data_ptr(), sinks.shape[0], sinks.dtype == torch.float32
         return Arguments(
             *(q, counters, table, codes, scale, zero, rotary, rotary_scale, sink, sink_rotary, tail, tail_rotary),
-            *address[12:],
-            *(self.rows, self.heads, self.columns, self.splits, WEIGHT, self.sinks, self.slots),
+            *(out.data_ptr(), part, arrived, logits),
+            *(self.rows, self.heads, self.columns, self.splits, self.cluster.bit_length() - 1, WEIGHT),
+            *(self.sinks, self.slots, count, wide),
             *(self.scaling * LOG2E, self.row_stride, self.head_stride),
         )
 
@@ -136,42 +178,118 @@ def serves(form: StoreFormat, dim: int, rope_dim: int, dtype: torch.dtype, queri
     )
 
 
-class CudaLatents:
-    """A launch for tensors of known shapes: it takes those of `hfkvq.kernels.latent_attention`, and three to write.
+class Arrivals:
+    """Counters of a device that are 0 whenever no kernel runs that counts with them.
 
-    Those are f32: (rows, splits, heads, 512), a split's weighted sums, rotated back; (rows, splits, heads), what they
-    are relative to in units of ln 2, -inf for an empty split; and (rows, splits, heads), sums of probabilities.
+    Launches on one stream follow each other, so they share counters; so do those of one captured graph on one stream,
+    which no other graph, and no launch outside, has: graphs may be replayed side by side.
     """
 
-    __slots__ = ("_index", "_kernel", "_shapes")
+    SIZE = 1 << 18
+
+    def __init__(self, kernel: Kernel, device: torch.device) -> None:
+        self._kernel, self._device, self._lock = kernel, device, threading.Lock()
+        self._given: dict[tuple[int, int, int], Tensor] = {}
+        self._spare: Tensor | None = None
+
+    def __call__(self, count: int, stream: int) -> Tensor:
+        """So many counters, for a launch on a stream, which is the current one."""
+        graph = self._kernel.capture_of(stream)
+        with self._lock:
+            found = self._given.get((stream, graph, count))
+            if found is not None:
+                return found
+            enough = self._spare is not None and self._spare.numel() >= (count if graph else max(count, self.SIZE // 2))
+            if graph and not enough:
+                # Nothing can be made ready while a graph is captured: it sets these to 0 at each replay.
+                return torch.zeros(count, dtype=torch.int32, device=self._device)
+            if not enough:
+                self._spare = torch.zeros(max(count, self.SIZE), dtype=torch.int32, device=self._device)
+                # Other streams take their counters from it too.
+                torch.cuda.synchronize(self._device)
+            assert self._spare is not None
+            found, self._spare = self._spare[:count], self._spare[count:]
+            self._given[stream, graph, count] = found
+            return found
+
+
+class CudaLatents:
+    """A launch for tensors of known shapes: it takes those of `hfkvq.kernels.latent_attention`."""
+
+    __slots__ = ("_arrivals", "_index", "_kernel", "_shapes")
 
     def __init__(self, kernel: Kernel, shapes: Shapes, device: torch.device) -> None:
         self._kernel, self._shapes = kernel, shapes
         self._index = 0 if device.index is None else device.index
+        self._arrivals = arrivals_of(kernel, device) if shapes.counters else None
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launches, on the tensors' device and its current stream."""
+    def __call__(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
+        """Launches, on the tensors' device and its current stream.
+
+        Args:
+            tensors: queries, counters, windows and the run's.
+            sinks: logits that join the denominators: one a head, or one a row and head.
+
+        Returns:
+            (rows, heads, 1, 512), of the queries' dtype.
+        """
         if torch.cuda.current_device() == self._index:
-            self._launch(tensors)
-        else:
-            with torch.cuda.device(self._index):
-                self._launch(tensors)
+            return self._launched(tensors, sinks)
+        with torch.cuda.device(self._index):
+            return self._launched(tensors, sinks)
 
-    def _launch(self, tensors: Sequence[Tensor]) -> None:
+    def _launched(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> Tensor:
+        q, shapes = tensors[0], self._shapes
+        out = torch.empty((shapes.rows, shapes.heads, 1, WIDTH), dtype=q.dtype, device=q.device)
+        if sinks is not None:
+            sinks = (sinks if sinks.dtype in (q.dtype, torch.float32) else sinks.float()).contiguous()
         stream = torch.cuda.current_stream(self._index).cuda_stream
-        self._kernel(self._shapes.rows * self._shapes.splits, stream, self._shapes.arguments(tensors))
+        if self._arrivals is None:
+            arguments = shapes.arguments(tensors, sinks, out)
+        else:
+            # Kept until the launch: what is freed after it is only used again behind it.
+            part = torch.empty(shapes.part, dtype=torch.float32, device=q.device)
+            arrived = self._arrivals(shapes.counters, stream)
+            arguments = shapes.arguments(tensors, sinks, out, part.data_ptr(), arrived.data_ptr())
+        self._kernel(shapes.grid, shapes.cluster, stream, arguments)
+        return out
 
 
-def splits_of(rows: int, tokens: int, multiprocessors: int) -> int:
-    """Parts of a row of so many tokens: a block each, one at a time on a multiprocessor.
+def splits_of(rows: int, tokens: int, resident: Mapping[int, int]) -> tuple[int, int]:
+    """Blocks that attend to a row of so many tokens, one at a time on a multiprocessor, and how many are a cluster.
 
-    A block's beginning and end take as long as `START` tokens.
+    A block's beginning and end take as long as `START` tokens. Where a row's blocks are several clusters, those count
+    each other in global memory, and read what the others wrote.
+
+    Args:
+        rows: of the batch.
+        tokens: of a row, at most.
+        resident: clusters that run at a time, by their blocks.
     """
 
-    def cost(splits: int) -> float:
-        return -(-rows * splits // multiprocessors) * (tokens / splits + START)
+    def cost(cluster: int, clusters: int) -> float:
+        waves = -(-rows * clusters // resident[cluster])
+        join = COUNT + READ * clusters / cluster if clusters > 1 else 0
+        return waves * (tokens / (cluster * clusters) + START) + join
 
-    return min(range(1, max(1, 4 * multiprocessors // rows) + 1), key=cost)
+    # A row of several waves of clusters is better cut into fewer.
+    sizes = [size for size, most in resident.items() if most]
+    each = [(size, count) for size in sizes for count in range(1, max(1, resident[size] // rows) + 1)]
+    cluster, clusters = min(each, key=lambda given: cost(*given))
+    return cluster * clusters, cluster
+
+
+@lru_cache(maxsize=16)
+def arrivals_of(kernel: Kernel, device: torch.device) -> Arrivals:
+    """Counters of a kernel's launches on a device."""
+    return Arrivals(kernel, device)
+
+
+@lru_cache(maxsize=16)
+def resident_of(kernel: Kernel, device: torch.device) -> dict[int, int]:
+    """Clusters of the kernel that run at a time on a GPU, by their blocks."""
+    with torch.cuda.device(device):
+        return {size: kernel.resident(size) for size in (1, 2, 4, 8)}
 
 
 @lru_cache(maxsize=16)

@@ -14,8 +14,14 @@ from pathlib import Path
 
 import torch
 
+CLUSTER = 4
+"""The driver's number for how many blocks make a cluster."""
+
 SERIALIZED = 6
 """The driver's number for programmatic dependent launch: a kernel may start before the one in front has ended."""
+
+CAPTURING = 1
+"""The driver's number for a stream that is being captured."""
 
 SHARED = 8
 """The driver's number for the most bytes of shared memory that a launch may ask for."""
@@ -164,7 +170,11 @@ class Kernel:
         self._check(self._lib.cuModuleLoadData(ctypes.byref(module), code))
         self._check(self._lib.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
         self._check(self._lib.cuFuncSetAttribute(self._function, SHARED, shared))
-        self._attribute = _Attribute(SERIALIZED, 0, (1,))
+        self._attributes = {size: self._launched_with(size) for size in (1, 2, 4, 8)}
+
+    @staticmethod
+    def _launched_with(cluster: int) -> ctypes.Array[_Attribute]:
+        return (_Attribute * 2)(_Attribute(SERIALIZED, 0, (1,)), _Attribute(CLUSTER, 0, (cluster, 1, 1)))
 
     def _check(self, failed: int, kind: type[RuntimeError] = Unavailable) -> None:
         if failed:
@@ -172,15 +182,41 @@ class Kernel:
             self._lib.cuGetErrorString(failed, ctypes.byref(text))
             raise kind(f"the CUDA driver: {(text.value or b'error').decode()} ({failed}).")
 
-    def __call__(self, blocks: int, stream: int, argument: ctypes.Structure) -> None:
-        """Launches so many blocks, with one argument, on a stream of the device, which is the current one.
+    def _config(self, grid: tuple[int, int], stream: int, cluster: int) -> _Config:
+        attributes = ctypes.cast(self._attributes[cluster], ctypes.POINTER(_Attribute))
+        return _Config((*grid, 1), (self._threads, 1, 1), self._shared, stream, attributes, 2)
+
+    def resident(self, cluster: int) -> int:
+        """How many clusters of so many blocks run at a time on the current device, which is all of them there is.
+
+        A cluster's blocks share a part of the GPU, and those parts have different numbers of multiprocessors.
+        """
+        count, config = ctypes.c_int(), self._config((cluster, 1), 0, cluster)
+        # Those that start early are no different.
+        config.attributes, config.count = ctypes.pointer(_Attribute(CLUSTER, 0, (cluster, 1, 1))), 1
+        self._check(self._lib.cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        return count.value
+
+    def __call__(self, grid: tuple[int, int], cluster: int, stream: int, argument: ctypes.Structure) -> None:
+        """Launches a grid of blocks with one argument, on a stream of the device, which is the current one.
+
+        Args:
+            grid: blocks; the first number is a multiple of `cluster`.
+            cluster: blocks of a cluster: 1, 2, 4 or 8, next to each other in the grid's first direction.
+            stream: the driver's.
+            argument: of the kernel.
 
         Raises:
             RuntimeError: the driver does not launch it.
         """
-        config = _Config(
-            (blocks, 1, 1), (self._threads, 1, 1), self._shared, stream, ctypes.pointer(self._attribute), 1
-        )
+        config = self._config(grid, stream, cluster)
         given = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         failed = self._lib.cuLaunchKernelEx(ctypes.byref(config), self._function, given, None)
         self._check(failed, RuntimeError)
+
+    def capture_of(self, stream: int) -> int:
+        """Number of the graph that a stream is captured into; 0 if it is not."""
+        state, number = ctypes.c_int(), ctypes.c_ulonglong()
+        found = (ctypes.byref(state), ctypes.byref(number), None, None, None)
+        self._check(self._lib.cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *found), RuntimeError)
+        return number.value if state.value == CAPTURING else 0

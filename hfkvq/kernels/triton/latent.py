@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cuda.latent import MOST, CudaLatents, Shapes, kernel_of, serves, splits_of
+from ..cuda.latent import MOST, MOST_ROWS, CudaLatents, Shapes, kernel_of, resident_of, serves, splits_of
 from ..dispatch import reference
 from ..hadamard import block_of, factor_of, hadamard
 from ..pages import PageFormat, StoreFormat
@@ -28,7 +28,7 @@ class LatentPlan(NamedTuple):
     """What launches need besides addresses.
 
     Attributes:
-        attend: attends to a split of a row, by Triton or by CUDA C++.
+        attend: attends to a split of a row.
         merge: joins the splits.
         turn: rotates what is merged back; None where the merge does.
         part: shape of the splits' sums, which end with the channels.
@@ -36,7 +36,7 @@ class LatentPlan(NamedTuple):
         dtype: of the result.
     """
 
-    attend: Launch | CudaLatents
+    attend: Launch
     merge: Launch
     turn: Launch | None
     part: tuple[int, ...]
@@ -99,7 +99,7 @@ def _plan(
     device: torch.device,
     rotate: int,
     edition: int,
-) -> LatentPlan:
+) -> LatentPlan | CudaLatents:
     """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
     given = (store, query, rope_dim, tail, blocks, scoring, device)
     return _cuda_plan(*given) or _triton_plan(*given, rotate)
@@ -187,8 +187,8 @@ def _triton_plan(
 
 def _cuda_plan(
     store: str, query: Queries, rope_dim: int, tail: int, blocks: int, scoring: Scoring, device: torch.device
-) -> LatentPlan | None:
-    """The plan by the kernel in CUDA C++, whose sums are rotated back already; None where it does not serve."""
+) -> CudaLatents | None:
+    """The kernel in CUDA C++, which joins its splits itself; None where it does not serve."""
     form = StoreFormat.parse(store)
     latents, rotary = form.runs[0]
     batch, heads, queries, width = query.shape
@@ -198,16 +198,14 @@ def _cuda_plan(
     least = lookup(device, "latent", key_of(latents, rotary, dim, 16))["cuda"]
     plain = scoring.mask is None and not scoring.softcap and query.dtype == dtype and query.stride[-1] == 1
     tokens = blocks * latents.page_size
-    if not plain or tokens > MOST or not 0 < least <= batch * tokens:
+    if not plain or tokens > MOST or batch > MOST_ROWS or not 0 < least <= batch * tokens:
         return None
     kernel = kernel_of(dtype, device)
     if kernel is None:
         return None
-    splits = splits_of(batch, tokens, multiprocessors(device))
-    shapes = Shapes(batch, heads, blocks, splits, form.sink, tail, scoring.scaling, *query.stride[:2])
-    part = (batch, splits, heads, dim)
-    merge = merge_launch(part, queries, scoring.sinks, 0, True, device, dtype)
-    return LatentPlan(CudaLatents(kernel, shapes, device), merge, None, part, (batch, heads, queries, dim), dtype)
+    splits, cluster = splits_of(batch, tokens, resident_of(kernel, device))
+    shapes = Shapes(batch, heads, blocks, splits, cluster, form.sink, tail, scoring.scaling, *query.stride[:2])
+    return CudaLatents(kernel, shapes, device)
 
 
 @lru_cache(maxsize=256)
@@ -294,6 +292,8 @@ def latent_attention_triton(
     scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
     tail, blocks = windows[2].shape[2], runs[0].shape[1]
     plan = _plan(store, query, rope_dim, tail, blocks, scoring, q.device, rotate, edition())
+    if isinstance(plan, CudaLatents):
+        return plan(tensors, sinks)
     shape = plan.part
     part = torch.empty(shape, dtype=torch.float32, device=q.device)
     top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)

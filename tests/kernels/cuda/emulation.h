@@ -1,4 +1,4 @@
-// What latent.cu needs of a GPU, on a CPU: a block's threads are fibers that run by turns, and instructions of a warp
+// What latent.cu needs of a GPU, on a CPU: a cluster's threads are fibers that run by turns, and instructions of a warp
 // are done by the last of its lanes to come. Copies are done at once, so that nothing is seen of races.
 #pragma once
 #include <ucontext.h>
@@ -17,36 +17,42 @@
 
 using Word = std::uint32_t;
 struct Pair { float x, y; };
-struct Fiber { ucontext_t context; char* stack = nullptr; bool done = false; };
+struct Fiber { ucontext_t context; char* stack = nullptr; bool done = false; long cluster = 0; };
 struct Warp { int arrived = 0, what = 0; long generation = 0; Word in[32][6], out[32][4]; };
 struct Meeting { int arrived = 0; long generation = 0; };
 struct Machine {
   std::vector<Fiber> fibers;
   ucontext_t scheduler;
-  int current = 0, block = 0;
+  int current = 0, row = 0, first = 0, threads = 0;  // first: split of the cluster
   const char* error = nullptr;
-  Warp warps[32];
-  Meeting meetings[16];
-  alignas(16) unsigned char shared[240 * 1024];
+  Warp warps[8 * 32];
+  Meeting meetings[8][16], cluster;
+  int running[8];
+  alignas(16) unsigned char shared[8][240 * 1024];
 };
 static Machine machine;
 
-DEVICE int thread() { return machine.current; }
-DEVICE int block() { return machine.block; }
+DEVICE int thread() { return machine.current % machine.threads; }
+DEVICE int own_rank() { return machine.current / machine.threads; }
+DEVICE int split_of_block() { return machine.first + own_rank(); }
+DEVICE int row_of_block() { return machine.row; }
 DEVICE void next() { swapcontext(&machine.fibers[machine.current].context, &machine.scheduler); }
 DEVICE void fail(const char* what) {
   if (!machine.error) machine.error = what;
   setcontext(&machine.scheduler);
 }
 DEVICE Word shared() { return 1024; }
+// The upper byte tells other blocks of the cluster from the own one.
 DEVICE unsigned char* at_shared(Word at, int bytes) {
-  if (at % bytes || at < 1024 || at + bytes > sizeof machine.shared) fail("shared memory: a bad address");
-  return machine.shared + at;
+  const int rank = at >> 24 ? (int)(at >> 24) - 1 : own_rank();
+  at &= 0xffffff;
+  if (at % bytes || at < 1024 || at + bytes > sizeof machine.shared[0] || rank > 7) fail("shared memory: a bad address");
+  return machine.shared[rank] + at;
 }
 
 // Instructions of a warp: `done` runs once, when all lanes have come.
 template <class Done> void together(int what, Done done) {
-  Warp& warp = machine.warps[thread() / 32];
+  Warp& warp = machine.warps[machine.current / 32];
   if (warp.arrived && warp.what != what) fail("lanes of a warp are at different instructions");
   warp.what = what;
   const long generation = warp.generation;
@@ -58,7 +64,7 @@ template <class Done> void together(int what, Done done) {
     while (warp.generation == generation) next();
   }
 }
-DEVICE Warp& own_warp() { return machine.warps[thread() / 32]; }
+DEVICE Warp& own_warp() { return machine.warps[machine.current / 32]; }
 DEVICE int own_lane() { return thread() % 32; }
 
 template <class To, class From> To cast(From x) {
@@ -132,6 +138,16 @@ DEVICE void load2_f(float& a, float& b, Word at) {
   a = x[0];
   b = x[1];
 }
+DEVICE void store4_f(Word at, float a, float b, float c, float d) {
+  const float x[4] = {a, b, c, d};
+  std::memcpy(at_shared(at, 16), x, 16);
+}
+DEVICE Word of_block(Word at, int rank) {
+  if ((rank + 1) * machine.threads > (int)machine.fibers.size()) fail("shared memory: no such block");
+  return at | (Word)(rank + 1) << 24;
+}
+DEVICE float load_far(Word at) { return load_f(at); }
+DEVICE void load4_far(float (&a)[4], Word at) { load4_f(a, at); }
 DEVICE void store(Word at, Word x) { *(Word*)at_shared(at, 4) = x; }
 DEVICE void store_f(Word at, float x) { *(float*)at_shared(at, 4) = x; }
 DEVICE void store2_f(Word at, float x, float y) {
@@ -167,7 +183,7 @@ DEVICE void wait(Word barrier, Word parity) {
   while ((phases(barrier).over & 1) == parity) next();
 }
 DEVICE void meet(int which, int threads) {
-  Meeting& meeting = machine.meetings[which];
+  Meeting& meeting = machine.meetings[own_rank()][which];
   const long generation = meeting.generation;
   if (++meeting.arrived == threads) {
     meeting.arrived = 0;
@@ -176,7 +192,17 @@ DEVICE void meet(int which, int threads) {
     while (meeting.generation == generation) next();
   }
 }
-DEVICE void meet_block() { meet(0, (int)machine.fibers.size()); }
+DEVICE void meet_block() { meet(0, machine.threads); }
+DEVICE void arrive_cluster() {
+  machine.fibers[machine.current].cluster = machine.cluster.generation;
+  if (++machine.cluster.arrived == (int)machine.fibers.size()) {
+    machine.cluster.arrived = 0;
+    machine.cluster.generation++;
+  }
+}
+DEVICE void wait_cluster() {
+  while (machine.fibers[machine.current].cluster == machine.cluster.generation) next();
+}
 DEVICE void meet_warp() {
   together(5, [](Warp&) {});
 }
@@ -201,6 +227,14 @@ DEVICE bool of_any(bool p) {
     Word all = 0;
     for (int i = 0; i < 32; i++) all |= w.in[i][0];
     for (int i = 0; i < 32; i++) w.out[i][0] = all;
+  });
+  return warp.out[own_lane()][0];
+}
+DEVICE Word of_first(Word x) {
+  Warp& warp = own_warp();
+  warp.in[own_lane()][0] = x;
+  together(8, [](Warp& w) {
+    for (int i = 0; i < 32; i++) w.out[i][0] = w.in[0][0];
   });
   return warp.out[own_lane()][0];
 }
@@ -232,6 +266,27 @@ DEVICE Word bytes_of(Word x, Word which) {
 }
 DEVICE Word fetch(const void* p) { return *(const Word*)p; }
 DEVICE Word fetch_half(const void* p) { return *(const std::uint16_t*)p; }
+DEVICE float fetch_f(const void* p) { return *(const float*)p; }
+DEVICE void fetch4_f(float (&a)[4], const float* p) { std::memcpy(a, p, 16); }
+DEVICE void fetch2_f(float& a, float& b, const float* p) {
+  a = p[0];
+  b = p[1];
+}
+DEVICE void prefetch(const void*) {}
+DEVICE void fence() {}
+DEVICE Word come(Word* counter, Word count) {
+  const Word before = *counter;
+  *counter = before >= count - 1 ? 0 : before + 1;
+  return before;
+}
+DEVICE void put2(void* p, Word a, Word b) {
+  const Word x[2] = {a, b};
+  std::memcpy(p, x, 8);
+}
+DEVICE void put2_f(float* p, float a, float b) {
+  p[0] = a;
+  p[1] = b;
+}
 DEVICE void put4(float* p, float a, float b, float c, float d) {
   p[0] = a;
   p[1] = b;
@@ -240,22 +295,33 @@ DEVICE void put4(float* p, float a, float b, float c, float d) {
 }
 DEVICE void wait_for_grid() {}
 DEVICE void stay() {}
+DEVICE const unsigned char* as_it_is(const unsigned char* p) { return p; }
 DEVICE float infinity() { return INFINITY; }
 
-// Runs blocks of a kernel one after the other. Returns what went wrong, or null.
+// Runs clusters of a kernel one after the other, or from the last to the first, and so their threads. Returns what went
+// wrong, or null.
 template <class Arguments>
-const char* emulate(void (*kernel)(const Arguments), const Arguments& arguments, int blocks, int threads) {
+const char* emulate(void (*kernel)(const Arguments), const Arguments& arguments, int splits, int rows, int cluster,
+                    int threads, bool backwards) {
   static void (*entry)(const Arguments);
   static const Arguments* given;
   entry = kernel;
   given = &arguments;
   machine.error = nullptr;
-  machine.fibers.resize(threads);
-  for (machine.block = 0; machine.block < blocks; machine.block++) {
+  machine.threads = threads;
+  machine.fibers.resize(threads * cluster);
+  const int clusters = splits / cluster;
+  for (int i = 0; i < clusters * rows; i++) {
+    const int own = backwards ? clusters * rows - 1 - i : i;
+    machine.row = own / clusters;
+    machine.first = own % clusters * cluster;
     // NaN, as numbers go.
     std::memset(machine.shared, 0xff, sizeof machine.shared);
     for (Warp& warp : machine.warps) warp.arrived = 0;
-    for (Meeting& meeting : machine.meetings) meeting.arrived = 0;
+    for (auto& block : machine.meetings)
+      for (Meeting& meeting : block) meeting.arrived = 0;
+    machine.cluster.arrived = 0;
+    for (int& running : machine.running) running = threads;
     for (Fiber& fiber : machine.fibers) {
       if (!fiber.stack) fiber.stack = (char*)std::malloc(1 << 16);
       fiber.done = false;
@@ -266,18 +332,22 @@ const char* emulate(void (*kernel)(const Arguments), const Arguments& arguments,
       makecontext(&fiber.context, +[] {
         entry(*given);
         machine.fibers[machine.current].done = true;
+        // What a block held is lost with it.
+        if (--machine.running[own_rank()] == 0) std::memset(machine.shared[own_rank()], 0xff, sizeof machine.shared[0]);
         next();
       }, 0);
     }
     long rounds = 0;
     for (bool more = true; more;) {
       more = false;
-      for (machine.current = 0; machine.current < threads; machine.current++)
+      for (int i = 0, all = threads * cluster; i < all; i++) {
+        machine.current = backwards ? all - 1 - i : i;
         if (!machine.fibers[machine.current].done) {
           more = true;
           swapcontext(&machine.scheduler, &machine.fibers[machine.current].context);
           if (machine.error) return machine.error;
         }
+      }
       if (++rounds > 1000000) return "threads wait for each other";
     }
   }
