@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset
+from hfkvq.kernels import await_kernels
 from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.divergence.measurement import measure
 from hfkvq.measure.records import clock
@@ -196,6 +197,7 @@ class ReferenceTasks:
             batch for task in tasks for batch in make_batches(subject, task, samples, batch_size, seed, None)
         ]
 
+    @await_kernels()
     def __call__(self, preset: Preset, report: Report | None = None) -> Score:
         """Every answer is a sample."""
         from hfkvq.measure.demo.answers import answer, read_memory, texts
@@ -242,6 +244,7 @@ class Timed:
         score = self.objective(preset, report)
         return replace(score, milliseconds=self.milliseconds(preset))
 
+    @await_kernels()
     @torch.inference_mode()
     def milliseconds(self, preset: Preset) -> float:
         """Median of a step's milliseconds."""
@@ -252,7 +255,7 @@ class Timed:
         )
         self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         times = []
-        # The first steps compile kernels.
+        # The first steps capture graphs.
         for step in range(self.steps + 4):
             begin = clock(device)
             self.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)

@@ -133,6 +133,26 @@ def test_what_changes_the_rows_finds_all_tokens(model, name):
     assert cache.get_seq_length() == size + 3
 
 
+def test_a_compiled_step_finds_what_was_gathered(model):
+    cache = waits(model, BEST, Kernels(), max_cache_len=100)
+    want = MixedKVCache(model.config, BEST, max_cache_len=100, graphs=False)
+    forward = torch.compile(model.forward, backend="eager")
+    with torch.no_grad():
+        for each in (cache, want):
+            for tokens in (34, 1, 1):
+                model(prompt(1, tokens), past_key_values=each)
+        assert cache.layers[0].staged_length == 2
+        for step in range(3):
+            # As generate does, or whoever calls a compiled forward.
+            cache.between_steps()
+            assert cache.layers[0].staged is None
+            got = forward(prompt(1, 1, seed=step), past_key_values=cache).logits
+            expected = model(prompt(1, 1, seed=step), past_key_values=want).logits
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert int(cache.get_seq_length()) == 39
+    torch._dynamo.reset()
+
+
 def test_pages_are_dequantized_once(model, monkeypatch):
     asked, dense = [], StoreView.dense
 

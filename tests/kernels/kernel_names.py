@@ -17,8 +17,8 @@ from hfkvq.kernels import triton as launchers
 
 def main() -> None:
     found = {}
-    for module in pkgutil.iter_modules(launchers.__path__):
-        for x in vars(importlib.import_module(f"{launchers.__name__}.{module.name}")).values():
+    for module in pkgutil.walk_packages(launchers.__path__, f"{launchers.__name__}."):
+        for x in vars(importlib.import_module(module.name)).values():
             if isinstance(x, JITFunction) and x.fn.__module__.startswith(launchers.__name__):
                 found[f"{x.fn.__module__}.{x.fn.__name__}"] = x
     names = list(found)

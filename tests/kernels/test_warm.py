@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -171,7 +172,7 @@ def test_nothing_is_looked_for_where_no_kernel_of_the_name_is(tmp_path, monkeypa
         return found.is_set()
 
     monkeypatch.setattr(ahead, "find", find)
-    monkeypatch.setattr(ahead, "_prepare", prepared.extend)
+    monkeypatch.setattr(ahead, "_prepare", lambda each, device: prepared.extend(each))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     wanted = [ahead.Wanted(kernel, (), {})]
 
@@ -197,6 +198,36 @@ def test_nothing_is_looked_for_where_no_kernel_of_the_name_is(tmp_path, monkeypa
     found.clear()
     assert work() == 2
     assert prepared == wanted
+
+
+def test_every_thread_looks_for_kernels_of_its_device(monkeypatch):
+    ahead = pytest.importorskip("hfkvq.kernels.triton.ahead")
+    current, found = [], []
+
+    @contextlib.contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(ahead, "find", lambda each: found.append((each, *current)))
+    ahead._prepare(["one", "two"], torch.device("cuda", 1))
+    assert found == [("one", torch.device("cuda", 1)), ("two", torch.device("cuda", 1))]
+
+
+def test_what_another_triton_gives_is_passed_on(monkeypatch):
+    keys, jit = pytest.importorskip("hfkvq.kernels.triton.keys"), pytest.importorskip("triton.runtime.jit")
+
+    class Finder:
+        def _update_hash(self, *given, **more):
+            return given, more
+
+    monkeypatch.setattr(jit, "DependenciesFinder", Finder)
+    keys.look_into_callees_first()
+    ours = types.SimpleNamespace(fn=types.SimpleNamespace(__module__=f"{keys._OURS}.attend"), cache_key="key")
+    for func in (object(), types.SimpleNamespace(fn=None), ours):
+        assert Finder()._update_hash(func, "more", deep=True) == ((func, "more"), {"deep": True})
 
 
 def test_layers_that_come_while_a_process_starts_go_along(monkeypatch):
@@ -240,6 +271,21 @@ def test_a_process_that_fails_is_started_once(monkeypatch):
     assert own._WAITING == []
 
 
+def test_what_comes_while_a_process_fails_has_one_of_its_own(monkeypatch):
+    own = pytest.importorskip("hfkvq.kernels.triton.warm")
+
+    def compile_elsewhere(orders, gpu, beside):
+        assert orders() == ["one"]
+        own._WAITING.append(("of another layer", gpu))
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(own, "compile_elsewhere", compile_elsewhere)
+    monkeypatch.setattr(own, "_WAITING", [])
+    with pytest.raises(RuntimeError, match="no memory"):
+        own.compile_in_turn("one", own.GPUS[90])
+    assert [order for order, _ in own._WAITING] == ["of another layer"]
+
+
 class Deadly:
     """A kernel whose compiler is killed."""
 
@@ -253,6 +299,38 @@ def test_a_compiler_that_dies_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(worker, "_JOBS", [types.SimpleNamespace(kernel=Deadly())] * 3)
     with pytest.raises(BrokenProcessPool):
         worker._side_by_side(2)
+
+
+class Talking:
+    """A kernel whose compiler prints."""
+
+    __name__ = "talks"
+
+    @property
+    def device_caches(self):
+        os.write(1, b"compiling")
+        raise ValueError("it cannot be")
+
+
+def test_children_do_not_hold_what_is_read(monkeypatch, capfd):
+    """Else the end of the first process would not be seen while they live."""
+    worker = pytest.importorskip("hfkvq.kernels.triton.worker")
+    monkeypatch.setattr(worker, "_JOBS", [types.SimpleNamespace(kernel=Talking())])
+    (done,) = worker._side_by_side(1)
+    assert "it cannot be" in done.error
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no groups of processes")
+def test_a_process_that_takes_too_long_ends_with_its_children(monkeypatch):
+    worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))
+    script = "import subprocess; subprocess.run(['sleep', '60'])"
+    monkeypatch.setattr(worker, "_START", script)
+    monkeypatch.setattr(worker, "LONGEST", 1.0)
+    begun = time.perf_counter()
+    with pytest.raises(RuntimeError, match="ended with -9"):
+        worker.compile_elsewhere(list, warm_kernels.GPUS[90], beside=True)
+    assert time.perf_counter() - begun < 30
 
 
 def test_what_lies_in_the_folder_is_not_imported(tmp_path, monkeypatch):

@@ -122,7 +122,8 @@ class DeviceSteps(Part):
 
     def finish_update(self) -> None:
         """Does what is left of an update whose attention never called `KVLayer.finish`."""
-        if not self.layer.gathers():
+        # A compiled step, which is announced from outside of calls, finds in its buffer what has joined the store.
+        if not (is_inside_call() and self.layer.gathers()):
             self.layer.settle()
 
     def catch_up(self) -> None:

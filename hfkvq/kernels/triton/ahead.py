@@ -114,10 +114,15 @@ def _is_new(each: Wanted) -> bool:
     return next(Path(knobs.cache.dir).glob(f"*/{each.kernel.__name__}.json"), None) is None
 
 
-def _prepare(wanted: Sequence[Wanted]) -> None:
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """This thread's kernels are that device's: each thread begins with the first GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _prepare(wanted: Sequence[Wanted], device: torch.device) -> None:
     """Has Triton read itself and the kernels, which it does once in a process, while these are being compiled."""
     # What is wrong is seen once more when they are looked for.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), _on(device):
         for each in wanted:
             find(each)
 
@@ -175,14 +180,16 @@ class Beside:
 
     def _work(self) -> None:
         try:
-            with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
+            with _on(self._device):
                 wanted = self._wanted()
                 new = bool(wanted) and _is_new(wanted[0])
                 missing = wanted if new else [each for each in wanted if not find(each)]
                 self._missing = frozenset(module_of(each.kernel) for each in missing)
                 self._looked.set()
                 if new:
-                    threading.Thread(target=_prepare, args=(wanted,), name="hfkvq-prepare", daemon=True).start()
+                    threading.Thread(
+                        target=_prepare, args=(wanted, self._device), name="hfkvq-prepare", daemon=True
+                    ).start()
                 if missing:
                     self._compile()
                     missing = [each.kernel.__name__ for each in missing if not find(each)]

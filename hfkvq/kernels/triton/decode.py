@@ -12,10 +12,7 @@ from ..hadamard import hadamard
 from ..pages import StoreFormat
 from .ahead import Wanted
 from .configs import edition
-from .decode_formats import (
-    BLOCK,
-    is_served,
-)
+from .decode_formats import BLOCK, is_served
 from .decode_plan import LONG, Queries, Scoring, plan_of, rotates, table_places
 from .dequantized import dequantized_decode
 from .merge import SPLITS, mask_kind, mask_words, merge_launch, sinks_kind

@@ -23,10 +23,11 @@ def look_into_callees_first() -> None:
     if take is None or hasattr(take, "hfkvq"):
         return
 
-    def take_after_looking(self: Any, func: Any) -> Any:
-        if getattr(func.fn, "__module__", "").startswith(_OURS):
+    # All of Triton's kernels come by here, others' too: what another release gives is passed on as it is.
+    def take_after_looking(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(getattr(getattr(func, "fn", None), "__module__", "")).startswith(_OURS):
             func.cache_key  # noqa: B018
-        return take(self, func)
+        return take(self, func, *args, **kwargs)
 
     take_after_looking.hfkvq = True  # type: ignore[attr-defined]
     finder._update_hash = take_after_looking

@@ -81,8 +81,9 @@ def compile_in_turn(order: Order, gpu: Gpu) -> None:
             try:
                 found = compile_elsewhere(taken, gpu, beside=True)
             except BaseException:
-                # What fails before it is ready would fail for the others as well.
-                taken()
+                # What fails before it has taken orders would fail for the others as well.
+                if (order, gpu) in _WAITING:
+                    taken()
                 raise
             for name, _, error in found:
                 if error:

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,9 +135,9 @@ def compile_elsewhere(orders: Callable[[], Sequence[Order]], gpu: Gpu, beside: b
             )
             stack.enter_context(process)
             # Whatever happens here, it does not stay.
-            stack.callback(process.kill)
+            stack.callback(_kill, process, beside)
             if beside:
-                watch = threading.Timer(LONGEST, process.kill)
+                watch = threading.Timer(LONGEST, _kill, (process, beside))
                 watch.daemon = True
                 watch.start()
                 stack.callback(watch.cancel)
@@ -149,6 +150,14 @@ def compile_elsewhere(orders: Callable[[], Sequence[Order]], gpu: Gpu, beside: b
             told = errors.read().decode(errors="replace").strip().splitlines()
             raise RuntimeError(f"the process that compiles ended with {process.returncode}: {told[-1] if told else ''}")
         return [Compiled(*each) for each in json.loads(lines[-1].removeprefix(_ANSWER))]
+
+
+def _kill(process: subprocess.Popen[bytes], group: bool) -> None:
+    """Ends a process, and with it its children, of which it is the group: they would wait for jobs for ever."""
+    if group and hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _told(process: subprocess.Popen[bytes], first: bytes, orders: Callable[[], Any]) -> list[str]:
@@ -211,8 +220,14 @@ def compile_all(orders: Sequence[Order], gpu: Gpu, most: int) -> list[Compiled]:
 
 def _side_by_side(children: int) -> list[Compiled]:
     """All jobs; a child that dies fails them all (`multiprocessing.Pool` would wait for its job for ever)."""
-    with ProcessPoolExecutor(children, multiprocessing.get_context("fork")) as pool:
+    with ProcessPoolExecutor(children, multiprocessing.get_context("fork"), _leave_output) as pool:
         return list(pool.map(_compile, range(len(_JOBS))))
+
+
+def _leave_output() -> None:
+    """Of a child: whoever reads what the first process prints learns of its end, though children may outlive it."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
 
 
 def _compile(at: int) -> Compiled:
