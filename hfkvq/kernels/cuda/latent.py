@@ -300,6 +300,7 @@ def kernel_of(dtype: torch.dtype, device: torch.device) -> Kernel | None:
         with torch.cuda.device(device):
             code = compiled(SOURCE.read_text(encoding="utf-8"), "sm_90a", defines)
             return Kernel(code, "latent_attention", LARGE.threads, LARGE.shared)
-    except Unavailable as error:
+    except (Unavailable, OSError, AttributeError) as error:
+        # The last two: no source is installed; a driver or NVRTC is too old for a function.
         logger.warning("Attention to latents in CUDA C++ is not to be had, so Triton's is launched: %s", error)
         return None

@@ -90,9 +90,10 @@ def _kept(path: Path) -> bytes | None:
 def _keep(path: Path, code: bytes) -> None:
     # Another process may do the same: it sees no file or all of it.
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(code)
-    os.replace(file.name, path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as made:
+        new = Path(made) / path.name
+        new.write_bytes(code)
+        os.replace(new, path)
 
 
 def compiled(source: str, architecture: str, defines: Mapping[str, int]) -> bytes:
