@@ -169,6 +169,10 @@ def steps_of_a_token():
     return found
 
 
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_the_first_table_of_the_readme():
     """Bits and bytes are computed, loss and steps measured."""
     shown = rows((ROOT / "README.md").read_text(encoding="utf-8"), "| cache | bits | perplexity")

@@ -230,6 +230,21 @@ def test_what_another_triton_gives_is_passed_on(monkeypatch):
         assert Finder()._update_hash(func, "more", deep=True) == ((func, "more"), {"deep": True})
 
 
+def come_while_one_begins(own, given, begun, go):
+    """Orders by name and capability, each from a thread of its own: the others wait when the first one goes on."""
+    threads = [threading.Thread(target=own.compile_in_turn, args=(name, own.GPUS[gpu])) for name, gpu in given]
+    threads[0].start()
+    assert begun.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    while len(own._WAITING) < 3:
+        time.sleep(0.01)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert own._WAITING == []
+
+
 def test_layers_that_come_while_a_process_starts_go_along(monkeypatch):
     own = pytest.importorskip("hfkvq.kernels.triton.warm")
     starts, go, taken = threading.Event(), threading.Event(), []
@@ -241,18 +256,8 @@ def test_layers_that_come_while_a_process_starts_go_along(monkeypatch):
         return []
 
     monkeypatch.setattr(own, "compile_elsewhere", compile_elsewhere)
-    threads = [threading.Thread(target=own.compile_in_turn, args=(name, own.GPUS[90])) for name in ("a", "b", "c")]
-    threads[0].start()
-    assert starts.wait(60)
-    for thread in threads[1:]:
-        thread.start()
-    while len(own._WAITING) < 3:
-        time.sleep(0.01)
-    go.set()
-    for thread in threads:
-        thread.join(60)
+    come_while_one_begins(own, [("a", 90), ("b", 90), ("c", 90)], starts, go)
     assert taken == [["a", "b", "c"]]
-    assert own._WAITING == []
 
 
 def test_a_process_that_fails_is_started_once(monkeypatch):
@@ -356,17 +361,7 @@ def test_one_process_at_a_time_takes_along_what_came_meanwhile(monkeypatch):
 
     monkeypatch.setattr(own, "compile_elsewhere", compile_elsewhere)
     given = [("first", 90), ("second", 90), ("third", 90), ("elsewhere", 80)]
-    threads = [threading.Thread(target=own.compile_in_turn, args=(name, own.GPUS[gpu])) for name, gpu in given]
-    threads[0].start()
-    assert begun.wait(60)
-    for thread in threads[1:]:
-        thread.start()
-    while len(own._WAITING) < 3:
-        time.sleep(0.01)
-    go.set()
-    for thread in threads:
-        thread.join(60)
-    assert own._WAITING == []
+    come_while_one_begins(own, given, begun, go)
     assert taken[0] == (["first"], "sm_90", True)
     assert sorted((sorted(orders), gpu) for orders, gpu, _ in taken[1:]) == [
         (["elsewhere"], "sm_80"),

@@ -17,7 +17,13 @@ MOST_KEPT = 256 << 20
 
 
 class Kept(NamedTuple):
-    """What a store holds, dequantized; ``state`` and ``columns`` are other ones once it holds something else."""
+    """A store's tokens, dequantized.
+
+    Attributes:
+        state: of the store when this was made; a store that changes gets another one.
+        columns: number of tokens.
+        sides: keys (B, H, columns, Dk) and values (B, H, columns, Dv), in the model's dtype.
+    """
 
     state: StoreState
     columns: int
@@ -27,11 +33,11 @@ class Kept(NamedTuple):
 def may_gather(layer: LayerBase, tokens: int) -> bool:
     """Whether steps' tokens that are staged, and so many more, may stay staged: nothing of it would be sealed yet.
 
-    To bring a token into the windows takes PyTorch more operations than a step of the model has.
+    Moving one token into the windows takes PyTorch more operations than the rest of a layer's step.
 
     Args:
-        layer: of which a step waits for the compiler.
-        tokens: that come now.
+        layer: a layer whose steps wait for the compiler.
+        tokens: new tokens of this step.
     """
     store = layer.store
     if store is None or layer.staged is None or layer.padding is not None or layer.newest != 1 or tokens > 1:
@@ -48,13 +54,13 @@ def gathered(staged: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> tup
 
 
 def dense_before(layer: LayerBase, side: Side, kept: Kept | None, layers: int) -> tuple[Tensor, Kept | None]:
-    """What a layer holds besides its staged tokens, (B, H, columns, D), and what of it to keep for the next step.
+    """A layer's tokens except the staged ones, dequantized, (B, H, columns, D), and what to keep for the next step.
 
     Args:
         layer: see `may_gather`.
-        side: of which.
-        kept: by the last step.
-        layers: that keep something; they share `MOST_KEPT`.
+        side: keys or values.
+        kept: what the last step kept.
+        layers: number of layers that share `MOST_KEPT`.
     """
     store, columns = layer.held(), layer.columns - layer.staged_length
     if kept is not None and kept.state is store.state and kept.columns == columns:

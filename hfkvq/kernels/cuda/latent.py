@@ -64,7 +64,6 @@ LARGE = Build(3, 6, 4)
 WEIGHT = 2
 """Chunks that take as long as a block of loose tokens."""
 
-
 START = 512
 """Tokens in whose time a block rotates queries and joins its units' sums."""
 
