@@ -51,7 +51,7 @@ class Build(NamedTuple):
     def shared(self) -> int:
         """Bytes of shared memory of a block: SHARED of the source."""
         queries, slot = (WIDTH + ROTARY) // 16 * 512, 8 * self.tiles * 326 + 64
-        loose = 32 * 2 * (WIDTH + ROTARY) + 32 * 32 + 64
+        loose = 32 * 2 * (WIDTH + ROTARY) + 4 * 4 * (WIDTH // 2 + 20)
         sums = (
             (2 * queries + 16 * self.units * self.slots + 8 * self.units + 8 + 127) // 128 * 128 + 64 + 64 * self.units
         )
@@ -128,7 +128,7 @@ class Shapes(NamedTuple):
     @property
     def counters(self) -> int:
         """Counters in global memory that a launch needs."""
-        return self.rows * self.heads * SLICES if self.splits > self.cluster else 0
+        return self.rows * self.cluster if self.splits > self.cluster else 0
 
     @property
     def part(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ struct Machine {
 static Machine machine;
 
 DEVICE int thread() { return machine.current % machine.threads; }
+DEVICE int thread_again() { return thread(); }
 DEVICE int own_rank() { return machine.current / machine.threads; }
 DEVICE int split_of_block() { return machine.first + own_rank(); }
 DEVICE int row_of_block() { return machine.row; }
