@@ -137,6 +137,9 @@ DEVICE void wait(u32 barrier, u32 parity) {
       ::"r"(barrier), "r"(parity) : "memory");
 }
 DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void come_to_meet(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 DEVICE void meet_block() { __syncthreads(); }
 DEVICE void meet_warp() { __syncwarp(); }
 template <int N> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -240,14 +243,14 @@ constexpr int TOKENS = 8 * TILES, OF_PAGE = PAGE / TOKENS;
 constexpr int SLOT_ROTARY = TOKENS * 256, SLOT_META = TOKENS * 320, SLOT_TOPS = TOKENS * 326, SLOT = SLOT_TOPS + 64;
 constexpr int RING = SLOTS * SLOT > LOOSE_BYTES ? SLOTS * SLOT : LOOSE_BYTES;
 constexpr int WHOLE_QUERIES = QUERIES, FULL = 2 * QUERIES, EMPTY = FULL + 8 * UNITS * SLOTS;
-constexpr int FLAGS = EMPTY + 8 * UNITS * SLOTS, LENGTHS = FLAGS + 8 * UNITS;
+constexpr int LOOSE_FULL = EMPTY + 8 * UNITS * SLOTS, FLAGS = LOOSE_FULL + 8 * UNITS, LENGTHS = FLAGS + 8 * UNITS;
 constexpr int QUERY_SUMS = (LENGTHS + 8 + 127) / 128 * 128;
 constexpr int TOPS = QUERY_SUMS + 64, TOTALS = TOPS + 64 * UNITS;
 constexpr int RINGS = (TOTALS + 512 * UNITS + 127) / 128 * 128, SHARED = RINGS + UNITS * RING;
 // Loose tokens are attended to, and queries rotated, in the end of a ring; pages fill its first slots meanwhile: EARLY of
 // them, or where a unit has no loose tokens, those in front of the queries.
 constexpr int EARLY = (RING - LOOSE_BYTES) / SLOT, ASIDE = EARLY * SLOT, IN_FRONT = (ASIDE + ROTATED_AT) / SLOT;
-constexpr int WORKERS = 128 * UNITS, THREADS = WORKERS + 128, MEET_WORKERS = 8;
+constexpr int WORKERS = 128 * UNITS, THREADS = WORKERS + 128, MEET_WORKERS = 8, MEET_ROTATED = 9;
 static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && 4 * ROTATING >= LOOSE * 32 && UNITS < MEET_WORKERS, "room");
 static_assert(IN_FRONT <= SLOTS, "slots in front of the queries");
 static_assert(TILES == 2 || TILES == 4, "products take sixteen tokens");
@@ -409,9 +412,51 @@ DEVICE void rotate_query(const Arguments& args, const Query& query, int m, bool 
   if (lane == 0) store_f(base + QUERY_SUMS + 4 * m, total * (1.f / QUERY_UNIT));
 }
 
+// A block of loose tokens, of the sink or of slots of the tail.
+struct Loose {
+  bool sink;
+  int slots, start, sinks, sealed, oldest, length;
+  const u8 *numbers, *rotary;
+};
+
+// Whether a token stands in a slot: in one of the tail, the oldest that is not sealed and that the slot can be of.
+DEVICE bool stands(const Loose& loose, int slot) {
+  const int ahead = slot - loose.oldest;
+  const int token = loose.sink ? slot : loose.sealed + (ahead < 0 ? ahead + loose.slots : ahead) + loose.sinks;
+  return slot < loose.slots && token < loose.length;
+}
+
+DEVICE Loose loose_of(const Arguments& args, int i_block, int row, int sealed, int length) {
+  const int sinks = (args.sinks + LOOSE - 1) / LOOSE;
+  const bool sink = i_block < sinks;
+  const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
+  const long long at = (long long)row * slots + start;
+  return {sink, slots, start, args.sinks, sealed, sink ? 0 : sealed % slots, length,
+          (sink ? args.sink : args.tail) + at * (2 * WIDTH),
+          (sink ? args.sink_rotary : args.tail_rotary) + at * (2 * ROTARY)};
+}
+
+// One of four warps has its eight tokens of a block copied, zeros where none stands.
+DEVICE void copy_loose(const Arguments& args, const Loose& loose, u32 ring, int warp, int lane) {
+  const u32 aside = ring + ASIDE;
+#pragma unroll 1
+  for (int t = warp * 8; t < warp * 8 + 8; t++) {
+    const bool ok = stands(loose, loose.start + t);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const int column = lane + WARP * j;
+      copy_or_zero(aside + t * 1024 + ((column ^ (t & 7)) << 4), ok ? loose.numbers + t * 1024 + column * 16 : args.codes,
+                   ok);
+    }
+    if (lane < 8)
+      copy_or_zero(aside + LOOSE_ROTARY + t * 128 + ((lane ^ (t & 7)) << 4),
+                   ok ? loose.rotary + t * 128 + lane * 16 : args.codes, ok);
+  }
+}
+
 // The copying warps: each takes every fourth chunk of each unit, as soon as its slot is empty.
 DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const int (&end)[UNITS], int row, int warp,
-                       int lane) {
+                       int lane, int i_unit, int busy) {
   const u32 base = shared();
   const int* table = args.table + (long long)row * args.columns;
   int most = 0;
@@ -427,6 +472,13 @@ DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const i
       if (first[i] + k < end[i]) next[i] = (int)fetch(table + (first[i] + k) / OF_PAGE);
   };
   look(warp);
+  // Meanwhile, loose tokens of those units that have some: rows' first, so pages are not late elsewhere.
+#pragma unroll 1
+  for (int i = 0; i < UNITS && i_unit + i < busy; i++) {
+    const Loose loose = loose_of(args, i_unit + i, row, load(base + LENGTHS), load(base + LENGTHS + 4));
+    copy_loose(args, loose, base + RINGS + i * RING, warp, lane);
+    arrive_when_copied(base + LOOSE_FULL + 8 * i);
+  }
 #pragma unroll 1
   for (int k = warp; k < most; k += 4) {
     int pages[UNITS];
@@ -464,56 +516,11 @@ DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const i
   copies_done();
 }
 
-// A block of loose tokens, of the sink or of slots of the tail.
-struct Loose {
-  bool sink;
-  int slots, start, sinks, sealed, oldest, length;
-  const u8 *numbers, *rotary;
-};
-
-// Whether a token stands in a slot: in one of the tail, the oldest that is not sealed and that the slot can be of.
-DEVICE bool stands(const Loose& loose, int slot) {
-  const int ahead = slot - loose.oldest;
-  const int token = loose.sink ? slot : loose.sealed + (ahead < 0 ? ahead + loose.slots : ahead) + loose.sinks;
-  return slot < loose.slots && token < loose.length;
-}
-
-DEVICE Loose loose_of(const Arguments& args, int i_block, int row, int sealed, int length) {
-  const int sinks = (args.sinks + LOOSE - 1) / LOOSE;
-  const bool sink = i_block < sinks;
-  const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
-  const long long at = (long long)row * slots + start;
-  return {sink, slots, start, args.sinks, sealed, sink ? 0 : sealed % slots, length,
-          (sink ? args.sink : args.tail) + at * (2 * WIDTH),
-          (sink ? args.sink_rotary : args.tail_rotary) + at * (2 * ROTARY)};
-}
-
-// A warp has its eight tokens of a block copied, zeros where none stands.
-DEVICE void copy_loose(const Arguments& args, const Self& self, const Loose& loose) {
-  const int lane = self.lane;
-  const u32 aside = self.ring + ASIDE;
-#pragma unroll 1
-  for (int t = self.warp * 8; t < self.warp * 8 + 8; t++) {
-    const bool ok = stands(loose, loose.start + t);
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int column = lane + WARP * j;
-      copy_or_zero(aside + t * 1024 + ((column ^ (t & 7)) << 4), ok ? loose.numbers + t * 1024 + column * 16 : args.codes,
-                   ok);
-    }
-    if (lane < 8)
-      copy_or_zero(aside + LOOSE_ROTARY + t * 128 + ((lane ^ (t & 7)) << 4),
-                   ok ? loose.rotary + t * 128 + lane * 16 : args.codes, ok);
-  }
-}
-
 // A unit attends to a block that has been copied: eight tokens' logits a warp, then channels as of pages.
 DEVICE void attend_loose(Sums& sums, const Self& self, const Loose& loose) {
   const int lane = self.lane, warp = self.warp, start = loose.start;
   if (!of_any(stands(loose, start + lane))) return;
   const u32 base = shared(), aside = self.ring + ASIDE, meet_at = base + TOTALS + self.unit * 512 + 4 * self.row;
-  copies_done();
-  meet(1 + self.unit, 128);
   float s[4][4] = {};
   const u32 numbers = aside + (8 * warp + (lane & 7)) * 1024;
   const u32 rotaries = aside + LOOSE_ROTARY + (8 * warp + (lane & 7)) * 128;
@@ -1015,11 +1022,12 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     barrier_of(base + FULL + 8 * thread(), WARP);
     barrier_of(base + EMPTY + 8 * thread(), 4);
   }
+  if (thread() < UNITS) barrier_of(base + LOOSE_FULL + 8 * thread(), 128);
   if (thread() < 2 * UNITS) store(base + FLAGS + 4 * thread(), ~0u);
   meet_block();
   wait_for_grid();
   // Nobody waits for one answer before asking for what does not depend on it: counters, queries and, into the L2 cache,
-  // the table and loose tokens.
+  // the table.
   // Loose tokens go to a row's first units, a block of them each, which get fewer chunks.
   const int units = args.splits * UNITS;
   const int blocks = (args.sinks + LOOSE - 1) / LOOSE + (args.slots + LOOSE - 1) / LOOSE;
@@ -1031,8 +1039,9 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
   };
   // Each role is one branch: registers are given and taken by it.
   if (i_warp >= 4 * UNITS) {
-    if (UNITS == 3) fewer_registers<40>();
-    const int chunks = (int)(fetch(args.counters + 2 * args.rows + row) + TOKENS - 1) / TOKENS;
+    if (UNITS == 3) fewer_registers<56>();
+    const int sealed = fetch(args.counters + 2 * args.rows + row), length = fetch(args.counters + args.rows + row);
+    const int chunks = (sealed + TOKENS - 1) / TOKENS;
     // Which columns are needed depends on the counters, so all are; rows of more lines are long enough to hide one.
     if (i_warp == 4 * UNITS && args.columns <= 4096) {
 #pragma unroll 1
@@ -1044,7 +1053,14 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
       first[i] = first_of(split * UNITS + i, chunks);
       end[i] = first_of(split * UNITS + i + 1, chunks);
     }
-    copy_pages(args, first, end, row, i_warp % 4, lane);
+    // Each for itself, and all the same: the workers read them once they meet, these warps at once.
+    if (lane == 0) {
+      store(base + LENGTHS, sealed);
+      store(base + LENGTHS + 4, length);
+    }
+    meet_warp();
+    come_to_meet(MEET_ROTATED, THREADS);
+    copy_pages(args, first, end, row, i_warp % 4, lane, split * UNITS, busy);
     // All threads come to the cluster's barriers.
     arrive_cluster();
     wait_cluster();
@@ -1070,12 +1086,6 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
       const int m = i_warp + i * 4 * UNITS;
       ask(queries[i], q + 2 * m * args.head_stride, m < args.heads, lane);
     }
-    if (i_unit < busy) {
-      const int sealed = fetch(args.counters + 2 * args.rows + row), length = fetch(args.counters + args.rows + row);
-      copy_loose(args, self, loose_of(args, i_unit, row, sealed, length));
-    }
-    // By one thread, through shared memory: all lanes' registers would be filled, so waited for, before the rotation.
-    const u32 counter = thread() < 2 ? fetch(args.counters + (2 - thread()) * args.rows + row) : 0;
 #pragma unroll 1
     for (int m = i_warp; m < 16; m += 4 * UNITS) {
       rotate_query(args, queries[0], m, split * UNITS < busy, self.ring + ASIDE + ROTATED_AT + self.warp * ROTATING,
@@ -1083,8 +1093,7 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
 #pragma unroll
       for (int i = 0; i + 1 < ROUNDS; i++) queries[i] = queries[i + 1];
     }
-    if (thread() < 2) store(base + LENGTHS + 4 * thread(), counter);
-    meet(MEET_WORKERS, WORKERS);
+    meet(MEET_ROTATED, THREADS);
     const int sealed = load(base + LENGTHS), chunks = (sealed + TOKENS - 1) / TOKENS;
     Sums sums;
 #pragma unroll
@@ -1102,15 +1111,17 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
 #pragma unroll 1
       for (int i = i_unit; i < blocks; i += units) {
         const Loose loose = loose_of(args, i, row, sealed, length);
-        if (i != i_unit) {
+        if (i == i_unit) {
+          wait(base + LOOSE_FULL + 8 * self.unit, 0);
+        } else {
           meet(1 + self.unit, 128);
-          copy_loose(args, self, loose);
+          copy_loose(args, loose, self.ring, self.warp, lane);
+          copies_done();
+          meet(1 + self.unit, 128);
         }
         attend_loose(sums, self, loose);
       }
       as_codes(sums);
-      // Also where no token stood: nothing is copied into what pages take next.
-      copies_done();
       meet(1 + self.unit, 128);
     }
     if (lane >= (i_unit < busy ? EARLY : IN_FRONT) && lane < SLOTS) arrive(self.empty + 8 * lane);

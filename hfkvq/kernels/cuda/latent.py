@@ -53,7 +53,7 @@ class Build(NamedTuple):
         queries, slot = (WIDTH + ROTARY) // 16 * 512, 8 * self.tiles * 326 + 64
         loose = 32 * 2 * (WIDTH + ROTARY) + 4 * 4 * (WIDTH // 2 + 20)
         sums = (
-            (2 * queries + 16 * self.units * self.slots + 8 * self.units + 8 + 127) // 128 * 128 + 64 + 64 * self.units
+            (2 * queries + 16 * self.units * self.slots + 16 * self.units + 8 + 127) // 128 * 128 + 64 + 64 * self.units
         )
         return (sums + 512 * self.units + 127) // 128 * 128 + self.units * max(self.slots * slot, loose)
 

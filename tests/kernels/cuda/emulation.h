@@ -193,6 +193,12 @@ DEVICE void meet(int which, int threads) {
     while (meeting.generation == generation) next();
   }
 }
+DEVICE void come_to_meet(int which, int threads) {
+  Meeting& meeting = machine.meetings[own_rank()][which];
+  if (++meeting.arrived < threads) return;
+  meeting.arrived = 0;
+  meeting.generation++;
+}
 DEVICE void meet_block() { meet(0, machine.threads); }
 DEVICE void arrive_cluster() {
   machine.fibers[machine.current].cluster = machine.cluster.generation;
