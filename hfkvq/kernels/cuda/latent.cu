@@ -1061,6 +1061,9 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     meet_warp();
     come_to_meet(MEET_ROTATED, THREADS);
     copy_pages(args, first, end, row, i_warp % 4, lane, split * UNITS, busy);
+    meet(MEET_WORKERS, THREADS);
+#pragma unroll 1
+    for (int m = i_warp; m < args.heads; m += THREADS / WARP) join_units(m, lane);
     // All threads come to the cluster's barriers.
     arrive_cluster();
     wait_cluster();
@@ -1161,10 +1164,10 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     }
     meet(1 + self.unit, 128);
     hand_over(sums, self);
-    meet(MEET_WORKERS, WORKERS);
+    meet(MEET_WORKERS, THREADS);
     const int w = thread_again() / WARP, l = thread_again() % WARP;
 #pragma unroll 1
-    for (int m = w; m < args.heads; m += 4 * UNITS) join_units(m, l);
+    for (int m = w; m < args.heads; m += THREADS / WARP) join_units(m, l);
     arrive_cluster();
     wait_cluster();
     const int own_split = split_of_block(), ranks = 1 << args.cluster, rank = own_split & (ranks - 1);
