@@ -146,6 +146,7 @@ template <int N> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.syn
 template <int N> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 DEVICE float from_lane(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 DEVICE bool of_any(bool p) { return __any_sync(~0u, p); }
+DEVICE u32 of_each(bool p) { return __ballot_sync(~0u, p); }
 DEVICE u32 of_first(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE float power_of_two(float x) {
   float y;
@@ -438,19 +439,23 @@ DEVICE Loose loose_of(const Arguments& args, int i_block, int row, int sealed, i
 
 // One of four warps has its eight tokens of a block copied, zeros where none stands.
 DEVICE void copy_loose(const Arguments& args, const Loose& loose, u32 ring, int warp, int lane) {
-  const u32 aside = ring + ASIDE;
-#pragma unroll 1
-  for (int t = warp * 8; t < warp * 8 + 8; t++) {
-    const bool ok = stands(loose, loose.start + t);
+  const u32 all = of_each(stands(loose, loose.start + lane)) >> 8 * warp;
+  const u32 to = ring + ASIDE + warp * 8192, to_rotary = ring + ASIDE + LOOSE_ROTARY + warp * 1024;
+  const u8 *from = as_it_is(loose.numbers + warp * 8192 + lane * 16), *none = args.codes;
+  const u8* rotary = as_it_is(loose.rotary + warp * 1024 + lane * 16);
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int column = lane + WARP * j;
-      copy_or_zero(aside + t * 1024 + ((column ^ (t & 7)) << 4), ok ? loose.numbers + t * 1024 + column * 16 : args.codes,
-                   ok);
-    }
-    if (lane < 8)
-      copy_or_zero(aside + LOOSE_ROTARY + t * 128 + ((lane ^ (t & 7)) << 4),
-                   ok ? loose.rotary + t * 128 + lane * 16 : args.codes, ok);
+  for (int t = 0; t < 8; t++) {
+    const bool there = all >> t & 1;
+    const u32 at = to + t * 1024 + ((lane ^ t) << 4);
+    copy_or_zero(at, there ? from + t * 1024 : none, there);
+    copy_or_zero(at + 512, there ? from + t * 1024 + 512 : none, there);
+  }
+  // Rotary parts of four tokens at a time.
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int t = 4 * h + lane / 8;
+    const bool there = all >> t & 1;
+    copy_or_zero(to_rotary + t * 128 + ((lane % 8 ^ t) << 4), there ? rotary + h * 512 : none, there);
   }
 }
 

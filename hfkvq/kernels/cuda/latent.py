@@ -61,7 +61,7 @@ class Build(NamedTuple):
 LARGE = Build(3, 6, 4)
 """One block on each multiprocessor of 228 KB, twelve warps that compute."""
 
-WEIGHT = 2
+WEIGHT = 4
 """Chunks that take as long as a block of loose tokens."""
 
 START = 512

@@ -227,16 +227,17 @@ DEVICE float from_lane(float x, int mask) {
   meet_warp();
   return cast<float>(found);
 }
-DEVICE bool of_any(bool p) {
+DEVICE Word of_each(bool p) {
   Warp& warp = own_warp();
   warp.in[own_lane()][0] = p;
   together(7, [](Warp& w) {
     Word all = 0;
-    for (int i = 0; i < 32; i++) all |= w.in[i][0];
+    for (int i = 0; i < 32; i++) all |= w.in[i][0] << i;
     for (int i = 0; i < 32; i++) w.out[i][0] = all;
   });
   return warp.out[own_lane()][0];
 }
+DEVICE bool of_any(bool p) { return of_each(p); }
 DEVICE Word of_first(Word x) {
   Warp& warp = own_warp();
   warp.in[own_lane()][0] = x;
