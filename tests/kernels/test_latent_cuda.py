@@ -198,12 +198,12 @@ def test_clusters_that_do_not_fit_are_not_chosen():
 
 def test_what_is_served():
     form = StoreFormat.parse("ls32;k512;v0;4t512p128/8t64p128")
-    assert serves(form, 512, 64, torch.bfloat16, 1, 16)
-    assert not serves(form, 512, 64, torch.bfloat16, 2, 16)
-    assert not serves(form, 512, 64, torch.bfloat16, 1, 32)
-    assert not serves(form, 512, 64, torch.float32, 1, 16)
-    assert not serves(StoreFormat.parse("ls32;k512;v0;4t128p128/8t64p128"), 512, 64, torch.bfloat16, 1, 16)
-    assert not serves(StoreFormat.parse("ls32;k66048;v0;4t512p128/8t64p128"), 512, 64, torch.bfloat16, 1, 16)
+    assert serves(form, 16, 512, 64, torch.bfloat16, 1)
+    assert not serves(form, 16, 512, 64, torch.bfloat16, 2)
+    assert not serves(form, 32, 512, 64, torch.bfloat16, 1)
+    assert not serves(form, 16, 512, 64, torch.float32, 1)
+    assert not serves(StoreFormat.parse("ls32;k512;v0;4t128p128/8t64p128"), 16, 512, 64, torch.bfloat16, 1)
+    assert not serves(StoreFormat.parse("ls32;k66048;v0;4t512p128/8t64p128"), 16, 512, 64, torch.bfloat16, 1)
 
 
 class Emulated:
