@@ -182,9 +182,10 @@ RESIDENT = {1: 132, 2: 66, 4: 32, 8: 16}
 
 
 def test_splits_fill_the_gpu():
-    """One wave of blocks, as many as there are multiprocessors or nearly so."""
+    """One wave of blocks, as many as there are multiprocessors or nearly so; fewer where the row is short."""
     assert splits_of(32, 32768, RESIDENT) == (4, 4)
-    assert splits_of(1, 131072, RESIDENT) == (128, 8)
+    assert splits_of(1, 131072, RESIDENT) == (112, 8)
+    assert splits_of(1, 8192, RESIDENT) == (48, 8)
     assert splits_of(1000, 32768, RESIDENT) == (1, 1)
     # Of rows that leave half of it idle, more and shorter blocks.
     assert splits_of(70, 32768, RESIDENT)[0] > 1

@@ -377,15 +377,9 @@ def latents():
         pytest.skip("Triton is not installed")
     from hfkvq.kernels.triton.warm import Order
 
-    return [
-        Order(
-            warm.normal(layer_plan(get_scheme(name), LayerShape(16, 1, 512, rope_dim=64), torch.bfloat16)),
-            16,
-            None,
-            False,
-        )
-        for name in ("latent-4", "latent-8")
-    ]
+    shape = LayerShape(16, 1, 512, rope_dim=64)
+    plans = [layer_plan(get_scheme(name), shape, torch.bfloat16) for name in ("latent-4", "latent-8")]
+    return [Order(warm.normal(plan), 16, None, False) for plan in plans]
 
 
 def test_what_is_not_tritons_is_there_before_a_step_is_captured(latents, monkeypatch):
@@ -453,11 +447,11 @@ class OnItsWay:
 
 
 @pytest.mark.parametrize("module", ["hadamard", "seal"])
-def test_the_reference_stands_in_for_a_kernel_that_is_not_there(module, monkeypatch):
+def test_the_reference_stands_in_for_a_kernel_that_is_not_there(module, triton_backend, monkeypatch):
     used = []
     run = dispatch._LAUNCHERS["hadamard"]
     monkeypatch.setitem(dispatch._LAUNCHERS, "hadamard", lambda *args: used.append(1) or run(*args))
-    x = torch.randn(4, 64)
+    x = torch.randn(4, 64, device=triton_backend)
     monkeypatch.setattr(dispatch, "compiling", [OnItsWay(module)])
     with kernels.use_interpreter():
         assert not dispatch.launches(x)

@@ -75,7 +75,7 @@ def _latents(order: Order) -> tuple[StoreFormat, int, int, int, torch.dtype] | N
 
 
 def _load_cuda(order: Order, device: torch.device) -> None:
-    """Compiles and loads the kernel in CUDA C++ if steps will launch it: it cannot be loaded while they are captured."""
+    """Compiles and loads the kernel in CUDA C++ if steps will launch it: not while they are captured."""
     latents = _latents(order)
     if latents is not None and cuda_serves(*latents, device):
         cuda.get_ready(latents[-1], device)
