@@ -231,7 +231,8 @@ constexpr int ROTATED_AT = LOOSE_PROBS, LOOSE_BYTES = ROTATED_AT + 4 * ROTATING;
 // Warps join queries in slices of 128 channels: so many in global memory, what they are relative to, and their total.
 constexpr int SLICES = 4, PART = WIDTH / SLICES + 4;
 // Sums are relative to the greatest logit, and are not rescaled until one exceeds it by more than this, in units of ln 2:
-// a probability is 16 at most, and its scale's product a number of f16 for all scales up to 4,094.
+// a probability is 16 at most, and its scale's product a number of f16 for all scales up to 4,094. What they are relative
+// to is rounded up to a whole number, so that rescaling is exact, also of probabilities in f16.
 constexpr float ROOM = 4.f;
 // Stands for a maximum of nothing in differences, which are numbers then.
 constexpr float LEAST = -3e38f;
@@ -552,7 +553,7 @@ DEVICE void attend_loose(Sums& sums, const Self& self, const Loose& loose) {
     float most = greater(s[0][2 * h], s[0][2 * h + 1]);
     most = greater(most, from_lane(most, 1));
     most = greater(most, from_lane(most, 2));
-    const float top = greater(sums.top[h], most), relative = greater(top, LEAST);
+    const float top = greater(sums.top[h], ceilf(most)), relative = greater(top, LEAST);
     p[2 * h] = power_of_two(s[0][2 * h] - relative);
     p[2 * h + 1] = power_of_two(s[0][2 * h + 1] - relative);
     sums.total[h] = sums.total[h] * power_of_two(sums.own_top[h] - relative) + p[2 * h] + p[2 * h + 1];
@@ -724,8 +725,8 @@ DEVICE void probabilities(Sums& sums, const Self& self, u32 slot, int left, u32 
     m1 = greater(m1, from_lane(m1, 1));
     m0 = greater(m0, from_lane(m0, 2));
     m1 = greater(m1, from_lane(m1, 2));
-    top0 = greater(top0, m0);
-    top1 = greater(top1, m1);
+    top0 = greater(top0, ceilf(m0));
+    top1 = greater(top1, ceilf(m1));
   }
   const float r0 = greater(top0, LEAST), r1 = greater(top1, LEAST);
   if (of_any(top0 != sums.own_top[0] || top1 != sums.own_top[1])) {
@@ -757,9 +758,19 @@ DEVICE void probabilities(Sums& sums, const Self& self, u32 slot, int left, u32 
   }
   // Over the rotary parts, each lane where it read them; as left operand of sixteen tokens.
 #pragma unroll
-  for (int i = 0; i < TILES / 2; i++)
-    store4(slot + SLOT_ROTARY + i * 512 + lane * 16, to_f16(s[2 * i][0], s[2 * i][1]), to_f16(s[2 * i][2], s[2 * i][3]),
-           to_f16(s[2 * i + 1][0], s[2 * i + 1][1]), to_f16(s[2 * i + 1][2], s[2 * i + 1][3]));
+  for (int i = 0; i < TILES / 2; i++) {
+    u32 p[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float low = s[2 * i + j / 2][2 * (j & 1)], high = s[2 * i + j / 2][2 * (j & 1) + 1];
+      p[j] = to_f16(low, high);
+      if (BF16) continue;
+      // Codes are 7.5 on average, where numbers are next to 0: what rounding takes from that goes to the minima.
+      const Pair rounded = from_f16(p[j]);
+      sums.low[j & 1] += 7.5f * ((low - rounded.x) + (high - rounded.y));
+    }
+    store4(slot + SLOT_ROTARY + i * 512 + lane * 16, p[0], p[1], p[2], p[3]);
+  }
   if (column == 0) {
     store_f(slot + SLOT_TOPS + 4 * row, top0);
     store_f(slot + SLOT_TOPS + 32 + 4 * row, top1);
