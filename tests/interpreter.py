@@ -91,15 +91,17 @@ def _remember_shapes() -> None:
     wrapped: dict[int, tuple[Any, ...]] = {}
 
     def tensor(self: Any, handle: Any, type: tl.dtype) -> None:
-        shape = type.shape if isinstance(type, tl.block_type) else None
-        known = wrapped.get(id(shape))
+        known = type.__dict__.get("_of_tensors")
         if known is None:
-            make_tensor(self, handle, type)
-            # With the shape, so that its id stays its own.
-            wrapped[id(shape)] = self.shape, self.numel, shape
-        else:
-            self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel, _ = known
+            shape = type.shape if isinstance(type, tl.block_type) else None
+            known = wrapped.get(id(shape))
+            if known is None:
+                make_tensor(self, handle, type)
+                # With the shape, so that its id stays its own.
+                known = wrapped[id(shape)] = self.shape, self.numel, shape
+            known = type._of_tensors = known[0], known[1], type.scalar
+        self.handle, self.type = handle, type
+        self.shape, self.numel, self.dtype = known
 
     def same_name(self: tl.dtype, other: Any) -> bool:
         return self.name == other.name if type(other) is tl.dtype else equal(self, other)
@@ -124,7 +126,7 @@ def _remember_types() -> None:
     blocks: dict[tuple[str, int], tuple[tl.block_type, Any]] = {}
     arrays = {f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
     arrays |= {"int1": np.dtype(bool)} | {f"fp{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)}
-    numbers = (int, float, bool)
+    numbers, whole = (int, float, bool), tl.block_type
 
     def block(element: tl.dtype, shape: Any) -> tl.block_type:
         if type(element) is not tl.dtype:
@@ -146,7 +148,8 @@ def _remember_types() -> None:
 
     def of_one_shape(self: TritonSemantic, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
         """Both are said to have it; the data of one at least has it only once they are computed with."""
-        one, two = (x.type.shape if type(x.type) is tl.block_type else None for x in (lhs, rhs))
+        one, two = lhs.type, rhs.type
+        one, two = one.shape if type(one) is whole else None, two.shape if type(two) is whole else None
         if one is two:
             return lhs, rhs
         known = shapes.get((id(one), id(two)))
