@@ -181,9 +181,10 @@ RESIDENT = {1: 132, 2: 66, 4: 32, 8: 16}
 
 
 def test_splits_fill_the_gpu():
-    """One wave of blocks, as many as there are multiprocessors or nearly so."""
+    """One wave of blocks, as many as there are multiprocessors or nearly so; fewer where the row is short."""
     assert splits_of(32, 32768, RESIDENT) == (4, 4)
-    assert splits_of(1, 131072, RESIDENT) == (128, 8)
+    assert splits_of(1, 131072, RESIDENT) == (112, 8)
+    assert splits_of(1, 8192, RESIDENT) == (48, 8)
     assert splits_of(1000, 32768, RESIDENT) == (1, 1)
     # Of rows that leave half of it idle, more and shorter blocks.
     assert splits_of(70, 32768, RESIDENT)[0] > 1
@@ -197,12 +198,12 @@ def test_clusters_that_do_not_fit_are_not_chosen():
 
 def test_what_is_served():
     form = StoreFormat.parse("ls32;k512;v0;4t512p128/8t64p128")
-    assert serves(form, 512, 64, torch.bfloat16, 1, 16)
-    assert not serves(form, 512, 64, torch.bfloat16, 2, 16)
-    assert not serves(form, 512, 64, torch.bfloat16, 1, 32)
-    assert not serves(form, 512, 64, torch.float32, 1, 16)
-    assert not serves(StoreFormat.parse("ls32;k512;v0;4t128p128/8t64p128"), 512, 64, torch.bfloat16, 1, 16)
-    assert not serves(StoreFormat.parse("ls32;k66048;v0;4t512p128/8t64p128"), 512, 64, torch.bfloat16, 1, 16)
+    assert serves(form, 16, 512, 64, torch.bfloat16, 1)
+    assert not serves(form, 16, 512, 64, torch.bfloat16, 2)
+    assert not serves(form, 32, 512, 64, torch.bfloat16, 1)
+    assert not serves(form, 16, 512, 64, torch.float32, 1)
+    assert not serves(StoreFormat.parse("ls32;k512;v0;4t128p128/8t64p128"), 16, 512, 64, torch.bfloat16, 1)
+    assert not serves(StoreFormat.parse("ls32;k66048;v0;4t512p128/8t64p128"), 16, 512, 64, torch.bfloat16, 1)
 
 
 class Emulated:

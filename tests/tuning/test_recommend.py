@@ -1,6 +1,7 @@
 """`hfkvq recommend`: what fits, what it loses, and the one that is chosen."""
 
 import json
+import sys
 from functools import partial
 
 import pytest
@@ -96,7 +97,13 @@ class TestCommand:
         assert max(map(len, lines[:-3])) <= 79
         assert "of 4,096 tokens; bf16 holds none" in lines[-3]
 
-    def test_a_folder_with_a_config_alone_as_json(self, tmp_path):
+    @pytest.mark.parametrize("server", [True, False])
+    def test_a_folder_with_a_config_alone_as_json(self, server, tmp_path, monkeypatch):
+        """Transformers before 5.19 has no server to recommend."""
+        if server:
+            pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
+        else:
+            monkeypatch.setitem(sys.modules, "hfkvq.serving.engine", None)
         config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2}
         config |= {"num_key_value_heads": 1, "vocab_size": 64, "intermediate_size": 256, "dtype": "bfloat16"}
         (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 65536}))
@@ -107,7 +114,8 @@ class TestCommand:
         assert found["context"] == 32768
         assert [each["name"] for each in found["caches"]] == ["bf16", "kitty", DEFAULT_SCHEME]
         assert found["recommended"]["python"] == "cache = MixedKVCache(model.config)"
-        assert found["recommended"]["command"] == f"hfkvq serve --model {tmp_path} --scheme {DEFAULT_SCHEME}"
+        verb, option = ("serve", "scheme") if server else ("demo", "schemes")
+        assert found["recommended"]["command"] == f"hfkvq {verb} --model {tmp_path} --{option} {DEFAULT_SCHEME}"
 
     def test_with_a_text(self, tmp_path, monkeypatch):
         """The candidates that fit are measured, and the floor; what is measured decides."""

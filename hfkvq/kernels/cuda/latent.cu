@@ -8,8 +8,9 @@
 //
 // A row's blocks are whole clusters. They join their sums in shared memory: each rotates its own back, and after a
 // cluster barrier each joins a share of the queries, reading the others' shared memory; nobody leaves before a second
-// one. So a cluster that is all of its row writes the result. Clusters of a longer row write sums, and of each slice of
-// a query the last warp to have done so joins them, whoever it is: always in one order, so that results are the same.
+// one. So a cluster that is all of its row writes the result. Clusters of a longer row write sums, and of the blocks
+// with the same share the last to have done so joins them, whichever it is: always in one order, so that results are the
+// same.
 //
 // Codes are never converted: a masked word is a pair of f16 numbers, subnormal ones, which tensor cores take at full
 // speed. Of a word's four fields two bytes are taken whole: x = f0 + 16 f1 and f0 are two operands for one mask each, as
@@ -27,6 +28,11 @@ using u32 = unsigned int;
 struct Pair { float x, y; };
 DEVICE int thread() { return threadIdx.x; }
 // Asked again where they are needed again, which takes no register meanwhile.
+DEVICE int thread_again() {
+  int x;
+  asm volatile("mov.u32 %0, %tid.x;" : "=r"(x));
+  return x;
+}
 DEVICE int split_of_block() {
   int x;
   asm volatile("mov.u32 %0, %ctaid.x;" : "=r"(x));
@@ -131,12 +137,16 @@ DEVICE void wait(u32 barrier, u32 parity) {
       ::"r"(barrier), "r"(parity) : "memory");
 }
 DEVICE void meet(int barrier, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+DEVICE void come_to_meet(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 DEVICE void meet_block() { __syncthreads(); }
 DEVICE void meet_warp() { __syncwarp(); }
 template <int N> DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 DEVICE float from_lane(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 DEVICE bool of_any(bool p) { return __any_sync(~0u, p); }
+DEVICE u32 of_each(bool p) { return __ballot_sync(~0u, p); }
 DEVICE u32 of_first(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE float power_of_two(float x) {
   float y;
@@ -210,18 +220,18 @@ DEVICE float infinity() { return __int_as_float(0x7f800000); }
 constexpr int WARP = 32, PAGE = 128, WIDTH = 512, ROTARY = 64;
 // Queries as products take them: steps of 16 channels, of 512 bytes each.
 constexpr int QUERIES = (WIDTH + ROTARY) / 16 * 512;
-// A query while it is rotated, with room to be shifted.
-constexpr int ROTATING = WIDTH * 4 + 128;
+// Half of a query while it is rotated, with room to be shifted.
+constexpr int ROTATING = (WIDTH / 2 + 20) * 4;
 // Sums of a unit while a block joins them: rows are padded against bank conflicts.
 constexpr int SUM_ROW = (WIDTH + 8) * 4, SUM_BYTES = 16 * SUM_ROW;
 // What is loose is attended to by so many tokens at a time: numbers, rotary parts, probabilities.
 constexpr int LOOSE = 32, LOOSE_ROTARY = LOOSE * 2 * WIDTH, LOOSE_PROBS = LOOSE_ROTARY + LOOSE * 2 * ROTARY;
-constexpr int LOOSE_BYTES = LOOSE_PROBS + LOOSE * 32;
+// Queries are rotated behind them, where probabilities stand later.
+constexpr int ROTATED_AT = LOOSE_PROBS, LOOSE_BYTES = ROTATED_AT + 4 * ROTATING;
 // Warps join queries in slices of 128 channels: so many in global memory, what they are relative to, and their total.
 constexpr int SLICES = 4, PART = WIDTH / SLICES + 4;
-// Blocks of a cluster at most, and clusters whose parts are asked for at a time: those of one row fill a GPU.
-constexpr int BLOCKS = 8, CLUSTERS = 16;
-// Sums are relative to so much more than the greatest logit, in units of ln 2, and are not rescaled until one exceeds it.
+// Sums are relative to the greatest logit, and are not rescaled until one exceeds it by more than this, in units of ln 2:
+// a probability is 16 at most, and its scale's product a number of f16 for all scales up to 4,094.
 constexpr float ROOM = 4.f;
 // Stands for a maximum of nothing in differences, which are numbers then.
 constexpr float LEAST = -3e38f;
@@ -235,14 +245,16 @@ constexpr int TOKENS = 8 * TILES, OF_PAGE = PAGE / TOKENS;
 constexpr int SLOT_ROTARY = TOKENS * 256, SLOT_META = TOKENS * 320, SLOT_TOPS = TOKENS * 326, SLOT = SLOT_TOPS + 64;
 constexpr int RING = SLOTS * SLOT > LOOSE_BYTES ? SLOTS * SLOT : LOOSE_BYTES;
 constexpr int WHOLE_QUERIES = QUERIES, FULL = 2 * QUERIES, EMPTY = FULL + 8 * UNITS * SLOTS;
-constexpr int FLAGS = EMPTY + 8 * UNITS * SLOTS, LENGTHS = FLAGS + 8 * UNITS;
+constexpr int LOOSE_FULL = EMPTY + 8 * UNITS * SLOTS, FLAGS = LOOSE_FULL + 8 * UNITS, LENGTHS = FLAGS + 8 * UNITS;
 constexpr int QUERY_SUMS = (LENGTHS + 8 + 127) / 128 * 128;
 constexpr int TOPS = QUERY_SUMS + 64, TOTALS = TOPS + 64 * UNITS;
 constexpr int RINGS = (TOTALS + 512 * UNITS + 127) / 128 * 128, SHARED = RINGS + UNITS * RING;
-// Queries are rotated, and loose tokens attended to, in the end of a ring; pages fill its first slots meanwhile.
-constexpr int EARLY = (RING - LOOSE_BYTES) / SLOT < SLOTS ? (RING - LOOSE_BYTES) / SLOT : SLOTS, ASIDE = EARLY * SLOT;
-constexpr int WORKERS = 128 * UNITS, THREADS = WORKERS + 128, MEET_WORKERS = 8;
-static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && LOOSE_BYTES >= 4 * ROTATING && UNITS < MEET_WORKERS, "room");
+// Loose tokens are attended to, and queries rotated, in the end of a ring; pages fill its first slots meanwhile: EARLY of
+// them, or where a unit has no loose tokens, those in front of the queries.
+constexpr int EARLY = (RING - LOOSE_BYTES) / SLOT, ASIDE = EARLY * SLOT, IN_FRONT = (ASIDE + ROTATED_AT) / SLOT;
+constexpr int WORKERS = 128 * UNITS, THREADS = WORKERS + 128, MEET_WORKERS = 8, MEET_ROTATED = 9;
+static_assert(SHARED <= 232448 && LOOSE_BYTES >= SUM_BYTES && 4 * ROTATING >= LOOSE * 32 && UNITS < MEET_WORKERS, "room");
+static_assert(IN_FRONT <= SLOTS, "slots in front of the queries");
 static_assert(TILES == 2 || TILES == 4, "products take sixteen tokens");
 
 struct Arguments {
@@ -251,7 +263,7 @@ struct Arguments {
   const u8 *codes, *scale, *zero, *rotary, *rotary_scale;
   const u8 *sink, *sink_rotary, *tail, *tail_rotary;
   u8* out;
-  // Of rows with several clusters: parts to write, and for each slice of a query how many have been written, 0 now.
+  // Of rows with several clusters: parts to write, and for each of a cluster's blocks how many have written theirs, 0 now.
   float* part;
   u32* arrived;
   const u8* logits;  // that join the denominators, in turns; null for none
@@ -336,16 +348,26 @@ DEVICE void rotate_query(const Arguments& args, const Query& query, int m, bool 
     const float other = from_lane(v[i], 2);
     v[i] = lane & 2 ? other - v[i] : v[i] + other;
   }
+  // In the lane from here: bits 0, 3, 7 and 8, that is a pair, halves of a step and the field; by lanes: bits 1, 2, 4, 5
+  // and 6. Half of the lanes take what has bit 6 and half what has not, one after the other, so room is half a query's.
   // Bits 7 and 8 move numbers to banks that the other bits leave free.
-  const u32 aside = scratch + 4 * (from + (lane >> 1 & 4) + (lane & 16));
+  const u32 aside = scratch + 4 * ((from & 15) + (from >> 7) * 64 + (lane >> 1 & 4) + (lane & 16));
+  const u32 back = scratch + 4 * ((lane & 3) << 1 | (lane & 12) << 2);
+  float w[16];
 #pragma unroll
-  for (int i = 0; i < 16; i++) store_f(aside + 4 * ((i & 1) << 2 | (i & 14) << 3), v[i]);
-  meet_warp();
-  // In the lane: bits 0, 3, 7 and 8, that is a pair, halves of a step and the field; by lanes: bits 1, 2, 4, 5 and 6.
-  const int to = (lane & 3) << 1 | (lane & 28) << 2;
+  for (int half = 0; half < 2; half++) {
 #pragma unroll
-  for (int i = 0; i < 8; i++)
-    load2_f(v[2 * i], v[2 * i + 1], scratch + 4 * (to + ((i & 1) << 3 | (i & 6) << 6) + ((i & 2) << 1 | (i & 4) << 2)));
+    for (int i = 0; i < 8; i++) store_f(aside + 4 * ((i & 1) << 2 | (i & 6) << 3), v[8 * half + i]);
+    meet_warp();
+    if (lane / 16 == half) {
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        load2_f(w[2 * i], w[2 * i + 1], back + 4 * (((i & 1) << 3 | (i & 6) << 5) + ((i & 2) << 1 | (i & 4) << 2)));
+    }
+    meet_warp();
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i++) v[i] = w[i];
   butterflies(v);
 #pragma unroll
   for (int i = 0; i < 16; i++) v[i] *= args.scaling * NORM;
@@ -392,9 +414,55 @@ DEVICE void rotate_query(const Arguments& args, const Query& query, int m, bool 
   if (lane == 0) store_f(base + QUERY_SUMS + 4 * m, total * (1.f / QUERY_UNIT));
 }
 
+// A block of loose tokens, of the sink or of slots of the tail.
+struct Loose {
+  bool sink;
+  int slots, start, sinks, sealed, oldest, length;
+  const u8 *numbers, *rotary;
+};
+
+// Whether a token stands in a slot: in one of the tail, the oldest that is not sealed and that the slot can be of.
+DEVICE bool stands(const Loose& loose, int slot) {
+  const int ahead = slot - loose.oldest;
+  const int token = loose.sink ? slot : loose.sealed + (ahead < 0 ? ahead + loose.slots : ahead) + loose.sinks;
+  return slot < loose.slots && token < loose.length;
+}
+
+DEVICE Loose loose_of(const Arguments& args, int i_block, int row, int sealed, int length) {
+  const int sinks = (args.sinks + LOOSE - 1) / LOOSE;
+  const bool sink = i_block < sinks;
+  const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
+  const long long at = (long long)row * slots + start;
+  return {sink, slots, start, args.sinks, sealed, sink ? 0 : sealed % slots, length,
+          (sink ? args.sink : args.tail) + at * (2 * WIDTH),
+          (sink ? args.sink_rotary : args.tail_rotary) + at * (2 * ROTARY)};
+}
+
+// One of four warps has its eight tokens of a block copied, zeros where none stands.
+DEVICE void copy_loose(const Arguments& args, const Loose& loose, u32 ring, int warp, int lane) {
+  const u32 all = of_each(stands(loose, loose.start + lane)) >> 8 * warp;
+  const u32 to = ring + ASIDE + warp * 8192, to_rotary = ring + ASIDE + LOOSE_ROTARY + warp * 1024;
+  const u8 *from = as_it_is(loose.numbers + warp * 8192 + lane * 16), *none = args.codes;
+  const u8* rotary = as_it_is(loose.rotary + warp * 1024 + lane * 16);
+#pragma unroll
+  for (int t = 0; t < 8; t++) {
+    const bool there = all >> t & 1;
+    const u32 at = to + t * 1024 + ((lane ^ t) << 4);
+    copy_or_zero(at, there ? from + t * 1024 : none, there);
+    copy_or_zero(at + 512, there ? from + t * 1024 + 512 : none, there);
+  }
+  // Rotary parts of four tokens at a time.
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const int t = 4 * h + lane / 8;
+    const bool there = all >> t & 1;
+    copy_or_zero(to_rotary + t * 128 + ((lane % 8 ^ t) << 4), there ? rotary + h * 512 : none, there);
+  }
+}
+
 // The copying warps: each takes every fourth chunk of each unit, as soon as its slot is empty.
 DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const int (&end)[UNITS], int row, int warp,
-                       int lane) {
+                       int lane, int i_unit, int busy) {
   const u32 base = shared();
   const int* table = args.table + (long long)row * args.columns;
   int most = 0;
@@ -410,6 +478,13 @@ DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const i
       if (first[i] + k < end[i]) next[i] = (int)fetch(table + (first[i] + k) / OF_PAGE);
   };
   look(warp);
+  // Meanwhile, loose tokens of those units that have some: rows' first, so pages are not late elsewhere.
+#pragma unroll 1
+  for (int i = 0; i < UNITS && i_unit + i < busy; i++) {
+    const Loose loose = loose_of(args, i_unit + i, row, load(base + LENGTHS), load(base + LENGTHS + 4));
+    copy_loose(args, loose, base + RINGS + i * RING, warp, lane);
+    arrive_when_copied(base + LOOSE_FULL + 8 * i);
+  }
 #pragma unroll 1
   for (int k = warp; k < most; k += 4) {
     int pages[UNITS];
@@ -447,54 +522,16 @@ DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const i
   copies_done();
 }
 
-// Loose tokens of a unit's first block are on their way to the L2 cache before it is known which of them there are.
-DEVICE void prefetch_loose(const Arguments& args, const Self& self, int i_block, int row) {
-  const int sinks = (args.sinks + LOOSE - 1) / LOOSE, at = self.warp * WARP + self.lane;
-  const bool sink = i_block < sinks;
-  const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
-  const int here = slots - start < LOOSE ? slots - start : LOOSE;
-  const u8* from = (sink ? args.sink : args.tail) + ((long long)row * slots + start) * (2 * WIDTH);
-  const u8* rotary = (sink ? args.sink_rotary : args.tail_rotary) + ((long long)row * slots + start) * (2 * ROTARY);
-#pragma unroll 1
-  for (int i = at; i < here * (2 * WIDTH / 128); i += 128) prefetch(from + i * 128);
-  if (at < here) prefetch(rotary + at * 128);
-}
-
-// A block of loose tokens, of the sink or of slots of the tail: eight tokens' logits a warp, then channels as of pages.
-DEVICE void attend_loose(const Arguments& args, Sums& sums, const Self& self, int i_block, int row) {
-  const int lane = self.lane, warp = self.warp, sinks = (args.sinks + LOOSE - 1) / LOOSE;
-  const int sealed = load(shared() + LENGTHS), length = load(shared() + LENGTHS + 4);
-  const bool sink = i_block < sinks;
-  const int slots = sink ? args.sinks : args.slots, start = (sink ? i_block : i_block - sinks) * LOOSE;
-  // Which token stands in a slot of the ring: the oldest that is not sealed and that the slot can be of.
-  auto there = [&](int slot) {
-    if (slot >= slots) return false;
-    const int W = args.slots;
-    return (sink ? slot : sealed + (slot - sealed % W + W) % W + args.sinks) < length;
-  };
-  if (!of_any(there(start + lane))) return;
+// A unit attends to a block that has been copied: eight tokens' logits a warp, then channels as of pages.
+DEVICE void attend_loose(Sums& sums, const Self& self, const Loose& loose) {
+  const int lane = self.lane, warp = self.warp, start = loose.start;
+  if (!of_any(stands(loose, start + lane))) return;
   const u32 base = shared(), aside = self.ring + ASIDE, meet_at = base + TOTALS + self.unit * 512 + 4 * self.row;
-  meet(1 + self.unit, 128);
-  const u8* from = (sink ? args.sink : args.tail) + ((long long)row * slots + start) * (2 * WIDTH);
-  const u8* rotary = (sink ? args.sink_rotary : args.tail_rotary) + ((long long)row * slots + start) * (2 * ROTARY);
-#pragma unroll 1
-  for (int t = warp * 8; t < warp * 8 + 8; t++) {
-    const bool ok = there(start + t);
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      const int column = lane + WARP * j;
-      copy_or_zero(aside + t * 1024 + ((column ^ (t & 7)) << 4), ok ? from + t * 1024 + column * 16 : args.codes, ok);
-    }
-    if (lane < 8)
-      copy_or_zero(aside + LOOSE_ROTARY + t * 128 + ((lane ^ (t & 7)) << 4),
-                   ok ? rotary + t * 128 + lane * 16 : args.codes, ok);
-  }
-  copies_done();
-  meet(1 + self.unit, 128);
   float s[4][4] = {};
   const u32 numbers = aside + (8 * warp + (lane & 7)) * 1024;
   const u32 rotaries = aside + LOOSE_ROTARY + (8 * warp + (lane & 7)) * 128;
-#pragma unroll
+  // A third of it at a time: what runs once waits for its instructions longer than for their results.
+#pragma unroll 6
   for (int j = 0; j < 18; j++) {
     u32 a[4], b[4];
     load_matrices(b, j < 16 ? numbers + (((4 * j + (lane >> 3)) ^ (lane & 7)) << 4)
@@ -507,8 +544,8 @@ DEVICE void attend_loose(const Arguments& args, Sums& sums, const Self& self, in
   }
 #pragma unroll
   for (int j = 0; j < 4; j++) s[0][j] = (s[0][j] + s[1][j]) + (s[2][j] + s[3][j]);
-  if (!there(start + 8 * warp + 2 * self.column)) s[0][0] = s[0][2] = -infinity();
-  if (!there(start + 8 * warp + 2 * self.column + 1)) s[0][1] = s[0][3] = -infinity();
+  if (!stands(loose, start + 8 * warp + 2 * self.column)) s[0][0] = s[0][2] = -infinity();
+  if (!stands(loose, start + 8 * warp + 2 * self.column + 1)) s[0][1] = s[0][3] = -infinity();
   float p[4];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -682,13 +719,13 @@ DEVICE void probabilities(Sums& sums, const Self& self, u32 slot, int left, u32 
     m1 = greater(m1, greater(s[t][2], s[t][3]));
   }
   float top0 = sums.top[0], top1 = sums.top[1];
-  if (of_any(m0 > top0 || m1 > top1)) {
+  if (of_any(m0 > top0 + ROOM || m1 > top1 + ROOM)) {
     m0 = greater(m0, from_lane(m0, 1));
     m1 = greater(m1, from_lane(m1, 1));
     m0 = greater(m0, from_lane(m0, 2));
     m1 = greater(m1, from_lane(m1, 2));
-    top0 = greater(top0, m0 + ROOM);
-    top1 = greater(top1, m1 + ROOM);
+    top0 = greater(top0, m0);
+    top1 = greater(top1, m1);
   }
   const float r0 = greater(top0, LEAST), r1 = greater(top1, LEAST);
   if (of_any(top0 != sums.own_top[0] || top1 != sums.own_top[1])) {
@@ -894,59 +931,8 @@ template <int N> DEVICE void fold(Joined& joined, const Joined (&parts)[N]) {
   }
 }
 
-// One warp joins a slice of query m: of its cluster's blocks, then of the row's clusters if it is the last to come.
-//
-// The first reads what other blocks stored before they arrived at the cluster's barrier (release) and this one passed it
-// (acquire). The second is the usual chain: all lanes put their part and meet, lane 0 fences (release) and counts; who
-// counts last fences too (acquire), and its lanes meet before they read, past the L1 cache. The counter is 0 again after
-// the last: the next launch, which waits for the end of this one before it counts, finds it so.
-//
-// `last`: the warp reads no more of other blocks, which may end then.
-DEVICE void join_blocks(const Arguments& args, int m, int slice, int row, int group, bool last, int lane) {
-  const u32 base = shared(), from = base + RINGS + m * SUM_ROW + slice * (WIDTH / SLICES * 4) + (lane ^ lane / 8) * 16;
-  const int slices = args.heads * SLICES, own = m * SLICES + slice, groups = args.splits >> args.cluster;
-  Joined joined = {{0, 0, 0, 0}, -infinity(), 0}, parts[BLOCKS];
-#pragma unroll
-  for (int i = 0; i < BLOCKS; i++) {
-    parts[i] = {{0, 0, 0, 0}, -infinity(), 0};
-    if (i < 1 << args.cluster) {
-      load4_far(parts[i].of, of_block(from, i));
-      parts[i].top = load_far(of_block(base + TOPS + 4 * m, i));
-      parts[i].total = load_far(of_block(base + TOTALS + 4 * m, i));
-    }
-  }
-  fold(joined, parts);
-  if (last) arrive_cluster();
-  if (groups > 1) {
-    float* to = args.part + (((long long)row * groups + group) * slices + own) * PART;
-    put4(to + lane * 4, joined.of[0], joined.of[1], joined.of[2], joined.of[3]);
-    if (lane == 0) put2_f(to + WIDTH / SLICES, joined.top, joined.total);
-    meet_warp();
-    u32 before = 0;
-    if (lane == 0) {
-      fence();
-      before = come(args.arrived + (long long)row * slices + own, groups);
-    }
-    if (of_first(before) != (u32)groups - 1) return;
-    if (lane == 0) fence();
-    meet_warp();
-    joined = {{0, 0, 0, 0}, -infinity(), 0};
-    Joined parts[CLUSTERS];
-    const float* part = args.part + ((long long)row * groups * slices + own) * PART;
-#pragma unroll 1
-    for (int g = 0; g < groups; g += CLUSTERS) {
-#pragma unroll
-      for (int i = 0; i < CLUSTERS; i++) {
-        parts[i] = {{0, 0, 0, 0}, -infinity(), 0};
-        if (g + i < groups) {
-          const float* at = part + (long long)(g + i) * slices * PART;
-          fetch4_f(parts[i].of, at + lane * 4);
-          fetch2_f(parts[i].top, parts[i].total, at + WIDTH / SLICES);
-        }
-      }
-      fold(joined, parts);
-    }
-  }
+// Writes a slice of query m, joined with its logit if there is one.
+DEVICE void put_result(const Arguments& args, Joined joined, int m, int slice, int row, int lane) {
   if (args.logits) {
     const int i = (row * args.heads + m) % args.n_logits;
     const float x = LOG2E * (args.wide ? fetch_f(args.logits + 4 * i) : from_half(fetch_half(args.logits + 2 * i)).x);
@@ -960,6 +946,79 @@ DEVICE void join_blocks(const Arguments& args, int m, int slice, int row, int gr
        to_half(joined.of[0] * over, joined.of[1] * over), to_half(joined.of[2] * over, joined.of[3] * over));
 }
 
+// What a block joins of its row: slices of the queries from `first` on, of `groups` clusters.
+struct Share { int row, first, items, group, groups; };
+
+DEVICE float* part_of(const Arguments& args, const Share& share, int group, int item) {
+  return args.part +
+         (((long long)share.row * share.groups + group) * (args.heads * SLICES) + share.first * SLICES + item) * PART;
+}
+
+// One warp joins N items, every 4 UNITS-th from `item` on, of up to B blocks of its cluster, whose shared memory it reads:
+// what they stored before they arrived at the cluster's barrier (release) and this one passed it (acquire).
+template <int B, int N> DEVICE void join_cluster(const Arguments& args, const Share& share, int item, int lane) {
+  const u32 base = shared();
+  Joined parts[N][B];
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int i = item + k * 4 * UNITS, m = share.first + i / SLICES;
+    const u32 from = base + RINGS + m * SUM_ROW + i % SLICES * (WIDTH / SLICES * 4) + (lane ^ lane / 8) * 16;
+#pragma unroll
+    for (int b = 0; b < B; b++) {
+      parts[k][b] = {{0, 0, 0, 0}, -infinity(), 0};
+      if (i < share.items && b < 1 << args.cluster) {
+        load4_far(parts[k][b].of, of_block(from, b));
+        parts[k][b].top = load_far(of_block(base + TOPS + 4 * m, b));
+        parts[k][b].total = load_far(of_block(base + TOTALS + 4 * m, b));
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int i = item + k * 4 * UNITS;
+    if (i >= share.items) continue;
+    Joined joined = {{0, 0, 0, 0}, -infinity(), 0};
+    fold(joined, parts[k]);
+    if (share.groups > 1) {
+      float* to = part_of(args, share, share.group, i);
+      put4(to + lane * 4, joined.of[0], joined.of[1], joined.of[2], joined.of[3]);
+      if (lane == 0) put2_f(to + WIDTH / SLICES, joined.top, joined.total);
+    } else {
+      put_result(args, joined, share.first + i / SLICES, i % SLICES, share.row, lane);
+    }
+  }
+}
+
+// One warp joins N items of the row's clusters, G of them at a time.
+template <int G, int N> DEVICE void join_row(const Arguments& args, const Share& share, int item, int lane) {
+  Joined joined[N];
+#pragma unroll
+  for (int k = 0; k < N; k++) joined[k] = {{0, 0, 0, 0}, -infinity(), 0};
+#pragma unroll 1
+  for (int g = 0; g < share.groups; g += G) {
+    Joined parts[N][G];
+#pragma unroll
+    for (int k = 0; k < N; k++)
+#pragma unroll
+      for (int j = 0; j < G; j++) {
+        const int i = item + k * 4 * UNITS;
+        parts[k][j] = {{0, 0, 0, 0}, -infinity(), 0};
+        if (i < share.items && g + j < share.groups) {
+          const float* from = part_of(args, share, g + j, i);
+          fetch4_f(parts[k][j].of, from + lane * 4);
+          fetch2_f(parts[k][j].top, parts[k][j].total, from + WIDTH / SLICES);
+        }
+      }
+#pragma unroll
+    for (int k = 0; k < N; k++) fold(joined[k], parts[k]);
+  }
+#pragma unroll
+  for (int k = 0; k < N; k++) {
+    const int i = item + k * 4 * UNITS;
+    if (i < share.items) put_result(args, joined[k], share.first + i / SLICES, i % SLICES, share.row, lane);
+  }
+}
+
 GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant__ Arguments args) {
   Self self;
   const int lane = thread() % WARP, i_warp = thread() / WARP;
@@ -969,11 +1028,12 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     barrier_of(base + FULL + 8 * thread(), WARP);
     barrier_of(base + EMPTY + 8 * thread(), 4);
   }
+  if (thread() < UNITS) barrier_of(base + LOOSE_FULL + 8 * thread(), 128);
   if (thread() < 2 * UNITS) store(base + FLAGS + 4 * thread(), ~0u);
   meet_block();
   wait_for_grid();
   // Nobody waits for one answer before asking for what does not depend on it: counters, queries and, into the L2 cache,
-  // the table and loose tokens.
+  // the table.
   // Loose tokens go to a row's first units, a block of them each, which get fewer chunks.
   const int units = args.splits * UNITS;
   const int blocks = (args.sinks + LOOSE - 1) / LOOSE + (args.slots + LOOSE - 1) / LOOSE;
@@ -985,8 +1045,9 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
   };
   // Each role is one branch: registers are given and taken by it.
   if (i_warp >= 4 * UNITS) {
-    if (UNITS == 3) fewer_registers<40>();
-    const int chunks = (int)(fetch(args.counters + 2 * args.rows + row) + TOKENS - 1) / TOKENS;
+    if (UNITS == 3) fewer_registers<56>();
+    const int sealed = fetch(args.counters + 2 * args.rows + row), length = fetch(args.counters + args.rows + row);
+    const int chunks = (sealed + TOKENS - 1) / TOKENS;
     // Which columns are needed depends on the counters, so all are; rows of more lines are long enough to hide one.
     if (i_warp == 4 * UNITS && args.columns <= 4096) {
 #pragma unroll 1
@@ -998,7 +1059,17 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
       first[i] = first_of(split * UNITS + i, chunks);
       end[i] = first_of(split * UNITS + i + 1, chunks);
     }
-    copy_pages(args, first, end, row, i_warp % 4, lane);
+    // Each for itself, and all the same: the workers read them once they meet, these warps at once.
+    if (lane == 0) {
+      store(base + LENGTHS, sealed);
+      store(base + LENGTHS + 4, length);
+    }
+    meet_warp();
+    come_to_meet(MEET_ROTATED, THREADS);
+    copy_pages(args, first, end, row, i_warp % 4, lane, split * UNITS, busy);
+    meet(MEET_WORKERS, THREADS);
+#pragma unroll 1
+    for (int m = i_warp; m < args.heads; m += THREADS / WARP) join_units(m, lane);
     // All threads come to the cluster's barriers.
     arrive_cluster();
     wait_cluster();
@@ -1014,8 +1085,8 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     self.ring = base + RINGS + self.unit * RING;
     self.full = base + FULL + 8 * SLOTS * self.unit;
     self.empty = base + EMPTY + 8 * SLOTS * self.unit;
-    if (lane < EARLY) arrive(self.empty + 8 * lane);
     const int i_unit = split * UNITS + self.unit;
+    if (lane < (i_unit < busy ? EARLY : IN_FRONT)) arrive(self.empty + 8 * lane);
     const u8* q = args.q + 2 * row * args.row_stride;
     constexpr int ROUNDS = (16 + 4 * UNITS - 1) / (4 * UNITS);
     Query queries[ROUNDS];
@@ -1024,17 +1095,14 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
       const int m = i_warp + i * 4 * UNITS;
       ask(queries[i], q + 2 * m * args.head_stride, m < args.heads, lane);
     }
-    if (i_unit < busy) prefetch_loose(args, self, i_unit, row);
-    // By one thread, through shared memory: all lanes' registers would be filled, so waited for, before the rotation.
-    const u32 counter = thread() < 2 ? fetch(args.counters + (2 - thread()) * args.rows + row) : 0;
 #pragma unroll 1
     for (int m = i_warp; m < 16; m += 4 * UNITS) {
-      rotate_query(args, queries[0], m, split * UNITS < busy, self.ring + ASIDE + self.warp * ROTATING, lane);
+      rotate_query(args, queries[0], m, split * UNITS < busy, self.ring + ASIDE + ROTATED_AT + self.warp * ROTATING,
+                   lane);
 #pragma unroll
       for (int i = 0; i + 1 < ROUNDS; i++) queries[i] = queries[i + 1];
     }
-    if (thread() < 2) store(base + LENGTHS + 4 * thread(), counter);
-    meet(MEET_WORKERS, WORKERS);
+    meet(MEET_ROTATED, THREADS);
     const int sealed = load(base + LENGTHS), chunks = (sealed + TOKENS - 1) / TOKENS;
     Sums sums;
 #pragma unroll
@@ -1048,12 +1116,24 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
       for (int k = 0; k < 4; k++) sums.of[g][k][0] = sums.of[g][k][1] = sums.of[g][k][2] = sums.of[g][k][3] = 0;
     const int first = first_of(i_unit, chunks), end = first_of(i_unit + 1, chunks);
     if (i_unit < busy) {
+      const int length = load(base + LENGTHS + 4);
 #pragma unroll 1
-      for (int i = i_unit; i < blocks; i += units) attend_loose(args, sums, self, i, row);
+      for (int i = i_unit; i < blocks; i += units) {
+        const Loose loose = loose_of(args, i, row, sealed, length);
+        if (i == i_unit) {
+          wait(base + LOOSE_FULL + 8 * self.unit, 0);
+        } else {
+          meet(1 + self.unit, 128);
+          copy_loose(args, loose, self.ring, self.warp, lane);
+          copies_done();
+          meet(1 + self.unit, 128);
+        }
+        attend_loose(sums, self, loose);
+      }
       as_codes(sums);
       meet(1 + self.unit, 128);
     }
-    if (lane >= EARLY && lane < SLOTS) arrive(self.empty + 8 * lane);
+    if (lane >= (i_unit < busy ? EARLY : IN_FRONT) && lane < SLOTS) arrive(self.empty + 8 * lane);
     const u32 low = (lane & 15) * 256 + (((4 * self.warp + (lane >> 4)) ^ (lane & 7)) << 4);
     const u32 high = (lane & 15) * 256 + (((4 * self.warp + 2 + (lane >> 4)) ^ (lane & 7)) << 4);
     int slot = 0, turn = 0;  // of the step's first chunk; how often the ring has gone round
@@ -1090,19 +1170,48 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
     }
     meet(1 + self.unit, 128);
     hand_over(sums, self);
-    meet(MEET_WORKERS, WORKERS);
+    meet(MEET_WORKERS, THREADS);
+    const int w = thread_again() / WARP, l = thread_again() % WARP;
 #pragma unroll 1
-    for (int m = i_warp; m < args.heads; m += 4 * UNITS) join_units(m, lane);
+    for (int m = w; m < args.heads; m += THREADS / WARP) join_units(m, l);
     arrive_cluster();
     wait_cluster();
-    const int own_split = split_of_block(), rank = own_split & ((1 << args.cluster) - 1);
-    const int share = (args.heads + (1 << args.cluster) - 1) >> args.cluster;
-    const int here = args.heads - rank * share < share ? args.heads - rank * share : share, items = here * SLICES;
+    const int own_split = split_of_block(), ranks = 1 << args.cluster, rank = own_split & (ranks - 1);
+    const int most = (args.heads + ranks - 1) >> args.cluster, left = args.heads - rank * most;
+    const Share share = {row_of_block(), rank * most, (left < most ? left : most) * SLICES, own_split >> args.cluster,
+                         args.splits >> args.cluster};
+    // Several items at a time where each is of few parts: they wait together.
+    if (ranks <= 2) {
 #pragma unroll 1
-    for (int i = i_warp; i < items; i += 4 * UNITS)
-      join_blocks(args, rank * share + i / SLICES, i % SLICES, row_of_block(), own_split >> args.cluster,
-                  i + 4 * UNITS >= items, lane);
-    if (i_warp >= items) arrive_cluster();
+      for (int i = w; i < share.items; i += 16 * UNITS) join_cluster<2, 4>(args, share, i, l);
+    } else {
+#pragma unroll 1
+      for (int i = w; i < share.items; i += 4 * UNITS) join_cluster<8, 1>(args, share, i, l);
+    }
+    // Other blocks may end: this one reads no more of them.
+    arrive_cluster();
+    if (share.groups > 1 && share.items > 0) {
+      // The usual chain: all have put their parts and meet, one fences (release) and counts, and if it is the last fences
+      // too (acquire) before all meet again and read, past the L1 cache. The counter is 0 again after the last: the next
+      // launch, which waits for the end of this one before it counts, finds it so.
+      meet(MEET_WORKERS, WORKERS);
+      if (w + l == 0) {
+        fence();
+        const u32 before = come(args.arrived + (long long)share.row * ranks + rank, share.groups);
+        fence();
+        store(base + LENGTHS, before == (u32)share.groups - 1);
+      }
+      meet(MEET_WORKERS, WORKERS);
+      if (load(base + LENGTHS)) {
+        if (share.groups <= 4) {
+#pragma unroll 1
+          for (int i = w; i < share.items; i += 16 * UNITS) join_row<4, 4>(args, share, i, l);
+        } else {
+#pragma unroll 1
+          for (int i = w; i < share.items; i += 4 * UNITS) join_row<16, 1>(args, share, i, l);
+        }
+      }
+    }
     wait_cluster();
   }
 }

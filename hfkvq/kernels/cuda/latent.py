@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,9 +52,9 @@ class Build(NamedTuple):
     def shared(self) -> int:
         """Bytes of shared memory of a block: SHARED of the source."""
         queries, slot = (WIDTH + ROTARY) // 16 * 512, 8 * self.tiles * 326 + 64
-        loose = 32 * 2 * (WIDTH + ROTARY) + 32 * 32 + 64
+        loose = 32 * 2 * (WIDTH + ROTARY) + 4 * 4 * (WIDTH // 2 + 20)
         sums = (
-            (2 * queries + 16 * self.units * self.slots + 8 * self.units + 8 + 127) // 128 * 128 + 64 + 64 * self.units
+            (2 * queries + 16 * self.units * self.slots + 16 * self.units + 8 + 127) // 128 * 128 + 64 + 64 * self.units
         )
         return (sums + 512 * self.units + 127) // 128 * 128 + self.units * max(self.slots * slot, loose)
 
@@ -61,17 +62,20 @@ class Build(NamedTuple):
 LARGE = Build(3, 6, 4)
 """One block on each multiprocessor of 228 KB, twelve warps that compute."""
 
-WEIGHT = 2
+WEIGHT = 4
 """Chunks that take as long as a block of loose tokens."""
 
-START = 512
-"""Tokens in whose time a block rotates queries and joins its units' sums."""
+START = 1090
+"""Tokens in whose time a block begins and ends: it rotates queries, joins its units' sums and its cluster's."""
 
 SLICES, PART = 4, 132
 """Slices of a query that clusters count, and numbers that a cluster writes for one, as in the source."""
 
-COUNT, READ = 112, 22
-"""Tokens in whose time a row's clusters are counted, and a block reads what a cluster wrote."""
+COUNT, READ = 112, 30
+"""Tokens in whose time a row's clusters are counted, and one's part is read by the last of them."""
+
+FULL, LATE = 0.9, 100
+"""Share of a GPU from which on the last clusters begin once those of the kernel before have ended; tokens they lose."""
 
 MOST_ROWS = 65535
 """Rows are a grid's second direction."""
@@ -128,7 +132,7 @@ class Shapes(NamedTuple):
     @property
     def counters(self) -> int:
         """Counters in global memory that a launch needs."""
-        return self.rows * self.heads * SLICES if self.splits > self.cluster else 0
+        return self.rows * self.cluster if self.splits > self.cluster else 0
 
     @property
     def part(self) -> tuple[int, ...]:
@@ -162,7 +166,7 @@ class Shapes(NamedTuple):
         )
 
 
-def serves(form: StoreFormat, dim: int, rope_dim: int, dtype: torch.dtype, queries: int, heads: int) -> bool:
+def serves(form: StoreFormat, heads: int, dim: int, rope_dim: int, dtype: torch.dtype, queries: int = 1) -> bool:
     """Whether the source is for a store of this format, and queries like these, without a mask or a cap."""
     latents, rotary = form.runs[0]
     return (
@@ -257,8 +261,7 @@ class CudaLatents:
 def splits_of(rows: int, tokens: int, resident: Mapping[int, int]) -> tuple[int, int]:
     """Blocks that attend to a row of so many tokens, one at a time on a multiprocessor, and how many are a cluster.
 
-    A block's beginning and end take as long as `START` tokens. Where a row's blocks are several clusters, those count
-    each other in global memory, and read what the others wrote.
+    What takes which time was fitted to measurements on an H200 (evals/results/latents-cuda-h200.json).
 
     Args:
         rows: of the batch.
@@ -267,9 +270,9 @@ def splits_of(rows: int, tokens: int, resident: Mapping[int, int]) -> tuple[int,
     """
 
     def cost(cluster: int, clusters: int) -> float:
-        waves = -(-rows * clusters // resident[cluster])
-        join = COUNT + READ * clusters / cluster if clusters > 1 else 0
-        return waves * (tokens / (cluster * clusters) + START) + join
+        share = rows * clusters / resident[cluster]
+        join = COUNT + READ * clusters if clusters > 1 else 0
+        return ceil(share) * (tokens / (cluster * clusters) + START) + join + (LATE if share > FULL else 0)
 
     # A row of several waves of clusters is better cut into fewer.
     sizes = [size for size, most in resident.items() if most]
@@ -284,6 +287,13 @@ def arrivals_of(kernel: Kernel, device: torch.device) -> Arrivals:
     return Arrivals(kernel, device)
 
 
+def get_ready(dtype: torch.dtype, device: torch.device) -> None:
+    """Has ready all that a first launch asks for: it cannot be had while a graph is captured."""
+    kernel = kernel_of(dtype, device)
+    if kernel is not None:
+        resident_of(kernel, device)
+
+
 @lru_cache(maxsize=16)
 def resident_of(kernel: Kernel, device: torch.device) -> dict[int, int]:
     """Clusters of the kernel that run at a time on a GPU, by their blocks."""
@@ -291,14 +301,23 @@ def resident_of(kernel: Kernel, device: torch.device) -> dict[int, int]:
         return {size: kernel.resident(size) for size in (1, 2, 4, 8)}
 
 
+def code_of(dtype: torch.dtype) -> bytes:
+    """Machine code for compute capability 9.0, compiled if it is not on disk; no GPU is needed.
+
+    Raises:
+        Unavailable: there is no NVRTC, or it does not compile this.
+        OSError: no source is installed.
+    """
+    defines = {"UNITS": LARGE.units, "SLOTS": LARGE.slots, "TILES": LARGE.tiles, "BF16": int(dtype == torch.bfloat16)}
+    return compiled(SOURCE.read_text(encoding="utf-8"), "sm_90a", defines)
+
+
 @lru_cache(maxsize=16)
 def kernel_of(dtype: torch.dtype, device: torch.device) -> Kernel | None:
     """The kernel on a GPU of compute capability 9.0; None where it cannot be had, which is said once."""
-    defines = {"UNITS": LARGE.units, "SLOTS": LARGE.slots, "TILES": LARGE.tiles, "BF16": int(dtype == torch.bfloat16)}
     try:
         with torch.cuda.device(device):
-            code = compiled(SOURCE.read_text(encoding="utf-8"), "sm_90a", defines)
-            return Kernel(code, "latent_attention", LARGE.threads, LARGE.shared)
+            return Kernel(code_of(dtype), "latent_attention", LARGE.threads, LARGE.shared)
     except (Unavailable, OSError, AttributeError) as error:
         # The last two: no source is installed; a driver or NVRTC is too old for a function.
         logger.warning("Attention to latents in CUDA C++ is not to be had, so Triton's is launched: %s", error)

@@ -185,19 +185,25 @@ def _triton_plan(
     return LatentPlan(launch, merge, turn, part, (batch, heads, queries, dim), out_dtype)
 
 
+def cuda_serves(
+    form: StoreFormat, heads: int, dim: int, rope_dim: int, dtype: torch.dtype, device: torch.device, queries: int = 1
+) -> int:
+    """From how many tokens of all rows on the kernel in CUDA C++ serves; 0 for never."""
+    if capability(device) != (9, 0) or not serves(form, heads, dim, rope_dim, dtype, queries):
+        return 0
+    return lookup(device, "latent", key_of(*form.runs[0], dim, 16))["cuda"]
+
+
 def _cuda_plan(
     store: str, query: Queries, rope_dim: int, tail: int, blocks: int, scoring: Scoring, device: torch.device
 ) -> CudaLatents | None:
     """The kernel in CUDA C++, which joins its splits itself; None where it does not serve."""
     form = StoreFormat.parse(store)
-    latents, rotary = form.runs[0]
     batch, heads, queries, width = query.shape
     dim, dtype = width - rope_dim, query.model_dtype
-    if capability(device) != (9, 0) or not serves(form, dim, rope_dim, dtype, queries, heads):
-        return None
-    least = lookup(device, "latent", key_of(latents, rotary, dim, 16))["cuda"]
+    least = cuda_serves(form, heads, dim, rope_dim, dtype, device, queries)
     plain = scoring.mask is None and not scoring.softcap and query.dtype == dtype and query.stride[-1] == 1
-    tokens = blocks * latents.page_size
+    tokens = blocks * form.runs[0][0].page_size
     if not plain or tokens > MOST or batch > MOST_ROWS or not 0 < least <= batch * tokens:
         return None
     kernel = kernel_of(dtype, device)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from ..cuda import latent as cuda
+from ..cuda.rtc import Unavailable
 from ..norms import Balance
-from ..pages import SIDES, PageFormat
+from ..pages import SIDES, PageFormat, StoreFormat
 from ..step import MAX_STEP, StepPlan
 from ..step_tensors import Sealing
 from ._lib import Gpu, properties
@@ -19,7 +22,7 @@ from .decode import decode_wanted
 from .due import due_launch
 from .exact import exact_wanted
 from .hadamard import hadamard_wanted
-from .latent import latent_wanted
+from .latent import cuda_serves, latent_wanted
 from .moments import moments_wanted
 from .norms import norms_wanted
 from .products import qk_wanted
@@ -59,7 +62,37 @@ def begin(order: Order, device: torch.device) -> Beside | None:
     if INTERPRETED.value or torch.version.hip is not None:
         return None
     gpu = _gpu(device)
-    return Beside(lambda: wanted(*order, device), lambda: compile_in_turn(order, gpu), device).start()
+    every, compile_them = lambda: wanted(*order, device), lambda: compile_in_turn(order, gpu)
+    return Beside(every, compile_them, device, lambda: _load_cuda(order, device)).start()
+
+
+def _latents(order: Order) -> tuple[StoreFormat, int, int, int, torch.dtype] | None:
+    """Format, heads, dims and dtype of a layer with latents."""
+    plan, dtype = order.plan, DTYPES.get(order.plan.dtype)
+    if dtype is None or not plan.format.latent:
+        return None
+    return plan.format, order.query_heads // plan.fold, plan.key_dim, plan.value_dim, dtype
+
+
+def _load_cuda(order: Order, device: torch.device) -> None:
+    """Compiles and loads the kernel in CUDA C++ if steps will launch it: not while they are captured."""
+    latents = _latents(order)
+    if latents is not None and cuda_serves(*latents, device):
+        cuda.get_ready(latents[-1], device)
+
+
+def _compile_cuda(orders: Sequence[Order], gpu: Gpu) -> Iterator[Compiled]:
+    """Compiles kernels in CUDA C++ to where they are looked for, for a GPU that need not be there."""
+    latents = [each for each in map(_latents, orders) if each is not None]
+    served = (gpu.major, gpu.minor) == (9, 0)
+    for dtype in {each[-1] for each in latents if served and cuda.serves(*each)}:
+        begun = time.perf_counter()
+        try:
+            cuda.code_of(dtype)
+        except (Unavailable, OSError) as raised:
+            # Triton's kernel does without it.
+            logger.warning("%s was not compiled: %s", cuda.SOURCE.name, raised)
+        yield Compiled("latent_attention", time.perf_counter() - begun, "")
 
 
 def compile_in_turn(order: Order, gpu: Gpu) -> None:
@@ -94,8 +127,8 @@ def compile_now(orders: Sequence[Order], number: int | None) -> list[Compiled]:
     """See `hfkvq.kernels.warm.compile_now`."""
     if INTERPRETED.value:
         raise ValueError("TRITON_INTERPRET: got 1, so kernels are interpreted and nothing is compiled; unset it.")
-    current = torch.device("cuda", 0 if number is not None else torch.cuda.current_device())
-    return compile_elsewhere(lambda: orders, GPUS[number] if number is not None else _gpu(current))
+    gpu = GPUS[number] if number is not None else _gpu(torch.device("cuda", torch.cuda.current_device()))
+    return [*compile_elsewhere(lambda: orders, gpu), *_compile_cuda(orders, gpu)]
 
 
 def _gpu(device: torch.device) -> Gpu:

@@ -176,15 +176,16 @@ def python_line(name: str) -> str:
 
 
 def command_line(model: str | None, row: Row, done: Computed) -> str:
-    """To copy: a server, or where that does not take the model or the scheme a look at it."""
-    from hfkvq.serving.engine import check
-
+    """To copy: a server, or where that does not take the model, the scheme or this Transformers a look at it."""
     own = "" if model is None else f" --model {model}"
     look = f"hfkvq demo{own} --schemes {row.plan.name}"
     if model is None or row.preset is None or row.preset.layers:
         return look
     try:
+        # Raises ImportError with Transformers before 5.19.
+        from hfkvq.serving.engine import check
+
         check(done.found.config, row.preset.scheme)
-    except ValueError:
+    except (ImportError, ValueError):
         return look
     return f"hfkvq serve{own} --scheme {row.plan.name}"

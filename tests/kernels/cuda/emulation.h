@@ -42,6 +42,7 @@ struct Machine {
 static Machine machine;
 
 DEVICE int thread() { return machine.current % machine.threads; }
+DEVICE int thread_again() { return thread(); }
 DEVICE int own_rank() { return machine.current / machine.threads; }
 DEVICE int split_of_block() { return machine.first + own_rank(); }
 DEVICE int row_of_block() { return machine.row; }
@@ -218,6 +219,12 @@ DEVICE void meet(int which, int threads) {
     wait_for_change(meeting.generation, generation);
   }
 }
+DEVICE void come_to_meet(int which, int threads) {
+  Meeting& meeting = machine.meetings[own_rank()][which];
+  if (++meeting.arrived < threads) return;
+  meeting.arrived = 0;
+  meeting.generation++;
+}
 DEVICE void meet_block() { meet(0, machine.threads); }
 DEVICE void arrive_cluster() {
   own_fiber().cluster = machine.cluster.generation;
@@ -246,16 +253,17 @@ DEVICE float from_lane(float x, int mask) {
   meet_warp();
   return cast<float>(found);
 }
-DEVICE bool of_any(bool p) {
+DEVICE Word of_each(bool p) {
   Warp& warp = own_warp();
   warp.in[own_lane()][0] = p;
   together(7, [](Warp& w) {
     Word all = 0;
-    for (int i = 0; i < 32; i++) all |= w.in[i][0];
+    for (int i = 0; i < 32; i++) all |= w.in[i][0] << i;
     for (int i = 0; i < 32; i++) w.out[i][0] = all;
   });
   return warp.out[own_lane()][0];
 }
+DEVICE bool of_any(bool p) { return of_each(p); }
 DEVICE Word of_first(Word x) {
   Warp& warp = own_warp();
   warp.in[own_lane()][0] = x;
