@@ -50,8 +50,9 @@ format: $(FOR_DEV)  ## rewrite the files as `style` wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Compiled modules are kept, whatever the environment says: tests start some fifty processes.
 test: $(FOR_DEV)  ## every test that needs no GPU and is not slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist worksteal --timeout 300 $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist worksteal --timeout 300 $(ARGS)
 
 test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)

@@ -22,7 +22,7 @@ from hfkvq.measure.demo.schemes import describe, eviction_markdown, schemes_mark
 from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 
-# PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of conftest.py.
+# PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of `everywhere`.
 with torch.device("meta"):
     torch.empty(0)
 

@@ -22,7 +22,10 @@ SHORTER = {
         "trials=10": "trials=6",
         "recall(24, seed=seed": "recall(8, seed=seed",
     },
-    "01_quickstart": {'"best-4.3", "best-3.4", "saw-int4", "kivi-2"]': '"kivi-2"]'},
+    "01_quickstart": {
+        '"best-4.3", "best-3.4", "saw-int4", "kivi-2"]': '"kivi-2"]',
+        'task = "recall-80"': 'task = "recall-24"',
+    },
     "03_add_a_scheme": {"TOKENS = 640": "TOKENS = 384", '"kitty", "span", "kitty-pro",': '"span",'},
     "05_agent_conversations": {"for seed in range(3)": "for seed in range(1)"},
 }

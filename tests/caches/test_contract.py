@@ -397,8 +397,15 @@ def _assert_moved(layer, scheme, order):
         assert_close(out[b], expected)
 
 
-@on_everything
-@pytest.mark.parametrize("order", [[2, 0, 2], [0, 0, 0]], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "order"),
+    [
+        # By turns: `test_reorder_at_every_step` has such orders for every scheme.
+        pytest.param(scheme, order, id=f"{order}-{name}", marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for j, order in enumerate(([2, 0, 2], [0, 0, 0]))
+        for i, (name, scheme) in enumerate(EVERYTHING.items())
+    ],
+)
 def test_reordered_rows_are_the_rows_fed_alone(scheme, order):
     """Beams: rows of different lengths trade places, share their past, and part again without touching each other."""
     layer, _, _ = _started(scheme)

@@ -1,8 +1,12 @@
 """`tests.interpreter` takes nothing from Triton's interpreter but its repetitions."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from triton import language as tl
+from triton.language.semantic import IncompatibleTypeErrorImpl
 from triton.runtime import interpreter
 
 from hfkvq.kernels import use_interpreter
@@ -86,3 +90,51 @@ def test_bfloat16_is_the_upper_half_of_float32():
         found = interpreter._convert_float(data, tl.float32, tl.bfloat16, None)
         assert found.shape == data.shape
         assert torch.equal(torch.from_numpy(found.view("int16")).flatten(), short[short != 0].view(torch.int16))
+
+
+def block_of(dtype, *shape, start=1):
+    kind = interpreter._get_np_dtype(dtype)
+    data = torch.arange(start, start + math.prod(shape)).view(shape).numpy().astype(kind)
+    return tl.tensor(interpreter.TensorHandle(data, dtype), tl.block_type(dtype, list(shape)))
+
+
+def test_operands_are_converted_however_often_they_come():
+    """By their types, or by a number's value; what is refused once is refused again."""
+    semantic = interpreter.interpreter_semantic
+    for _ in range(2):
+        for one, two, dtype in (
+            (block_of(tl.int8, 4), 3, tl.int8),
+            (block_of(tl.int8, 4), 3.0, tl.float32),
+            (2, block_of(tl.float16, 4), tl.float16),
+            (block_of(tl.int8, 4), block_of(tl.int32, 4), tl.int32),
+            (block_of(tl.float16, 4), block_of(tl.float32, 4), tl.float32),
+        ):
+            made = semantic.mul(one, two, False)
+            left, right = (x.handle.data if isinstance(x, tl.tensor) else x for x in (one, two))
+            assert made.dtype == dtype
+            assert made.handle.data.dtype == interpreter._get_np_dtype(dtype)
+            assert (made.handle.data == left * right).all()
+        with pytest.raises(ValueError, match="out of range"):
+            semantic.add(block_of(tl.int8, 4), 300, False)
+        with pytest.raises(ValueError, match="negative scalar"):
+            semantic.add(block_of(tl.uint8, 4), -3, False)
+        kind = tl.pointer_type(tl.int32)
+        pointer = tl.tensor(interpreter.TensorHandle(np.array([1024], dtype="uint64"), kind), kind)
+        assert semantic.add(pointer, 2, False).handle.data.item() == 1032
+        with pytest.raises(IncompatibleTypeErrorImpl, match="invalid operands"):
+            semantic.mul(pointer, 2, False)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_results_have_the_shape_that_they_are_said_to_have(order):
+    semantic = interpreter.interpreter_semantic
+    scalar = tl.tensor(block_of(tl.int32, 1).handle, tl.int32)
+    for operands in ((block_of(tl.int32, 4, 1), block_of(tl.int32, 1, 8)), (block_of(tl.int32, 4, 8), scalar)):
+        one, two = operands[::order]
+        condition = semantic.less_than(one, two)
+        for made in (condition, semantic.sub(one, two, False), semantic.where(condition, one, two)):
+            assert made.handle.data.shape == tuple(made.type.shape) == (4, 8)
+        for value in (0, 7):
+            assert semantic.where(condition, one, value).handle.data.shape == (4, 8)
+    with pytest.raises(ValueError, match="incompatible dimensions"):
+        semantic.add(block_of(tl.int32, 4, 8), block_of(tl.int32, 8, 4), False)

@@ -35,14 +35,14 @@ def found(tmp_path_factory):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     tuning = str(tmp_path_factory.mktemp("tuning") / "none.json")
-    return _run("tests.kernels.warm_kernels", ",".join(PRESETS), {"HFKVQ_TUNING": tuning})
+    return _run("tests.kernels.warm_kernels", [",".join(PRESETS)], {"HFKVQ_TUNING": tuning})
 
 
-def _run(module, argument, variables):
+def _run(module, arguments, variables):
     """In a process of its own, since Triton decides when it is imported whether it compiles."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", module, argument]
+    command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -74,7 +74,7 @@ def test_names_of_kernels_do_not_depend_on_what_came_before():
     """Else a process would not find what another one has compiled."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    first, second = (_run("tests.kernels.kernel_names", order, {}) for order in ("forward", "backward"))
+    first, second = _run("tests.kernels.kernel_names", ("forward", "backward"), {}).values()
     assert len(first) > 100
     assert [name for name in first if first[name] != second[name]] == []
 
@@ -136,7 +136,7 @@ def test_who_measures_waits_for_kernels(monkeypatch):
 def test_another_process_compiles_what_is_not_there(tmp_path):
     """Meanwhile it is lacking; afterwards all is found on disk."""
     done = _run(
-        "tests.kernels.beside", "full", {"TRITON_CACHE_DIR": str(tmp_path), "HFKVQ_TUNING": str(tmp_path / "no")}
+        "tests.kernels.beside", ["full"], {"TRITON_CACHE_DIR": str(tmp_path), "HFKVQ_TUNING": str(tmp_path / "no")}
     )
     assert done["while"] == [False, True, False, 1]
     assert done["after"] == [True, False, False, 0]

@@ -39,7 +39,7 @@ from tests.command import assert_refused, invoke
 run = partial(invoke, "fit")
 
 
-# PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of conftest.py.
+# PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of `everywhere`.
 with torch.device("meta"):
     torch.empty(0)
 

@@ -1,6 +1,7 @@
 // What latent.cu needs of a GPU, on a CPU: a cluster's threads are fibers that run by turns, and instructions of a warp
 // are done by the last of its lanes to come. Copies are done at once, so that nothing is seen of races.
 #pragma once
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -17,12 +18,20 @@
 
 using Word = std::uint32_t;
 struct Pair { float x, y; };
-struct Fiber { ucontext_t context; char* stack = nullptr; bool done = false; long cluster = 0; };
+// Begins by its context and goes on where it jumped away: to swap contexts asks the system for signals each time.
+struct Fiber {
+  ucontext_t context;
+  jmp_buf left;
+  char* stack = nullptr;
+  bool begun = false, done = false;
+  const long* watched = nullptr;  // What has to be other than `seen` before there is anything to do.
+  long cluster = 0, seen = 0;
+};
 struct Warp { int arrived = 0, what = 0; long generation = 0; Word in[32][6], out[32][4]; };
 struct Meeting { int arrived = 0; long generation = 0; };
 struct Machine {
   std::vector<Fiber> fibers;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   int current = 0, row = 0, first = 0, threads = 0;  // first: split of the cluster
   const char* error = nullptr;
   Warp warps[8 * 32];
@@ -37,10 +46,27 @@ DEVICE int thread_again() { return thread(); }
 DEVICE int own_rank() { return machine.current / machine.threads; }
 DEVICE int split_of_block() { return machine.first + own_rank(); }
 DEVICE int row_of_block() { return machine.row; }
-DEVICE void next() { swapcontext(&machine.fibers[machine.current].context, &machine.scheduler); }
+DEVICE Fiber& own_fiber() { return machine.fibers[machine.current]; }
+DEVICE void next() {
+  if (!_setjmp(own_fiber().left)) _longjmp(machine.scheduler, 1);
+}
+DEVICE void wait_for_change(const long& watched, long seen) {
+  own_fiber().watched = &watched;
+  own_fiber().seen = seen;
+  while (watched == seen) next();
+  own_fiber().watched = nullptr;
+}
+// Until it waits for another or has done all.
+DEVICE void go_on(Fiber& fiber) {
+  if (fiber.watched && *fiber.watched == fiber.seen) return;
+  if (_setjmp(machine.scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.left, 1);
+  fiber.begun = true;
+  setcontext(&fiber.context);
+}
 DEVICE void fail(const char* what) {
   if (!machine.error) machine.error = what;
-  setcontext(&machine.scheduler);
+  _longjmp(machine.scheduler, 1);
 }
 DEVICE Word shared() { return 1024; }
 // The upper byte tells other blocks of the cluster from the own one.
@@ -62,7 +88,7 @@ template <class Done> void together(int what, Done done) {
     warp.arrived = 0;
     warp.generation++;
   } else {
-    while (warp.generation == generation) next();
+    wait_for_change(warp.generation, generation);
   }
 }
 DEVICE Warp& own_warp() { return machine.warps[machine.current / 32]; }
@@ -190,7 +216,7 @@ DEVICE void meet(int which, int threads) {
     meeting.arrived = 0;
     meeting.generation++;
   } else {
-    while (meeting.generation == generation) next();
+    wait_for_change(meeting.generation, generation);
   }
 }
 DEVICE void come_to_meet(int which, int threads) {
@@ -201,14 +227,14 @@ DEVICE void come_to_meet(int which, int threads) {
 }
 DEVICE void meet_block() { meet(0, machine.threads); }
 DEVICE void arrive_cluster() {
-  machine.fibers[machine.current].cluster = machine.cluster.generation;
+  own_fiber().cluster = machine.cluster.generation;
   if (++machine.cluster.arrived == (int)machine.fibers.size()) {
     machine.cluster.arrived = 0;
     machine.cluster.generation++;
   }
 }
 DEVICE void wait_cluster() {
-  while (machine.fibers[machine.current].cluster == machine.cluster.generation) next();
+  wait_for_change(machine.cluster.generation, own_fiber().cluster);
 }
 DEVICE void meet_warp() {
   together(5, [](Warp&) {});
@@ -332,14 +358,15 @@ const char* emulate(void (*kernel)(const Arguments), const Arguments& arguments,
     for (int& running : machine.running) running = threads;
     for (Fiber& fiber : machine.fibers) {
       if (!fiber.stack) fiber.stack = (char*)std::malloc(1 << 16);
-      fiber.done = false;
+      fiber.begun = fiber.done = false;
+      fiber.watched = nullptr;
       getcontext(&fiber.context);
       fiber.context.uc_stack.ss_sp = fiber.stack;
       fiber.context.uc_stack.ss_size = 1 << 16;
       fiber.context.uc_link = nullptr;
       makecontext(&fiber.context, +[] {
         entry(*given);
-        machine.fibers[machine.current].done = true;
+        own_fiber().done = true;
         // What a block held is lost with it.
         if (--machine.running[own_rank()] == 0) std::memset(machine.shared[own_rank()], 0xff, sizeof machine.shared[0]);
         next();
@@ -352,7 +379,7 @@ const char* emulate(void (*kernel)(const Arguments), const Arguments& arguments,
         machine.current = backwards ? all - 1 - i : i;
         if (!machine.fibers[machine.current].done) {
           more = true;
-          swapcontext(&machine.scheduler, &machine.fibers[machine.current].context);
+          go_on(machine.fibers[machine.current]);
           if (machine.error) return machine.error;
         }
       }
