@@ -155,7 +155,7 @@ def test_one_variant_is_compiled_once():
     kernel = types.SimpleNamespace(__name__="decode_kernel")
 
     def key(*numbers, **constants):
-        return worker._key(ahead.Wanted(kernel, (torch.float16, numbers), constants))
+        return worker.key_of(ahead.Wanted(kernel, (torch.float16, numbers), constants))
 
     assert key(32, 48) == key(64, 16)
     assert key(3, 5) == key(7, 9)
@@ -379,7 +379,7 @@ def latents():
 
     shape = LayerShape(16, 1, 512, rope_dim=64)
     plans = [layer_plan(get_scheme(name), shape, torch.bfloat16) for name in ("latent-4", "latent-8")]
-    return [Order(warm.normal(plan), 16, None, False) for plan in plans]
+    return [Order(warm.normal(plan), 16, None, (1,)) for plan in plans]
 
 
 def test_what_is_not_tritons_is_there_before_a_step_is_captured(latents, monkeypatch):

@@ -117,7 +117,7 @@ def main() -> None:
 
             scheme, window = scheme_of(preset)
             plan = warm.normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM, window), BF16))
-            for each in wanted(plan, HEADS, scheme.channel_rule, False, torch.device("cuda", 0)):
+            for each in wanted(plan, HEADS, scheme.channel_rule, (1,), torch.device("cuda", 0)):
                 each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
             own["ahead"] = list(notes.found)
     print(json.dumps(found))
