@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from .triton.ahead import Beside
 
 
-SEVERAL = (1, 2, 4, 8, MAX_STEP)
-"""Tokens of steps that between them have every variant: attention has one for few queries of a head and one for many,
-and what appends has one for each power of two."""
+SEVERAL = tuple(range(1, MAX_STEP + 1))
+"""Tokens of steps where their number varies: attention has two variants then, what appends may have one for each."""
 
 Layer = tuple[StepPlan, int, str | None]
 """Plan, query heads and rule of a layer, see `start`."""
@@ -49,7 +48,9 @@ def start(
     Returns:
         What knows when all is there, or has failed; None where there is nothing to wait for.
     """
-    return _start(normal(plan), query_heads, device, rule, SEVERAL if several else (1,)) if device.type == "cuda" else None
+    return (
+        _start(normal(plan), query_heads, device, rule, SEVERAL if several else (1,)) if device.type == "cuda" else None
+    )
 
 
 GPUS = (80, 86, 89, 90, 100, 120)

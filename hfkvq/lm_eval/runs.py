@@ -10,7 +10,6 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 
 from hfkvq.caches import Preset
-from hfkvq.caches.warm import compile_ahead
 from hfkvq.measure.models import Source
 
 from . import task_folder
@@ -72,7 +71,7 @@ def run_tasks(
             manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": source.path, **metadata})
             ranks.ask("load", None, lambda _: loaded.append(_load(source, ranks, loading)))
             asked = [preset for other, preset in presets.items() if preset is not None and todo[other]]
-            compile_ahead(loaded[0].subject, asked, tell=tell)
+            loaded[0].compile_ahead(asked, tell)
         [subject] = loaded
         ranks.ask("use", presets[name], subject.use)
         answers = folder / "answers"

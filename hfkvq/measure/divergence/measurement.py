@@ -243,9 +243,9 @@ def measure(
         if on_progress is not None:
             on_progress(name, done / work)
 
-    fed = {chunk, (tokens.shape[1] - prefill) % chunk} - {0}
-    ours = [preset for preset in chosen.values() if isinstance(preset, Preset)]
-    compile_ahead(model, ours, [size for size in fed if size <= MAX_STEP], tell)
+    scored = tokens.shape[1] - prefill
+    steps = [size for size in {min(chunk, scored), scored % chunk} if 0 < size <= MAX_STEP]
+    compile_ahead(model, [preset for preset in chosen.values() if isinstance(preset, Preset)], steps, tell)
     try:
         with torch.inference_mode():
             for batch in tokens.to(model.device).split(batch_size):
