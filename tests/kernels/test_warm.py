@@ -342,6 +342,37 @@ def test_a_process_that_takes_too_long_ends_with_its_children(monkeypatch):
     assert time.perf_counter() - begun < 30
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel's files what has become of a process")
+def test_an_interrupt_ends_the_process_with_its_children(tmp_path, monkeypatch):
+    worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))
+    file = tmp_path / "child"
+    script = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+open({str(file)!r}, "w").write(str(child.pid))
+print({worker._READY!r}, flush=True)
+child.wait()
+"""
+
+    def orders():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "_START", script)
+    with pytest.raises(KeyboardInterrupt):
+        worker.compile_elsewhere(orders, warm_kernels.GPUS[90])
+    stat, end = Path("/proc", file.read_text(), "stat"), time.monotonic() + 30
+
+    def lives():
+        # It may have ended without anybody having asked for its exit status.
+        with contextlib.suppress(OSError):
+            return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
+
+    while lives() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not lives()
+
+
 def test_what_lies_in_the_folder_is_not_imported(tmp_path, monkeypatch):
     """And what a process prints is not its answer; one that fails says why."""
     worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))

@@ -245,8 +245,8 @@ def measure(
 
     scored = tokens.shape[1] - prefill
     steps = [size for size in {min(chunk, scored), scored % chunk} if 0 < size <= MAX_STEP]
-    compile_ahead(model, [preset for preset in chosen.values() if isinstance(preset, Preset)], steps, tell)
     try:
+        compile_ahead(model, [preset for preset in chosen.values() if isinstance(preset, Preset)], steps, tell)
         with torch.inference_mode():
             for batch in tokens.to(model.device).split(batch_size):
                 rows = len(batch)

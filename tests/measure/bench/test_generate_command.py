@@ -155,6 +155,7 @@ def test_generate_is_timed_as_users_call_it(pretended_gpu, tiny, tmp_path, monke
         return built(config, device, *rest)
 
     monkeypatch.setattr("hfkvq.measure.bench.generate.session.measure_processes", children)
+
     def compile_ahead(model, presets, steps, tell):
         events.append(("compiled", [preset.scheme.name for preset in presets], len(steps)))
 
