@@ -230,7 +230,8 @@ constexpr int LOOSE = 32, LOOSE_ROTARY = LOOSE * 2 * WIDTH, LOOSE_PROBS = LOOSE_
 constexpr int ROTATED_AT = LOOSE_PROBS, LOOSE_BYTES = ROTATED_AT + 4 * ROTATING;
 // Warps join queries in slices of 128 channels: so many in global memory, what they are relative to, and their total.
 constexpr int SLICES = 4, PART = WIDTH / SLICES + 4;
-// Sums are relative to so much more than the greatest logit, in units of ln 2, and are not rescaled until one exceeds it.
+// Sums are relative to the greatest logit, and are not rescaled until one exceeds it by more than this, in units of ln 2:
+// a probability is 16 at most, and its scale's product a number of f16 for all scales up to 4,094.
 constexpr float ROOM = 4.f;
 // Stands for a maximum of nothing in differences, which are numbers then.
 constexpr float LEAST = -3e38f;
@@ -718,13 +719,13 @@ DEVICE void probabilities(Sums& sums, const Self& self, u32 slot, int left, u32 
     m1 = greater(m1, greater(s[t][2], s[t][3]));
   }
   float top0 = sums.top[0], top1 = sums.top[1];
-  if (of_any(m0 > top0 || m1 > top1)) {
+  if (of_any(m0 > top0 + ROOM || m1 > top1 + ROOM)) {
     m0 = greater(m0, from_lane(m0, 1));
     m1 = greater(m1, from_lane(m1, 1));
     m0 = greater(m0, from_lane(m0, 2));
     m1 = greater(m1, from_lane(m1, 2));
-    top0 = greater(top0, m0 + ROOM);
-    top1 = greater(top1, m1 + ROOM);
+    top0 = greater(top0, m0);
+    top1 = greater(top1, m1);
   }
   const float r0 = greater(top0, LEAST), r1 = greater(top1, LEAST);
   if (of_any(top0 != sums.own_top[0] || top1 != sums.own_top[1])) {
