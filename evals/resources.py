@@ -33,7 +33,7 @@ from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
 from hfkvq.kernels.triton.pair_format import PairFormat
 from hfkvq.kernels.triton.warm import GPUS, wanted
 from hfkvq.kernels.triton.worker import leave_gpu_alone
-from hfkvq.kernels.warm import normal
+from hfkvq.kernels.warm import SEVERAL, normal
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "evals" / "results" / "resources.json", ROOT / "docs" / "speed.md"
@@ -61,7 +61,7 @@ def every(preset: str, device: torch.device) -> Iterator[tuple[StoreFormat, Want
     """What a layer of Qwen3-8B's shape launches, for one query and for sixteen, and what dequantizes its pages."""
     scheme = get_scheme(preset)
     plan = normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM), torch.bfloat16))
-    for each in wanted(plan, HEADS, scheme.channel_rule, True, device):
+    for each in wanted(plan, HEADS, scheme.channel_rule, SEVERAL, device):
         yield plan.format, each
     for side in SIDES:
         for each in gather_wanted(plan.format, side, KV_HEADS, DIM, torch.bfloat16):

@@ -94,8 +94,8 @@ def warm(
     """Compile the kernels of presets in advance, into Triton's cache, so that first calls are fast."""
     import torch
 
-    from hfkvq.caches.make import layer_plan
     from hfkvq.caches.preset import get_preset
+    from hfkvq.caches.warm import layers_of
     from hfkvq.kernels.warm import compile_now
 
     names = split(preset)
@@ -105,16 +105,15 @@ def warm(
         number = pick_gpu(gpu)
         shapes = pick_shapes(model, heads, kv_heads, head_dim, window)
         chosen = [scheme for name in names for scheme in get_preset(name).schemes]
-        schemes = dict.fromkeys(scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100))
-        kind = getattr(torch, dtype.value)
-        plans = [(layer_plan(one, own, kind), own.heads, one.channel_rule) for one in schemes for own in shapes]
+        schemes = [scheme.in_layer(layer, 100) for scheme in chosen for layer in range(100)]
+        layers = layers_of(schemes, shapes, getattr(torch, dtype.value))
     except ValueError as error:
         fail(error)
     if importlib.util.find_spec("triton") is None:
         fail("triton: it is not installed, so there is nothing to compile; pip install triton (Linux).")
     begun = time.perf_counter()
     try:
-        done = compile_now(plans, number)
+        done = compile_now(layers, number)
     except (ValueError, RuntimeError) as error:
         fail(error)
     took = time.perf_counter() - begun

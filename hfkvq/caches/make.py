@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PreTrainedConfig
 
 from hfkvq.kernels.step import StepPlan
 
@@ -76,12 +77,20 @@ def layer_shapes(name: str) -> list[LayerShape]:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(f"model: {name!r} cannot be loaded: {error}") from error
+    shapes = shapes_of(config)
+    if shapes is None:
+        raise ValueError(f"model: the config of {name!r} names no head dim; give --heads, --kv-heads and --head-dim.")
+    return shapes
+
+
+def shapes_of(config: PreTrainedConfig) -> list[LayerShape] | None:
+    """The kinds of a model's layers; None if its config does not say."""
     text = text_config(config)
     latents, found = latent_dims(text), attention_shape(config)
     if latents is not None:
         return [LayerShape(text.num_attention_heads, 1, latents[0], rope_dim=latents[1])]
     if found is None:
-        raise ValueError(f"model: the config of {name!r} names no head dim; give --heads, --kv-heads and --head-dim.")
+        return None
     stock = stock_layers(text)
     windows = set(windows_of(text, stock).values())
     full = {0} if any(is_held_in_pages(layer, text) for layer in stock) else set()

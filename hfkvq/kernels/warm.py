@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .step import StepPlan
+from .step import MAX_STEP, StepPlan
 
 if TYPE_CHECKING:
     from .triton.ahead import Beside
+
+
+SEVERAL = tuple(range(1, MAX_STEP + 1))
+"""Tokens of steps where their number varies: attention has two variants then, what appends may have one for each."""
+
+Layer = tuple[StepPlan, int, str | None]
+"""Plan, query heads and rule of a layer, see `start`."""
 
 
 def normal(plan: StepPlan) -> StepPlan:
@@ -41,18 +48,20 @@ def start(
     Returns:
         What knows when all is there, or has failed; None where there is nothing to wait for.
     """
-    return _start(normal(plan), query_heads, device, rule, several) if device.type == "cuda" else None
+    return (
+        _start(normal(plan), query_heads, device, rule, SEVERAL if several else (1,)) if device.type == "cuda" else None
+    )
 
 
 GPUS = (80, 86, 89, 90, 100, 120)
 """Compute capabilities, times ten, that need not be there to be compiled for."""
 
 
-def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], gpu: int | None = None) -> list[tuple[str, float]]:
-    """Compiles what layers of these plans will launch into Triton's cache, and waits for it.
+def compile_now(layers: Sequence[Layer], gpu: int | None = None) -> list[tuple[str, float]]:
+    """Compiles what layers will launch into Triton's cache, and waits for it.
 
     Args:
-        plans: plan, query heads and rule of each layer, see `start`.
+        layers: of any number of caches.
         gpu: one of `GPUS`; None for the current one.
 
     Returns:
@@ -63,16 +72,41 @@ def compile_now(plans: Sequence[tuple[StepPlan, int, str | None]], gpu: int | No
         RuntimeError: a kernel does not compile.
     """
     own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
-    done = own.compile_now([own.Order(normal(plan), heads, rule, False) for plan, heads, rule in plans], gpu)
+    done = own.compile_now([own.Order(normal(plan), heads, rule, (1,)) for plan, heads, rule in layers], gpu)
     for name, _, error in done:
         if error:
             raise RuntimeError(f"{name} does not compile: {error}")
     return [(name, seconds) for name, seconds, _ in done]
 
 
+def compile_missing(
+    layers: Sequence[Layer], device: torch.device, steps: Sequence[int], begin: Callable[[], object]
+) -> None:
+    """Compiles what layers will launch on a GPU of this process, all of it together, and waits for it.
+
+    What is in Triton's cache is loaded, and no process is started where that is all. Nothing is done where `start` does
+    nothing. A kernel that does not compile is left to its launch, which says why.
+
+    Args:
+        layers: of any number of caches.
+        device: of their tensors.
+        steps: tokens of the steps that come.
+        begin: is called once, before anything is compiled.
+
+    Raises:
+        RuntimeError: the process that compiles has failed.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
+        orders = [own.Order(normal(plan), heads, rule, tuple(steps)) for plan, heads, rule in layers]
+        own.compile_missing(list(dict.fromkeys(orders)), device, begin)
+
+
 @lru_cache(maxsize=1024)
-def _start(plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, several: bool) -> Beside | None:
+def _start(
+    plan: StepPlan, query_heads: int, device: torch.device, rule: str | None, steps: tuple[int, ...]
+) -> Beside | None:
     if importlib.util.find_spec("triton") is None:
         return None
     own: Any = importlib.import_module("hfkvq.kernels.triton.warm")
-    return own.begin(own.Order(plan, query_heads, rule, several), device)
+    return own.begin(own.Order(plan, query_heads, rule, steps), device)

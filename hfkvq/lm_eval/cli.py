@@ -214,6 +214,7 @@ def leaderboard(
                     options={**options, **SEEDS},
                     metadata=extra,
                     loading=loading,
+                    tell=lambda what: console.print(what, highlight=False),
                 ):
                     console.print(f"{name}: {done}", highlight=False)
             if left:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval.loggers import EvaluationTracker
@@ -31,6 +31,7 @@ def run_tasks(
     options: Mapping[str, Any],
     metadata: Mapping[str, Any],
     loading: Mapping[str, Any],
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Iterator[tuple[str, str]]:
     """Evaluates the presets, and saves results and samples as lm-eval does, in a folder for each.
 
@@ -45,6 +46,7 @@ def run_tasks(
         options: of `simple_evaluate`.
         metadata: for the tasks.
         loading: of the model.
+        tell: is told what is done beside: kernels may be compiled.
 
     Yields:
         A preset's name, and what is asked, or came of it.
@@ -68,6 +70,8 @@ def run_tasks(
             # Reads thousands of files.
             manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": source.path, **metadata})
             ranks.ask("load", None, lambda _: loaded.append(_load(source, ranks, loading)))
+            asked = [preset for other, preset in presets.items() if preset is not None and todo[other]]
+            loaded[0].compile_ahead(asked, tell)
         [subject] = loaded
         ranks.ask("use", presets[name], subject.use)
         answers = folder / "answers"

@@ -27,7 +27,7 @@ def main() -> None:
     stand_in(gpu)
     driver.set_active(Absent(gpu))
     plan = warm.normal(layer_plan(scheme, LayerShape(32, 8, 128), torch.bfloat16))
-    order = Order(plan, 32, scheme.channel_rule, False)
+    order = Order(plan, 32, scheme.channel_rule, (1,))
     names, said, done = [], {}, []
 
     def compile_them() -> None:

@@ -54,18 +54,21 @@ def variants(pairs, merges=False):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_variants_do_not_depend_on_rows_and_lengths(found, preset):
-    first, *others = [pairs for name, pairs in found[preset].items() if name not in ("ahead", "waits")]
+    first, *others = [pairs for name, pairs in found[preset].items() if " x " in name]
     for pairs in others:
         # Of a short prompt there may be nothing to seal.
         assert {name for name, _ in variants(pairs) - variants(first)} == set()
-    merges = {key for pairs in found[preset].values() for name, key in pairs if name == "merge.merge_kernel"}
+    merges = {key for name, key in found[preset]["ahead"] if name == "merge.merge_kernel"}
     assert len(merges) <= 3
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_all_that_runs_need_is_compiled_ahead(found, preset):
-    have = variants(found[preset]["ahead"], merges=True)
+    ahead, several = (variants(found[preset][name], merges=True) for name in ("ahead", "several ahead"))
+    assert ahead < several
+    assert ("several" in found[preset]) == (preset not in ("triaxial", "arkv"))
     for case, pairs in found[preset].items():
+        have = several if case.startswith("several") else ahead
         missing = sorted(name for name, _ in variants(pairs, merges=True) - have)
         assert missing == [], case
 
@@ -94,7 +97,7 @@ def test_nothing_begins_without_a_gpu(monkeypatch):
     warm.start(plan, 32, torch.device("cpu"), None)
     assert not begun
     warm.start(plan, 32, torch.device("cuda", 0), None)
-    assert begun == [(warm.normal(plan), 32, torch.device("cuda", 0), None, False)]
+    assert begun == [(warm.normal(plan), 32, torch.device("cuda", 0), None, (1,))]
 
 
 def test_what_goes_wrong_is_nobodys_concern():
@@ -155,7 +158,7 @@ def test_one_variant_is_compiled_once():
     kernel = types.SimpleNamespace(__name__="decode_kernel")
 
     def key(*numbers, **constants):
-        return worker._key(ahead.Wanted(kernel, (torch.float16, numbers), constants))
+        return worker.key_of(ahead.Wanted(kernel, (torch.float16, numbers), constants))
 
     assert key(32, 48) == key(64, 16)
     assert key(3, 5) == key(7, 9)
@@ -339,6 +342,37 @@ def test_a_process_that_takes_too_long_ends_with_its_children(monkeypatch):
     assert time.perf_counter() - begun < 30
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel's files what has become of a process")
+def test_an_interrupt_ends_the_process_with_its_children(tmp_path, monkeypatch):
+    worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))
+    file = tmp_path / "child"
+    script = f"""
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+open({str(file)!r}, "w").write(str(child.pid))
+print({worker._READY!r}, flush=True)
+child.wait()
+"""
+
+    def orders():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "_START", script)
+    with pytest.raises(KeyboardInterrupt):
+        worker.compile_elsewhere(orders, warm_kernels.GPUS[90])
+    stat, end = Path("/proc", file.read_text(), "stat"), time.monotonic() + 30
+
+    def lives():
+        # It may have ended without anybody having asked for its exit status.
+        with contextlib.suppress(OSError):
+            return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+        return False
+
+    while lives() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not lives()
+
+
 def test_what_lies_in_the_folder_is_not_imported(tmp_path, monkeypatch):
     """And what a process prints is not its answer; one that fails says why."""
     worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))
@@ -379,7 +413,7 @@ def latents():
 
     shape = LayerShape(16, 1, 512, rope_dim=64)
     plans = [layer_plan(get_scheme(name), shape, torch.bfloat16) for name in ("latent-4", "latent-8")]
-    return [Order(warm.normal(plan), 16, None, False) for plan in plans]
+    return [Order(warm.normal(plan), 16, None, (1,)) for plan in plans]
 
 
 def test_what_is_not_tritons_is_there_before_a_step_is_captured(latents, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from hfkvq.kernels import warm
 from tests.kernels.compile_kernels import BF16, FrontEnd, Idle, name_of, pretend, tensor
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+
+SIZES = (2, 3, 5, 8, 9, 13, 16)
+"""Tokens of steps, where there are several."""
 
 RUNS = ((1, 1024, 4096), (4, 1400, 8192), (3, 417, 600), (7, 130, 1000))
 """Rows, tokens of the prompt and capacity."""
@@ -56,14 +60,14 @@ def scheme_of(preset: str) -> tuple[Scheme, int]:
     return in_window(scheme, int(window), (DIM, DIM)) if window else scheme, int(window or 0)
 
 
-def run(preset: str, rows: int, tokens: int, capacity: int, waits: int = 0) -> None:
-    """A prompt, and two steps as graphs record them; before these, some that attend to dense tensors."""
+def run(preset: str, rows: int, tokens: int, capacity: int, waits: int = 0, sizes: Sequence[int] = (1, 1)) -> None:
+    """A prompt, and steps as graphs record them, of so many tokens; before these, some that attend to dense tensors."""
     scheme, window = scheme_of(preset)
     layer = KVLayer(scheme, PaddingReader(), capacity, recordable=True, window=window)
     group_layers([layer], HEADS // KV_HEADS)
     module = Attention()
     assert layer.steps is not None
-    for i, count in enumerate((tokens, *[1] * waits, 1, 1)):
+    for i, count in enumerate((tokens, *[1] * waits, *sizes)):
         layer.steps.sync.waits = 0 < i <= waits
         query, key, value = (tensor(rows, heads, count, DIM, BF16) for heads in (HEADS, KV_HEADS, KV_HEADS))
         handles = layer.update(key, value)
@@ -116,10 +120,17 @@ def main() -> None:
             from hfkvq.kernels.triton.warm import wanted
 
             scheme, window = scheme_of(preset)
+            if not scheme.evicts and "tags" not in scheme.needs:
+                # Of these, steps of several tokens are the host's.
+                run(preset, 1, 1000, 4096, sizes=SIZES)
+                own["several"] = list(notes.found)
             plan = warm.normal(layer_plan(scheme, LayerShape(HEADS, KV_HEADS, DIM, window), BF16))
-            for each in wanted(plan, HEADS, scheme.channel_rule, False, torch.device("cuda", 0)):
-                each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
-            own["ahead"] = list(notes.found)
+            for name, sizes in (("ahead", (1,)), ("several ahead", warm.SEVERAL)):
+                forget()
+                notes.found = {}
+                for each in wanted(plan, HEADS, scheme.channel_rule, sizes, torch.device("cuda", 0)):
+                    each.kernel.warmup(*each.arguments, grid=(1,), **each.constants)
+                own[name] = list(notes.found)
     print(json.dumps(found))
 
 

@@ -8,7 +8,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from hfkvq.caches import get_preset
-from hfkvq.lm_eval import runs
+from hfkvq.lm_eval import model, runs
 from hfkvq.lm_eval.board import Board, fingerprint, folder_name
 from hfkvq.measure.models import Source
 from tests.command import assert_refused, flat, invoke
@@ -19,10 +19,20 @@ run = partial(invoke, "leaderboard")
 def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     # Without the thousands of files of lm-eval's own tasks.
     monkeypatch.setattr(runs, "TaskManager", functools.partial(TaskManager, include_defaults=False))
+    compiled = []
+
+    def compile_ahead(subject, presets, steps, tell):
+        compiled.append(([preset.scheme.name for preset in presets], len(steps)))
+        tell("compiling kernels")
+
+    monkeypatch.setattr(model, "compile_ahead", compile_ahead)
     options = ["--out", tmp_path / "board", "--tasks", "ref_recall_24", "--limit", "1", "--device", "cpu"]
     options += ["--windows", "1", "--context", "256", "--schemes", "full,kitty:sink_length=4"]
     done = run(*options)
     assert done.exit_code == 0, done.output
+    # Those of all schemes, before the first is asked.
+    assert compiled == [(["full", "kitty"], 16)]
+    assert "compiling kernels" in done.output
     names = {"none", "full", "kitty-sink_length-4"}
     found = {}
     for name in names:
@@ -41,11 +51,13 @@ def test_results_report_and_what_is_there_already(tmp_path, monkeypatch):
     again = run(*options)
     assert again.exit_code == 0, again.output
     assert again.output.count("already") == 3
+    assert len(compiled) == 1
     assert not list((tmp_path / "board").rglob("answers*"))
     # A scheme more: only that one is run and measured.
     more = run(*options[:-1], "kitty:sink_length=4,kivi-2")
     assert more.exit_code == 0, more.output
     assert more.output.count("already") == 3
+    assert compiled[1:] == [(["kivi"], 16)]
     rows = {path.name: json.loads(path.read_text())["rows"] for path in (tmp_path / "board").glob("kld*.json")}
     assert [row["name"] for row in rows["kld.json"]] == ["full", "kitty:sink_length=4"]
     assert [row["name"] for row in rows["kld-2.json"]] == ["kivi-2"]

@@ -114,6 +114,12 @@ def _is_new(each: Wanted) -> bool:
     return next(Path(knobs.cache.dir).glob(f"*/{each.kernel.__name__}.json"), None) is None
 
 
+def are_there(every: Sequence[Wanted], device: torch.device) -> bool:
+    """Whether all of these kernels are in Triton's cache; they are loaded then."""
+    with _on(device):
+        return not every or (not _is_new(every[0]) and all(map(find, every)))
+
+
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """This thread's kernels are that device's: each thread begins with the first GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

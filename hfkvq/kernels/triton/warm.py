@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,10 +13,10 @@ from ..cuda import latent as cuda
 from ..cuda.rtc import Unavailable
 from ..norms import Balance
 from ..pages import SIDES, PageFormat, StoreFormat
-from ..step import MAX_STEP, StepPlan
+from ..step import StepPlan
 from ..step_tensors import Sealing
 from ._lib import Gpu, properties
-from .ahead import Beside, Wanted
+from .ahead import Beside, Wanted, are_there
 from .append import NewTokens, append_launch
 from .decode import decode_wanted
 from .due import due_launch
@@ -30,7 +30,7 @@ from .query_sums import query_sums_wanted
 from .seal import seal_wanted
 from .step import advance_launch, observe_launch
 from .tiles import INTERPRETED
-from .worker import Compiled, Order, compile_elsewhere
+from .worker import Compiled, Order, compile_elsewhere, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,28 +131,44 @@ def compile_now(orders: Sequence[Order], number: int | None) -> list[Compiled]:
     return [*compile_elsewhere(lambda: orders, gpu), *_compile_cuda(orders, gpu)]
 
 
+def compile_missing(orders: Sequence[Order], device: torch.device, begin: Callable[[], object]) -> None:
+    """See `hfkvq.kernels.warm.compile_missing`."""
+    if INTERPRETED.value or torch.version.hip is not None:
+        return
+    gpu = _gpu(device)
+    missing = [order for order in orders if not are_there(wanted(*order, device), device)]
+    if missing:
+        begin()
+        for name, _, error in compile_elsewhere(lambda: missing, gpu):
+            if error:
+                logger.debug("%s: %s", name, error)
+    # Found on disk where it has been compiled.
+    list(_compile_cuda(orders, gpu))
+
+
 def _gpu(device: torch.device) -> Gpu:
     found = properties(device)
     return Gpu(*(getattr(found, name) for name in Gpu._fields))
 
 
-def wanted(plan: StepPlan, query_heads: int, rule: str | None, several: bool, device: torch.device) -> list[Wanted]:
-    """All that prompts and steps launch for a layer; see `hfkvq.kernels.warm.start`."""
+def wanted(
+    plan: StepPlan, query_heads: int, rule: str | None, steps: Sequence[int], device: torch.device
+) -> list[Wanted]:
+    """All that prompts launch for a layer, and steps of so many tokens; see `hfkvq.kernels.warm.start`."""
     dtype = DTYPES.get(plan.dtype)
     if dtype is None:
         # Kernels leave f64 to the reference.
         return []
     own = query_heads // plan.fold
     found = []
-    # Of several tokens there are two variants, for few queries of a head and for many.
-    for queries in (1, 2, MAX_STEP) if several else (1,):
+    for queries in steps:
         if plan.format.latent:
             found += latent_wanted(plan.format, own, plan.key_dim, plan.value_dim, dtype, device, queries)
         else:
             found += decode_wanted(plan.format, plan.heads, own, plan.key_dim, plan.value_dim, dtype, device, queries)
     found += _seals(plan, dtype, device, rule)
-    found += _rest(plan, own, dtype, device)
-    return found
+    found += _rest(plan, own, steps, dtype, device)
+    return list({key_of(each): each for each in found}.values())
 
 
 def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str | None) -> Iterator[Wanted]:
@@ -177,15 +193,19 @@ def _seals(plan: StepPlan, dtype: torch.dtype, device: torch.device, rule: str |
                 yield from seal_wanted(fmt, side, shape, stride, dtype, device, due, ruled, weighed)
 
 
-def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.device) -> Iterator[Wanted]:
+def _rest(
+    plan: StepPlan, query_heads: int, steps: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Iterator[Wanted]:
     form, runs = plan.format, len(plan.format.runs)
     positions = None if form.ordered else 1
     for fmt, dim, rounds in _normed(plan):
         yield from norms_wanted(fmt, plan.heads, dim, rounds, dtype)
-    new = _new_tokens(plan, dtype, device)
-    sealing = Sealing(plan.local, plan.unit, (plan.due(0, 1), plan.due(1, 1)))
-    advance = advance_launch(new, runs, plan.capacity, 1, positions, sealing, form.rotate_keys, form.rotate_values)
-    yield advance.wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
+    rotate = form.rotate_keys, form.rotate_values
+    for tokens in steps:
+        new = _new_tokens(plan, tokens, dtype, device)
+        sealing = Sealing(plan.local, plan.unit, (plan.due(0, tokens), plan.due(1, tokens)))
+        advance = advance_launch(new, runs, plan.capacity, 1, positions, sealing, *rotate)
+        yield advance.wanted([dtype] * 6 + [I32] * (6 if form.ordered else 7))
     if plan.sums_queries:
         shape, stride = (plan.rows, query_heads, 1, plan.key_dim), _step_stride(query_heads, plan.key_dim)
         anew = plan.query != "total"
@@ -201,8 +221,8 @@ def _rest(plan: StepPlan, query_heads: int, dtype: torch.dtype, device: torch.de
                 yield from qk_wanted(fmt, plan.heads, plan.key_dim, dtype, query_heads * queries)
             yield from moments_wanted(queries)
         # Their steps are the host's, unless they are recorded.
-        append = append_launch(new, form.rotate_keys, form.rotate_values)
-        yield append.wanted([dtype] * 6 + [I32])
+        for tokens in steps:
+            yield append_launch(_new_tokens(plan, tokens, dtype, device), *rotate).wanted([dtype] * 6 + [I32])
     due = due_launch(plan.rows, form.sink, plan.tails, Sealing(plan.local, plan.unit, (0, 0)), device, runs)
     yield due.wanted([I32] * 2)
     for block in {form.rotate_keys, form.rotate_values} - {0}:
@@ -215,14 +235,14 @@ def _normed(plan: StepPlan) -> list[tuple[PageFormat, int, Balance]]:
     return [(f, d, b) for f, d, b in zip(formats, dims, plan.balance, strict=True) if f.normed]
 
 
-def _step_stride(heads: int, dim: int) -> tuple[int, ...]:
-    """As models make keys, values and queries of one token."""
-    return heads * dim, dim, heads * dim, 1
+def _step_stride(heads: int, dim: int, tokens: int = 1) -> tuple[int, ...]:
+    """As models make keys, values and queries of so many tokens."""
+    return tokens * heads * dim, dim, heads * dim, 1
 
 
-def _new_tokens(plan: StepPlan, dtype: torch.dtype, device: torch.device) -> NewTokens:
-    shapes = [(plan.rows, plan.heads, 1, dim) for dim in (plan.key_dim, plan.value_dim)]
-    strides = [_step_stride(plan.heads, dim) for dim in (plan.key_dim, plan.value_dim)]
+def _new_tokens(plan: StepPlan, tokens: int, dtype: torch.dtype, device: torch.device) -> NewTokens:
+    shapes = [(plan.rows, plan.heads, tokens, dim) for dim in (plan.key_dim, plan.value_dim)]
+    strides = [_step_stride(plan.heads, dim, tokens) for dim in (plan.key_dim, plan.value_dim)]
     return NewTokens(
         shapes[0], strides[0], shapes[1], strides[1], (dtype, dtype), dtype, plan.format.sink, *plan.tails, device
     )

@@ -27,7 +27,7 @@ from ..step import StepPlan
 from ._lib import Gpu, stand_in
 from .ahead import Wanted, compile_one
 
-MOST = 8
+MOST = 16
 """Kernels that are compiled at a time."""
 
 MOST_BESIDE = 4
@@ -70,7 +70,7 @@ class Order(NamedTuple):
     plan: StepPlan
     query_heads: int
     rule: str | None
-    several: bool
+    steps: tuple[int, ...]
 
 
 class Compiled(NamedTuple):
@@ -130,14 +130,14 @@ def compile_elsewhere(orders: Callable[[], Sequence[Order]], gpu: Gpu, beside: b
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
-                # An interrupt is meant for the model.
-                start_new_session=beside,
+                # An interrupt is meant for this process, which ends the others when it leaves.
+                start_new_session=True,
             )
             stack.enter_context(process)
             # Whatever happens here, it does not stay.
-            stack.callback(_kill, process, beside)
+            stack.callback(_kill, process)
             if beside:
-                watch = threading.Timer(LONGEST, _kill, (process, beside))
+                watch = threading.Timer(LONGEST, _kill, (process,))
                 watch.daemon = True
                 watch.start()
                 stack.callback(watch.cancel)
@@ -152,9 +152,9 @@ def compile_elsewhere(orders: Callable[[], Sequence[Order]], gpu: Gpu, beside: b
         return [Compiled(*each) for each in json.loads(lines[-1].removeprefix(_ANSWER))]
 
 
-def _kill(process: subprocess.Popen[bytes], group: bool) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """Ends a process, and with it its children, of which it is the group: they would wait for jobs for ever."""
-    if group and hasattr(os, "killpg"):
+    if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -211,7 +211,7 @@ def compile_all(orders: Sequence[Order], gpu: Gpu, most: int) -> list[Compiled]:
 
     leave_gpu_alone(gpu)
     device = torch.device("cuda", 0)
-    every = {_key(each): each for order in orders for each in wanted(*order, device)}
+    every = {key_of(each): each for order in orders for each in wanted(*order, device)}
     _JOBS[:] = sorted(every.values(), key=_rank)
     children = max(1, min(most, _cores(), len(_JOBS)))
     # They find here what has been imported, and nothing of this process is in their way: it has one thread.
@@ -253,7 +253,7 @@ def _rank(each: Wanted) -> int:
     return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
 
 
-def _key(each: Wanted) -> Any:
+def key_of(each: Wanted) -> Any:
     """Equal for what is one kernel only. What Triton takes for one may have two keys: then it is compiled twice."""
     return each.kernel.__name__, _kinds(each.arguments), _plain(tuple(sorted(each.constants.items())))
 

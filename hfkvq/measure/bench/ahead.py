@@ -66,7 +66,7 @@ def compile_store(name: str, shape: Shape) -> None:
     if not shape.rope_dim:
         scheme = scheme_of(name, shape.head_dim)
         plan = layer_plan(scheme, LayerShape(shape.heads, shape.kv_heads, shape.head_dim), DTYPES[shape.dtype])
-        for each in wanted(normal(plan), shape.heads, scheme.channel_rule, False, torch.device("cuda", 0)):
+        for each in wanted(normal(plan), shape.heads, scheme.channel_rule, (1,), torch.device("cuda", 0)):
             compile_one(each)
 
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from hfkvq.caches.preset import get_preset
 from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
+from hfkvq.caches.warm import compile_ahead
 from hfkvq.kernels import await_kernels
 
 from ..records import BASELINE
@@ -207,7 +209,8 @@ def run_demo(
     Args:
         subject: the model.
         settings: tasks, schemes, sizes.
-        on_progress: called before each batch with the cache's name, the task and the share of the work done.
+        on_progress: called before each batch with the cache's name, the task and the share of the work done, and while
+            kernels are compiled.
         schemes: by name, in place of the settings' presets.
         on_row: called with each row when it is complete, the baseline's first.
 
@@ -233,14 +236,18 @@ def run_demo(
         # Refused heads are told before the first batch is run.
         make_cache(subject, row.scheme)
 
+    def tell(what: str, task: str = "") -> None:
+        if on_progress is not None:
+            on_progress(what, task, done / total)
+
     work = [batch.ids.numel() + 8 * batch.ids.shape[0] * batch.limit for batch in batches]
     total, done = sum(work) * len(rows), 0
     counts = _kl_rows(batches, settings.kl_tokens)
+    compile_ahead(model, map(get_preset, own.values()), tell=tell)
     expected: dict[int, _Expected] = {}
     for row in rows:
         for index, batch in enumerate(batches):
-            if on_progress is not None:
-                on_progress(row.name, batch.task, done / total)
+            tell(row.name, batch.task)
             if index == 0:
                 _warm_up(subject, batch, row.scheme)
             expected[index], memory = _run_batch(subject, batch, row, counts[index], expected.get(index))
@@ -290,7 +297,7 @@ def _run_batch(
 
 
 def _warm_up(subject: Subject, batch: Batch, scheme: Scheme | None) -> None:
-    """Kernels are compiled, and libraries wake up, before the clock runs."""
+    """Kernels are loaded, and libraries wake up, before the clock runs."""
     rows = batch.ids.shape[0] if subject.model.device.type == "cuda" else 1
     small = Batch(batch.task, batch.examples[:rows], batch.ids[:rows], batch.mask[:rows], 3)
     answer(subject, small, make_cache(subject, scheme))

@@ -18,7 +18,9 @@ from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
+from hfkvq.caches.warm import compile_ahead
 from hfkvq.kernels import await_kernels
+from hfkvq.kernels.step import MAX_STEP
 from hfkvq.measure.demo.answers import read_memory
 
 from ..records import BASELINE
@@ -197,7 +199,8 @@ def measure(
         tokenizer: the model's; the ``triaxial`` scheme reads roles by its chat template, and without it holds all
             tokens in 4 bits. Chunks of more than one token are tagged as parts of a prompt, single ones as generated.
         keep_bytes: see above.
-        on_progress: called before each cache of each batch with its name and the share of the work done.
+        on_progress: called before each cache of each batch with its name and the share of the work done, and while
+            kernels are compiled.
 
     Returns:
         Per-token values of every scheme, with W rows of T - prefill tokens.
@@ -240,7 +243,10 @@ def measure(
         if on_progress is not None:
             on_progress(name, done / work)
 
+    scored = tokens.shape[1] - prefill
+    steps = [size for size in {min(chunk, scored), scored % chunk} if 0 < size <= MAX_STEP]
     try:
+        compile_ahead(model, [preset for preset in chosen.values() if isinstance(preset, Preset)], steps, tell)
         with torch.inference_mode():
             for batch in tokens.to(model.device).split(batch_size):
                 rows = len(batch)

@@ -155,7 +155,12 @@ def test_generate_is_timed_as_users_call_it(pretended_gpu, tiny, tmp_path, monke
         return built(config, device, *rest)
 
     monkeypatch.setattr("hfkvq.measure.bench.generate.session.measure_processes", children)
+
+    def compile_ahead(model, presets, steps, tell):
+        events.append(("compiled", [preset.scheme.name for preset in presets], len(steps)))
+
     monkeypatch.setattr("hfkvq.measure.bench.generate.models.build", noted)
+    monkeypatch.setattr("hfkvq.caches.warm.compile_ahead", compile_ahead)
     path = tmp_path / "a.json"
     options = [*tiny, "--no-decode", "--engines", "dynamic,static", "--schemes", "kitty", "--json", str(path)]
     options += ["--cold", "dynamic,kitty", "--cold-cases", "1x6", "--cold-tokens", "8"]
@@ -169,7 +174,8 @@ def test_generate_is_timed_as_users_call_it(pretended_gpu, tiny, tmp_path, monke
     more = ["--whole", "--new-tokens", "5", "--assisted", "--draft", tiny[1], "--assisted-tokens", "6"]
     done = run(*options, "--cases", "1x64,2x64", *more, "--prompt-lookup", "3", "--resume")
     assert done.exit_code == 0, done.output
-    assert events == [("weights", "meta"), ("weights", "cpu"), ("weights", "cpu")]
+    # Drafts have steps of any number of tokens.
+    assert events == [("weights", "meta"), ("weights", "cpu"), ("weights", "cpu"), ("compiled", ["kitty"], 16)]
     record = records.load(path)
     found = [(each["kind"], each["engine"], each["batch"], each["new_tokens"]) for each in record["rows"]]
     assert found == [

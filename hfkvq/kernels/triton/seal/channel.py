@@ -10,6 +10,7 @@ import triton.language as tl
 from ...pages import PageFormat
 from ...seal import RULES, Rule, parse_rule
 from .._lib import F16_MAX, cdiv, fields_of, power
+from ..chance import chance
 from .arithmetic import affine_codes, affine_scale, inverse_of, is_wide, load_tokens, warps_of
 from .fit import FIT_THREAD, fit_scale, in_steps, squared_errors
 from .ranks import (
@@ -162,7 +163,10 @@ def seal_channel_kernel(
             b_key = at_channels(score_key(b_lost, p_weight, o_d, m_d, True, D), o_d, o_c, FH, C)
             b_key = tl.where(m_c, b_key, -1)
         else:
-            b_score = score_channels(b_x, o_c, i_token // G, i_h, CHOOSE, SEED, FH, BT, C)
+            if CHOOSE == 5:
+                b_score = (chance(o_c, i_token // G, i_h, SEED) >> 8).to(tl.float32)
+            else:
+                b_score = score_channels(b_x, CHOOSE == 2, FH, BT, C)
             b_key = score_key(b_score, p_weight, o_c, m_c, False, D)
         b_rank = rank_keys(b_key, FH, C)
         if COUNT16 > 0:

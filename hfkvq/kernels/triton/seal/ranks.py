@@ -7,7 +7,6 @@ import triton.language as tl
 
 from ...seal import SCORE_MAX as MOST
 from .._lib import F16_MAX
-from ..chance import chance
 from .arithmetic import divide_levels
 
 SCORE_MAX = tl.constexpr(MOST)
@@ -35,21 +34,15 @@ def score_key(b_score, p_weight, o_c, m_c, SQUARED: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
-def score_channels(
-    b_x, o_c, i_page, i_h, CHOOSE: tl.constexpr, SEED: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr
-):
+def score_channels(b_x, VARIANCE: tl.constexpr, F: tl.constexpr, T: tl.constexpr, C: tl.constexpr):
     """Score of every channel of a whole page [F, T, C], [F, C]; see `hfkvq.kernels.seal.channel_widths`."""
-    if CHOOSE == 5:
-        b_score = (chance(o_c, i_page, i_h, SEED) >> 8).to(tl.float32)
+    if VARIANCE:
+        b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
+        b_x = b_x - b_mean[:, None, :]
+        b_x = b_x * b_x
     else:
-        if CHOOSE == 2:
-            b_mean = halving_sum(b_x, F, T, C) * (1.0 / T)
-            b_x = b_x - b_mean[:, None, :]
-            b_x = b_x * b_x
-        else:
-            b_x = tl.abs(b_x)
-        b_score = halving_sum(b_x, F, T, C)
-    return b_score
+        b_x = tl.abs(b_x)
+    return halving_sum(b_x, F, T, C)
 
 
 @triton.jit

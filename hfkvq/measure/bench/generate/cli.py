@@ -262,6 +262,9 @@ def generate_command(
     import torch
     from transformers.utils import logging
 
+    from hfkvq.caches.warm import compile_ahead
+    from hfkvq.kernels.warm import SEVERAL
+
     from .. import timing
     from ..report import describe_copy
     from . import record as records
@@ -358,6 +361,8 @@ def generate_command(
                         fail(error)
                 guesses = None if draft_config is None else _build(draft_config, device, dtype, seed, Experts.auto)
                 bench = Bench(built, settings, meeting, guesses)
+                presets = [engine.preset for engine in chosen if engine.preset is not None]
+                compile_ahead(built, presets, SEVERAL if plan.drafts else (1,), tell)
                 for rows in Session(bench, chosen, plan, record, keep, tell).groups():
                     console.print(report.view(rows))
         finally:
