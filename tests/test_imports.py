@@ -1,4 +1,4 @@
-"""Each third-party library is imported behind its own door, and `import hfkvq` stays light."""
+"""Each third-party library is imported behind its own door, and `import hfkvq` loads none."""
 
 import ast
 import functools
@@ -69,17 +69,78 @@ def test_relative_imports_are_resolved():
     assert "hfkvq.kernels.pages.PageFormat" in set(imports(ROOT / "hfkvq/kernels/__init__.py"))
 
 
-def test_import_stays_light():
-    """`import hfkvq` loads none of these; what Transformers loads by itself goes first and does not count."""
+def run(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_names_stay_light():
+    """All of hfkvq's names load none of these; what Transformers loads by itself goes first and does not count."""
     code = """
 import sys
 import transformers.cache_utils, transformers.masking_utils, transformers.modeling_utils
 before = set(sys.modules)
-import hfkvq
+from hfkvq import *
+MixedKVCache
 heavy = {"optuna", "lm_eval", "triton", "matplotlib", "datasets"}
 new = set(sys.modules) - before
 bad = sorted(name for name in new if name.split(".")[0] in heavy or name.startswith("hfkvq.kernels.triton"))
-sys.exit(f"import hfkvq loads {bad}" if bad else 0)
+sys.exit(f"hfkvq loads {bad}" if bad else 0)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(code)
+
+
+def test_names_come_when_they_are_asked_for():
+    code = """
+import sys
+import hfkvq
+assert set(hfkvq.__all__) <= set(dir(hfkvq)) and hfkvq.__version__
+assert not {"torch", "transformers"} & set(sys.modules)
+assert not hasattr(hfkvq, "NoSuchCache")
+assert hfkvq.caches.MixedKVCache is hfkvq.MixedKVCache
+assert hfkvq.kernels.seal
+from hfkvq import PrefixStore, get_scheme
+assert get_scheme("kitty-pro") and "kitty-pro" in hfkvq.list_schemes()
+assert {"torch", "transformers"} <= set(sys.modules)
+"""
+    run(code)
+
+
+def test_help_loads_neither_pytorch_nor_transformers():
+    """Of every command, since either takes seconds; `schemes` after them loads both, or the check saw nothing."""
+    code = """
+import sys
+from typer.main import get_command
+from typer.testing import CliRunner
+from hfkvq.cli import app
+
+def paths(command, path):
+    yield path
+    for name, one in getattr(command, "commands", {}).items():
+        yield from paths(one, (*path, name))
+
+for arguments in [("--version",), *((*path, "--help") for path in paths(get_command(app), ()))]:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 0, done.output
+    loaded = sorted({"torch", "transformers"} & set(sys.modules))
+    assert not loaded, f"{arguments} loads {loaded}"
+    print(*arguments)
+assert CliRunner().invoke(app, ["schemes", "--json"]).exit_code == 0
+assert {"torch", "transformers"} <= set(sys.modules)
+"""
+    tried = run(code).splitlines()
+    assert {"--version", "--help", "kld --help", "bench generate --help"} <= set(tried)
+
+
+def test_names_of_lazy_packages_are_no_modules():
+    """An imported module becomes its package's attribute, and would stand in the place of what it defines."""
+    for package in ("", "tuning", "tuning/fit", "measure/divergence"):
+        folder = ROOT / "hfkvq" / package
+        names = next(
+            ast.literal_eval(node.value)
+            for node in parsed(folder / "__init__.py").body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        )
+        assert [name for name in names if (folder / name).is_dir() or (folder / f"{name}.py").is_file()] == []

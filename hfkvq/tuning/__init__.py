@@ -5,26 +5,31 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .allocate import allocate, make_table, sweep
-from .calibrate import calibrate
-from .conversations import Conversation, load_conversations, parse_conversation
-from .room import fit_room, measure_room
-from .sensitivity import Sensitivity
-
 if TYPE_CHECKING:
+    from .allocation import allocate, make_table, sweep
+    from .calibration import calibrate
+    from .conversations import Conversation, load_conversations, parse_conversation
     from .layer_plan import LayerPlan
     from .layerwise import tune_layers
     from .objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
+    from .room import fit_room, measure_room
     from .score import Score
+    from .sensitivity import Sensitivity
     from .study import load_study, tune
     from .trials import TuningStudy
 
-# Optuna and SciPy come with the extra ``hfkvq[tune]``, and are loaded when one of these is asked for.
-_LATER = {
+# Each is loaded when it is asked for: commands import this package for their help, and Optuna and SciPy come with the
+# extra ``hfkvq[tune]``. No name may be a module's, too: once imported, the module would stand in its place.
+_HOMES = {
+    **dict.fromkeys(("allocate", "make_table", "sweep"), "allocation"),
+    "calibrate": "calibration",
+    **dict.fromkeys(("Conversation", "load_conversations", "parse_conversation"), "conversations"),
     "LayerPlan": "layer_plan",
     "tune_layers": "layerwise",
     **dict.fromkeys(("Custom", "LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
+    **dict.fromkeys(("fit_room", "measure_room"), "room"),
     "Score": "score",
+    "Sensitivity": "sensitivity",
     **dict.fromkeys(("load_study", "tune"), "study"),
     "TuningStudy": "trials",
 }
@@ -55,9 +60,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     except ModuleNotFoundError as error:
         raise ImportError(f"{name}: {error.name} is not installed; pip install 'hfkvq[tune]'.") from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

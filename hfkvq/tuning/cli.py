@@ -23,7 +23,7 @@ from hfkvq.terminal import (
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from .allocate import Point
+    from .allocation import Point
     from .sensitivity import Sensitivity
 
 app = typer.Typer()
@@ -55,7 +55,7 @@ def calibrate(
     from hfkvq.measure.demo.prompts import load
     from hfkvq.measure.models import find_model, load_processor
 
-    from .calibrate import calibrate as measure
+    from .calibration import calibrate as measure
     from .conversations import load_conversations
 
     try:
@@ -103,7 +103,7 @@ def allocate(
             fail("out: a table has one budget; give --budget too.")
         check_folder("out", out)
 
-    from .allocate import make_table, sweep
+    from .allocation import make_table, sweep
     from .sensitivity import Sensitivity
 
     try:

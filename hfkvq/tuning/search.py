@@ -112,7 +112,7 @@ def make_plan(
             raise ValueError(
                 f"sensitivity: got {sensitivity}, which {preset.scheme.name!r} does not use; only triaxial."
             )
-        from .allocate import sweep
+        from .allocation import sweep
 
         tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
     where, kind = device, _dtype(dtype)

@@ -11,7 +11,7 @@ import pytest
 from hfkvq.caches import BitTable
 from hfkvq.caches.bit_table import Origin
 from hfkvq.tuning import Sensitivity, allocate, make_table, sweep
-from hfkvq.tuning.allocate import Choice, allocate_exact, allocate_greedy
+from hfkvq.tuning.allocation import Choice, allocate_exact, allocate_greedy
 
 INST, USER, OBS, OLD = "older|text|inst", "current|text|user", "current|text|obs", "older|text|obs"
 

@@ -12,7 +12,7 @@ from hfkvq.caches.tags import TAGS, parse_tag
 from hfkvq.kernels.pages import PageFormat
 from hfkvq.measure.capture import Capture, capture, compressed_layers, quantized, spread_layers
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, load_conversations, parse_conversation
-from hfkvq.tuning.calibrate import aggregate, count_tokens, distortion
+from hfkvq.tuning.calibration import aggregate, count_tokens, distortion
 from hfkvq.tuning.conversations import data_hash, make_request
 from tests.caches.models import build, prompt
 from tests.command import assert_refused, invoke

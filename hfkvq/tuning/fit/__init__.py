@@ -1,6 +1,28 @@
 """What fits into memory: weights and caches by arithmetic, from a model's config alone."""
 
-from .model import Plan, cache_bytes, fits, outline_of, plan
-from .weights import Weights, weights_of
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .model import Plan, cache_bytes, fits, outline_of, plan
+    from .weights import Weights, weights_of
+
+# Loaded when asked for: commands import this package for their help.
+_HOMES = {
+    **dict.fromkeys(("Plan", "cache_bytes", "fits", "outline_of", "plan"), "model"),
+    **dict.fromkeys(("Weights", "weights_of"), "weights"),
+}
 
 __all__ = ["Plan", "Weights", "cache_bytes", "fits", "outline_of", "plan", "weights_of"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
