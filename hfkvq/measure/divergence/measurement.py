@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hfkvq.caches.attention import NAME
 from hfkvq.caches.cache import MixedKVCache
+from hfkvq.caches.dense import WITHOUT_CUDNN
 from hfkvq.caches.make import make_cache
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
@@ -68,8 +70,14 @@ def _predictions(model: Any, tokens: Tensor, cache: Cache, prefill: int, chunk: 
     # Logits of a whole prompt may be larger than its cache.
     short = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model(input_ids=tokens[:, : prefill - 1], past_key_values=cache, use_cache=True, **short)
+    # Caches of others are longer by a chunk at each forward, and cuDNN would plan for each length, which takes longer
+    # than the forward. Ours ask for it themselves, where it pays. A generator waits between forwards while other caches
+    # are run, so each forward has a context of its own.
+    chosen = contextlib.nullcontext() if isinstance(cache, MixedKVCache) else WITHOUT_CUDNN
     for part in tokens[:, prefill - 1 : -1].split(chunk, 1):
-        yield model(input_ids=part, past_key_values=cache, use_cache=True).logits
+        with chosen:
+            logits = model(input_ids=part, past_key_values=cache, use_cache=True).logits
+        yield logits
 
 
 def _maker(model: Any, preset: Preset | Rival, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:

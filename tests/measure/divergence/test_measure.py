@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.measure.demo.answers import kl_divergence
@@ -150,6 +150,54 @@ def test_attention_is_left_as_it_was(tokens) -> None:
     measure(model, tokens[:1, :40], ["kivi-2"], prefill=30)
     assert model.config._attn_implementation == "hfkvq"
     cache.detach()
+
+
+def test_growing_caches_of_others_go_without_cudnn(model, tokens) -> None:
+    """Also where they take turns with ours, forward by forward (``keep_bytes=0``); never ours, and no prompt."""
+    seen: list[tuple[type, int, bool]] = []
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+
+    def note(module, args, kwargs):
+        seen.append((type(kwargs["past_key_values"]), kwargs["input_ids"].shape[1], enabled()))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    before = enabled()
+    try:
+        for allowed in (True, False):
+            torch.backends.cuda.enable_cudnn_sdp(allowed)
+            for keep in (0, 2**30):
+                seen.clear()
+                measure(model, tokens[:1, :60], ["kivi-2"], prefill=41, chunk=5, keep_bytes=keep)
+                assert enabled() is allowed
+                assert {each for each in seen if each[0] is DynamicCache} == {
+                    (DynamicCache, 40, allowed),
+                    (DynamicCache, 5, False),
+                    (DynamicCache, 4, False),
+                }
+                assert {each for each in seen if each[0] is MixedKVCache} == {
+                    (MixedKVCache, size, allowed) for size in (40, 5, 4)
+                }
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        handle.remove()
+
+
+def test_cudnn_is_allowed_again_after_a_failure(model, tokens) -> None:
+    def fail(module, args, kwargs):
+        if kwargs["input_ids"].shape[1] == 5:
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise RuntimeError("no forward")
+
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    handle = model.register_forward_pre_hook(fail, with_kwargs=True)
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        with pytest.raises(RuntimeError, match="no forward"):
+            measure(model, tokens[:1, :60], ["kivi-2"], prefill=41, chunk=5)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+        handle.remove()
 
 
 def test_sliding_windows_and_latent_attention(tokens) -> None:
