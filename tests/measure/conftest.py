@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
-import pytest
 import torch
+
+# Before Transformers imports Triton, as in tests/kernels: `pytest tests/measure` loads this file before its plugins.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, T5Config
 
 from hfkvq.measure.reference import reference_path
