@@ -62,7 +62,8 @@ defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have
 from what `evals/resources.py` counts, not measured: shared memory bounds stages times the programs that registers let
 in, and bandwidth a multiprocessor says how much has to be in flight at all, of which an A100 (8.0, 164 KB) needs half
 of what an H200 does, and others with 100 KB a third or less. Those of latents on 9.0 were measured on an H200
-(evals/results/latents-h200.json, latents-cuda-h200.json). Rows of names were found by ``hfkvq bench tune``, see `evals/parameters.py`.
+(evals/results/latents-h200.json, latents-cuda-h200.json). Rows of names were found by ``hfkvq bench tune``, see
+`evals/parameters.py`.
 """
 
 # The interpreter runs one program after the other.
