@@ -330,6 +330,84 @@ def test_children_do_not_hold_what_is_read(monkeypatch, capfd):
     assert capfd.readouterr().out == ""
 
 
+LATE = """
+import pathlib, pickle, sys, time
+pickle.load(sys.stdin.buffer)
+folder = pathlib.Path(sys.argv[1])
+(folder / "begun").touch()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+from hfkvq.kernels.triton import worker
+worker._say(worker._READY)
+orders = pickle.load(sys.stdin.buffer)
+(folder / "orders").write_text(repr(orders))
+worker._say(worker._ANSWER)
+"""
+"""Stands for the process that compiles: it is ready when it may."""
+
+
+def late(folder):
+    command = [sys.executable, "-c", LATE, str(folder)]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True, env=os.environ
+    )
+
+
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert path.exists()
+
+
+def test_orders_are_given_when_this_process_ends(tmp_path, monkeypatch):
+    """Before the one that compiles is ready, and once."""
+    worker = pytest.importorskip("hfkvq.kernels.triton.worker")
+    leaving, asked, lines = [], [], []
+    monkeypatch.setattr(worker.atexit, "register", leaving.append)
+    monkeypatch.setattr(worker.atexit, "unregister", leaving.remove)
+
+    def orders():
+        asked.append(1)
+        return ["a layer"]
+
+    with late(tmp_path) as process:
+        listening = threading.Thread(
+            target=lambda: lines.extend(worker._told(process, worker.pickle.dumps("first"), orders)), daemon=True
+        )
+        listening.start()
+        wait_for(tmp_path / "begun")
+        for _ in range(2):
+            leaving[0]()
+        (tmp_path / "go").touch()
+        listening.join(60)
+    assert lines[-1].startswith(worker._ANSWER)
+    assert (tmp_path / "orders").read_text() == "['a layer']"
+    assert len(asked) == 1
+    assert not leaving
+
+
+@pytest.mark.slow
+def test_compiling_outlives_who_has_asked(tmp_path):
+    """A script that ends within seconds leaves its kernels to the next one."""
+    pytest.importorskip("hfkvq.kernels.triton.worker")
+    script = f"""
+import pathlib, threading
+from hfkvq.kernels.triton import worker
+from tests.kernels.test_warm import late, wait_for
+folder = pathlib.Path({str(tmp_path)!r})
+process = late(folder)
+given = process, worker.pickle.dumps("first"), lambda: ["a layer"]
+threading.Thread(target=worker._told, args=given, daemon=True).start()
+wait_for(folder / "begun")
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=100)
+    assert not (tmp_path / "orders").exists()
+    (tmp_path / "go").touch()
+    wait_for(tmp_path / "orders")
+    assert (tmp_path / "orders").read_text() == "['a layer']"
+
+
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no groups of processes")
 def test_a_process_that_takes_too_long_ends_with_its_children(monkeypatch):
     worker, warm_kernels = (pytest.importorskip(f"hfkvq.kernels.triton.{name}") for name in ("worker", "warm"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import multiprocessing
@@ -166,34 +167,70 @@ def _told(process: subprocess.Popen[bytes], first: bytes, orders: Callable[[], A
     assert given is not None
     assert printed is not None
     lines: list[str] = []
-    # One that has ended hears nothing, and has said why.
-    with contextlib.suppress(BrokenPipeError):
-        given.write(first)
-        given.flush()
-        for line in printed:
-            lines.append(line.decode(errors="replace"))
-            if lines[-1].startswith(_READY):
+    telling, told = threading.Lock(), False
+
+    def tell() -> None:
+        nonlocal told
+        with telling:
+            if not told:
+                told = True
                 given.write(pickle.dumps(orders()))
                 given.flush()
-            elif lines[-1].startswith(_ANSWER):
-                # To end takes it some tenths of a second.
-                break
+
+    def leave() -> None:
+        # This process ends before that one is ready: it finds its orders then, and the next process the kernels.
+        with contextlib.suppress(OSError, ValueError):
+            tell()
+
+    atexit.register(leave)
+    # One that has ended hears nothing, and has said why.
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            given.write(first)
+            given.flush()
+            for line in printed:
+                lines.append(line.decode(errors="replace"))
+                if lines[-1].startswith(_READY):
+                    tell()
+                elif lines[-1].startswith(_ANSWER):
+                    # To end takes it some tenths of a second.
+                    break
+    finally:
+        atexit.unregister(leave)
     return lines
 
 
 def main() -> None:
-    """The first process: is told on its standard input what to compile, and says on its output how it went."""
+    """The first process: is told on its standard input what to compile, and says on its output how it went.
+
+    It goes on where who has asked ends meanwhile: the next process finds the kernels.
+    """
     # With it the variants are worked out; what compiles is imported.
     from . import warm  # noqa: F401
 
-    sys.stdout.write(f"\n{_READY}\n")
-    sys.stdout.flush()
+    _say(_READY)
     orders, gpu, beside = pickle.load(sys.stdin.buffer)
     if beside:
         os.nice(10)
-    found = compile_all(orders, gpu, MOST_BESIDE if beside else MOST)
-    sys.stdout.write(f"\n{_ANSWER}{json.dumps(found)}\n")
-    sys.stdout.flush()
+        _end_in_time()
+    _say(f"{_ANSWER}{json.dumps(compile_all(orders, gpu, MOST_BESIDE if beside else MOST))}")
+
+
+def _say(line: str) -> None:
+    """A line for who has asked, if it is still there."""
+    try:
+        sys.stdout.write(f"\n{line}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left of it is not written once more when this process ends.
+        _leave_output()
+
+
+def _end_in_time() -> None:
+    """Nobody may be left who ends this process and its children when it takes too long."""
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+        signal.alarm(int(LONGEST))
 
 
 _JOBS: list[Wanted] = []
