@@ -230,8 +230,10 @@ def _notes(done: Computed, record: Record | None) -> list[str]:
         settings = record["settings"]
         said.append(
             f"Perplexity and KLD are measured on the model itself, against DynamicCache: {record['text']['source']}, "
-            f"{record['windows']} windows of {settings['context']:,} tokens, with 95 % intervals. Few or short windows "
-            "say little about long contexts; `hfkvq kld` measures more."
+            + ("1 window" if record["windows"] == 1 else f"{record['windows']} windows")
+            + f" of {settings['context']:,} tokens"
+            + (", with 95 % intervals" if record["windows"] > 1 else "")
+            + ". Few or short windows say little about long contexts; `hfkvq kld` measures more."
         )
     elif done.latents:
         said.append("The loss on latents has not been measured; --text measures it on the model itself.")
