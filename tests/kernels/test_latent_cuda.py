@@ -163,6 +163,16 @@ def test_maxima_that_move_from_step_to_step(machines, grow):
     )
 
 
+LONG = dataclasses.replace(CASE, lengths=[5021, 40], keys=[[5000], [32]], values=[[5000], [32]], pages=40)
+"""Rows of several clusters."""
+
+
+def test_rounded_probabilities_cancel_with_minima(machines):
+    """In f16, where torch rounds as finely, codes' sums and minima's must be rescaled and rounded alike."""
+    case = dataclasses.replace(LONG, dtype=torch.float16)
+    holds(machines(LARGE, torch.float16), case, (8, 8), lambda _, x: x * torch.linspace(0.1, 0.3, x.shape[2])[:, None])
+
+
 def test_rows_without_tokens(machines):
     layer, form = latents(dataclasses.replace(CASE, lengths=[0, 39], keys=[[0], [32]], values=[[0], [32]]))
     got = emulated(machines(LARGE, torch.bfloat16), layer, form, (2, 1))
@@ -393,10 +403,6 @@ def attended_on_a_gpu(case):
     layer, form = latents(case)
     q, counters, windows, runs = layer.to(torch.device("cuda"))
     return lambda: latent_attention(q, counters, windows, runs, None, None, 0.07, 0.0, form), counters
-
-
-LONG = dataclasses.replace(CASE, lengths=[5021, 40], keys=[[5000], [32]], values=[[5000], [32]], pages=40)
-"""Rows of several clusters."""
 
 
 @pytest.mark.gpu

@@ -524,7 +524,7 @@ def test_warming_compiles_what_is_not_tritons(latents, monkeypatch, caplog):
         raise own.Unavailable("no NVRTC here.")
 
     monkeypatch.setattr(own.cuda, "code_of", fails)
-    assert len(list(own._compile_cuda(latents, own.GPUS[90]))) == 1
+    assert not list(own._compile_cuda(latents, own.GPUS[90]))
     assert "no NVRTC here" in caplog.text
 
 

@@ -147,7 +147,6 @@ template <int N> DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sy
 DEVICE float from_lane(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
 DEVICE bool of_any(bool p) { return __any_sync(~0u, p); }
 DEVICE u32 of_each(bool p) { return __ballot_sync(~0u, p); }
-DEVICE u32 of_first(u32 x) { return __shfl_sync(~0u, x, 0); }
 DEVICE float power_of_two(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -479,7 +478,7 @@ DEVICE void copy_pages(const Arguments& args, const int (&first)[UNITS], const i
       if (first[i] + k < end[i]) next[i] = (int)fetch(table + (first[i] + k) / OF_PAGE);
   };
   look(warp);
-  // Meanwhile, loose tokens of those units that have some: rows' first, so pages are not late elsewhere.
+  // While the table is on its way: loose tokens. Only a row's first units have some.
 #pragma unroll 1
   for (int i = 0; i < UNITS && i_unit + i < busy; i++) {
     const Loose loose = loose_of(args, i_unit + i, row, load(base + LENGTHS), load(base + LENGTHS + 4));
@@ -1070,7 +1069,7 @@ GLOBAL void __launch_bounds__(THREADS, 1) latent_attention(const __grid_constant
       first[i] = first_of(split * UNITS + i, chunks);
       end[i] = first_of(split * UNITS + i + 1, chunks);
     }
-    // Each for itself, and all the same: the workers read them once they meet, these warps at once.
+    // All four warps write the same two numbers: each reads them at once, the workers after the barrier.
     if (lane == 0) {
       store(base + LENGTHS, sealed);
       store(base + LENGTHS + 4, length);

@@ -69,7 +69,7 @@ START = 1090
 """Tokens in whose time a block begins and ends: it rotates queries, joins its units' sums and its cluster's."""
 
 SLICES, PART = 4, 132
-"""Slices of a query that clusters count, and numbers that a cluster writes for one, as in the source."""
+"""Slices of a query that blocks join, and numbers that a cluster writes for one, as in the source."""
 
 COUNT, READ = 112, 30
 """Tokens in whose time a row's clusters are counted, and one's part is read by the last of them."""
@@ -288,7 +288,7 @@ def arrivals_of(kernel: Kernel, device: torch.device) -> Arrivals:
 
 
 def get_ready(dtype: torch.dtype, device: torch.device) -> None:
-    """Has ready all that a first launch asks for: it cannot be had while a graph is captured."""
+    """Compiles and loads the kernel, which a first launch within a captured graph could not do."""
     kernel = kernel_of(dtype, device)
     if kernel is not None:
         resident_of(kernel, device)

@@ -40,8 +40,8 @@ DEFAULTS: Mapping[str, Knobs] = {
     "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Of latents programs have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
-    # flight, since words wait for the number of their page; with 4 none is. cuda: for how many tokens, of all rows, the
-    # kernel in CUDA C++ serves where it can (latents of 4 bits, compute capability 9.0); 0 for never.
+    # flight, since words wait for the number of their page; with 4 none is. cuda: from how many tokens of all rows on
+    # the kernel in CUDA C++ serves where it can (latents of 4 bits, compute capability 9.0); 0 for never.
     "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8, "cuda": 0},
 }
 

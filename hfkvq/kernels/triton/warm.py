@@ -90,9 +90,10 @@ def _compile_cuda(orders: Sequence[Order], gpu: Gpu) -> Iterator[Compiled]:
         try:
             cuda.code_of(dtype)
         except (Unavailable, OSError) as raised:
-            # Triton's kernel does without it.
+            # Triton's kernel serves then.
             logger.warning("%s was not compiled: %s", cuda.SOURCE.name, raised)
-        yield Compiled("latent_attention", time.perf_counter() - begun, "")
+        else:
+            yield Compiled("latent_attention", time.perf_counter() - begun, "")
 
 
 def compile_in_turn(order: Order, gpu: Gpu) -> None:

@@ -264,14 +264,6 @@ DEVICE Word of_each(bool p) {
   return warp.out[own_lane()][0];
 }
 DEVICE bool of_any(bool p) { return of_each(p); }
-DEVICE Word of_first(Word x) {
-  Warp& warp = own_warp();
-  warp.in[own_lane()][0] = x;
-  together(8, [](Warp& w) {
-    for (int i = 0; i < 32; i++) w.out[i][0] = w.in[0][0];
-  });
-  return warp.out[own_lane()][0];
-}
 DEVICE float power_of_two(float x) { return std::exp2(x); }
 DEVICE Word to_f16(float low, float high) { return half_bits(low) | (Word)half_bits(high) << 16; }
 DEVICE Word to_bf16(float low, float high) { return bfloat_bits(low) | (Word)bfloat_bits(high) << 16; }
