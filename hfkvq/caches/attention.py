@@ -29,6 +29,7 @@ from .layers.step import take_step
 from .layers.steps import StepKV
 from .model_config import TOUCHES_KEYS
 from .recorded import is_captured, is_recorded
+from .smoothing import note_queries
 from .store import MAX_STEP
 from .switched import NAME
 from .traced import recorded_attention
@@ -77,6 +78,7 @@ def hfkvq_attention(
         return out.transpose(1, 2).contiguous(), None
     layer: Any = layer_of(key, value)
     if layer is None:
+        note_queries(module, query, key.shape[1], bool(arguments.softcap) or sinks is not None)
         return dense_attention(module, query, key, value, arguments, dropout, **kwargs)
     latents, tiles = layer.latents, key.tiles  # type: ignore[attr-defined]
     asked = absorbed(module, query) if latents and query.shape[2] <= MAX_STEP else _in_rows(query, tiles)

@@ -88,6 +88,7 @@ def attend_layer(layer: Any, query: Tensor, arguments: AttentionArguments) -> Te
         return None
     if layer.buffer is not None:
         layer.buffer.close()
+    query = layer.smoothed_query(query)
     return attend_store(layer.held(), query, new, before, arguments.scaling)
 
 

@@ -31,6 +31,7 @@ from .preset import Preset, checked_knobs, get_preset
 from .recorded import is_captured, is_recorded
 from .saved import SavedCache
 from .scheme import Scheme
+from .smoothing import of_model
 from .switched import NAME, join, restore, switch
 
 DEFAULT_SCHEME = "best-3.4"
@@ -123,6 +124,7 @@ class MixedKVCache(SavedCache, Cache):
         self._count_by(text)
         self._why_not_captured = made.why_not_captured
         self._untouched: dict[int, dict[str, Any]] = {}
+        self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
         self.graphs: StepGraphs | None = None
         if made.captured and made.sync is not None:
             self.graphs = StepGraphs(self, self.preset, made.sync, headroom)
@@ -181,9 +183,22 @@ class MixedKVCache(SavedCache, Cache):
             _take_back(self, layer_idx, key_states.shape[2])
             raise
 
+    def _find_smoothing(self) -> None:
+        """Gives empty layers the vectors of their model, if it is known; else they take those of their first prompt."""
+        layers = {i: self.layers[i] for i in self._compressed}
+        empty = {i: layer for i, layer in layers.items() if layer.smooths and layer.smoothing is None and not layer.seen}  # type: ignore[union-attr]
+        if not empty:
+            return
+        model = None if self._model is None else self._model()
+        model = calling_model(self.config) if model is None else model
+        found = {} if model is None else of_model(model, self.config)
+        for i, layer in empty.items():
+            layer.smoothing = found.get(i)  # type: ignore[union-attr]
+
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
         if self._crosses:
             refuse_bare(self)
+        self._find_smoothing()
         self._flex = self.config._attn_implementation_internal == "flex_attention"
         if self.graphs is not None:
             self.graphs.meet(self.config)
@@ -204,6 +219,7 @@ class MixedKVCache(SavedCache, Cache):
         `between_steps` for it.
         """
         if not is_recorded():
+            self._find_smoothing()
             self.between_steps(query_length)
             if self._is_recordable(layer_idx) and not self.attached:
                 layer: Any = self.layers[layer_idx]
@@ -323,12 +339,12 @@ class MixedKVCache(SavedCache, Cache):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the config, which belongs to the model."""
         graphs = None if self.graphs is None else self.graphs.headroom
-        state = {key: value for key, value in self.__dict__.items() if key != "config"}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("config", "_model")}
         return state | {"graphs": graphs, "_known_architecture": self.architecture()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a saved cache; an empty stand-in takes the config's place, and `detach` has nothing to undo."""
-        self.__dict__.update(state, config=PreTrainedConfig())
+        self.__dict__.update(state, config=PreTrainedConfig(), _model=None)
         self._expanding = any(layer.latents for layer in self.compressed_layers)
         if state["graphs"] is not None:
             self.graphs = _graphs_of(self, state["graphs"])

@@ -217,6 +217,11 @@ class TokenEviction(EvictionScheme):
         return self.held_by.layout(key_dim, value_dim)
 
     @property
+    def smooths_keys(self) -> bool:
+        """See `Scheme.smooths_keys`."""
+        return self.held_by.smooths_keys
+
+    @property
     def channel_rule(self) -> str | None:
         """See `Scheme.channel_rule`."""
         return self.held_by.channel_rule

@@ -208,7 +208,9 @@ class StepGraphs:
         if sync.waits:
             # Nobody waits for the compiler.
             return False, None
-        kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors))
+        # Graphs know where smoothing vectors lie, and keep them.
+        smoothing = tuple(steps.layer.smoothing for steps in sync.members)
+        kind = (id(model), self._setting(model), tuple(step.rest.items()), _shapes(step.tensors), smoothing)
         if kind in self._failed:
             return False, None
         if sync.stale:

@@ -186,7 +186,7 @@ def _with_room(part: Part, count: int, behind: Tensor | None, device: torch.devi
 
 def sinks_of(tensors: Mapping[str, Tensor]) -> Tensors:
     """What the caches of `first_border` hold beside pages, wherever they stop."""
-    return {name: x for name, x in tensors.items() if name.endswith((".window0", ".window1"))}
+    return {name: x for name, x in tensors.items() if name.endswith((".window0", ".window1", ".smoothing"))}
 
 
 def _part_bytes(part: Part) -> int:
@@ -250,7 +250,7 @@ def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:
         tensors: pages, joined, and `sinks_of`.
     """
     found, numbers = dict(tensors), []
-    for i in range(len(sinks_of(tensors)) // 2):
+    for i in range(sum(name.endswith(".window0") for name in tensors)):
         name = f"layer{i}.store"
         keys, values = sinks = [tensors[f"{name}.window{side}"] for side in (0, 1)]
         sealed = border - keys.shape[2]
@@ -266,6 +266,7 @@ def packed_at(border: int, tensors: Mapping[str, Tensor]) -> Packed:
                 "record_past": False,
                 "store": {"rows": [[border, sealed, sealed]], "wide_bound": [0, 0], "settled": 0},
             }
+            | ({"smoothing": True} if f"layer{i}.smoothing" in tensors else {})
         )
     return {"tokens": border, "holes": False, "layers": numbers, "beside": {}}, found
 

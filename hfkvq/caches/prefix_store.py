@@ -27,6 +27,7 @@ from .saved_file import checksum, digest_of
 from .scheme import Scheme
 from .tags import placeholders
 from .transfer import Reader, in_groups
+from .smoothing import digest_of_model, is_smoothed_by
 from .triaxial import TriAxialCache
 
 FORMAT = [2, 1]
@@ -135,6 +136,9 @@ class PrefixStore:
         self._architecture = fresh.architecture()
         self._other_than_text = placeholders(config, ("image", "video", "audio"))
         known = [FORMAT, self._architecture, weights_hash(model), self.preset.to_dict()]
+        if any(layer.smooths for layer in fresh.compressed_layers):
+            # Pages whose keys were smoothed by other vectors, as another kind of GPU may measure them, do not go together.
+            known.append(digest_of_model(model))
         folder = self.path / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
         self._ends, self._pages = folder / "ends", folder / "pages"
 
@@ -161,7 +165,7 @@ class PrefixStore:
         _check_padding(description, tensors)
         device = cache.compressed_layers[0].held().device
         runs, rest = cut_pages(cache, tensors)
-        border, sinks, names = first_border(cache), {}, []
+        border, sinks, names = first_border(cache) if is_smoothed_by(cache, self.model) else None, {}, []
         if border is not None:
             borders = [border[0] + border[1] * (i + 1) for i in range(runs[0].count)]
             found = _digests(ids, borders)

@@ -23,11 +23,11 @@ from hfkvq.version import __version__
 from .lasting import lasting
 from .transfer import Reader, side_by_side
 
-KIND, VERSION = "hfkvq cache", 3
+KIND, VERSION = "hfkvq cache", 4
 """What the head begins with. A file of a later version is refused: it may hold what is unknown here."""
 
-NEEDS = {"states": 2, "window": 3}
-"""The first version that can hold a layer with recurrent states, or with a sliding window in pages.
+NEEDS = {"states": 2, "window": 3, "smoothing": 4}
+"""The first version that can hold a layer with recurrent states, a sliding window in pages, or smoothed keys.
 
 Files say the least version that holds what they have, so that older releases read what they can, and say of the rest
 that it is newer.

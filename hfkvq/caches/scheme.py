@@ -139,6 +139,11 @@ class Scheme:
         raise NotImplementedError(f"{type(self).__name__} defines no layout.")
 
     @property
+    def smooths_keys(self) -> bool:
+        """Whether key channels are centred and scaled before they are stored; see `hfkvq.caches.smoothing`."""
+        return False
+
+    @property
     def quantizes_first(self) -> bool:
         """Whether prompts are sealed before they attend, and so attend to what pages hold of them."""
         return False

@@ -78,7 +78,10 @@ def recorded_attention(new: StepKV, query: Tensor, arguments: AttentionArguments
     unwatched = steps.trims and sync.holes
     if sync.ready and (queries == 1 or several) and not unwatched:
         memory = buffer.tensor, buffer.pages
-        return step(query, new.keys, new.values, mask, sinks, *memory, scaling, softcap, buffer.spec)
+        keys, smoothing = new.keys, steps.layer.smoothing
+        if smoothing is not None:
+            query, keys = smoothing.both(query, keys)
+        return step(query, keys, new.values, mask, sinks, *memory, scaling, softcap, buffer.spec)
     if is_captured():
         raise RuntimeError("A CUDA graph cannot take this step: it is a prompt, or one whose mask hides new tokens.")
     return _prompt(query, new.keys, new.values, mask, sinks, buffer.tensor, scaling, softcap, causal)

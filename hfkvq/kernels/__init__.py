@@ -16,6 +16,7 @@ from .products import qk_pages, sv_pages
 from .quantize import dequantize_pages, quantize_pages
 from .query_sums import query_sums
 from .seal import channel_widths, seal
+from .smooth import smooth, unsmooth
 
 __all__ = [
     "PageFormat",
@@ -39,8 +40,10 @@ __all__ = [
     "query_sums",
     "seal",
     "seal_tail",
+    "smooth",
     "store_attention",
     "sv_pages",
+    "unsmooth",
     "use_interpreter",
     "use_reference",
 ]

@@ -30,6 +30,7 @@ except ImportError as error:
 
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.model_config import text_config
+from hfkvq.caches.smoothing import KeySmoothing, of_model
 
 from .models import check, schemes_of, windowed
 from .pages import CompressedPages
@@ -73,6 +74,10 @@ def attend(
             "call generate_batch, or disable() first."
         )
     scaling = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    smoothing = pages.smoothing.get(module.layer_idx)
+    if smoothing is not None:
+        # Whatever comes next, prompts included, is smoothed.
+        query, key = smoothing.both(query, key)
     return pages.attend(module, query, key, value, scaling, kwargs), None
 
 
@@ -197,6 +202,7 @@ class CompressedManager(ContinuousBatchingManager):
         for pages in processor.cache.cache_allocators.values():
             assert isinstance(pages, CompressedPages)
             pages.settle(processor.cache)
+            pages.smoothing = self._smoothing()
             size = pages.num_blocks * pages.bytes_per_block / 2**20
             logger.info(
                 "%s: blocks for %d tokens in %.1f MiB, %.2f bits per element with every byte counted.",
@@ -208,6 +214,18 @@ class CompressedManager(ContinuousBatchingManager):
                     "request's own.", self.scheme.name, config.max_requests_per_batch, pages.window_room / 2**20,
                 )  # fmt: skip
         return processor
+
+
+    def _smoothing(self) -> dict[int, KeySmoothing]:
+        """The vectors of the layers whose keys are smoothed."""
+        wanted = [layer for layer, scheme in enumerate(self.schemes) if scheme.smooths_keys]
+        found = of_model(self.model, text_config(self.model.config)) if wanted else {}
+        if wanted and not found:
+            logger.warning(
+                "%s: the key channels of this model could not be measured, so they are not smoothed, and answers may be "
+                "wrong (see `hfkvq doctor`); the scheme 'best-4.3' does without.", self.scheme.name,
+            )  # fmt: skip
+        return {layer: found[layer] for layer in wanted if layer in found}
 
 
 class _Chosen(FullAttentionCacheAllocator):

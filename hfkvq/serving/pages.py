@@ -9,8 +9,9 @@ Schemes whose tokens wait in 16 bits have `hfkvq.serving.windows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 
 from hfkvq import kernels
 from hfkvq.caches import Scheme
+from hfkvq.caches.smoothing import KeySmoothing
 from hfkvq.caches.store.pool import as_bytes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import hadamard, saturated
@@ -134,10 +136,12 @@ class CompressedPages(FullAttentionCacheAllocator):
         schemes: of each layer.
         config: the engine's.
         forms: formats of pages, by layer.
+        smoothing: of layers whose keys are smoothed; by it queries and keys come smoothed to `attend`.
     """
 
     schemes: ClassVar[tuple[Scheme, ...]]
     config: ClassVar[Any]
+    smoothing: Mapping[int, KeySmoothing] = MappingProxyType({})
     supports_block_sharing = True
     window_bytes = 0
     """Bytes that requests hold beside their blocks."""

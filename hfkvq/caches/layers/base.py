@@ -15,6 +15,7 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.pages import Side
 
 from ..scheme import Scheme
+from ..smoothing import KeySmoothing
 from ..store import KVStore, Padding
 from .padding import PaddingReader
 
@@ -71,6 +72,8 @@ class LayerBase:
         offloaded: whether pages lie in the host's memory.
         window: tokens that a query sees; 0 for all.
         newest: tokens of the last update, until they are taken back or graphs have run on.
+        smoothing: by which keys are smoothed as they come, and queries as they attend; None where keys stay as they
+            are. Whatever the layer holds, `staged` included, is smoothed.
     """
 
     dtype: torch.dtype
@@ -98,9 +101,40 @@ class LayerBase:
         self.store: KVStore | None = None
         self.staged: tuple[Tensor, Tensor] | None = None
         self.padding: Padding | None = None
-        self.uncommitted = self.evicted = self.differentiated = False
+        self.uncommitted = self.evicted = self.differentiated = self.keeps_logits = False
+        self.smoothing: KeySmoothing | None = None
         # Shapes, dtypes and devices of the last update, if it was in order.
         self.accepted: tuple[Any, ...] | None = None
+
+    @property
+    def smooths(self) -> bool:
+        """Whether the layer is to have `smoothing`; latents are keys and values at once, and go without."""
+        return self.scheme.smooths_keys and not self.latents
+
+    def smoothed_query(self, query: Tensor) -> Tensor:
+        """Queries (B, Hq, Q, D) as they attend to what the layer holds."""
+        return query if self.smoothing is None else self.smoothing.queries(query)
+
+    def keep_logits(self) -> None:
+        """Lets logits be those of the model, before anything but a first prompt's tokens has been smoothed.
+
+        For attention with a softcap or sinks, which is not blind to a number that is added to all logits of a query.
+        """
+        own = self.smoothing
+        if own is None or self.keeps_logits:
+            return
+        self.keeps_logits = True
+        if not own.shifts:
+            return
+        if self.store is not None and self.store.longest:
+            raise RuntimeError(
+                "smooth_keys: this layer's keys have been centred, and attention now has a softcap or sinks, which it "
+                "did not have before; begin with an empty cache, made with smooth_keys=False."
+            )
+        self.smoothing = own.centred_at_zero()
+        if self.staged is not None:
+            keys, values = self.staged
+            self.staged = self.smoothing.keys(own.raw(keys)), values
 
     def held(self) -> KVStore:
         """The store.

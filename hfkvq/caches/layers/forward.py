@@ -40,7 +40,10 @@ def attend(
     Returns:
         (B, Hq, Q, Dv).
     """
+    if arguments.softcap or arguments.sinks is not None:
+        layer.keep_logits()
     tokens, pages = layer.staged_length, layer.begin(padding_mask, query.shape[2])
+    query = layer.smoothed_query(query)
     if layer.scheme.quantizes_first and tokens > MAX_STEP and not pages and not layer.window:
         layer.finish(query, arguments)
         layer.settle()

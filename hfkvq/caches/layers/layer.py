@@ -11,6 +11,7 @@ from hfkvq.kernels.pages import Side
 
 from ..recorded import is_captured, is_recorded
 from ..scheme import latent_layout
+from ..smoothing import of_keys
 from ..store import KVStore
 from . import changes
 from .followed import COUNTS_KEYS, recorded_handles, refuse_unseen
@@ -118,9 +119,13 @@ class KVLayer(PagedLayer, CacheLayerMixin):
                 return found  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
+        if self.smooths and self.smoothing is None and not self.seen:
+            self.smoothing = of_keys(key_states)
         self.differentiated = key_states.requires_grad or value_states.requires_grad
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()
+        if self.smoothing is not None:
+            key_states = self.smoothing.keys(key_states)
         unseen = self.new_columns and self.store is not None
         if unseen and self.eviction is not None and self.follows:
             raise refuse_unseen(self)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..smoothing import KeySmoothing
 from ..store.packing import Packed
 from .layer import KVLayer
 
@@ -35,6 +36,8 @@ def packed_layer(layer: KVLayer) -> Packed:
     if store.format.window:
         found["window"] = store.format.window
     own = {f"store.{name}": tensor for name, tensor in tensors.items()}
+    if layer.smoothing is not None:
+        found["smoothing"], own["smoothing"] = True, layer.smoothing.vectors
     for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
         if part is not None:
             found[name], held = part.pack()
@@ -61,6 +64,10 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
     layer.lazy_initialization(keys, values)
     layer.held().unpack(found["store"], _below("store", tensors))
     layer.seen, layer.evicted = int(found["seen"]), found["evicted"] is True
+    vectors = tensors["smoothing"] if "smoothing" in found else None
+    if vectors is not None and (vectors.dtype != torch.float32 or vectors.shape != (3, heads, dims[0])):
+        raise ValueError(f"smoothing vectors of {vectors.dtype} and shape {tuple(vectors.shape)}")
+    layer.smoothing = None if vectors is None else KeySmoothing(vectors.to(device).contiguous())
     for name, part in (("queries", layer.queries), ("eviction", layer.eviction)):
         if part is not None:
             part.unpack(found[name], {key: x.to(device) for key, x in _below(name, tensors).items()})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.arguments import AttentionArguments
+from hfkvq.kernels.decode import START
 from hfkvq.kernels.pages import Side
 
 from ..eviction import TieredEviction
@@ -176,7 +177,20 @@ class PagedLayer(LayerBase):
             self.buffer.bind()
 
     def dense(self, side: Side) -> Tensor:
-        """Dequantized (B, H, columns, D) in logical order; new tokens as they came, 0 where one was evicted."""
+        """Dequantized (B, H, columns, D) in logical order; new tokens as they came, 0 where one was evicted.
+
+        Keys are the model's, of which smoothing has been undone.
+        """
+        found = self._dense(side)
+        if side == "values" or self.smoothing is None:
+            return found
+        store, start = self.held(), None
+        if store.longest:
+            # Leading padding has no keys, of every row, or of every head that is a row of its own.
+            start = (store.counters[START] - (self.seen - self.columns)).view(self.batch_size, -1)
+        return self.smoothing.raw(found, start)
+
+    def _dense(self, side: Side) -> Tensor:
         if self.buffer is not None:
             self.buffer.close()
         store = self.held()
@@ -195,6 +209,7 @@ class PagedLayer(LayerBase):
     def tensors(self) -> list[Tensor]:
         """Small tensors beside the store: statistics, scores, the padding last found, token ids and tags."""
         found = [x for part in (self.queries, self.eviction, self.tags) if part is not None for x in part.tensors()]
+        found += [] if self.smoothing is None else [self.smoothing.vectors]
         for padding in (self.padding, self.reader.found):
             found += [] if padding is None else [x for x in (padding.lead, padding.source) if x is not None]
         return found

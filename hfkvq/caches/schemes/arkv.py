@@ -56,6 +56,8 @@ class Arkv(TieredEviction):
         beta: share of a token's earlier score in its new one; 0 uses only the newest queries, as published. Above 0,
             every step computes scores, which takes about as long as attention.
         page_size: G, tokens per page.
+        smooth_keys: whether key channels are centred and scaled before they are rounded, and queries scaled to match
+            (not in the paper): see `hfkvq.caches.smoothing`.
     """
 
     name = "arkv"
@@ -88,6 +90,7 @@ class Arkv(TieredEviction):
     score: str = knob("attention", choices=("attention", "recency"))
     beta: float = knob(0.0, low=0.0, high=0.999)
     page_size: int = knob(32, low=8, high=1024)
+    smooth_keys: bool = knob(True, choices=(False, True))
 
     def __post_init__(self) -> None:
         """Checks how the knobs go together."""
@@ -121,6 +124,11 @@ class Arkv(TieredEviction):
                 f"{self.window} tokens takes in each KV head in 16 bits; raise it, or lower window."
             )
         return layout
+
+    @property
+    def smooths_keys(self) -> bool:
+        """``smooth_keys``, if any token is to be rounded."""
+        return self.smooth_keys and self.tiers != "origin"
 
     # How many tokens stay.
 

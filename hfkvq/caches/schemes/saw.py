@@ -43,6 +43,9 @@ class SawInt4(Scheme):
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
+        smooth_keys: whether key channels are centred and scaled before they are rotated and rounded, and queries scaled
+            to match (not in the paper): see `hfkvq.caches.smoothing`. Without it, models with biases on their keys
+            (Qwen2.5) answer at random.
     """
 
     name = "saw-int4"
@@ -71,6 +74,7 @@ class SawInt4(Scheme):
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
+    smooth_keys: bool = knob(True, choices=(False, True))
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """4-bit pages per token on both sides."""
@@ -82,6 +86,11 @@ class SawInt4(Scheme):
 
         keys = side(key_dim, self.rotate in ("keys", "both"), self.fit)
         return Layout(keys, side(value_dim, self.rotate == "both", self.fit_values), self.sink_length)
+
+    @property
+    def smooths_keys(self) -> bool:
+        """``smooth_keys``."""
+        return self.smooth_keys
 
     @property
     def quantizes_first(self) -> bool:

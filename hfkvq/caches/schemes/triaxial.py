@@ -70,6 +70,9 @@ class TriAxial(Scheme):
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
+        smooth_keys: whether key channels are centred and scaled before they are rounded, and queries scaled to match
+            (not in the paper): see `hfkvq.caches.smoothing`. Without it, models with biases on their keys (Qwen2.5)
+            answer at random.
     """
 
     name = "triaxial"
@@ -91,6 +94,7 @@ class TriAxial(Scheme):
     requantize_on_turn_end: bool = knob(False, choices=(False, True))
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
+    smooth_keys: bool = knob(True, choices=(False, True))
 
     def __post_init__(self) -> None:
         """Checks the table's tags and widths, and keeps it as sorted pairs."""
@@ -117,6 +121,11 @@ class TriAxial(Scheme):
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
         """Section 3.2.3: ``b*(s(t))``, 4 bits where the table says nothing."""
         return None if tags is None else self.tag_bits(tags)
+
+    @property
+    def smooths_keys(self) -> bool:
+        """``smooth_keys``."""
+        return self.smooth_keys
 
     @property
     def untagged_is_wide(self) -> bool:
