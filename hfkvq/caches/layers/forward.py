@@ -43,7 +43,6 @@ def attend(
     if arguments.softcap or arguments.sinks is not None:
         layer.keep_logits()
     tokens, pages = layer.staged_length, layer.begin(padding_mask, query.shape[2])
-    query = layer.smoothed_query(query)
     if layer.scheme.quantizes_first and tokens > MAX_STEP and not pages and not layer.window:
         layer.finish(query, arguments)
         layer.settle()

@@ -129,10 +129,12 @@ class PagedLayer(LayerBase):
         """
         if query.shape[2] > MAX_STEP and self.eviction is not None:
             return attend_in_pieces(self, query, arguments)
-        return self.held().attend(query, arguments)
+        return self.held().attend(self.smoothed_query(query), arguments)
 
     def finish(self, query: Tensor, arguments: AttentionArguments) -> None:
         """Observes the query (B, Hq, Q, D) if the scheme wants it, then seals what is due."""
+        if self.eviction is not None or self.queries is not None:
+            query = self.smoothed_query(query)
         if self.eviction is not None:
             if self.buffer is not None and self.new_columns == query.shape[2]:
                 self.buffer.queries_per_head = query.shape[1] // self.heads

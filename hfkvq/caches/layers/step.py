@@ -19,7 +19,7 @@ def take_step(layer: KVLayer, query: Tensor, arguments: AttentionArguments) -> T
     if steps is not None and not steps.run_eagerly:
         if not steps.take_step(query.shape[2], arguments):
             return None
-        return steps.run(layer.smoothed_query(query), arguments).transpose(1, 2).contiguous()
+        return steps.run(query, arguments).transpose(1, 2).contiguous()
     # Other masks differ from step to step.
     if arguments.mask is not None and not has_room(arguments.mask):
         return None

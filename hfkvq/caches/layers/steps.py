@@ -217,6 +217,7 @@ class DeviceSteps(Part):
         assert state is not None
         assert plan is not None
         keys, values = layer.staged
+        query = layer.smoothed_query(query)
         layer.staged, layer.new_columns, buffer.open = None, 0, True
         then = store.forecast(keys.shape[2], layer.hold)
         try:
