@@ -193,7 +193,7 @@ class MixedKVCache(SavedCache, Cache):
         model = calling_model(self.config) if model is None else model
         found = {} if model is None else of_model(model, self.config)
         for i, layer in empty.items():
-            layer.smoothing = found.get(i)  # type: ignore[union-attr]
+            layer.smoothing, layer.smooths_by_prompt = found.get(i), i not in found  # type: ignore[union-attr]
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
         if self._crosses:

@@ -144,7 +144,7 @@ def test_windows_that_transformers_held_are_refused(tmp_path):
     model, path = build("gemma2"), tmp_path / "cache"
     cache, _ = filled(model, tokens=50)
     cache.save(path)
-    old = r"written by an older hfkvq, format 1 of 3: .*; save it anew\."
+    old = r"written by an older hfkvq, format 1 of 4: .*; save it anew\."
     for number, message in ((1, old), (3, "cannot be loaded")):
 
         def change(head, description, tensors, number=number):
@@ -407,7 +407,7 @@ def _cut_table(head, description, tensors):
 
 
 CHANGES = {
-    "a later version": lambda head, _, __: head.update(version=4, hfkvq="9.9"),
+    "a later version": lambda head, _, __: head.update(version=5, hfkvq="9.9"),
     "another kind": lambda head, _, __: head.update(kind="recipe"),
     "no version": lambda head, _, __: head.pop("version"),
     "no scheme": lambda _, description, __: description.pop("scheme"),
@@ -428,7 +428,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_files_that_say_something_else(change, file):
     _rewritten(file, CHANGES[change])
-    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 4|is not a saved cache)"):
+    with pytest.raises(ValueError, match=r"path: .*(cannot be loaded|is of version 5|is not a saved cache)"):
         MixedKVCache.load(file, build("llama"))
 
 

@@ -146,7 +146,8 @@ def test_turns_of_ordinary_length_reach_two_bits(others, least):
     for _ in range(10):
         forward(model, cache, torch.tensor([[3] * others + [2] * 63]))
     assert len(positions(cache)[0]) >= least
-    assert cache.memory().total_bits < (4 if others == 0 else 4.5)
+    # Of 1,000 tokens and two layers, smoothing vectors are 0.05 bits.
+    assert cache.memory().total_bits < (4.1 if others == 0 else 4.55)
 
 
 def test_a_fixed_capacity_is_split_as_the_prompt_is():
@@ -169,7 +170,7 @@ def test_a_fixed_capacity_is_split_as_the_prompt_is():
     assert fixed.get_seq_length() == 1000
     assert positions(fixed) == positions(grown)
     # Both whole would be 8 and more.
-    assert fixed.memory().total_bits < 4.5
+    assert fixed.memory().total_bits < 4.55
     with pytest.raises(ValueError, match="1000"):
         forward(model, fixed, first[:, :1])
 
@@ -218,6 +219,8 @@ def test_steps_seal_a_unit_at_a_time(model, monkeypatch):
 
 def test_a_padded_row_is_the_row_alone(model):
     """Tags follow the row's own tokens, wherever padding put them."""
+    # In f64: sums over other shapes are in another order, and a rounding in f32 may then fall on the other side.
+    model = copy.deepcopy(model).double()
     ids = prompt(3, 90)
     mask = torch.ones_like(ids)
     pads = [0, 7, 29]

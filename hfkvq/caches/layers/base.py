@@ -73,7 +73,8 @@ class LayerBase:
         window: tokens that a query sees; 0 for all.
         newest: tokens of the last update, until they are taken back or graphs have run on.
         smoothing: by which keys are smoothed as they come, and queries as they attend; None where keys stay as they
-            are. Whatever the layer holds, `staged` included, is smoothed.
+            are. Whatever the layer holds, `staged` included, is smoothed. Its cache gives it to an empty layer.
+        smooths_by_prompt: whether a first prompt gives it, since the cache's model does not.
     """
 
     dtype: torch.dtype
@@ -81,7 +82,7 @@ class LayerBase:
     heads: int
     batch_size: int
     buffer: StepBuffer | None
-    latents = False
+    latents = smooths_by_prompt = False
     follows = ""
     hides_by_tensor: frozenset[tuple[str, int, bool]] = frozenset()
 

@@ -119,7 +119,7 @@ class KVLayer(PagedLayer, CacheLayerMixin):
                 return found  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
-        if self.smooths and self.smoothing is None and not self.seen:
+        if self.smooths_by_prompt and self.smoothing is None and not self.seen:
             self.smoothing = of_keys(key_states)
         self.differentiated = key_states.requires_grad or value_states.requires_grad
         if self.differentiated:
