@@ -31,7 +31,7 @@ from .preset import Preset, checked_knobs, get_preset
 from .recorded import is_captured, is_recorded
 from .saved import SavedCache
 from .scheme import Scheme
-from .smoothing import of_model
+from .smoothing import measure, rounds_by_token, warn_of_noise
 from .switched import NAME, join, restore, switch
 
 DEFAULT_SCHEME = "best-3.4"
@@ -124,6 +124,8 @@ class MixedKVCache(SavedCache, Cache):
         self._count_by(text)
         self._why_not_captured = made.why_not_captured
         self._untouched: dict[int, dict[str, Any]] = {}
+        held = ((i, made.layers[i]) for i in made.compressed)
+        self._rounding = tuple(i for i, x in held if x.smooths or (rounds_by_token(x.scheme) and not x.latents))
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
         self.graphs: StepGraphs | None = None
         if made.captured and made.sync is not None:
@@ -185,15 +187,21 @@ class MixedKVCache(SavedCache, Cache):
 
     def _find_smoothing(self) -> None:
         """Gives empty layers the vectors of their model, if it is known; else they take those of their first prompt."""
-        layers = {i: self.layers[i] for i in self._compressed}
-        empty = {i: layer for i, layer in layers.items() if layer.smooths and layer.smoothing is None and not layer.seen}  # type: ignore[union-attr]
-        if not empty:
+        layers: dict[int, Any] = {i: self.layers[i] for i in self._rounding}
+        if not any(not layer.seen and layer.smoothing is None for layer in layers.values()):
             return
         model = None if self._model is None else self._model()
         model = calling_model(self.config) if model is None else model
-        found = {} if model is None else of_model(model, self.config)
-        for i, layer in empty.items():
-            layer.smoothing, layer.smooths_by_prompt = found.get(i), i not in found  # type: ignore[union-attr]
+        found = {} if model is None else measure(model, self.config)
+        for i, layer in layers.items():
+            if layer.smooths and not layer.seen and layer.smoothing is None:
+                layer.smoothing, layer.smooths_by_prompt = None, i not in found
+                if i in found:
+                    dim = found[i].mean.shape[1]
+                    layer.smoothing = found[i].smoothing(layer.scheme.layout(dim, dim))
+        if found:
+            schemes = {i: layer.scheme for i, layer in layers.items()}
+            warn_of_noise(self.preset.scheme.name, schemes, model, self.config)
 
     def _before_first_layer(self, key_states: torch.Tensor) -> None:
         if self._crosses:

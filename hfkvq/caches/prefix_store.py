@@ -25,9 +25,9 @@ from .preset import Preset, get_preset
 from .saved import device_of
 from .saved_file import checksum, digest_of
 from .scheme import Scheme
+from .smoothing import digest_of_model, is_smoothed_by
 from .tags import placeholders
 from .transfer import Reader, in_groups
-from .smoothing import digest_of_model, is_smoothed_by
 from .triaxial import TriAxialCache
 
 FORMAT = [2, 1]
@@ -137,7 +137,7 @@ class PrefixStore:
         self._other_than_text = placeholders(config, ("image", "video", "audio"))
         known = [FORMAT, self._architecture, weights_hash(model), self.preset.to_dict()]
         if any(layer.smooths for layer in fresh.compressed_layers):
-            # Pages whose keys were smoothed by other vectors, as another kind of GPU may measure them, do not go together.
+            # Keys smoothed by other vectors, as another kind of GPU may measure them, do not go together.
             known.append(digest_of_model(model))
         folder = self.path / hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
         self._ends, self._pages = folder / "ends", folder / "pages"

@@ -139,6 +139,11 @@ class Scheme:
         raise NotImplementedError(f"{type(self).__name__} defines no layout.")
 
     @property
+    def shared(self) -> Scheme:
+        """The scheme of an engine's blocks, which requests can share if all their tokens are in pages."""
+        return self
+
+    @property
     def smooths_keys(self) -> bool:
         """Whether key channels are centred and scaled before they are stored; see `hfkvq.caches.smoothing`."""
         return False

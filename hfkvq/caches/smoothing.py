@@ -1,11 +1,12 @@
 """Key smoothing: the vectors by which a layer's key channels are centred and scaled before they are quantized.
 
 A scale that all channels of a token share is set by the widest of them, and models with biases on their keys (Qwen2.5)
-have channels a hundred times as wide as others; a rotation spreads these over all. So key channels lose their mean μ and
-are divided by s, and queries are multiplied by s: ``q' · k' = (q s) · ((k - μ) / s) = q · k - q · μ``. Softmax ignores
-the last term, which is the same for all keys of a query. Errors of size ε in every channel of k' then weigh
-``ε² Σ s² q²``, while ε² grows with ``Σ σ² / s²``; their product is least for ``s² = σ / q`` (σ the standard deviation of
-a key channel, q the root mean square of what queries have there). See also SageAttention (μ) and SmoothQuant (s).
+have channels a hundred times as wide as others; a rotation spreads these over all. So key channels lose their mean μ
+and are divided by s, and queries are multiplied by s: ``q' · k' = (q s) · ((k - μ) / s) = q · k - q · μ``. Softmax
+ignores the last term, which is the same for all keys of a query. Errors of size ε in every channel of k' then weigh
+``ε² Σ s² q²``, while ε² grows with ``Σ σ² / s²``; their product is least for ``s = (σ / q)^½`` (σ the standard
+deviation of a key channel, q the root mean square of what queries have there). Where nothing rotates keys, ε follows
+the widest channel alone, and ``s = σ^¾ q^-¼`` is better. See also SageAttention (μ) and SmoothQuant (s).
 
 The vectors belong to the model, not to the prompt: they are measured once, from token ids drawn at random, and any
 others would be right, only less good. Where the model is not known, or must not be called within its own call, a layer
@@ -17,11 +18,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,22 +32,41 @@ from transformers.cache_utils import DynamicCache
 from hfkvq import kernels
 
 from .lasting import lasting
+from .layout import Layout
 from .model_calls import forward_parameters, inside_call
 from .model_config import looks_attention_up, text_config
+from .once import say_once
 from .recorded import is_recorded
+from .scheme import Scheme
 from .switched import NAME
 
-ROWS, TOKENS = 4, 256
-"""Rows of the text that is measured, and their tokens."""
+OFFSETS = (0, 1536, 3584, 6144, 9216, 13312, 18432, 24576)
+"""First position of each row that is measured: what RoPE turns slowly stands elsewhere in long contexts.
 
-OFFSETS = (0, 4096, 8192, 16384)
-"""First position of each row: channels that RoPE turns slowly stand elsewhere in long contexts."""
+They are closer together where models with fewer positions end.
+"""
+
+TOKENS = 128
+"""Tokens of a row."""
+
+FIRST = 4
+"""First tokens of a row that are left out: models keep keys like no others there (attention sinks)."""
+
+RARE = 300
+"""Ids that are not drawn: vocabularies begin with bytes and marks, which texts hardly have."""
 
 FEW = 64
 """Tokens under which a first prompt does not show how wide channels are; their means have to do in part."""
 
 FLOOR = 1e-2
 """Least width of a channel, as a share of the median of its head: channels may be constant."""
+
+NOISY = 2.0
+"""Root mean square over all heads of `Measured.logit_noise` from which a cache warns.
+
+On Qwen2.5-Coder-0.5B it is 6 for saw-int4 with keys as they are, which answers at random, and 0.4 with keys smoothed;
+on SmolLM2 it is 1.1 for plain INT4 with keys as they are, which loses some per cent.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -99,13 +119,70 @@ class KeySmoothing:
         return self if self.vectors.device == device else replace(self, vectors=self.vectors.to(device))
 
 
-def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """What a model shows of a layer's attention, f32 (H, D) each, after RoPE.
+
+    Attributes:
+        mean: of each key channel.
+        deviation: likewise.
+        query: root mean square of the queries of each KV head; None where attention did not show them.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    query: Tensor | None
+
+    @cached_property
+    def _smoothings(self) -> tuple[KeySmoothing, KeySmoothing]:
+        made = (vectors_of(self.mean, self.deviation, self.query, rotated) for rotated in (False, True))
+        keys, rotated = (KeySmoothing(vectors) for vectors in made)
+        return keys, rotated
+
+    def smoothing(self, layout: Layout) -> KeySmoothing:
+        """The vectors for a layer of this layout."""
+        return self._smoothings[layout.keys.rotate > 0]
+
+    def logit_noise(self, layout: Layout, smoothed: bool) -> Tensor | None:
+        """Standard deviation of what rounding keys by token adds to a logit, by estimate: f32 (H,).
+
+        A step is 1/15 (4 bits) of a token's range, errors are even within it, and each is weighed by its query channel:
+        ``sqrt(Σ step² / 12 · q² / D)``. None where no keys are rounded by token, or queries are not known.
+        """
+        own = [fmt for fmt in layout.keys.formats if fmt.axis == "token" and fmt.bits < 16]
+        if not own or self.query is None:
+            return None
+        mean, deviation, query = self.mean, self.deviation, self.query
+        if smoothed:
+            shift, factor, scale = self.smoothing(layout).vectors
+            mean, deviation, query = (mean - shift) * factor, deviation * factor, query * scale
+        energy, noises = mean.square() + deviation.square(), []
+        for fmt in own:
+            block = layout.keys.rotate
+            if block:
+                energy = energy.unflatten(1, (-1, block)).mean(2).repeat_interleave(block, 1)
+            if fmt.bits == 8:
+                # Three bits behind the point, of each channel for itself: errors of up to 1/16, even on a log scale.
+                square = energy / (16**2 * 3)
+            elif block:
+                # Normal numbers: the widest of some hundred are 2.7 deviations away.
+                square = (2 * 2.7 / (2**fmt.bits - 1)) ** 2 * energy / 12
+            else:
+                upper, lower = ((mean + sign * 2 * deviation).unflatten(1, (-1, fmt.group_size)) for sign in (1, -1))
+                step = (upper.amax(2) - lower.amin(2)) / (2**fmt.bits - 1)
+                square = step.square().repeat_interleave(fmt.group_size, 1) / 12
+            noises.append((square * query.square()).mean(1).sqrt())
+        return torch.stack(noises).amax(0)
+
+
+def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: bool) -> Tensor:
     """The vectors f32 (3, H, D) of a layer.
 
     Args:
         mean: f32 (H, D), μ of each key channel.
         deviation: f32 (H, D), σ, likewise.
         query: f32 (H, D), root mean square of the queries of each KV head; None takes ``s = σ``.
+        rotated: whether keys are rotated before they are rounded.
     """
 
     def floored(x: Tensor) -> Tensor:
@@ -114,7 +191,8 @@ def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None) -> Tensor:
 
     scale = floored(deviation)
     if query is not None:
-        scale = (scale / floored(query)).sqrt()
+        share = 0.5 if rotated else 0.75
+        scale = scale**share * floored(query) ** (share - 1)
     sound = (mean.isfinite() & scale.isfinite()).all(1, keepdim=True)
     mean, scale = mean.where(sound, torch.zeros_like(mean)), scale.where(sound, torch.ones_like(scale))
     return torch.stack([mean, 1 / scale, scale]).contiguous()
@@ -128,12 +206,14 @@ def of_keys(keys: Tensor) -> KeySmoothing:
     mean = x.mean((0, 2))
     variance = (x - mean[:, None]).square().mean((0, 2))
     few = max(0.0, 1 - tokens / FEW)
-    return KeySmoothing(vectors_of(mean, (variance + few * mean.square()).sqrt(), None))
+    return KeySmoothing(vectors_of(mean, (variance + few * mean.square()).sqrt(), None, True))
 
 
 # A model's.
 
-_MEASURED: weakref.WeakKeyDictionary[Any, Mapping[int, KeySmoothing]] = weakref.WeakKeyDictionary()
+_MEASURED: weakref.WeakKeyDictionary[Any, Mapping[int, Measured]] = weakref.WeakKeyDictionary()
+_JUDGED: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+"""Presets by model for which `warn_of_noise` has looked."""
 _LOCK = threading.RLock()
 
 
@@ -150,7 +230,7 @@ def note_queries(module: Any, query: Tensor, heads: int, keeps_logits: bool) -> 
     ``keeps_logits`` says that its attention has a softcap or sinks: see `LayerBase.keep_logits`.
     """
     if _WATCH.queries is not None:
-        square = query.float().unflatten(1, (heads, -1)).square().mean((0, 2, 3))
+        square = query[:, :, FIRST:].float().unflatten(1, (heads, -1)).square().mean((0, 2, 3))
         _WATCH.queries[module.layer_idx] = square.sqrt(), keeps_logits
 
 
@@ -162,16 +242,16 @@ class _Watched(DynamicCache):
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        x = key_states.float()
+        x = key_states[:, :, FIRST:].float()
         self.keys[layer_idx] = x.mean((0, 2)), x.transpose(0, 1).flatten(1, 2).std(1)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def of_model(model: Any, config: Any) -> Mapping[int, KeySmoothing]:
-    """The vectors of a model's layers, by layer; empty where it cannot be measured.
+def measure(model: Any, config: Any) -> Mapping[int, Measured]:
+    """What a model's layers show, by layer; empty where it cannot be measured.
 
     Args:
-        model: with the text config ``config``; called once, with `ROWS` x `TOKENS` token ids.
+        model: with the text config ``config``; called once, with a row of `TOKENS` token ids for each of `OFFSETS`.
         config: of its decoder.
     """
     with _LOCK:
@@ -191,20 +271,57 @@ def of_model(model: Any, config: Any) -> Mapping[int, KeySmoothing]:
 def digest_of_model(model: Any) -> str | None:
     """64 hex digits of a model's vectors, and None where it has none: by which files know whether they go together."""
     whole = hashlib.sha256()
-    found = of_model(model, text_config(model.config))
+    found = measure(model, text_config(model.config))
     for layer, own in sorted(found.items()):
-        whole.update(str(layer).encode() + own.vectors.cpu().numpy().tobytes())
+        for smoothing in own._smoothings:
+            whole.update(str(layer).encode() + smoothing.vectors.cpu().numpy().tobytes())
     return whole.hexdigest() if found else None
 
 
 def is_smoothed_by(cache: Any, model: Any) -> bool:
     """Whether a cache's keys are smoothed by nothing but the vectors of a model."""
     layers = {i: cache.layers[i] for i in cache._compressed if cache.layers[i].smooths}
-    own = of_model(model, cache.config) if layers else {}
-    return all(
-        layer.smoothing is not None and i in own and torch.equal(layer.smoothing.vectors, own[i].vectors)
-        for i, layer in layers.items()
-    )
+    own = measure(model, cache.config) if layers else {}
+    return all(layer.smoothing is not None and i in own and _is_of(layer, own[i]) for i, layer in layers.items())
+
+
+def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: Any) -> None:
+    """Warns, once for a model and preset, where rounding a model's keys by token would drown its attention.
+
+    Args:
+        name: of the main scheme, for the message.
+        schemes: of the layers that hold keys and values, by layer.
+        model: that has been measured, or can be.
+        config: of its decoder.
+    """
+    with _LOCK:
+        judged, preset = _JUDGED.setdefault(model, set()), tuple(sorted(schemes.items(), key=lambda item: item[0]))
+        if preset in judged:
+            return
+        judged.add(preset)
+    found, noises = measure(model, config), []
+    for layer, scheme in schemes.items():
+        if layer in found:
+            dim = found[layer].mean.shape[1]
+            noise = found[layer].logit_noise(scheme.layout(dim, dim), scheme.smooths_keys)
+            noises += [] if noise is None else [noise.cpu()]
+    noise = float(torch.cat(noises).square().mean().sqrt()) if noises else 0.0
+    if noise > NOISY:
+        smooths = all(scheme.smooths_keys for scheme in schemes.values())
+        other = "the preset 'best-4.3'" if smooths else "smooth_keys=True, or the preset 'best-4.3'"
+        say_once(
+            f"{name}: rounding the keys of this {type(model).__name__} by token moves its attention logits by about "
+            f"{noise:.1f} (standard deviation; it should be below {NOISY:g}), so answers may be wrong; take {other}."
+        )
+
+
+def rounds_by_token(scheme: Scheme) -> bool:
+    """Whether a scheme's keys have scales of their tokens alone."""
+    return any(fmt.axis == "token" and fmt.bits < 16 for fmt in scheme.layout(128, 128).keys.formats)
+
+
+def _is_of(layer: Any, own: Measured) -> bool:
+    return torch.equal(layer.smoothing.vectors, own.smoothing(layer.store.layout).vectors)
 
 
 def _hindrance(model: Any, config: Any) -> str | None:
@@ -227,8 +344,8 @@ def _hindrance(model: Any, config: Any) -> str | None:
 
 
 @lasting
-def _measured(model: Any, config: Any) -> tuple[Mapping[int, KeySmoothing], str | None]:
-    """The vectors, or nothing and why."""
+def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | None]:
+    """What is found, or nothing and why."""
     try:
         embedding = model.get_input_embeddings().weight
         ids, positions = _tokens(embedding.shape[0], config)
@@ -249,7 +366,7 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, KeySmoothing], str 
         query, keeps_logits = queries.get(layer, (None, False))
         if keeps_logits:
             mean, deviation = torch.zeros_like(mean), torch.hypot(mean, deviation)
-        found[layer] = KeySmoothing(vectors_of(mean, deviation, query))
+        found[layer] = Measured(mean, deviation, query)
     return found, None
 
 
@@ -267,17 +384,19 @@ def _watching(config: Any) -> Iterator[dict[int, tuple[Tensor, bool]]]:
 
 
 def _tokens(vocabulary: int, config: Any) -> tuple[Tensor, Tensor | None]:
-    """Ids i64 (`ROWS`, `TOKENS`) and their positions; None where frequencies of RoPE depend on the length.
+    """Ids i64 (rows, `TOKENS`) and their positions; None where frequencies of RoPE depend on the length.
 
-    Their logarithms are drawn evenly, as ranks of words in a text are: vocabularies begin with frequent pieces.
+    Logarithms of ids are drawn evenly, as those of ranks of words in a text are: frequent pieces come first.
     """
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.rand(ROWS, TOKENS, generator=generator, dtype=torch.float64, device="cpu")
-    ids = (torch.exp(draws * math.log(vocabulary)) - 1).long().clamp(0, vocabulary - 1)
+    generator, rows = torch.Generator().manual_seed(0), len(OFFSETS)
+    draws = torch.rand(rows, TOKENS, generator=generator, dtype=torch.float64, device="cpu")
+    least = RARE if vocabulary > 4 * RARE else 1
+    ids = (least * (vocabulary / least) ** draws).long().clamp(0, vocabulary - 1)
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = str(rope)
     if "dynamic" in kinds or "longrope" in kinds:
         return ids, None
-    most = getattr(config, "max_position_embeddings", None) or TOKENS
-    offsets = torch.tensor([min(offset, max(0, most - TOKENS)) for offset in OFFSETS], device="cpu")
+    most = (getattr(config, "max_position_embeddings", None) or TOKENS) - TOKENS
+    share = min(1.0, max(0, most) / OFFSETS[-1])
+    offsets = torch.tensor([int(offset * share) for offset in OFFSETS], device="cpu")
     return ids, offsets[:, None] + torch.arange(TOKENS, device="cpu")

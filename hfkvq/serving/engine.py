@@ -30,7 +30,7 @@ except ImportError as error:
 
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.model_config import text_config
-from hfkvq.caches.smoothing import KeySmoothing, of_model
+from hfkvq.caches.smoothing import KeySmoothing, measure, warn_of_noise
 
 from .models import check, schemes_of, windowed
 from .pages import CompressedPages
@@ -215,17 +215,22 @@ class CompressedManager(ContinuousBatchingManager):
                 )  # fmt: skip
         return processor
 
-
     def _smoothing(self) -> dict[int, KeySmoothing]:
         """The vectors of the layers whose keys are smoothed."""
         wanted = [layer for layer, scheme in enumerate(self.schemes) if scheme.smooths_keys]
-        found = of_model(self.model, text_config(self.model.config)) if wanted else {}
+        found = measure(self.model, text_config(self.model.config)) if wanted else {}
         if wanted and not found:
             logger.warning(
-                "%s: the key channels of this model could not be measured, so they are not smoothed, and answers may be "
-                "wrong (see `hfkvq doctor`); the scheme 'best-4.3' does without.", self.scheme.name,
+                "%s: the key channels of this model could not be measured, so they are not smoothed, and answers may "
+                "be wrong (see `hfkvq doctor`); the scheme 'best-4.3' does without.", self.scheme.name,
             )  # fmt: skip
-        return {layer: found[layer] for layer in wanted if layer in found}
+        warn_of_noise(self.scheme.name, dict(enumerate(self.schemes)), self.model, text_config(self.model.config))
+        dim = {layer: own.mean.shape[1] for layer, own in found.items()}
+        return {
+            layer: found[layer].smoothing(self.schemes[layer].layout(dim[layer], dim[layer]))
+            for layer in wanted
+            if layer in found
+        }
 
 
 class _Chosen(FullAttentionCacheAllocator):

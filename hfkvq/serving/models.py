@@ -16,7 +16,7 @@ from .slots import of_schemes
 def schemes_of(config: PreTrainedConfig, scheme: Scheme) -> tuple[Scheme, ...]:
     """What each layer of a model takes."""
     layers = text_config(config).num_hidden_layers
-    return tuple(scheme.in_layer(layer, layers) for layer in range(layers))
+    return tuple(scheme.in_layer(layer, layers).shared for layer in range(layers))
 
 
 def windowed(config: PreTrainedConfig, schemes: tuple[Scheme, ...]) -> bool:

@@ -42,6 +42,8 @@ class KVarN(Scheme):
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
+        smooth_keys: whether key channels are centred and scaled before they are rotated, and queries scaled to match
+            (not in the paper): see `hfkvq.caches.smoothing`.
     """
 
     name = "kvarn"
@@ -68,6 +70,12 @@ class KVarN(Scheme):
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
+    smooth_keys: bool = knob(False, choices=(False, True))
+
+    @property
+    def smooths_keys(self) -> bool:
+        """``smooth_keys``."""
+        return self.smooth_keys
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """Normed pages of their own widths on both sides, sealed together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hfkvq.kernels.groups import POWERS
 from hfkvq.kernels.pages import PageFormat
@@ -36,7 +36,8 @@ class SawInt4(Scheme):
         quantize_first: whether a prompt attends to its own keys and values as stored, as in the released code. This
             costs accuracy, but a stored prefix then gives the same results as one passed with the prompt. Steps and
             prompts of up to 16 tokens attend to their own unquantized tokens.
-        sink_length: first tokens kept in full precision (0 in the paper).
+        sink_length: first tokens kept in full precision (0 in the paper). Models attend to the first token more than to
+            any other, and its key is like no other.
         local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
@@ -69,7 +70,7 @@ class SawInt4(Scheme):
     block: int | None = knob(None, low=2, high=1024)
     signs: int = knob(0, low=0, high=32767)
     quantize_first: bool = knob(False, choices=(False, True))
-    sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
+    sink_length: int = knob(1, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
@@ -91,6 +92,11 @@ class SawInt4(Scheme):
     def smooths_keys(self) -> bool:
         """``smooth_keys``."""
         return self.smooth_keys
+
+    @property
+    def shared(self) -> Scheme:
+        """Without the one token, for prefixes that requests share."""
+        return replace(self, sink_length=0) if self.sink_length == 1 else self
 
     @property
     def quantizes_first(self) -> bool:
