@@ -22,7 +22,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from hfkvq import MixedKVCache
+from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import behind
 from hfkvq.caches.dense import dense_attention
 from hfkvq.kernels import use_interpreter
@@ -73,7 +73,8 @@ def together(model, inputs, config=None, persistent_manager=False, **given):
 def alone(model, ids, scheme):
     """Plain `generate`, whose prompts come in the same pieces."""
     out = model.generate(
-        torch.tensor([ids]), generation_config=generation(), past_key_values=MixedKVCache(model, scheme),
+        torch.tensor([ids]), generation_config=generation(),
+        past_key_values=MixedKVCache(model, get_scheme(scheme).shared),
         prefill_chunk_size=256,
     )  # fmt: skip
     return out[0, len(ids) :].tolist()
@@ -98,7 +99,9 @@ def test_tokens_are_those_of_generate(model, scheme):
         got = together(model, inputs, settings(max_batch_tokens=1024, max_blocks_per_request=5))
     for ids, tokens in zip(inputs, got, strict=True):
         expected = model.generate(
-            torch.tensor([ids]), generation_config=generation(), past_key_values=MixedKVCache(model, scheme)
+            torch.tensor([ids]),
+            generation_config=generation(),
+            past_key_values=MixedKVCache(model, get_scheme(scheme).shared),
         )
         assert tokens == expected[0, len(ids) :].tolist()
 

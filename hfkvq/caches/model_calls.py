@@ -73,7 +73,7 @@ class CallInterceptor:
         if any(getattr(getattr(m, "_hf_hook", None), "offload", False) for m in modules):
             return "weights are offloaded"
         for hook in (hook for hooks in self._hooks for hook in hooks.values()):
-            if not _is_known(hook):
+            if not is_known(hook):
                 return f"the model has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
         return None
 
@@ -83,7 +83,7 @@ class CallInterceptor:
         As far as `check_hooks` has noted them; what a module does by a flag of its own is not seen.
         """
         model: Any = self._model()
-        hooks = tuple(key for own in self._hooks if own for key, hook in own.items() if not _is_known(hook))
+        hooks = tuple(key for own in self._hooks if own for key, hook in own.items() if not is_known(hook))
         tensors = [ref() for ref in self._tensors]
         places = tuple([0 if x is None else x.data_ptr() for x in tensors])
         adapters = [getattr(model, "_hf_peft_config_loaded", None), len(getattr(model, "peft_config", None) or ())]
@@ -108,7 +108,8 @@ def is_inside_call() -> bool:
     return _THREAD.inside
 
 
-def _is_known(hook: Any) -> bool:
+def is_known(hook: Any) -> bool:
+    """Whether a hook does nothing but what its library needs: PyTorch's, Transformers' or ours."""
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS)

@@ -33,7 +33,7 @@ from hfkvq import kernels
 
 from .lasting import lasting
 from .layout import Layout
-from .model_calls import forward_parameters, inside_call
+from .model_calls import forward_parameters, inside_call, is_known
 from .model_config import looks_attention_up, text_config
 from .once import say_once
 from .recorded import is_recorded
@@ -338,7 +338,7 @@ def _hindrance(model: Any, config: Any) -> str | None:
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
             return "its weights are offloaded"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(not str(getattr(hook, "__module__", "")).startswith(("transformers.", "torch.")) for hook in hooks):
+        if not all(map(is_known, hooks)):
             return "a forward hook would see tokens of nobody's"
     return None
 

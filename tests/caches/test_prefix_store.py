@@ -27,7 +27,7 @@ from tests.caches.test_saved import ByAge, filled, packed_alike, poison_memory
 KINDS = ["full", "int4", "saw-int4", "kitty-pro", "kivi", "kvarn", "best-3.4", "mixkvq", "arkv", "snapkv", "h2o"]
 ROOT = Path(__file__).parents[2]
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-PLAIN = get_scheme("int4", page_size=16)
+PLAIN = get_scheme("int4", page_size=16, sink_length=0)
 """Without windows: every border of pages is matched."""
 
 

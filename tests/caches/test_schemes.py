@@ -243,7 +243,9 @@ def test_heads_that_groups_do_not_divide(dim):
 
 def test_saw_layout():
     layout = SawInt4().layout(128, 64)
-    assert layout.sink == 0
+    assert layout.sink == 1
+    assert SawInt4().shared == SawInt4(sink_length=0)
+    assert SawInt4(sink_length=16).shared == SawInt4(sink_length=16)
     assert layout.keys == SideLayout((PageFormat(4, "token", 128, 128),), 0, rotate=128)
     assert layout.values == SideLayout((PageFormat(4, "token", 64, 128),), 0, rotate=0)
     assert SawInt4().layout(256, 256).keys.rotate == 128
@@ -258,7 +260,7 @@ def test_saw_layout():
 
 def test_saw_rotation_and_codec_by_hand():
     """(4, 0, 0, 0) rotates to (2, 2, 2, 2), a constant: exact. (1, 2, 3, 5) to (5.5, -1.5, -2.5, .5): steps of 8/15."""
-    layer = make(SawInt4(page_size=8, block=4))
+    layer = make(SawInt4(page_size=8, block=4, sink_length=0))
     keys = torch.tensor([[4.0, 0, 0, 0], [1, 2, 3, 5]])[None, None]
     forward(layer, torch.zeros(1, 1, 2, 4), keys, keys.clone())
     step = float(torch.tensor(8 / 15).half())
@@ -433,7 +435,7 @@ LAYOUTS = {
     "latent-4": ("s32;k128;v0;4t128p128/8t64p128", (128, 1), (128, 1)),
     "mixkvq": ("s32;k0;v0;2c32p128+4x32+16x8/2t32p128", (0, 128), (0, 128)),
     "pyramidkv": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
-    "saw-int4": ("s0;k128;v0;4t128p128/4t64p128", (0, 1), (0, 1)),
+    "saw-int4": ("s1;k128;v0;4t128p128/4t64p128", (0, 1), (0, 1)),
     "snapkv": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "streaming-llm": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "tova": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
