@@ -5,6 +5,7 @@
 #   CONSTRAINTS  file of tested versions; empty lets pip choose within pyproject.toml's ranges
 #   PINS         further requirements, for instance PINS='transformers==5.17.*'
 #   WORKERS      processes `make test` uses
+#   CPUS         instruction sets `make test-cpus` lets PyTorch use, one after another
 #   ARGS         further arguments of the command that the verb runs
 #   BENCH_ARGS   arguments of the benchmark, for instance '--sweep --plot evals/results'; it saves its figures by default
 #   PYTHON       for `test-gpu` and `bench`: use this interpreter as it is and install nothing
@@ -14,6 +15,7 @@ BASE_PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 PINS ?=
 WORKERS ?= 2
+CPUS ?= default avx2
 ARGS ?=
 BENCH_ARGS ?= --json evals/results
 
@@ -32,7 +34,7 @@ FOR_GPU := $(FOR_DEV)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo style format test test-gpu bench docs dist clean
+.PHONY: help demo style format test test-cpus test-gpu bench docs dist clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
@@ -53,6 +55,13 @@ format: $(FOR_DEV)  ## rewrite the files as `style` wants them
 # Compiled modules are kept, whatever the environment says: tests start some fifty processes.
 test: $(FOR_DEV)  ## every test that needs no GPU and is not slow
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not gpu and not slow" -n $(WORKERS) --dist worksteal --timeout 300 $(ARGS)
+
+# By its instruction set PyTorch adds up in another order, so that a number on a rounding boundary gets another code.
+test-cpus: $(FOR_DEV)  ## the tests that compare roundings, by several instruction sets of the CPU
+	set -e; for each in $(CPUS); do \
+	  echo "ATEN_CPU_CAPABILITY=$$each"; \
+	  ATEN_CPU_CAPABILITY=$$each OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "rounding and not gpu and not slow" -n $(WORKERS) --dist worksteal --timeout 300 $(ARGS); \
+	done
 
 test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)

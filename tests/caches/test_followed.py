@@ -461,10 +461,12 @@ def test_steps_are_captured(family):
             assert shown is not None or PythonGraph.made == before + 1
 
 
+@pytest.mark.rounding
 @pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("name", ["saw-int4-kv", "kitty-pro", "snapkv"])
 def test_captured_steps_are_those_without_graphs(name):
-    model, ids = build("gptj"), prompt(BATCH, 90)
+    """Of one layer: a second one would quantize the last bits of attention over a buffer, which are its own."""
+    model, ids = build("gptj", n_layer=1), prompt(BATCH, 90)
     both = []
     for graphs in (True, False):
         cache = MixedKVCache(model, small(name), graphs=graphs)

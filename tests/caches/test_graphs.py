@@ -43,8 +43,9 @@ def test_steps_of_every_scheme_are_those_without_graphs(name, monkeypatch):
     """Growing across several homes, with padding: the tokens of an eager cache."""
     # Fewer than by itself, so that fewer steps fill the first home.
     monkeypatch.setattr(placement, "LEAST_HEADROOM", 32)
-    # What two layers share they share whatever the scheme.
-    model, (ids, mask) = build("llama", num_hidden_layers=2 if name in ("full", "kitty", "arkv") else 1), padded(2, 30)
+    # What two layers share they share whatever the scheme. A second one would quantize the last bits of attention over
+    # a buffer, which are not those of attention over what has grown, and a code may be another.
+    model, (ids, mask) = build("llama", num_hidden_layers=2 if name == "full" else 1), padded(2, 30)
     found = [
         _generate(
             model,
@@ -336,7 +337,8 @@ def test_room_of_an_evicted_prompt_is_for_what_it_left():
 
 def test_several_turns_grow_and_move():
     """A prompt that the buffers have no room for leaves them, and the next steps are captured over others."""
-    model = build("llama")
+    # One layer's pages are the same whatever attention's last bits are; a second one's are made of those.
+    model = build("llama", num_hidden_layers=1)
     caches = [MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False)]
     for length in (30, 40, 300, 9):
         found = []
@@ -349,7 +351,8 @@ def test_several_turns_grow_and_move():
 
 def test_tokens_taken_back():
     """Within what is kept unsealed nothing is asked of the device; beyond, as without graphs."""
-    model = build("llama")
+    # One layer's pages are the same whatever attention's last bits are; a second one's are made of those.
+    model = build("llama", num_hidden_layers=1)
     caches = [MixedKVCache(model.config, SCHEMES["kitty"], graphs=on) for on in (True, False)]
     found = []
     for cache in caches:
@@ -365,7 +368,7 @@ def test_tokens_taken_back():
             logits.append(model(prompt(1, 1), past_key_values=cache).logits)
         found.append(torch.cat(logits, 1))
         assert cache.get_seq_length() == 40 + sum(6 - i % 6 for i in range(30)) + 1 - 70 + 1
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
         ours.steps.catch_up()
         assert ours.store.states == theirs.store.states
@@ -535,9 +538,13 @@ def test_steps_do_not_wait_for_the_compiler(name, length):
                 )
                 found.append(out.logits)
         logits[which] = torch.cat(found, 1)
-    # A budget is kept by what attention in pages observes.
-    if name != "arkv":
+    if name == "full":
         torch.testing.assert_close(logits["ours"], logits["plain"], rtol=1e-3, atol=1e-3)
+    # A budget is kept by what attention in pages observes.
+    elif name != "arkv":
+        # The second layer quantizes what the first one's attention gave, whose last bits differ: a code on a rounding
+        # boundary is another then, which moves single logits. Tokens that are lost or doubled move all of them.
+        assert (logits["ours"] - logits["plain"]).norm() < 0.01 * logits["plain"].norm()
     assert PythonGraph.made
     assert cache.get_seq_length() == want.get_seq_length() == 64
 

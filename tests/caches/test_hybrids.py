@@ -93,15 +93,21 @@ def test_states_are_those_of_the_stock_cache_after_each_step(family, taped):  # 
     assert taped.made == 1
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scheme", ["kitty-pro", "saw-int4"])
 @pytest.mark.parametrize("family", ["falcon_h1", "zamba2"])
 def test_presets_give_what_dequantized_pages_give(family, scheme):
-    model, ids, tokens = build(family), prompt(2, 60) % 100, prompt(2, 40, 3) % 100
-    fused = steps(model, MixedKVCache(model, small(scheme)), ids, tokens)
-    model = build(family)
-    model.set_attn_implementation("eager")
-    dense = steps(model, MixedKVCache(model, small(scheme), attach=False), ids, tokens)
-    assert (fused - dense).abs().max() < 1e-3 * dense.abs().max()
+    """In one layer with attention: another behind it would seal the last bits of its sums, which differ by road."""
+    ids, tokens, found = prompt(2, 60) % 100, prompt(2, 40, 3) % 100, []
+    for attaches in (True, False):
+        model = build(family, num_hidden_layers=1)
+        if not attaches:
+            model.set_attn_implementation("eager")
+        cache = MixedKVCache(model, small(scheme), attach=attaches)
+        found.append(steps(model, cache, ids, tokens))
+        assert [share.quantized > 0.3 for share in cache.memory().tokens] == [True]
+    fused, dense = found
+    assert (fused - dense).abs().max() < 2e-4 * dense.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -86,13 +86,17 @@ def test_assisted_steps_are_taken_back(attended):
     assert any(shape[2] > 1 for shape in attended)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("scheme", [FOUR, EIGHT, WINDOWS, get_scheme("saw-int4", page_size=8)])
 @pytest.mark.parametrize("family", ["deepseek-v3", "minicpm3"])
 def test_logits_are_those_of_dequantized_latents(scheme, family):
-    """Attention to latents as they are gives what the model's own expansion of the same bytes gives."""
-    model = build(family)
+    """Attention to latents as they are gives what the model's own expansion of the same bytes gives.
+
+    They are the same bytes in a first layer alone: a second one is given what attention made of them.
+    """
+    model = build(family, num_hidden_layers=1)
     found, dense = (forwards(model, lambda on=on: MixedKVCache(model, scheme, attach=on), mask=False) for on in (1, 0))
-    torch.testing.assert_close(found, dense, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found, dense, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("scheme", "most"), [(FULL, 1e-8), (EIGHT, 0.02), (FOUR, 0.3), (WINDOWS, 0.2)])

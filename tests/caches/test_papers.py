@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("name", CASES)
 def test_pages_are_the_papers(name):
     """Table 2's and Table 3's caches after a prompt and steps: the same windows, and codes but for ties of float32."""
