@@ -157,7 +157,8 @@ class Crew:
             except OSError:
                 line = ""
             error = json.loads(line)["error"] if line else f"its process ended; {self.logs}/{number}.log says why"
-            if self.fresh or not line:
+            if self.fresh or error:
+                # After some errors a GPU can no longer be used by a process.
                 process.kill()
                 process.wait()
             if not self.stopped:

@@ -77,7 +77,8 @@ class Bench:
         logging.disable_progress_bar()
         self.source, self.data = Source(**setup["source"]), setup["data"]
         options = {"device": setup["device"], "dtype": setup["dtype"], "batch_size": 1, "truncate": "middle"}
-        self.lm: Any = HFKVQ(pretrained=self.source.path, scheme=STOCK, **options)
+        # Tasks generate token by token: kernels for chunks of tokens need not be compiled.
+        self.lm: Any = HFKVQ(pretrained=self.source.path, scheme=STOCK, ll_chunk=1, **options)
         self.manager: Any = None
 
     def about(self) -> Record:
