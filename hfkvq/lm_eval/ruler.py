@@ -94,15 +94,23 @@ def _hay(kind: str, data_dir: str | None) -> list[str] | str:
     return re.sub(r"\s+", " ", " ".join(read_text(path) for path in paths)).split(" ")
 
 
-def from_file(data_dir: str | None = None, **_: Any) -> datasets.DatasetDict:
-    """Ready-made documents of 4,096 tokens; their prompts already begin the answer."""
-    folder = data_folder(data_dir)
+def from_file(data_dir: str | None = None, tokens: int = 4096, **_: Any) -> datasets.DatasetDict:
+    """Ready-made documents of so many tokens; their prompts already begin the answer.
+
+    Args:
+        data_dir: folder with the file.
+        tokens: of prompt and answer; YAML gives it.
+
+    Raises:
+        FileNotFoundError: no folder is named, or the file is not in it.
+    """
+    folder, name = data_folder(data_dir), f"ruler/niah_multikey_3_{tokens}.jsonl"
     if folder is None:
         raise FileNotFoundError(
-            "data_dir: ruler/niah_multikey_3_4096.jsonl is read from a local folder only; pass --metadata data_dir=DIR "
-            "or take kvq_ruler_niah_multikey_3, which needs no file."
+            f"data_dir: {name} is read from a local folder only; pass --metadata data_dir=DIR or take "
+            "kvq_ruler_niah_multikey_3, which needs no file."
         )
-    rows = read_jsonl(find_file(folder, "ruler/niah_multikey_3_4096.jsonl"))
+    rows = read_jsonl(find_file(folder, name))
     return as_dataset({"test": [{"input": row["input"], "outputs": row["outputs"]} for row in rows]})
 
 
