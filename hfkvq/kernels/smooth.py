@@ -18,7 +18,8 @@ def _smooth(q: Tensor, k: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
     shift, factor, scale = vectors.to(kind)[:, :, None]
     heads = k.shape[1]
     queries = (q.to(kind).unflatten(1, (heads, -1)) * scale[:, None]).flatten(1, 2)
-    return saturated(queries, q.dtype), saturated((k.to(kind) - shift) * factor, k.dtype)
+    found = saturated(queries, q.dtype), saturated((k.to(kind) - shift) * factor, k.dtype)
+    return found[0].contiguous(), found[1].contiguous()
 
 
 @_smooth.register_fake
