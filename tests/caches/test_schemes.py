@@ -243,9 +243,9 @@ def test_heads_that_groups_do_not_divide(dim):
 
 def test_saw_layout():
     layout = SawInt4().layout(128, 64)
-    assert layout.sink == 1
+    assert layout.sink == 16
     assert SawInt4().shared == SawInt4(sink_length=0)
-    assert SawInt4(sink_length=16).shared == SawInt4(sink_length=16)
+    assert SawInt4(sink_length=4).shared == SawInt4(sink_length=4)
     assert layout.keys == SideLayout((PageFormat(4, "token", 128, 128),), 0, rotate=128)
     assert layout.values == SideLayout((PageFormat(4, "token", 64, 128),), 0, rotate=0)
     assert SawInt4().layout(256, 256).keys.rotate == 128
@@ -435,11 +435,11 @@ LAYOUTS = {
     "latent-4": ("s32;k128;v0;4t128p128/8t64p128", (128, 1), (128, 1)),
     "mixkvq": ("s32;k0;v0;2c32p128+4x32+16x8/2t32p128", (0, 128), (0, 128)),
     "pyramidkv": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
-    "saw-int4": ("s1;k128;v0;4t128p128/4t64p128", (0, 1), (0, 1)),
+    "saw-int4": ("s16;k128;v0;4t128p128f2/4t64p128", (0, 1), (0, 1)),
     "snapkv": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "streaming-llm": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
     "tova": ("s0;k0;v0;16t1p128/16t1p128", (0, 1), (0, 1)),
-    "triaxial": ("s0;k0;v0;2c32p32/2t32p32|4t32p32/4t32p32", (0, 16), (0, 16)),
+    "triaxial": ("s16;k0;v0;2c32p32/2t32p32|4t32p32/4t32p32", (0, 16), (0, 16)),
 }
 
 

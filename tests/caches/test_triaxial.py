@@ -23,7 +23,7 @@ from tests.caches.models import build, config, prompt
 
 OBS, USER = "older|text|obs", "current|text|user"
 TABLE = {OBS: 2, USER: 4}
-SMALL = {"table": TABLE, "page_size": 16, "group_size": 8, "seal_unit": 8}
+SMALL = {"table": TABLE, "page_size": 16, "group_size": 8, "seal_unit": 8, "sink_length": 0}
 
 
 class EvenIsObs:

@@ -70,7 +70,7 @@ class KVarN(Scheme):
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
-    smooth_keys: bool = knob(False, choices=(False, True))
+    smooth_keys: bool = knob(True, choices=(False, True))
 
     @property
     def smooths_keys(self) -> bool:

@@ -16,15 +16,16 @@ from ..scheme import Layout, Scheme, SideLayout, knob
 class SawInt4(Scheme):
     """Token-wise INT4 after a block-diagonal Hadamard rotation, which spreads outlier channels over their block.
 
-    Layout: every token is INT4 from the step after it was written; no sink and no local window unless asked for. The
-    query is rotated as the keys are, the output is rotated back where the values are.
+    Layout: every token but the first few is INT4 from the step after it was written; no local window unless asked for.
+    The query is rotated as the keys are, the output is rotated back where the values are.
 
     Paper: Jia et al., arXiv:2604.19157, section 3; block 128, keys only, is its default.
-    Differs from the paper: scale and minimum are stored in f16 (4.25 bits per element), not scale and zero point in f32
-    (4.5), which also keeps constant vectors exact. Signs are random where ``signs`` says so. The newest tokens are
-    attended before they are quantized, and prompts attend to their own unquantized keys and values unless
-    ``quantize_first`` says otherwise. K-means codes (A.2) and
-    Hessian-aware rotation (A.3) are simulated only: `hfkvq.measure.rivals.saw_calibrated`.
+    Differs from the paper: the first tokens stay whole, key channels are smoothed, and scales of keys fitted, each of
+    which an option undoes: ``saw-int4:sink_length=0:smooth_keys=false:fit=0`` is the paper's letter. Scale and minimum
+    are stored in f16 (4.25 bits per element), not scale and zero point in f32 (4.5), which also keeps constant vectors
+    exact. Signs are random where ``signs`` says so. The newest tokens are attended before they are quantized, and
+    prompts attend to their own unquantized keys and values unless ``quantize_first`` says otherwise. K-means codes
+    (A.2) and Hessian-aware rotation (A.3) are simulated only: `hfkvq.measure.rivals.saw_calibrated`.
     Differs from the released code: as above, but for signs; any head dim with a power of two in it; no environment
     variables.
 
@@ -41,8 +42,8 @@ class SawInt4(Scheme):
         local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
-            decoding stay the same.
+            those with the least sum of |error| to this power (2 in the presets that rotate keys; without a rotation,
+            or a sink, it adds loss). Memory and decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rotated and rounded, and queries scaled
             to match (not in the paper): see `hfkvq.caches.smoothing`. Without it, models with biases on their keys
@@ -54,10 +55,13 @@ class SawInt4(Scheme):
     place = 40
     presets = {
         "saw-int4": Entry(
-            "4 bits with rotated keys, and no 16-bit windows: saves memory in short contexts too.",
+            "4 bits with rotated keys, and no 16-bit windows but 16 tokens: saves memory in short contexts too.",
+            {"fit": 2},
             lists=("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
-        "saw-int4-kv": Entry("saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both"}),
+        "saw-int4-kv": Entry(
+            "saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both", "fit": 2}
+        ),
         "int4": Entry(
             "Plain INT4, the baseline without rotation. Outlier channels in keys break it.",
             {"rotate": "none"},
@@ -70,7 +74,7 @@ class SawInt4(Scheme):
     block: int | None = knob(None, low=2, high=1024)
     signs: int = knob(0, low=0, high=32767)
     quantize_first: bool = knob(False, choices=(False, True))
-    sink_length: int = knob(1, low=0, high=1024, search=[0, 16, 32, 64])
+    sink_length: int = knob(16, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
@@ -95,8 +99,8 @@ class SawInt4(Scheme):
 
     @property
     def shared(self) -> Scheme:
-        """Without the one token, for prefixes that requests share."""
-        return replace(self, sink_length=0) if self.sink_length == 1 else self
+        """Without first tokens in 16 bits, unless a number of them was asked for: requests can share prefixes then."""
+        return replace(self, sink_length=0) if self.sink_length == type(self).sink_length else self
 
     @property
     def quantizes_first(self) -> bool:

@@ -39,13 +39,14 @@ class TriAxial(Scheme):
 
     Layout: two runs. 2-bit keys are quantized per channel over ``group_size`` tokens of 2 bits, in order of position
     whatever their tags; 2-bit values, and keys and values of 4 bits, per token in groups of ``group_size`` channels.
-    Tokens of 2 bits that do not fill a page get 4. No sink and no local window unless asked for; fewer than
-    ``seal_unit`` of the newest tokens are whole, so that a step of generation asks the device nothing but when a unit
-    is full.
+    Tokens of 2 bits that do not fill a page get 4. The first tokens are whole; there is no local window unless asked
+    for; fewer than ``seal_unit`` of the newest tokens are whole, so that a step of generation asks the device nothing
+    but when a unit is full.
 
     Paper: Shen et al., arXiv:2605.17170. Section 3.2.1 is `layout`; the map b* of section 3.2.3 is ``table`` and
     `token_bits`; section 3.1.3 makes tables (`hfkvq.tuning`).
-    Differs from the paper: the newest ``seal_unit`` - 1 tokens at most are unquantized; a default table exists.
+    Differs from the paper: the first tokens stay whole, and key channels are smoothed, unless ``sink_length`` and
+    ``smooth_keys`` say otherwise; the newest ``seal_unit`` - 1 tokens at most are unquantized; a default table exists.
     Differs from the released code: no code was released.
 
     Tags age as a conversation goes on, and a token keeps the bits of its first seal. With ``requantize_on_turn_end`` a
@@ -59,7 +60,8 @@ class TriAxial(Scheme):
         group_size: g, elements that share a scale.
         seal_unit: number of tokens sealed together. It is smaller than a page, so that no decode step can fill a page
             of 2 bits. Steps then need not ask where their tokens go, and can be captured.
-        sink_length: first tokens kept in full precision (0 in the paper).
+        sink_length: first tokens kept in full precision (0 in the paper). Models attend to the first token more than to
+            any other, and its key is like no other.
         local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page. 2-bit tokens are held in 2 bits only if they fill a page. With the default, the
             paper's, up to 31 tokens of a turn are left over and get 4 bits. With 64 or 128 more are left over, and
@@ -88,7 +90,7 @@ class TriAxial(Scheme):
     table: tuple[tuple[str, int], ...] = knob(DEFAULT_TABLE)
     group_size: int = knob(32, low=8, high=1024, search=[32, 64])
     seal_unit: int = knob(16, low=1, high=1024)
-    sink_length: int = knob(0, low=0, high=1024, search=[0, 16, 32, 64])
+    sink_length: int = knob(16, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(32, low=8, high=1024)
     requantize_on_turn_end: bool = knob(False, choices=(False, True))
