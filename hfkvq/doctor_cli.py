@@ -181,7 +181,8 @@ def _notes(record: Record) -> list[str]:
     said = [
         f"KLD, nats, from DynamicCache's predictions: {effort['windows']} windows of {record['text']}, "
         f"{effort['scored']} tokens each after {effort['prompt']:,}. Tasks: right answers, of short texts. In "
-        f"{duration(record['seconds'])}. So few tokens tell garbage from text, not 1 % from 2 %: `hfkvq kld` measures more.",
+        f"{duration(record['seconds'])}. So few tokens tell garbage from text, not 1 % from 2 %: `hfkvq kld` measures "
+        "more.",
     ]
     said += [f"{task} is left out of the verdicts: {words}." for task, words in record["left_out"].items()]
     if keys := record["keys"]:

@@ -45,8 +45,8 @@ SAFE_TAIL = 1.0
 tokens are lost, such as a digit of a number that is copied."""
 
 SAFE_TOP1, UNSAFE_TOP1 = 0.90, 0.75
-"""Share of tokens with the same most likely one. Rounding alone changes 1 to 2 %, presets that lost no answers up to 6 %.
-With a quarter changed it is another text."""
+"""Share of tokens with the same most likely one. Rounding alone changes 1 to 2 %, presets that lost no answers up to
+6 %. With a quarter changed it is another text."""
 
 LOSSY_LOST, UNSAFE_LOST = 0.25, 0.75
 """Of the right answers of `DynamicCache`, the share that may be lost before a preset is lossy, and the share from which
@@ -56,8 +56,8 @@ TASK_WORKS = 0.5
 """A task of which `DynamicCache` answers a smaller share says nothing of caches, and is left out."""
 
 UNEVEN = 20.0
-"""Times the median channel from which keys count as uneven: 4 bits with one scale for all channels have 15 steps, so the
-median channel then has less than one."""
+"""Times the median channel from which keys count as uneven: 4 bits with one scale for all channels have 15 steps, so
+the median channel then has less than one."""
 
 
 @dataclass(frozen=True)
