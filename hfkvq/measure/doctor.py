@@ -180,7 +180,8 @@ def reason(verdict: str, against: Sequence[str], preset: Preset, keys: Record | 
     elif not any(each.evicts for each in preset.schemes):
         least, most = long_context_bits(preset.scheme)
         bits = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
-        cause = [f"{bits} bits an element, as it spends them, are too few for this model"]
+        words = "are too few for" if verdict == UNSAFE else "cost accuracy on"
+        cause = [f"{bits} bits an element, as it spends them, {words} this model"]
     return "; ".join([*cause, *against])
 
 
