@@ -82,16 +82,22 @@ def doctor(
 
 def print_record(console: Console, record: Record) -> None:
     """Prints verdicts, reasons, lines to copy and what a bug report needs."""
+    from rich.markup import escape
+
     console.print(_table(record))
     print_notes(console, _notes(record))
     console.print()
+    width = max(len(row["name"]) for row in record["rows"])
     for row in record["rows"]:
         if row["name"] == "full":
             continue
+        word = f"[{STYLES[row['verdict']]}]{row['verdict']:<7}[/]"
         instead = "" if row["verdict"] == "safe" else "instead: "
-        console.print(f"[bold]{row['name']}[/] [{STYLES[row['verdict']]}]{row['verdict']}[/]", highlight=False)
-        console.print(f"  {row['reason']}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"  {instead}{row['take']}", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"{row['name']:<{width}}  {word}  {instead}{escape(row['take'])}", highlight=False, soft_wrap=True
+        )
+        if instead:
+            console.print(f"  {row['reason']}", markup=False, highlight=False, soft_wrap=True)
     console.print("\nFor a bug report:\n\n```text", highlight=False)
     for line in report_lines(record):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -110,6 +116,7 @@ def _examine(
     import torch
     from transformers.utils import logging
 
+    import hfkvq
     from hfkvq.env_cli import environment
     from hfkvq.measure.demo.prompts import Subject
     from hfkvq.measure.divergence import subject as subjects
@@ -145,6 +152,8 @@ def _examine(
     subject = Subject(source.name, loaded, found.tokenizer, source.reference)
     record = examine(subject, given.tokens, chosen, effort, refused, show)
     weights = source.origin or {"revision": getattr(loaded.config, "_commit_hash", None)}
+    if source.reference:
+        weights = {"bundled with hfkvq": hfkvq.__version__}
     texts = ", ".join(dict.fromkeys(given.names))
     return record | {"weights": weights, "text": texts, "environment": environment()}
 

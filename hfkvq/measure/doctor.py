@@ -252,7 +252,7 @@ def examine(
     shapes = shapes_of(config) or []
     attention = config.get_text_config(decoder=True)._attn_implementation
     compile_ahead(subject.model, presets.values(), tell=lambda what: on_progress(what, 0.0))
-    keys = uneven_keys(subject, tokens[0, : tokens.shape[1] - effort.scored])
+    keys = uneven_keys(subject, tokens[0, :512])
     measured, broken = _diverge(subject, tokens, presets, effort, lambda name, share: on_progress(name, share / 2))
     batches, left_out = _ask(subject, effort)
     on_progress(f"{BASELINE} tasks", 0.5)
