@@ -35,14 +35,14 @@ PRESETS += " triaxial arkv"
 FLOOR = "full"
 """Holds 16 bits: what it loses is rounding, so if it is not safe, no preset is at fault."""
 
-SAFE_KLD, UNSAFE_KLD = 0.02, 0.3
+SAFE_KLD, UNSAFE_KLD = 0.02, 0.2
 """Mean divergence, nats. Up to 0.02, perplexity grew by 1 % at most and answers stayed as they were (`best-*` on two
-families of models); from 0.02 to 0.07, Kitty and KIVI lost a sixth to a half of hard needles at 4k. At 0.3, perplexity
-grows by about a third; what was measured beyond that (0.6 to 8) writes garbage."""
+families of models); from 0.02 to 0.07, Kitty and KIVI lost a sixth to a half of hard needles at 4k. The worst cache
+that still answers has 0.14, and the least of what breaks on uneven keys 0.35 (up to 8, which is garbage)."""
 
-SAFE_TAIL = 1.0
-"""Divergence, nats, that 99.9 % of the tokens do not exceed: `best-2.5` has 0.5, `kitty` 2.3 to 3.6. Beyond 1 single
-tokens are lost, such as a digit of a number that is copied."""
+SAFE_TAIL, UNSAFE_TAIL = 1.0, 5.0
+"""Divergence, nats, that 99.9 % of the tokens do not exceed: `best-2.5` has 0.5, `kitty` 2.3 to 3.6, what breaks 7 to 20.
+Beyond 1 single tokens are lost, such as a digit of a number that is copied; at 5 a token that was certain is gone."""
 
 SAFE_TOP1, UNSAFE_TOP1 = 0.90, 0.75
 """Share of tokens with the same most likely one. Rounding alone changes 1 to 2 %, presets that lost no answers up to
@@ -106,7 +106,8 @@ def judge(
         words = f"unsafe is above {UNSAFE_KLD:g}" if kld > UNSAFE_KLD else f"safe is up to {SAFE_KLD:g}"
         found.append((1 + (kld > UNSAFE_KLD), f"mean KLD {kld:.3g}, {words}"))
     if tail > SAFE_TAIL:
-        found.append((1, f"99.9 % KLD {tail:.3g}, safe is up to {SAFE_TAIL:g}"))
+        words = f"unsafe is above {UNSAFE_TAIL:g}" if tail > UNSAFE_TAIL else f"safe is up to {SAFE_TAIL:g}"
+        found.append((1 + (tail > UNSAFE_TAIL), f"99.9 % KLD {tail:.3g}, {words}"))
     if top1 < SAFE_TOP1:
         words = f"unsafe is below {UNSAFE_TOP1:.0%}" if top1 < UNSAFE_TOP1 else f"safe is from {SAFE_TOP1:.0%} on"
         found.append((1 + (top1 < UNSAFE_TOP1), f"top-1 {top1:.1%}, {words}"))
