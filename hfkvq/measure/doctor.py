@@ -41,19 +41,21 @@ families of models); from 0.02 to 0.07, Kitty and KIVI lost a sixth to a half of
 that still answers has 0.14, and the least of what breaks on uneven keys 0.35 (up to 8, which is garbage)."""
 
 SAFE_TAIL, UNSAFE_TAIL = 1.0, 5.0
-"""Divergence, nats, that 99.9 % of the tokens do not exceed: `best-2.5` has 0.5, `kitty` 2.3 to 3.6, what breaks 7 to 20.
-Beyond 1 single tokens are lost, such as a digit of a number that is copied; at 5 a token that was certain is gone."""
+"""Divergence, nats, that 99.9 % of the tokens do not exceed: `best-2.5` has 0.5, `kitty` 2.3 to 3.6, what breaks 7 to
+20. Beyond 1 single tokens are lost, such as a digit of a number that is copied; at 5 a token that was certain is gone."""
 
 SAFE_TOP1, UNSAFE_TOP1 = 0.90, 0.75
 """Share of tokens with the same most likely one. Rounding alone changes 1 to 2 %, presets that lost no answers up to
 6 %. With a quarter changed it is another text."""
 
-LOSSY_LOST, UNSAFE_LOST = 0.25, 0.75
-"""Of the right answers of `DynamicCache`, the share that may be lost before a preset is lossy, and the share from which
-it is unsafe. One of eight may be chance: at the edge of what a model can do, any rounding changes answers."""
+LOSSY_LOST, UNSAFE_LOST, LEAST_LOST = 0.25, 0.75, 2
+"""Of the right answers of `DynamicCache`, the share that may be lost before a preset is lossy, the share from which it is
+unsafe, and how many have to be lost for either. One may be chance: at the edge of what a model can do, any rounding
+changes answers."""
 
 TASK_WORKS = 0.5
-"""A task of which `DynamicCache` answers a smaller share says nothing of caches, and is left out."""
+"""A task of which `DynamicCache` answers a smaller share, or fewer than `LEAST_LOST`, says nothing of caches, and is left
+out."""
 
 UNEVEN = 20.0
 """Times the median channel from which keys count as uneven: 4 bits with one scale for all channels have 15 steps, so
@@ -112,7 +114,7 @@ def judge(
         words = f"unsafe is below {UNSAFE_TOP1:.0%}" if top1 < UNSAFE_TOP1 else f"safe is from {SAFE_TOP1:.0%} on"
         found.append((1 + (top1 < UNSAFE_TOP1), f"top-1 {top1:.1%}, {words}"))
     for task, (count, of) in lost.items():
-        if count > LOSSY_LOST * of:
+        if count >= LEAST_LOST and count > LOSSY_LOST * of:
             found.append((1 + (count >= UNSAFE_LOST * of), f"{task}: {count} of {of} answers lost"))
     return VERDICTS[max((level for level, _ in found), default=0)], [words for _, words in found]
 
@@ -259,7 +261,7 @@ def examine(
     on_progress(f"{BASELINE} tasks", 0.5)
     stock = _answers(subject, batches, None)
     for task, right in stock.items():
-        if sum(right) < TASK_WORKS * len(right):
+        if sum(right) < max(LEAST_LOST, TASK_WORKS * len(right)):
             left_out[task] = f"DynamicCache itself answers {sum(right)} of {len(right)}"
             del batches[task]
     rows: list[Record] = [

@@ -24,7 +24,7 @@ SMALL = Effort(1, 160, 16, ("recall-4", "copy-64"), 2, 2)
 @pytest.mark.parametrize(
     ("kld", "tail", "top1", "lost", "evicts", "verdict", "words"),
     [
-        (0.02, 1.0, 0.9, {"copy": (2, 8)}, False, SAFE, []),
+        (0.02, 1.0, 0.9, {"copy": (2, 8), "passkey": (1, 2)}, False, SAFE, []),
         (0.0208, 0.8, 0.955, {}, False, LOSSY, ["mean KLD 0.0208, safe is up to 0.02"]),
         (0.01, 1.5, 0.95, {}, False, LOSSY, ["99.9 % KLD 1.5, safe is up to 1"]),
         (0.01, 5.1, 0.95, {}, False, UNSAFE, ["99.9 % KLD 5.1, unsafe is above 5"]),
