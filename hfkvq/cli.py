@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from hfkvq.doctor_cli import app as doctor_app
 from hfkvq.env_cli import app as env_app
 from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.measure.bench.cli import app as bench_app
@@ -54,6 +55,7 @@ app.add_typer(bench_app, name="bench")
 # Without a name: its commands stand beside the others.
 app.add_typer(tuning_app)
 app.add_typer(recommend_app)
+app.add_typer(doctor_app)
 app.add_typer(fit_app)
 app.add_typer(divergence_app)
 app.add_typer(report_app)

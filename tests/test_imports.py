@@ -18,6 +18,7 @@ TRANSFORMERS_DOORS = {
 TRITON_DOOR = "hfkvq.measure.bench.split_kv"
 TRANSFORMERS_PACKAGES = (
     "hfkvq.cli",
+    "hfkvq.doctor_cli",
     "hfkvq.lm_eval",
     "hfkvq.serving",
     *(f"hfkvq.measure.{name}" for name in ("bench.generate", "demo", "divergence", "models", "reference", "rivals")),

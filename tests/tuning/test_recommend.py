@@ -27,8 +27,8 @@ def row(name, users, size, loss):
     return Row(plan, None if name == "bf16" else get_preset(name), (4.0, 4.0), loss, None)
 
 
-def loss(percent, kld, high=None):
-    return Loss(1 + percent / 100, None if high is None else (1.0, 1 + high / 100), kld, None)
+def loss(percent, kld, high=None, verdict=None):
+    return Loss(1 + percent / 100, None if high is None else (1.0, 1 + high / 100), kld, None, verdict)
 
 
 ROWS = [
@@ -62,6 +62,15 @@ class TestChoice:
     def test_nothing_fits(self):
         assert choose(ROWS, 7, 0.01) is None
         assert choose(ROWS[:1], None, 0.01) is None
+
+    def test_nothing_unsafe(self):
+        """Also where somebody allows any loss, or nothing else holds so many users."""
+        rows = [
+            row("saw-int4", 9, 20, loss(-1, 0.01, verdict="unsafe")),
+            row("kitty", 6, 24, loss(4, 0.06, verdict="lossy")),
+        ]
+        assert choose(rows, None, 10.0).row.plan.name == "kitty"
+        assert choose(rows, 9, 10.0) is None
 
     def test_few_windows_are_said_to_be_few(self):
         found = choose([row("best-3.4", 3, 34, loss(0.6, 0.01, high=2.5))], None, 0.01)
@@ -123,11 +132,12 @@ class TestCommand:
 
         def measured(model, chosen, **options):
             asked.update(options, names=list(chosen))
-            ratio = {"full": 1.0, "kitty-pro": 1.004, "saw-int4": 1.03}
+            ratio = {"full": 1.0, "kitty-pro": 1.004, "saw-int4": 1.03, "kivi-2": 1.001}
             rows = [
                 {
                     "name": name,
-                    "kld": {"mean": 0.01, "interval": (0.009, 0.011)},
+                    "kld": {"mean": 0.01, "interval": (0.009, 0.011), "p999": 0.4 if name != "kitty-pro" else 1.5},
+                    "top1": {"share": 0.97 if name != "kivi-2" else 0.03},
                     "perplexity_ratio": {"value": ratio[name], "interval": (ratio[name] - 0.01, ratio[name] + 0.01)},
                 }
                 for name in chosen
@@ -136,16 +146,21 @@ class TestCommand:
 
         monkeypatch.setattr(divergence, "measure_text", measured)
         text = tmp_path / "mine.txt"
-        options = [*SMALL, "--text", text, "--window", "512", "--schemes", "bf16,kitty-pro,saw-int4"]
+        options = [*SMALL, "--text", text, "--window", "512", "--schemes", "bf16,kitty-pro,saw-int4,kivi-2"]
         done = run(*options)
         assert done.exit_code == 0, done.output
-        assert asked["names"] == ["full", "kitty-pro", "saw-int4"]
+        assert asked["names"] == ["full", "kitty-pro", "saw-int4", "kivi-2"]
         assert (asked["context"], asked["windows"], asked["text"]) == (512, 4, [text])
         said = flat(done.output)
-        assert "Measuring 3 caches on 4 windows of 512 tokens" in said
+        assert "Measuring 4 caches on 4 windows of 512 tokens" in said
         assert "+0.40 % (-0.60 to +1.40)" in said
         assert "too few to be sure: give more with --windows" in said
         assert 'Python: cache = MixedKVCache(model.config, "kitty-pro")' in said
+        assert (
+            "Verdict: lossy; 99.9 % KLD 1.5, safe is up to 1 (by divergence; `hfkvq doctor --presets kitty-pro`" in said
+        )
+        assert "kivi-2: unsafe on this model, and so not recommended: top-1 3.0%, unsafe is below 75%." in said
+        assert_refused(run(*options[:-1], "kivi-2"), "schemes: all that fit are unsafe on this model", 1)
 
         def stopped(*args, **options):
             raise divergence.StoppedRun(None, 4)

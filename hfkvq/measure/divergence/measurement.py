@@ -137,6 +137,18 @@ class _Collected:
         return Bill(self.bits / n, total, self.held / n, self.bf16 / n, self.key_bits / n)
 
 
+class NotNumbers(ValueError):
+    """Logits with NaN.
+
+    Attributes:
+        cache: name of the cache that the model had.
+    """
+
+    def __init__(self, message: str, cache: str) -> None:
+        super().__init__(message)
+        self.cache = cache
+
+
 class Stopped(KeyboardInterrupt):
     """Ctrl-C in the middle of a measurement.
 
@@ -241,9 +253,10 @@ def measure(
         for number, logits in enumerate(found):
             if bool(logits.isnan().any()):
                 at = prefill + number * chunk
-                raise ValueError(
+                raise NotNumbers(
                     f"model: its logits with {name} are not numbers, at a token from {at} on; use another --dtype "
-                    "(bfloat16 or float32 in place of float16), or another scheme."
+                    "(bfloat16 or float32 in place of float16), or another scheme.",
+                    name,
                 )
             yield logits.flatten(0, 1)
 

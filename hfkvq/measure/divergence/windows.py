@@ -186,7 +186,7 @@ def _tokens(text: Text, tokenizer: Any, room: int, windows: int) -> list[int]:
             break
     if len(ids) < room:
         raise ValueError(
-            f"text: {text.name} has {len(ids):,} tokens, but a window needs {room:,}; give more text, or a smaller "
-            "--context."
+            f"text: {text.name} has {len(ids):,} tokens, but a window needs {room:,}; give more text, or "
+            "smaller windows."
         )
     return ids

@@ -12,6 +12,7 @@ from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import entry_of, in_order
 from hfkvq.caches.scheme import get_scheme
 from hfkvq.measure.demo.schemes import long_context_bits, widest_first
+from hfkvq.measure.doctor import UNSAFE, row_verdict
 from hfkvq.measure.figures import figure
 
 from .compute import Computed
@@ -50,12 +51,17 @@ class Loss:
         interval: of it, 95 %; None where one window tells none, and of the figures that the package brings along.
         kld: mean divergence from `DynamicCache`, nats.
         kld_interval: of it.
+        verdict: safe, lossy or unsafe (`hfkvq.measure.doctor`), by divergence on the model itself; None of the figures
+            that the package brings along.
+        against: what speaks against it.
     """
 
     perplexity: float
     interval: tuple[float, float] | None
     kld: float
     kld_interval: tuple[float, float] | None
+    verdict: str | None = None
+    against: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,10 @@ def measured_losses(record: Record) -> dict[str, Loss]:
     found = {}
     for row in record["rows"]:
         ratio, kld = row["perplexity_ratio"], row["kld"]
-        found[row["name"]] = Loss(ratio["value"], ratio["interval"], kld["mean"], kld["interval"])
+        verdict, against = row_verdict(row, get_preset(row["name"]))
+        found[row["name"]] = Loss(
+            ratio["value"], ratio["interval"], kld["mean"], kld["interval"], verdict, tuple(against)
+        )
     return found
 
 
@@ -129,13 +138,18 @@ def make_rows(done: Computed, measured: dict[str, Loss] | None = None) -> list[R
     return rows
 
 
+def is_unsafe(row: Row) -> bool:
+    """Whether it was measured on the model, and writes something else."""
+    return row.loss is not None and row.loss.verdict == UNSAFE
+
+
 def fits_users(row: Row, users: int) -> bool:
     """Whether so many rows of the context asked for fit."""
     return row.plan.batch >= users
 
 
 def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice | None:
-    """Of the caches that fit, one; None if none does.
+    """Of the caches that fit, one; None if none does, or all that do are unsafe on the model.
 
     Args:
         rows: of all caches.
@@ -143,7 +157,7 @@ def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice |
             holds most of those that lose little enough.
         most_loss: perplexity may grow by this share.
     """
-    fitting = [row for row in rows if row.preset is not None and fits_users(row, users or 1)]
+    fitting = [row for row in rows if row.preset is not None and fits_users(row, users or 1) and not is_unsafe(row)]
     if not fitting:
         return None
     known = [(row, row.loss) for row in fitting if row.loss is not None]

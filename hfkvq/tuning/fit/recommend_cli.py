@@ -71,7 +71,7 @@ def recommend(
     measured on your model and text.
     """
     from .compute import compute
-    from .recommend import candidates, choose, fits_users, make_rows, measured_losses
+    from .recommend import candidates, choose, fits_users, is_unsafe, make_rows, measured_losses
 
     try:
         done = compute(
@@ -110,6 +110,16 @@ def recommend(
     else:
         console.print(_table(done, rows, users, choice, wide=console.width >= 110))
         print_notes(console, _notes(done, record))
+        for row in filter(is_unsafe, rows):
+            assert row.loss is not None
+            words = f"{row.plan.name}: unsafe on this model, and so not recommended: {'; '.join(row.loss.against)}."
+            console.print(words, highlight=False, soft_wrap=True, markup=False)
+    if choice is None and any(is_unsafe(row) for row in rows if fits_users(row, users or 1)):
+        fail(
+            "schemes: all that fit are unsafe on this model; use Transformers' own cache, or give other --schemes or "
+            "more --gpu-memory.",
+            code=1,
+        )
     if choice is None:
         fail(_nothing_fits(rows, users), code=1)
     if not as_json:
@@ -271,8 +281,13 @@ def _answer(model: str | None, done: Computed, rows: list[Row], choice: Choice) 
     stock = next((row.plan.batch for row in rows if row.preset is None), None)
     beside = "" if stock is None else f"; bf16 holds {f'{stock:,}' if stock else 'none'}"
     users = f"{plan.batch:,} user{'s' * (plan.batch != 1)} of {context:,} tokens{beside}"
+    verdict = []
+    if (loss := choice.row.loss) is not None and loss.verdict is not None:
+        look = f"hfkvq doctor{'' if model is None else f' --model {model}'} --presets {plan.name}"
+        verdict = [f"Verdict: {'; '.join([loss.verdict, *loss.against])} (by divergence; `{look}` also asks it)."]
     return [
         f"{plan.name}: {choice.reason}. It holds {users}.",
+        *verdict,
         f"Python:  {python_line(plan.name)}",
         f"Command: {command_line(model, choice.row, done)}",
     ]

@@ -72,7 +72,7 @@ def test_four_kinds_of_text_come_with_the_package() -> None:
 
 
 def test_too_little_text() -> None:
-    with pytest.raises(ValueError, match="text: a has 3 tokens, but a window needs 8; give more text, or a smaller"):
+    with pytest.raises(ValueError, match="text: a has 3 tokens, but a window needs 8; give more text, or smaller"):
         cut([Text("a", ["abc"])], Letters(), 8, 1)
 
 

@@ -1,0 +1,324 @@
+"""A verdict on presets for one model, safe, lossy or unsafe: by divergence, a copy and a needle, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hfkvq.caches.make import shapes_of
+from hfkvq.caches.preset import Preset
+from hfkvq.caches.spelling import split_knobs
+from hfkvq.caches.warm import compile_ahead
+from hfkvq.kernels import await_kernels
+
+from .demo.answers import answer, make_cache, texts
+from .demo.prompts import Batch, Subject, is_right, make_batches
+from .demo.schemes import long_context_bits
+from .divergence.measurement import NotNumbers, measure
+from .divergence.values import Measured
+from .records import BASELINE, device_name, now
+
+Record = dict[str, Any]
+
+SAFE, LOSSY, UNSAFE, REFUSED = "safe", "lossy", "unsafe", "refused"
+VERDICTS = (SAFE, LOSSY, UNSAFE)
+
+PRESETS = "best-4.3 best-3.4 best-2.8 best-2.5 saw-int4 saw-int4-kv int4 kitty-pro kitty kivi-2 mixkvq kvarn-k4v2"
+PRESETS += " triaxial arkv"
+
+FLOOR = "full"
+"""Holds 16 bits: what it loses is rounding, so if it is not safe, no preset is at fault."""
+
+SAFE_KLD, UNSAFE_KLD = 0.02, 0.2
+"""Mean divergence, nats. Up to 0.02, perplexity grew by 1 % at most and answers stayed as they were (`best-*` on two
+families of models); from 0.02 to 0.07, Kitty and KIVI lost a sixth to a half of hard needles at 4k. The worst cache
+that still answers has 0.14, and the least of what breaks on uneven keys 0.35 (up to 8, which is garbage)."""
+
+SAFE_TAIL, UNSAFE_TAIL = 1.0, 5.0
+"""Divergence, nats, that 99.9 % of the tokens do not exceed: `best-2.5` has 0.5, `kitty` 2.3 to 3.6, what breaks 7 to
+20. Beyond 1 single tokens are lost, such as a digit of a number that is copied; at 5 a token that was certain is gone."""
+
+SAFE_TOP1, UNSAFE_TOP1 = 0.90, 0.75
+"""Share of tokens with the same most likely one. Rounding alone changes 1 to 2 %, presets that lost no answers up to
+6 %. With a quarter changed it is another text."""
+
+LOSSY_LOST, UNSAFE_LOST, LEAST_LOST = 0.25, 0.75, 2
+"""Of the right answers of `DynamicCache`, the share that may be lost before a preset is lossy, the share from which it is
+unsafe, and how many have to be lost for either. One may be chance: at the edge of what a model can do, any rounding
+changes answers."""
+
+TASK_WORKS = 0.5
+"""A task of which `DynamicCache` answers a smaller share, or fewer than `LEAST_LOST`, says nothing of caches, and is left
+out."""
+
+UNEVEN = 20.0
+"""Times the median channel from which keys count as uneven: 4 bits with one scale for all channels have 15 steps, so
+the median channel then has less than one."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        windows: of text.
+        prompt: tokens of each, which are not scored.
+        scored: tokens behind them.
+        tasks: with their sizes.
+        samples: questions of each.
+        batch_size: windows or questions together.
+    """
+
+    windows: int
+    prompt: int
+    scored: int
+    tasks: tuple[str, ...]
+    samples: int
+    batch_size: int
+
+
+EFFORTS = {
+    "cpu": Effort(2, 512, 64, ("copy-256", "passkey-256"), 2, 2),
+    "cuda": Effort(8, 2048, 64, ("copy-512", "passkey-2000"), 8, 4),
+}
+"""By the kind of device, for about a minute, on a CPU with a small model. Prompts are longer than sinks and windows, so
+much of what is attended to is compressed; on a GPU also longer than ARKV's budget."""
+
+
+def judge(
+    kld: float, tail: float, top1: float, lost: Mapping[str, tuple[int, int]], evicts: bool
+) -> tuple[str, list[str]]:
+    """The verdict, and what speaks against the preset.
+
+    Args:
+        kld: mean divergence, nats.
+        tail: that 99.9 % of the tokens do not exceed.
+        top1: share of tokens with the same most likely one.
+        lost: of each task, how many of the answers that `DynamicCache` gave rightly are lost, of how many.
+        evicts: whether tokens are forgotten: never safe, since what is asked later is not known here.
+    """
+    found = [(1, "it evicts: what does not fit its budget is lost")] if evicts else []
+    if kld > SAFE_KLD:
+        words = f"unsafe is above {UNSAFE_KLD:g}" if kld > UNSAFE_KLD else f"safe is up to {SAFE_KLD:g}"
+        found.append((1 + (kld > UNSAFE_KLD), f"mean KLD {kld:.3g}, {words}"))
+    if tail > SAFE_TAIL:
+        words = f"unsafe is above {UNSAFE_TAIL:g}" if tail > UNSAFE_TAIL else f"safe is up to {SAFE_TAIL:g}"
+        found.append((1 + (tail > UNSAFE_TAIL), f"99.9 % KLD {tail:.3g}, {words}"))
+    if top1 < SAFE_TOP1:
+        words = f"unsafe is below {UNSAFE_TOP1:.0%}" if top1 < UNSAFE_TOP1 else f"safe is from {SAFE_TOP1:.0%} on"
+        found.append((1 + (top1 < UNSAFE_TOP1), f"top-1 {top1:.1%}, {words}"))
+    for task, (count, of) in lost.items():
+        if count >= LEAST_LOST and count > LOSSY_LOST * of:
+            found.append((1 + (count >= UNSAFE_LOST * of), f"{task}: {count} of {of} answers lost"))
+    return VERDICTS[max((level for level, _ in found), default=0)], [words for _, words in found]
+
+
+def row_verdict(row: Record, preset: Preset) -> tuple[str, list[str]]:
+    """The verdict on a row of `hfkvq kld`, by its divergence alone."""
+    kld = row["kld"]
+    return judge(kld["mean"], kld["p999"], row["top1"]["share"], {}, any(each.evicts for each in preset.schemes))
+
+
+def python_line(name: str) -> str:
+    """To copy."""
+    base, knobs = split_knobs(name)
+    if base == "triaxial":
+        more = "".join(f", {knob}={value!r}" for knob, value in knobs.items())
+        return f"TriAxialCache(model, tokenizer{more})"
+    return f"MixedKVCache(model, {json.dumps(name)})"
+
+
+@torch.inference_mode()
+def uneven_keys(subject: Subject, tokens: Tensor) -> Record | None:
+    """The layer whose key channels differ most: its number, and how many times the median the largest channel is.
+
+    A channel's size is its mean magnitude after RoPE; heads are compared with their own median, the worst one counts.
+
+    Args:
+        subject: the model.
+        tokens: i64 (T,), a prompt.
+    """
+    cache = make_cache(subject, None)
+    subject.model(input_ids=tokens[None].to(subject.model.device), past_key_values=cache, use_cache=True)
+    found: list[tuple[float, int]] = []
+    for number, layer in enumerate(cache.layers):
+        keys = getattr(layer, "keys", None)
+        # Layers with recurrent states have none.
+        if isinstance(keys, Tensor) and keys.dim() == 4 and keys.numel():
+            size = keys[0].float().abs().mean(1)
+            found.append((float((size.amax(1) / size.median(1).values.clamp(min=1e-6)).max()), number))
+    if not found:
+        return None
+    ratio, layer = max(found)
+    return {"layer": layer, "times_median": ratio, "layers": len(found)}
+
+
+def _by_token(preset: Preset, keys: Record, head_dim: int) -> bool:
+    """Whether a layer's keys have one scale for channels of all sizes, in few bits."""
+    scheme = preset.by_layer(keys["layers"])[keys["layer"]] if keys["layer"] < keys["layers"] else preset.scheme
+    try:
+        side = scheme.layout(head_dim, head_dim).keys
+    except ValueError:
+        return False
+    return any(fmt.axis == "token" and fmt.bits < 8 for fmt in side.formats)
+
+
+def reason(verdict: str, against: Sequence[str], preset: Preset, keys: Record | None, head_dim: int | None) -> str:
+    """In plain words: the cause, as far as it is known, and the figures that speak against the preset."""
+    if verdict == SAFE:
+        return "its predictions and answers are those of DynamicCache, as far as this was measured"
+    cause = []
+    smooth = getattr(preset.scheme, "smooth_keys", False)
+    if keys and keys["times_median"] >= UNEVEN and head_dim and not smooth and _by_token(preset, keys, head_dim):
+        cause = [
+            f"keys of layer {keys['layer']} have channels {keys['times_median']:.0f} times the median, and this preset "
+            "has one scale for all channels of a token"
+        ]
+    elif not any(each.evicts for each in preset.schemes):
+        least, most = long_context_bits(preset.scheme)
+        bits = f"{least:.3g}" if least == most else f"{least:.3g} to {most:.3g}"
+        words = "are too few for" if verdict == UNSAFE else "cost accuracy on"
+        cause = [f"{bits} bits an element, as it spends them, {words} this model"]
+    return "; ".join([*cause, *against])
+
+
+def _answers(subject: Subject, batches: Mapping[str, list[Batch]], preset: Preset | None) -> dict[str, list[bool]]:
+    """Of each task, which answers are right through the cache."""
+    found: dict[str, list[bool]] = {}
+    for task, parts in batches.items():
+        right = found[task] = []
+        for batch in parts:
+            written = texts(subject, answer(subject, batch, make_cache(subject, preset)))  # type: ignore[arg-type]
+            right += [is_right(subject, each, text) for each, text in zip(batch.examples, written, strict=True)]
+    return found
+
+
+def _ask(subject: Subject, effort: Effort) -> tuple[dict[str, list[Batch]], dict[str, str]]:
+    """Questions of the tasks, and why others are left out."""
+    batches, left_out = {}, {}
+    for task in effort.tasks:
+        try:
+            parts = make_batches(subject, task, effort.samples, effort.batch_size, 0, None)
+        except ValueError:
+            left_out[task] = "longer than the model's positions"
+            continue
+        # Only what begins with the answer is right, so what would come behind it is not asked for.
+        batches[task] = [dataclasses.replace(part, limit=part.limit - 6) for part in parts]
+    return batches, left_out
+
+
+def _diverge(
+    subject: Subject, tokens: Tensor, presets: Mapping[str, Preset], effort: Effort, tell: Callable[[str, float], Any]
+) -> tuple[Measured, dict[str, str]]:
+    """How far presets are from `DynamicCache`, and what was said of those whose logits are not numbers."""
+    left, broken = dict(presets), {}
+    while True:
+        try:
+            prompt = tokens.shape[1] - effort.scored
+            options = {"prefill": prompt, "batch_size": effort.batch_size, "tokenizer": subject.tokenizer}
+            return measure(subject.model, tokens, left, on_progress=tell, **options), broken
+        except NotNumbers as error:
+            if left.pop(error.cache, None) is None:
+                raise
+            broken[error.cache] = "its logits are not numbers"
+
+
+@await_kernels()
+def examine(
+    subject: Subject,
+    tokens: Tensor,
+    presets: Mapping[str, Preset],
+    effort: Effort,
+    refused: Mapping[str, str] | None = None,
+    on_progress: Callable[[str, float], Any] = lambda what, share: None,
+) -> Record:
+    """Measures presets on a model, all through caches as users have them, and judges them.
+
+    Args:
+        subject: the model.
+        tokens: i64 (W, T), windows of text; all but the last ``effort.scored`` of each are its prompt.
+        presets: by name.
+        effort: how much is measured.
+        refused: by name, why other presets cannot be used with this model.
+        on_progress: called with what is being done and the share of the work that is.
+
+    Raises:
+        ValueError: the model's own logits are not numbers, or it cannot be measured.
+    """
+    config = subject.model.config
+    shapes = shapes_of(config) or []
+    attention = config.get_text_config(decoder=True)._attn_implementation
+    compile_ahead(subject.model, presets.values(), tell=lambda what: on_progress(what, 0.0))
+    keys = uneven_keys(subject, tokens[0, :512])
+    measured, broken = _diverge(subject, tokens, presets, effort, lambda name, share: on_progress(name, share / 2))
+    batches, left_out = _ask(subject, effort)
+    on_progress(f"{BASELINE} tasks", 0.5)
+    stock = _answers(subject, batches, None)
+    for task, right in stock.items():
+        if sum(right) < max(LEAST_LOST, TASK_WORKS * len(right)):
+            left_out[task] = f"DynamicCache itself answers {sum(right)} of {len(right)}"
+            del batches[task]
+    rows: list[Record] = [
+        {"name": name, "verdict": UNSAFE, "reason": words, "preset": presets[name].to_dict()}
+        for name, words in broken.items()
+    ]
+    rows += [{"name": name, "verdict": REFUSED, "reason": words} for name, words in (refused or {}).items()]
+    for number, one in enumerate(measured.schemes):
+        on_progress(f"{one.name} tasks", 0.5 + 0.5 * (number + 1) / (len(measured.schemes) + 1))
+        preset = presets[one.name]
+        right = _answers(subject, batches, preset)
+        pairs = {task: list(zip(stock[task], each, strict=True)) for task, each in right.items()}
+        lost = {
+            task: (max(0, sum(a for a, _ in each) - sum(b for _, b in each)), sum(a for a, _ in each))
+            for task, each in pairs.items()
+        }
+        tail, evicts = one.quantile(0.999), any(each.evicts for each in preset.schemes)
+        verdict, against = judge(one.mean, tail, one.top1, lost, evicts)
+        head_dim = shapes[0].head_dim if shapes else None
+        rows.append(
+            {
+                "name": one.name,
+                "verdict": verdict,
+                "reason": reason(verdict, against, preset, keys, head_dim),
+                "kld": {"mean": one.mean, "p999": tail},
+                "top1": one.top1,
+                "tasks": {task: {"right": sum(each), "of": len(each)} for task, each in right.items()},
+                "bits": sum(long_context_bits(preset.scheme)) / 2,
+                "preset": preset.to_dict(),
+            }
+        )
+    rows.sort(key=lambda row: [*presets, *(refused or {})].index(row["name"]))
+    for row in rows:
+        row["take"] = _take(row, rows)
+    return {
+        "kind": "hfkvq doctor",
+        "date": now(),
+        "model": subject.name,
+        "layers": config.get_text_config(decoder=True).num_hidden_layers,
+        "attention_shapes": [shape._asdict() for shape in shapes],
+        "dtype": str(subject.model.dtype).removeprefix("torch."),
+        "device": device_name(subject.model.device),
+        "device_type": subject.model.device.type,
+        "attention": attention,
+        "effort": dataclasses.asdict(effort) | {"windows": len(tokens), "prompt": tokens.shape[1] - effort.scored},
+        "keys": keys,
+        "stock": {task: {"right": sum(each), "of": len(each)} for task, each in stock.items()},
+        "left_out": left_out,
+        "rows": rows,
+    }
+
+
+def _take(row: Record, rows: Sequence[Record]) -> str:
+    """The line to copy: the preset's own, or that of the safe one nearest in bits."""
+    if row["verdict"] == SAFE:
+        return python_line(row["name"])
+    safe = [each for each in rows if each["verdict"] == SAFE and each["name"] != FLOOR]
+    if not safe:
+        return "DynamicCache()"
+    return python_line(min(safe, key=lambda each: abs(each["bits"] - row.get("bits", 4.0)))["name"])
