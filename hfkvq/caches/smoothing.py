@@ -58,7 +58,7 @@ RARE = 300
 """Ids that are not drawn: vocabularies begin with bytes and marks, which texts hardly have."""
 
 FEW = 64
-"""Tokens under which a first prompt does not show how wide channels are; their means have to do in part."""
+"""Tokens under which a first prompt does not show how wide channels are: see `of_keys`."""
 
 FLOOR = 1e-2
 """Least width of a channel, as a share of the median of its head: channels may be constant."""
@@ -216,8 +216,13 @@ def of_keys(keys: Tensor) -> KeySmoothing:
     x, tokens = x.where(sound, torch.zeros_like(x)), sound.sum((0, 2)).clamp(min=1)
     mean = x.sum((0, 2)) / tokens
     variance = (x - mean[:, None]).square().where(sound, torch.zeros_like(x)).sum((0, 2)) / tokens
-    few = (1 - tokens / FEW).clamp(min=0)
-    return KeySmoothing(vectors_of(mean, (variance + few * mean.square()).sqrt(), None, True))
+    few, square = (1 - tokens / FEW).clamp(min=0), mean.square()
+    # RoPE turns a channel into the one half a head away; and a token may have nothing where others have as much as
+    # elsewhere. Whether a mean is a width cannot be told yet, so half of it (on a log scale) is taken.
+    width = square + square.roll(square.shape[1] // 2, 1)
+    width = width + width.median(1, keepdim=True).values
+    deviation = (variance + few * width).sqrt() ** (1 - few / 2)
+    return KeySmoothing(vectors_of(mean, deviation, None, True))
 
 
 # A model's.

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hfkvq.measure.reference import evaluation_set, load_reference
 
-PROMPT, SCORED, CHUNK = 288, 48, 16
+PROMPT, SCORED, CHUNK = 288, 32, 16
 
 # By rotary pair (channels i and i + 64): a bias, and what queries are multiplied by there. Slow pairs turn by less than
 # a degree in such a prompt, so their biases say little, however wide. Fast ones turn once in 26 tokens or fewer: they
