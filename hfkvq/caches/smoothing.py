@@ -195,8 +195,10 @@ def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: b
     """
 
     def floored(x: Tensor) -> Tensor:
-        least = (FLOOR * x.median(1, keepdim=True).values).clamp(min=1e-6)
-        return torch.maximum(x, least)
+        usual = x.median(1, keepdim=True).values
+        usual = usual.where(usual > 0, x.mean(1, keepdim=True))
+        # Nothing is known of a head that is constant.
+        return torch.maximum(x, FLOOR * usual).where(usual > 1e-6, torch.ones_like(x))
 
     scale = floored(deviation)
     if query is not None:
