@@ -31,7 +31,7 @@ from .preset import Preset, checked_knobs, get_preset
 from .recorded import is_captured, is_recorded
 from .saved import SavedCache
 from .scheme import Scheme
-from .smoothing import measure, rounds_by_token, warn_of_noise
+from .smoothing import layers_that_mix, measure, warn_of_noise
 from .switched import NAME, join, restore, switch
 
 DEFAULT_SCHEME = "best-3.4"
@@ -124,8 +124,9 @@ class MixedKVCache(SavedCache, Cache):
         self._count_by(text)
         self._why_not_captured = made.why_not_captured
         self._untouched: dict[int, dict[str, Any]] = {}
-        held = ((i, made.layers[i]) for i in made.compressed)
-        self._rounding = tuple(i for i, x in held if x.smooths or (rounds_by_token(x.scheme) and not x.latents))
+        held = {i: made.layers[i] for i in made.compressed}
+        mixing = layers_that_mix({i: x.scheme for i, x in held.items() if not x.latents})
+        self._rounding = tuple(i for i, x in held.items() if x.smooths or i in mixing)
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
         self.graphs: StepGraphs | None = None
         if made.captured and made.sync is not None:

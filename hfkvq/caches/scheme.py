@@ -144,6 +144,11 @@ class Scheme:
         return self
 
     @property
+    def rounds_keys(self) -> bool:
+        """Whether any key is rounded to fewer bits, where the layout has pages of fewer."""
+        return True
+
+    @property
     def smooths_keys(self) -> bool:
         """Whether key channels are centred and scaled before they are stored; see `hfkvq.caches.smoothing`."""
         return False

@@ -27,9 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module
 from transformers.cache_utils import DynamicCache
 
 from hfkvq import kernels
+from hfkvq.kernels.pages import PageFormat
 
 from .lasting import lasting
 from .layout import Layout
@@ -38,7 +40,7 @@ from .model_config import looks_attention_up, text_config
 from .once import say_once
 from .recorded import is_recorded
 from .scheme import Scheme
-from .switched import NAME
+from .switched import lent
 
 OFFSETS = (0, 1536, 3584, 6144, 9216, 13312, 18432, 24576)
 """First position of each row that is measured: what RoPE turns slowly stands elsewhere in long contexts.
@@ -56,7 +58,7 @@ RARE = 300
 """Ids that are not drawn: vocabularies begin with bytes and marks, which texts hardly have."""
 
 FEW = 64
-"""Tokens under which a first prompt does not show how wide channels are; their means have to do in part."""
+"""Tokens under which a first prompt does not show how wide channels are: see `of_keys`."""
 
 FLOOR = 1e-2
 """Least width of a channel, as a share of the median of its head: channels may be constant."""
@@ -67,6 +69,8 @@ NOISY = 2.0
 On Qwen2.5-Coder-0.5B it is 6 for saw-int4 with keys as they are, which answers at random, and 0.4 with keys smoothed;
 on SmolLM2 it is 1.1 for plain INT4 with keys as they are, which loses some per cent.
 """
+
+_MOST = torch.finfo(torch.float16).max
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +130,13 @@ class Measured:
     Attributes:
         mean: of each key channel.
         deviation: likewise.
+        near: deviation of each key channel within `TOKENS` tokens, where RoPE turns slow channels hardly.
         query: root mean square of the queries of each KV head; None where attention did not show them.
     """
 
     mean: Tensor
     deviation: Tensor
+    near: Tensor
     query: Tensor | None
 
     @cached_property
@@ -144,21 +150,24 @@ class Measured:
         return self._smoothings[layout.keys.rotate > 0]
 
     def logit_noise(self, layout: Layout, smoothed: bool) -> Tensor | None:
-        """Standard deviation of what rounding keys by token adds to a logit, by estimate: f32 (H,).
+        """Standard deviation of what rounding keys adds to a logit, by estimate: f32 (H,).
 
-        A step is 1/15 (4 bits) of a token's range, errors are even within it, and each is weighed by its query channel:
-        ``sqrt(Σ step² / 12 · q² / D)``. None where no keys are rounded by token, or queries are not known.
+        A step is 1/15 (4 bits) of the range of what shares a scale, errors are even within it, and each is weighed by
+        its query channel: ``sqrt(Σ step² / 12 · q² / D)``. None where channels are not mixed (`layers_that_mix`),
+        or queries are not known.
         """
-        own = [fmt for fmt in layout.keys.formats if fmt.axis == "token" and fmt.bits < 16]
+        own = _mixing(layout)
         if not own or self.query is None:
             return None
-        mean, deviation, query = self.mean, self.deviation, self.query
+        mean, deviation, near, query = self.mean, self.deviation, self.near, self.query
         if smoothed:
             shift, factor, scale = self.smoothing(layout).vectors
-            mean, deviation, query = (mean - shift) * factor, deviation * factor, query * scale
-        energy, noises = mean.square() + deviation.square(), []
+            mean, query = (mean - shift) * factor, query * scale
+            deviation, near = deviation * factor, near * factor
+        block, noises = layout.keys.rotate, []
         for fmt in own:
-            block = layout.keys.rotate
+            # Where each channel has a least value of its own, constants are in it.
+            energy = mean.square() + deviation.square() if fmt.axis == "token" else near.square()
             if block:
                 energy = energy.unflatten(1, (-1, block)).mean(2).repeat_interleave(block, 1)
             if fmt.bits == 8:
@@ -186,8 +195,10 @@ def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: b
     """
 
     def floored(x: Tensor) -> Tensor:
-        least = (FLOOR * x.median(1, keepdim=True).values).clamp(min=1e-6)
-        return torch.maximum(x, least)
+        usual = x.median(1, keepdim=True).values
+        usual = usual.where(usual > 0, x.mean(1, keepdim=True))
+        # Nothing is known of a head that is constant.
+        return torch.maximum(x, FLOOR * usual).where(usual > 1e-6, torch.ones_like(x))
 
     scale = floored(deviation)
     if query is not None:
@@ -202,11 +213,18 @@ def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: b
 def of_keys(keys: Tensor) -> KeySmoothing:
     """What a first prompt's keys (B, H, T, D) show."""
     x = keys.detach().float()
-    tokens = x.shape[0] * x.shape[2]
-    mean = x.mean((0, 2))
-    variance = (x - mean[:, None]).square().mean((0, 2))
-    few = max(0.0, 1 - tokens / FEW)
-    return KeySmoothing(vectors_of(mean, (variance + few * mean.square()).sqrt(), None, True))
+    # What pages cannot hold shall not be felt by other tokens.
+    sound = (x.abs() <= _MOST).all(3, keepdim=True)
+    x, tokens = x.where(sound, torch.zeros_like(x)), sound.sum((0, 2)).clamp(min=1)
+    mean = x.sum((0, 2)) / tokens
+    variance = (x - mean[:, None]).square().where(sound, torch.zeros_like(x)).sum((0, 2)) / tokens
+    few, square = (1 - tokens / FEW).clamp(min=0), mean.square()
+    # RoPE turns a channel into the one half a head away; and a token may have nothing where others have as much as
+    # elsewhere. Whether a mean is a width cannot be told yet, so half of it (on a log scale) is taken.
+    width = square + square.roll(square.shape[1] // 2, 1)
+    width = width + width.median(1, keepdim=True).values
+    deviation = (variance + few * width).sqrt() ** (1 - few / 2)
+    return KeySmoothing(vectors_of(mean, deviation, None, True))
 
 
 # A model's.
@@ -239,11 +257,12 @@ class _Watched(DynamicCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config=config)
-        self.keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self.keys: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         x = key_states[:, :, FIRST:].float()
-        self.keys[layer_idx] = x.mean((0, 2)), x.transpose(0, 1).flatten(1, 2).std(1)
+        near = x.var(2).mean(0).sqrt()
+        self.keys[layer_idx] = x.mean((0, 2)), x.transpose(0, 1).flatten(1, 2).std(1), near
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -286,7 +305,7 @@ def is_smoothed_by(cache: Any, model: Any) -> bool:
 
 
 def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: Any) -> None:
-    """Warns, once for a model and preset, where rounding a model's keys by token would drown its attention.
+    """Warns, once for a model and preset, where rounding a model's keys would drown its attention.
 
     Args:
         name: of the main scheme, for the message.
@@ -294,30 +313,44 @@ def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: 
         model: that has been measured, or can be.
         config: of its decoder.
     """
+    mixing = layers_that_mix(schemes)
+    found, noises = measure(model, config) if mixing else {}, []
+    if not found:
+        # It may be measured later.
+        return
     with _LOCK:
         judged, preset = _JUDGED.setdefault(model, set()), tuple(sorted(schemes.items(), key=lambda item: item[0]))
         if preset in judged:
             return
         judged.add(preset)
-    found, noises = measure(model, config), []
     for layer, scheme in schemes.items():
-        if layer in found:
+        if layer in found and layer in mixing:
             dim = found[layer].mean.shape[1]
             noise = found[layer].logit_noise(scheme.layout(dim, dim), scheme.smooths_keys)
             noises += [] if noise is None else [noise.cpu()]
     noise = float(torch.cat(noises).square().mean().sqrt()) if noises else 0.0
     if noise > NOISY:
-        smooths = all(scheme.smooths_keys for scheme in schemes.values())
-        other = "the preset 'best-4.3'" if smooths else "smooth_keys=True, or the preset 'best-4.3'"
+        can = any(hasattr(scheme, "smooth_keys") and not scheme.smooths_keys for scheme in schemes.values())
+        other = f"{'smooth_keys=True, or ' if can else ''}the preset 'best-4.3'"
         say_once(
-            f"{name}: rounding the keys of this {type(model).__name__} by token moves its attention logits by about "
-            f"{noise:.1f} (standard deviation; it should be below {NOISY:g}), so answers may be wrong; take {other}."
+            f"{name}: rounding the keys of this {type(model).__name__} moves its attention logits by about {noise:.1f} "
+            f"(standard deviation; it should be below {NOISY:g}), so answers may be wrong; take {other}."
         )
 
 
-def rounds_by_token(scheme: Scheme) -> bool:
-    """Whether a scheme's keys have scales of their tokens alone."""
-    return any(fmt.axis == "token" and fmt.bits < 16 for fmt in scheme.layout(128, 128).keys.formats)
+def layers_that_mix(schemes: Mapping[int, Scheme]) -> set[int]:
+    """Layers in which wide key channels make others coarse: by scales of tokens alone, or by a rotation.
+
+    A few rotated layers, as some presets have, are not worth a call of the model.
+    """
+    found = {layer: scheme.layout(128, 128) for layer, scheme in schemes.items() if scheme.rounds_keys}
+    by_token = {layer for layer, layout in found.items() if any(fmt.axis == "token" for fmt in _mixing(layout))}
+    rotated = {layer for layer, layout in found.items() if _mixing(layout)} - by_token
+    return by_token | (rotated if 2 * len(rotated) > len(schemes) else set())
+
+
+def _mixing(layout: Layout) -> list[PageFormat]:
+    return [fmt for fmt in layout.keys.formats if fmt.bits < 16 and (fmt.axis == "token" or layout.keys.rotate)]
 
 
 def _is_of(layer: Any, own: Measured) -> bool:
@@ -334,10 +367,12 @@ def _hindrance(model: Any, config: Any) -> str | None:
         return "it is in training mode"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a graph is being captured"
-    for module in model.modules():
-        if getattr(getattr(module, "_hf_hook", None), "offload", False):
+    if not all(map(is_known, (*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()))):
+        return "a forward hook of all modules would see tokens of nobody's"
+    for part in model.modules():
+        if getattr(getattr(part, "_hf_hook", None), "offload", False):
             return "its weights are offloaded"
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         if not all(map(is_known, hooks)):
             return "a forward hook would see tokens of nobody's"
     return None
@@ -362,25 +397,23 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | No
     except Exception as error:
         return {}, f"it cannot be called with token ids alone ({type(error).__name__}: {str(error)[:200]})"
     found = {}
-    for layer, (mean, deviation) in cache.keys.items():
+    for layer, (mean, deviation, near) in cache.keys.items():
         query, keeps_logits = queries.get(layer, (None, False))
         if keeps_logits:
             mean, deviation = torch.zeros_like(mean), torch.hypot(mean, deviation)
-        found[layer] = Measured(mean, deviation, query)
+        found[layer] = Measured(mean, deviation, near, query)
     return found, None
 
 
 @contextlib.contextmanager
 def _watching(config: Any) -> Iterator[dict[int, tuple[Tensor, bool]]]:
     """Queries by layer; shown by our own attention, which on plain tensors is sdpa, where the model takes it."""
-    before, own = _WATCH.queries, config._attn_implementation_internal
-    _WATCH.queries = {}
+    before, _WATCH.queries = _WATCH.queries, {}
     try:
-        if looks_attention_up(config):
-            config._attn_implementation_internal = NAME
-        yield _WATCH.queries
+        with lent(config) if looks_attention_up(config) else contextlib.nullcontext():
+            yield _WATCH.queries
     finally:
-        _WATCH.queries, config._attn_implementation_internal = before, own
+        _WATCH.queries = before
 
 
 def _tokens(vocabulary: int, config: Any) -> tuple[Tensor, Tensor | None]:

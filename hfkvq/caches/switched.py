@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 NAME = "hfkvq"
@@ -19,17 +20,38 @@ class _Switched(NamedTuple):
 # By id of the config: anything noted on the config itself would be saved with the model.
 _SWITCHED: dict[int, _Switched] = {}
 
+# Likewise: what they go back to, while they are switched for no cache.
+_LENT: dict[int, str | None] = {}
+
 
 def switch(config: Any, cache: Any) -> None:
     """What ``set_attn_implementation`` does, for the decoder only: modules and masks read this attribute."""
     key = id(config)
-    if config._attn_implementation_internal != NAME:
+    lent_from = _LENT.pop(key, NAME)
+    before = config._attn_implementation_internal if lent_from == NAME else lent_from
+    if before != NAME:
         if key not in _SWITCHED:
             weakref.finalize(config, _SWITCHED.pop, key, None)
         _, users, undo = _SWITCHED.get(key, _Switched(None, set(), {}))
-        _SWITCHED[key] = _Switched(config._attn_implementation_internal, users, undo)
+        _SWITCHED[key] = _Switched(before, users, undo)
         config._attn_implementation_internal = NAME
     join(config, cache)
+
+
+@contextlib.contextmanager
+def lent(config: Any) -> Iterator[None]:
+    """Within it a config is switched, and afterwards as it was, unless a cache of another thread has switched it."""
+    key, before = id(config), config._attn_implementation_internal
+    if before == NAME:
+        yield
+        return
+    _LENT[key], config._attn_implementation_internal = before, NAME
+    try:
+        yield
+    finally:
+        if key in _LENT and config._attn_implementation_internal == NAME:
+            config._attn_implementation_internal = before
+        _LENT.pop(key, None)
 
 
 def join(config: Any, cache: Any) -> None:

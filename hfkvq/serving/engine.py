@@ -29,6 +29,7 @@ except ImportError as error:
     ) from error
 
 from hfkvq.caches import Scheme, get_scheme
+from hfkvq.caches.attention import register
 from hfkvq.caches.model_config import text_config
 from hfkvq.caches.smoothing import KeySmoothing, measure, warn_of_noise
 
@@ -414,4 +415,6 @@ def enable(
             raise ValueError(f"{name}: got {value!r}, allowed 1 or more, or None.")
     found = get_scheme(scheme, **knobs)
     check(model.config, found)
+    # Models are measured by our attention, which no cache may have registered yet.
+    register()
     return Serving(model, found, requests, request_tokens)

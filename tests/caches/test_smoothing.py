@@ -1,198 +1,550 @@
-"""Key smoothing in caches: attention is what it was, whatever vectors do, in every way that tokens come and go."""
+"""Key smoothing by a model's vectors and by a first prompt's: every way into a cache, and models that do not go."""
 
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import (
+    ContinuousBatchingConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from hfkvq import MixedKVCache, get_scheme
+from hfkvq import MixedKVCache, PrefixStore, get_scheme
 from hfkvq.caches import smoothing
-from hfkvq.caches.schemes import SawInt4
+from tests.caches.driver import make, small
+from tests.caches.models import build, prompt
+from tests.caches.test_saved import _rewritten
 
-GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-TOKENS = 300
-
-
-def model_with_outliers(device="cpu", dtype=torch.float64):
-    """A tiny model whose key biases are a hundred times its keys, in channels that RoPE turns fast and slowly."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
-        attention_bias=True,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for layer in model.model.layers:
-        own = layer.self_attn
-        own.q_proj.weight.data *= 8
-        own.k_proj.weight.data *= 8
-        own.k_proj.bias.data.normal_()
-        for channel, size in ((2, 60.0), (31, -100.0), (63, 40.0), (64 + 8, 150.0)):
-            own.k_proj.bias.data[channel] = size
-    return model.to(device, dtype)
+# 16 and 15 are one channel away from a slow pair's other half: pairs are (0, 16) to (15, 31).
+BIASES = {15: 200.0, 29: -90.0, 0: 30.0, 17: 20.0}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return model_with_outliers()
+def biased(dtype=torch.float32, scale=1.0, **changes):
+    """A model with biases on its keys."""
+    model = build("llama", attention_bias=True, **changes)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            keys = layer.self_attn.k_proj.bias.view(2, 32)
+            for channel, bias in BIASES.items():
+                keys[0, channel], keys[1, (channel + 16) % 32] = bias * scale, -bias * scale
+    return model.to(dtype).requires_grad_(False)
 
 
-def ids(rows=2, tokens=TOKENS):
-    return torch.randint(3, 256, (rows, tokens), generator=torch.Generator().manual_seed(1))
+def fed(model, cache, ids, *pieces, mask=None, **given):
+    """Logits of tokens in pieces of these lengths, the last of which takes all that is left."""
+    found, at = [], 0
+    for piece in (*pieces, ids.shape[1] - sum(pieces)):
+        own = {}
+        if mask is not None:
+            places = (mask.cumsum(1) - 1).clamp(min=0)[:, at : at + piece]
+            own = {"attention_mask": mask[:, : at + piece], "position_ids": places}
+        with torch.no_grad():
+            found.append(model(ids[:, at : at + piece], past_key_values=cache, **own, **given).logits)
+        at += piece
+    return torch.cat(found, 1)
 
 
-@torch.no_grad()
-def logits(model, cache, given, prompt=200, chunk=7, mask=None):
-    """Of all tokens behind the prompt, a few at a time."""
-    outs = []
-    pieces = [slice(0, prompt), *(slice(i, i + chunk) for i in range(prompt, given.shape[1], chunk))]
-    for piece in pieces:
-        more = {} if mask is None else {"attention_mask": mask[:, : piece.stop]}
-        outs.append(model(given[:, piece].to(model.device), past_key_values=cache, **more).logits)
-    return torch.cat(outs, 1)[:, prompt:]
+def vectors(cache):
+    return torch.stack([layer.smoothing.vectors for layer in cache.compressed_layers])
 
 
-def divergence(model, cache, given, **more):
-    expected = logits(model, DynamicCache(config=model.config), given, **more)
-    got = logits(model, cache, given, **more)
-    return float((expected.softmax(-1) * (expected.log_softmax(-1) - got.log_softmax(-1))).sum(-1).mean())
+def by_prompt(cache):
+    return [layer.smooths_by_prompt for layer in cache.compressed_layers] == [True] * len(cache.compressed_layers)
 
 
-@pytest.mark.parametrize("name", ["saw-int4", "saw-int4-kv", "int4", "triaxial", "best-4.3", "kvarn"])
-def test_wide_channels_cost_little(model, name):
-    """Far less than without smoothing, where scales belong to tokens; never more."""
-    given = ids()
-    smoothed, plain = (divergence(model, MixedKVCache(model, name, smooth_keys=on), given) for on in (True, False))
-    by_token = smoothing.rounds_by_token(get_scheme(name))
-    assert smoothed < plain * (0.4 if by_token else 1.1)
+class Hook:
+    """A user's forward hook: how many rows and tokens it was shown."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __call__(self, module, inputs, output):
+        self.shapes.append(tuple(output.shape[:2]))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_cache_len": 512}, {"attach": False}, {"graphs": False}])
-def test_every_way_gives_the_same(model, options):
-    """The same pages in a cache that grows, of fixed capacity, and behind sdpa; from a model and from its config."""
-    given = ids()
-    expected = logits(model, MixedKVCache(model, "saw-int4"), given)
-    for source in (model, model.config):
-        cache = MixedKVCache(source, "saw-int4", **options)
-        got = logits(model, cache, given)
-        cache.detach()
-        assert cache.layers[0].smoothing is smoothing.measure(model, model.config)[0].smoothing(
-            SawInt4().layout(64, 64)
-        )
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+@pytest.fixture(params=["measured", "by prompt"])
+def model(request):
+    """With biases; its hook of a user's keeps it from being measured."""
+    made = biased()
+    if request.param == "by prompt":
+        made.model.embed_tokens.register_forward_hook(Hook())
+    return made
+
+
+SCHEMES = ["saw-int4", "int4", "arkv"]
+
+
+def test_every_way_to_a_cache(model):
+    """Growing, of fixed capacity, intercepted, made from a config: the same vectors and bits."""
+    ids = prompt(2, 60)
+    ways = [
+        MixedKVCache(model, small("saw-int4")),
+        MixedKVCache(model, small("saw-int4"), max_cache_len=80),
+        MixedKVCache(model.config, small("saw-int4")),
+        MixedKVCache(model.config, small("saw-int4"), max_cache_len=80),
+    ]
+    logits = [fed(model, cache, ids, 50, 1, 1) for cache in ways]
+    whole = vectors(ways[0])
+    assert all(torch.equal(vectors(cache), whole) for cache in ways)
+    # The last cache gone, the config is what it was.
+    ways.clear()
+    own = MixedKVCache(model, small("saw-int4"), attach=False)
+    assert model.config._attn_implementation == "sdpa"
+    logits.append(fed(model, own, ids, 50, 1, 1))
+    assert torch.equal(vectors(own), whole)
+    for other in logits[1:]:
+        torch.testing.assert_close(other, logits[0], rtol=1e-4, atol=1e-4)
+    base = fed(model, DynamicCache(), ids, 50, 1, 1)
+    assert (logits[0] - base).abs().mean() < 0.1 * base.std()
+
+
+def test_chunks_of_a_prompt(model):
+    """The first layer holds the same bits, wherever the vectors are the model's."""
+    ids, held = prompt(1, 60), []
+    for pieces in ((), (25, 20)):
+        cache = MixedKVCache(model, small("saw-int4"))
+        fed(model, cache, ids, *pieces)
+        held.append((vectors(cache), cache.layers[0].dense("keys")))
+    (one, keys), (other, again) = held
+    exact = MixedKVCache(model, "full")
+    fed(model, exact, ids)
+    for each in (keys, again):
+        error = (each - exact.layers[0].dense("keys")).abs()
+        assert error.mean() < 0.3
+    if not by_prompt(cache):
+        assert torch.equal(one, other)
+        assert torch.equal(keys, again)
+
+
+def test_padded_rows_are_as_alone():
+    """Of a model that is measured, no row has a say in others' vectors."""
+    model, ids, pads = biased(torch.float64), prompt(3, 60), (0, 9, 31)
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        mask[row, :pad] = 0
+    together = fed(model, MixedKVCache(model, small("saw-int4")), ids, 50, 1, mask=mask)
+    for row, pad in enumerate(pads):
+        alone = fed(model, MixedKVCache(model, small("saw-int4")), ids[row : row + 1, pad:], 50 - pad, 1)
+        torch.testing.assert_close(together[row : row + 1, pad:], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_of_a_first_prompt(model):
+    """By whatever vectors, rows are close to what the stock cache gives."""
+    ids, mask = prompt(2, 90), torch.ones(2, 90, dtype=torch.long)
+    mask[1, :30] = 0
+    found, base = (
+        fed(model, cache, ids, 80, 1, mask=mask) for cache in (MixedKVCache(model, small("saw-int4")), DynamicCache())
+    )
+    assert (found - base)[mask.bool()].abs().mean() < 0.1 * base.std()
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_rows_are_taken_copied_and_cropped(name, capacity, model):
+    ids = prompt(3, 64)
+    cache = MixedKVCache(model, small(name), max_cache_len=capacity)
+    fed(model, cache, ids, 50)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    copied, chosen = copy.deepcopy(cache), copy.deepcopy(cache)
+    chosen.batch_select_indices(torch.tensor([0, 2]))
+    assert torch.equal(vectors(copied), vectors(cache))
+    more = prompt(3, 5, seed=3)
+    expected = fed(model, cache, more, 1, 1)
+    assert torch.equal(fed(model, copied, more, 1, 1), expected)
+    torch.testing.assert_close(fed(model, chosen, more[[0, 2]], 1, 1), expected[[0, 2]], rtol=1e-4, atol=1e-4)
+    # A cache that is used again takes vectors anew.
+    cache.reset()
+    assert all(layer.smoothing is None for layer in cache.compressed_layers)
+    if name != "arkv":
+        cache.activate_past_recording()
+    fed(model, cache, ids)
+    assert cache.compressed_layers[0].smoothing is not None
+    if name != "arkv":
+        # What was due is sealed by the first of these.
+        fed(model, cache, more, 1, 1)
+        cache.crop(-5)
+        again = fed(model, cache, more, 1, 1)
+        cache.crop(-5)
+        torch.testing.assert_close(fed(model, cache, more, 1, 1), again, rtol=1e-4, atol=1e-4)
 
 
 def test_keys_of_a_cache_are_the_models(model):
-    """Who reads `layer.keys` gets keys, in rows with padding zeros before them."""
-    given = ids()
-    mask = torch.ones_like(given)
+    """Who reads `layer.keys` gets keys; padding before a row's first has none."""
+    ids, mask = prompt(2, 100), torch.ones(2, 100, dtype=torch.int64)
     mask[1, :20] = 0
     cache, whole = MixedKVCache(model, "saw-int4", sink_length=64), DynamicCache(config=model.config)
     for each in (cache, whole):
-        logits(model, each, given, mask=mask)
+        fed(model, each, ids, 90, mask=mask)
     got, expected = cache.layers[0].keys, whole.layers[0].keys
     assert (got[1, :, :20] == 0).all()
-    torch.testing.assert_close(got[0, :, :64], expected[0, :, :64], rtol=1e-6, atol=1e-5)
-    torch.testing.assert_close(got[1, :, 20:84], expected[1, :, 20:84], rtol=1e-6, atol=1e-5)
-    # The rest was rounded in steps of a fifteenth of a token's range once its channels are even, not as they are.
-    assert (got[0] - expected[0]).abs().mean() < 0.3
+    torch.testing.assert_close(got[0, :, :64], expected[0, :, :64], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(got[1, :, 20:84], expected[1, :, 20:84], rtol=1e-5, atol=1e-4)
 
 
-def test_rows_crop_and_copies(model):
-    """What becomes of rows and lengths is what becomes of the same tokens alone."""
-    given = ids()
-    cache = MixedKVCache(model, "saw-int4")
-    logits(model, cache, given[:, :250])
-    twin = copy.deepcopy(cache)
-    twin.crop(-50)
-    again = MixedKVCache(model, "saw-int4")
-    logits(model, again, given[:, :200])
-    torch.testing.assert_close(
-        logits(model, twin, given[:, 200:260], prompt=1), logits(model, again, given[:, 200:260], prompt=1),
-        rtol=1e-5, atol=1e-5,
-    )  # fmt: skip
-    cache.batch_select_indices(torch.tensor([1]))
-    alone = MixedKVCache(model, "saw-int4")
-    logits(model, alone, given[1:, :250])
-    torch.testing.assert_close(
-        logits(model, cache, given[1:, 250:], prompt=1), logits(model, alone, given[1:, 250:], prompt=1),
-        rtol=1e-5, atol=1e-5,
-    )  # fmt: skip
+def test_measured_once(monkeypatch):
+    """One call of the model for all its caches, whether they are given the model or its config."""
+    model, calls = biased(), []
+    forward = type(model).forward
+
+    def counted(self, *args, **kwargs):
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    for source, name in ((model, "saw-int4"), (model.config, "int4"), (model.config, "saw-int4")):
+        fed(model, MixedKVCache(source, name), prompt(1, 20), 19)
+    assert len(calls) == 3 * 2 + 1
 
 
-def test_saved_with_its_vectors(model, tmp_path):
-    """A file has them, so it goes on as it was, whatever is measured where it is loaded."""
-    given = ids()
-    cache = MixedKVCache(model.float(), "saw-int4")
+def test_beams(model):
+    ids, options = prompt(2, 40), {"num_beams": 3, "do_sample": False, "max_new_tokens": 8}
+    found = [
+        model.generate(ids, past_key_values=MixedKVCache(model, small("saw-int4"), max_cache_len=capacity), **options)
+        for capacity in (None, 60)
+    ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_files(name, model, tmp_path):
+    ids, more = prompt(2, 60), prompt(2, 6, seed=3)
+    cache = MixedKVCache(model, small(name))
+    fed(model, cache, ids, 50)
+    cache.save(tmp_path / "cache")
+    loaded = MixedKVCache.load(tmp_path / "cache", model)
+    assert torch.equal(vectors(loaded), vectors(cache))
+    assert loaded.memory().total == cache.memory().total
+    loaded.save(tmp_path / "again")
+    assert (tmp_path / "cache").read_bytes() == (tmp_path / "again").read_bytes()
+    assert torch.equal(fed(model, loaded, more, 1, 1), fed(model, cache, more, 1, 1))
+
+
+def test_prefix_store(model, tmp_path):
+    """Prompts that begin alike share pages where vectors are the model's; else they come back whole."""
+    ids = prompt(1, 100)
+    store = PrefixStore(tmp_path, model, get_scheme("int4", page_size=16, sink_length=0))
+    cache, known = store.match(ids)
+    assert known == 0
+    fed(model, cache, ids[:, :90])
+    store.put(cache, ids[:, :90])
+    found, known = store.match(ids)
+    assert known == 90
+    assert torch.equal(vectors(found), vectors(cache))
+    assert torch.equal(fed(model, found, ids[:, 90:]), fed(model, cache, ids[:, 90:]))
+    other = ids.clone()
+    other[:, 70:] = 5
+    shared, known = store.match(other)
+    assert (known == 0) == by_prompt(cache)
+    fed(model, shared, other[:, known:])
+
+
+def test_serving(caplog):
+    """As `generate` answers; whether or not a cache was made before."""
+    serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
+    model = biased()
+    inputs = [prompt(1, length, seed=length)[0].tolist() for length in (1, 40, 150)]
+    options = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    config = ContinuousBatchingConfig(num_blocks=12, max_batch_tokens=256, max_requests_per_batch=8)
+    with caplog.at_level(logging.WARNING, logger="hfkvq"), serving.enable(model, "saw-int4"):
+        got = model.generate_batch(
+            inputs=inputs, generation_config=options, continuous_batching_config=config, progress_bar=False
+        )
+    assert "could not be measured" not in caplog.text
+    for ids, answer in zip(inputs, got.values(), strict=True):
+        cache = MixedKVCache(model, get_scheme("saw-int4").shared)
+        alone = model.generate(torch.tensor([ids]), generation_config=options, past_key_values=cache)
+        assert answer.generated_tokens == alone[0, len(ids) :].tolist()
+
+
+def test_serving_is_the_first_to_measure():
+    """Engines register the attention by which models are measured: no cache need have done it."""
+    serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
+    from transformers.modeling_utils import AttentionInterface
+
+    known = AttentionInterface._global_mapping
+    held = known.pop("hfkvq", None)
+    model = biased()
     try:
-        logits(model, cache, given[:, :250])
-        cache.save(tmp_path / "cache")
-        smoothing._MEASURED.clear()
-        loaded = MixedKVCache.load(tmp_path / "cache", model)
-        assert torch.equal(loaded.layers[0].smoothing.vectors, cache.layers[0].smoothing.vectors)
-        assert torch.equal(*(logits(model, each, given[:, 250:], prompt=1) for each in (cache, loaded)))
+        serving.enable(model, "saw-int4").disable()
+        assert "hfkvq" in known
     finally:
-        model.double()
+        known.setdefault("hfkvq", held)
+    assert len(smoothing.measure(model, model.config)) == 2
 
 
-def test_measured_once(model, monkeypatch):
-    """A model is called once for all caches; another model again."""
-    calls, forward = [], type(model).forward
-    monkeypatch.setattr(
-        type(model), "forward", lambda self, *args, **kwargs: (calls.append(self), forward(self, *args, **kwargs))[1]
-    )
-    smoothing._MEASURED.clear()
-    for name in ("saw-int4", "int4"):
-        logits(model, MixedKVCache(model.config, name), ids()[:, :201])
-    assert len(calls) == 2 * 2 + 1
+# Calls that measure.
 
 
-def test_a_model_that_cannot_be_called_gives_its_first_prompt(model):
-    """A user's hook sees no tokens but the user's."""
-    seen = []
-    handle = model.model.register_forward_hook(lambda *args: seen.append(1))
-    smoothing._MEASURED.clear()
-    try:
-        given = ids()
-        cache = MixedKVCache(model, "saw-int4")
-        assert divergence(model, cache, given) < 0.05
-        assert cache.layers[0].smoothing is not None
-        assert len(seen) == 2 * (1 + -(-100 // 7))
-    finally:
-        handle.remove()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_nothing_is_seen_of_the_call_that_measures(attention):
+    """Not in what the model returns, of random numbers, of the config, or in inference mode."""
+    model = biased(attention=attention)
+    ids, asked = prompt(2, 30), {"output_hidden_states": True, "output_attentions": attention == "eager"}
+    state, before = torch.random.get_rng_state(), model.config.to_dict()
+    with torch.no_grad():
+        base = model(ids, past_key_values=DynamicCache(), **asked)
+        cache = MixedKVCache(model, small("saw-int4"), attach=False)
+        found = model(ids, past_key_values=cache, **asked)
+    assert not by_prompt(cache)
+    assert len(found.hidden_states) == len(base.hidden_states) == 3
+    assert [x.shape for x in found.hidden_states] == [x.shape for x in base.hidden_states]
+    if attention == "eager":
+        assert [x.shape for x in found.attentions] == [x.shape for x in base.attentions]
+    torch.testing.assert_close(found.hidden_states[1], base.hidden_states[1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert model.config.to_dict() == before
+    assert model.config._attn_implementation == attention
+    with torch.inference_mode():
+        other = biased()
+        other(ids, past_key_values=(kept := MixedKVCache(other, small("saw-int4"))))
+    assert not vectors(kept).is_inference()
+    fed(other, kept, ids[:, :1])
 
 
-def test_noise_is_warned_of_once(model, caplog):
-    """Where keys are rounded by token as they are: with the figure and what to take."""
-    smoothing.say_once.cache_clear()
-    smoothing._JUDGED.clear()
-    for name in ("saw-int4", "best-4.3", "int4"):
-        for _ in range(2):
-            logits(model, MixedKVCache(model, name, smooth_keys=name != "int4"), ids()[:, :201])
-    (record,) = [x for x in caplog.records if "rounding the keys" in x.message]
-    assert record.message.startswith("saw-int4: ")
-    assert "smooth_keys=True" in record.message
-    assert "'best-4.3'" in record.message
+def test_attached_configs_are_given_back():
+    model = biased()
+    cache = MixedKVCache(model, small("saw-int4"))
+    fed(model, cache, prompt(1, 30))
+    assert model.config._attn_implementation == "hfkvq"
+    cache.detach()
+    assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["saw-int4", "int4", "best-4.3:smooth_keys=true", "kvarn:smooth_keys=true"])
-def test_captured_steps_are_eager_ones(name):
-    """Graphs smooth as eager steps do; a cache of the same vectors takes the same graphs, one of others its own."""
-    model = model_with_outliers("cuda", torch.bfloat16)
-    given = ids(2, 320).cuda()
-    eager, captured, second = (MixedKVCache(model, name, graphs=graphs) for graphs in (False, None, None))
-    expected = logits(model, eager, given, chunk=1)
-    for cache in (captured, second):
-        torch.testing.assert_close(logits(model, cache, given, chunk=1), expected, rtol=0.05, atol=0.1)
-        assert cache.graphs.sync.buffers.recordings
-    smoothing._MEASURED.clear()
-    model.model.layers[0].self_attn.k_proj.bias.data += 3
-    other, again = (MixedKVCache(model, name, graphs=graphs) for graphs in (None, False))
-    torch.testing.assert_close(
-        logits(model, other, given, chunk=1), logits(model, again, given, chunk=1), rtol=0.05, atol=0.1
-    )
+def test_a_cache_that_is_made_while_another_thread_measures(monkeypatch):
+    """It switches the config for as long as it lives, and gives back what stood there before."""
+    model, made = biased(), []
+
+    class Meanwhile(smoothing._Watched):
+        def update(self, *args, **kwargs):
+            if not made:
+                thread = threading.Thread(target=lambda: made.append(MixedKVCache(model, small("kitty"))))
+                thread.start()
+                thread.join()
+            return super().update(*args, **kwargs)
+
+    monkeypatch.setattr(smoothing, "_Watched", Meanwhile)
+    own = MixedKVCache(model, small("saw-int4"), attach=False)
+    fed(model, own, prompt(1, 30))
+    assert not by_prompt(own)
+    assert model.config._attn_implementation == "hfkvq"
+    made.clear()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_two_threads_at_once():
+    model, alone, ids, found = biased(), biased(), prompt(1, 40), {}
+    base = fed(alone, MixedKVCache(alone, small("saw-int4")), ids, 30, 1)
+    begin = threading.Barrier(3)
+
+    def run(name):
+        begin.wait()
+        cache = MixedKVCache(model, small("saw-int4"), attach=name != 1)
+        found[name] = fed(model, cache, ids, 30, 1), vectors(cache)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(found) == 3
+    for logits, own in found.values():
+        assert torch.equal(own, found[0][1])
+        torch.testing.assert_close(logits, base, rtol=1e-4, atol=1e-4)
+
+
+# Models that are not measured.
+
+
+def test_hooks_see_no_tokens_of_nobodys(monkeypatch):
+    ids, hook = prompt(2, 30), Hook()
+    for register in (
+        lambda model: model.model.layers[1].mlp.register_forward_hook(hook),
+        lambda model: register_module_forward_hook(lambda module, inputs, out: _noted(hook, module, out)),
+    ):
+        hook.shapes.clear()
+        model = biased()
+        handle = register(model)
+        try:
+            cache = MixedKVCache(model, small("saw-int4"))
+            fed(model, cache, ids, 20)
+        finally:
+            handle.remove()
+        assert by_prompt(cache)
+        assert set(hook.shapes) == {(2, 20), (2, 10)}
+        # Without it, the next cache measures.
+        after = MixedKVCache(model, small("saw-int4"))
+        fed(model, after, ids)
+        assert not by_prompt(after)
+
+
+def _noted(hook, module, out):
+    if isinstance(module, nn.Embedding):
+        hook(module, (), out)
+
+
+def test_training_mode_and_offloaded_weights():
+    ids = prompt(1, 70)
+    training, offloaded = biased().train(), biased()
+    offloaded.model.layers[0]._hf_hook = type("Hook", (), {"offload": True})()
+    for model in (training, offloaded):
+        cache = MixedKVCache(model, small("saw-int4"))
+        found, base = fed(model, cache, ids, 60), fed(model, DynamicCache(), ids, 60)
+        assert by_prompt(cache)
+        assert (found - base).abs().mean() < 0.2 * base.std()
+
+
+def test_encoder_decoders():
+    config = T5Config(
+        vocab_size=128, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2, initializer_factor=3.0,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, seen = T5ForConditionalGeneration(config).eval(), Hook()
+    model.lm_head.register_forward_hook(seen)
+    ids, begun = prompt(2, 20), prompt(2, 40, seed=3)
+    both = EncoderDecoderCache(own := MixedKVCache(model, small("saw-int4")), DynamicCache())
+    stock = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with torch.no_grad():
+        found, base = (
+            torch.cat(
+                [model(input_ids=ids, decoder_input_ids=x, past_key_values=c).logits for x in begun.split(30, 1)], 1
+            )
+            for c in (both, stock)
+        )
+    assert by_prompt(own)
+    assert {shape[0] for shape in seen.shapes} == {2}
+    assert (found - base).abs().mean() < 0.15 * base.std()
+
+
+# Attention that is not blind to a number added to all logits.
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+@pytest.mark.parametrize("measured", [True, False])
+def test_softcap_and_sinks_keep_their_logits(name, measured):
+    """Keys are scaled, and not centred: of keys in 16 bits nothing is left then, of logits that moved something was."""
+    model, ids = build(name, attention_bias=True), prompt(1, 60)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.copy_(torch.linspace(-9, 9, 64))
+    if not measured:
+        model.get_input_embeddings().register_forward_hook(Hook())
+    cache = MixedKVCache(model, small("saw-int4"))
+    # Within the window of 16 bits.
+    found, base = fed(model, cache, ids[:, :18], 10, 1), fed(model, DynamicCache(), ids[:, :18], 10, 1)
+    # The other is a window's, in 16 bits.
+    (layer,) = (each for each in cache.compressed_layers if each.smooths)
+    assert layer.smooths_by_prompt != measured
+    assert not layer.smoothing.vectors[0].any()
+    assert layer.smoothing.vectors[1].unique().numel() > 2
+    torch.testing.assert_close(found, base, rtol=1e-3, atol=1e-3)
+    fed(model, cache, ids[:, 18:], 1, 30)
+    cache.integrity_check()
+
+
+# Bad input.
+
+
+def test_channels_that_are_constant():
+    """Of a head, and of all of it."""
+    for channels in ([15, 31], list(range(32))):
+        model, ids = biased(), prompt(1, 80)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                weight, bias = layer.self_attn.k_proj.weight.view(2, 32, -1), layer.self_attn.k_proj.bias.view(2, 32)
+                weight[:, channels] = 0
+                bias[:, channels] = 0
+        for hooked in (False, True):
+            if hooked:
+                model.model.embed_tokens.register_forward_hook(Hook())
+            cache = MixedKVCache(model, small("saw-int4"))
+            found, base = fed(model, cache, ids, 60, 1), fed(model, DynamicCache(), ids, 60, 1)
+            assert vectors(cache).isfinite().all()
+            assert vectors(cache).abs().max() < 1e4
+            assert (found - base).abs().mean() < 0.1 * base.std()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("debug", [False, True])
+def test_bad_keys_in_a_first_prompt(bad, debug):
+    """They have no say in the vectors by which the others are kept, and are refused in debug mode."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, 2, 100, 32, generator=generator) for _ in range(2))
+    keys = keys + torch.linspace(-100, 100, 32)
+    spoilt = keys.clone()
+    spoilt[1, 0, 7, 3] = bad
+    layer, sound = make(small("saw-int4"), debug=debug), make(small("saw-int4"))
+    layer.smooths_by_prompt = sound.smooths_by_prompt = True
+    if debug:
+        with pytest.raises(ValueError, match=r"NaN or infinity|65504"):
+            layer.update(spoilt, values)
+        assert layer.smoothing is None
+        layer.update(keys, values)
+        return
+    sound.update(keys, values)
+    layer.update(spoilt, values)
+    own, theirs = layer.smoothing.vectors, sound.smoothing.vectors
+    assert own.isfinite().all()
+    assert torch.equal(own[:, 1], theirs[:, 1])
+    torch.testing.assert_close(own[1:, 0], theirs[1:, 0], rtol=0.1, atol=0)
+    for each in (layer, sound):
+        each.settle()
+    error = (layer.dense("keys") - keys).abs()
+    error[1, 0, 7] = 0
+    assert error.max() < 1.5
+
+
+def test_keys_none_of_which_is_sound():
+    bad = torch.full((1, 2, 5, 32), float("nan"))
+    assert torch.equal(smoothing.of_keys(bad).vectors[1:], torch.ones(2, 2, 32))
+    assert torch.equal(smoothing.of_keys(torch.zeros(1, 2, 100, 32)).vectors[1:], torch.ones(2, 2, 32))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_biases_near_the_end_of_float16(hooked):
+    model, ids = biased(torch.float16, scale=300.0), prompt(1, 80)
+    if hooked:
+        model.model.embed_tokens.register_forward_hook(Hook())
+    assert max(float(layer.self_attn.k_proj.bias.max()) for layer in model.model.layers) == 6e4
+    base = fed(model, DynamicCache(), ids, 60, 1).float()
+    cache = MixedKVCache(model, small("saw-int4"))
+    found = fed(model, cache, ids, 60, 1).float()
+    assert found.isfinite().all()
+    assert vectors(cache).isfinite().all()
+    # Steps of such keys are 32 wide, whatever holds them.
+    assert (found - base).abs().mean() < 0.5 * base.std()
+
+
+def test_files_from_before(tmp_path):
+    """Of a release without smoothing, whose schemes had no such knob: they go on without, until they are reset."""
+    model, ids, more, path = biased(), prompt(1, 60), prompt(1, 40, seed=3), tmp_path / "cache"
+    cache = MixedKVCache(model, small("saw-int4"), smooth_keys=False)
+    fed(model, cache, ids)
+    cache.save(path)
+
+    def change(head, description, tensors):
+        head["version"] = 3
+        assert not [name for name in tensors if "smoothing" in name]
+        assert description["scheme"].pop("smooth_keys") is False
+
+    _rewritten(path, change)
+    loaded = MixedKVCache.load(path, model)
+    assert loaded.scheme.smooths_keys
+    assert torch.equal(fed(model, loaded, more, 1, 30), fed(model, cache, more, 1, 30))
+    assert all(layer.smoothing is None for layer in loaded.compressed_layers)
+    loaded.save(path)
+    again = MixedKVCache.load(path, model)
+    assert torch.equal(fed(model, again, more, 1), fed(model, loaded, more, 1))
+    again.reset()
+    fed(model, again, ids)
+    assert vectors(again).shape == (2, 3, 2, 32)

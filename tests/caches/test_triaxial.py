@@ -70,7 +70,7 @@ def test_layout_is_section_321():
     layout = get_scheme("triaxial").layout(128, 128)
     assert [fmt.spec for fmt in layout.keys.formats] == ["2c32p32", "4t32p32"]
     assert [fmt.spec for fmt in layout.values.formats] == ["2t32p32", "4t32p32"]
-    assert (layout.sink, layout.keys.local, layout.keys.unit) == (0, 0, 16)
+    assert (layout.sink, layout.keys.local, layout.keys.unit) == (16, 0, 16)
     assert get_scheme("triaxial").limits(128, 128) == (None, None, None)
     # Bytes of a token and head of 128 channels: a scale and a minimum of 16 bits for 32 elements, twice.
     sizes = []

@@ -126,9 +126,14 @@ class Arkv(TieredEviction):
         return layout
 
     @property
+    def rounds_keys(self) -> bool:
+        """Whether any token is to be rounded."""
+        return self.tiers != "origin"
+
+    @property
     def smooths_keys(self) -> bool:
         """``smooth_keys``, if any token is to be rounded."""
-        return self.smooth_keys and self.tiers != "origin"
+        return self.smooth_keys and self.rounds_keys
 
     # How many tokens stay.
 

@@ -42,6 +42,8 @@ class Kivi(Scheme):
             those with the least sum of |error| to this power. Use it with a sink: without one it adds loss. Memory and
             decoding stay the same.
         fit_values: the same for values.
+        smooth_keys: whether key channels are centred and scaled before they are rotated, and queries scaled to match
+            (not in the paper): see `hfkvq.caches.smoothing`.
         exact_keys: number of keys in each page and KV head that are also stored in 16 bits and read instead of their
             codes: those with the highest logits for the mean query since the last seal (not in the paper; each costs
             0.125 bits per element of keys in pages of 128). Not with token_norm or rotate_keys.
@@ -70,6 +72,7 @@ class Kivi(Scheme):
                 "key_local_length": 128,
                 "rotate_keys": True,
                 "rotate_values": True,
+                "smooth_keys": True,
             },
             ("kld", "bench generate", "fit"),
         ),
@@ -87,6 +90,7 @@ class Kivi(Scheme):
     token_norm: bool = knob(False, choices=(False, True), search=[False, True])
     fit: int = knob(0, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
+    smooth_keys: bool = knob(False, choices=(False, True))
     exact_keys: int = knob(0, low=0, high=MOST_EXACT)
 
     def __post_init__(self) -> None:
@@ -100,6 +104,11 @@ class Kivi(Scheme):
     def needs(self) -> frozenset[str]:
         """Queries, if they choose exact keys."""
         return frozenset({"query", "signs"}) if self.exact_keys else frozenset()
+
+    @property
+    def smooths_keys(self) -> bool:
+        """``smooth_keys``."""
+        return self.smooth_keys
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
         """One page is one residual block of R tokens."""
