@@ -42,20 +42,20 @@ that still answers has 0.14, and the least of what breaks on uneven keys 0.35 (u
 
 SAFE_TAIL, UNSAFE_TAIL = 1.0, 5.0
 """Divergence, nats, that 99.9 % of the tokens do not exceed: `best-2.5` has 0.5, `kitty` 2.3 to 3.6, what breaks 7 to
-20. Beyond 1 single tokens are lost, such as a digit of a number that is copied; at 5 a token that was certain is gone."""
+20. Beyond 1 single tokens are lost, such as a digit of a number; at 5 a token that was certain is gone."""
 
 SAFE_TOP1, UNSAFE_TOP1 = 0.90, 0.75
 """Share of tokens with the same most likely one. Rounding alone changes 1 to 2 %, presets that lost no answers up to
 6 %. With a quarter changed it is another text."""
 
 LOSSY_LOST, UNSAFE_LOST, LEAST_LOST = 0.25, 0.75, 2
-"""Of the right answers of `DynamicCache`, the share that may be lost before a preset is lossy, the share from which it is
-unsafe, and how many have to be lost for either. One may be chance: at the edge of what a model can do, any rounding
+"""Of the right answers of `DynamicCache`, the share that may be lost before a preset is lossy, the share from which it
+is unsafe, and how many have to be lost for either. One may be chance: at the edge of what a model can do, any rounding
 changes answers."""
 
 TASK_WORKS = 0.5
-"""A task of which `DynamicCache` answers a smaller share, or fewer than `LEAST_LOST`, says nothing of caches, and is left
-out."""
+"""A task of which `DynamicCache` answers a smaller share, or fewer than `LEAST_LOST`, says nothing of caches, and is
+left out."""
 
 UNEVEN = 20.0
 """Times the median channel from which keys count as uneven: 4 bits with one scale for all channels have 15 steps, so
