@@ -26,8 +26,8 @@ app = typer.Typer()
 def serve(
     model: ChatModel = None,
     scheme: Annotated[
-        str, typer.Option(help="Preset, e.g. saw-int4 or kitty-pro, also with options: saw-int4:signs=7.")
-    ] = "saw-int4",
+        str, typer.Option(help="Preset, e.g. best-4.3 or saw-int4 (which shares prefixes), also with options.")
+    ] = "best-4.3",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     num_blocks: Annotated[

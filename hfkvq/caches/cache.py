@@ -15,6 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from .attention import register
 from .callers import calling_model, draft_of_caller, refuse_bare
 from .capture import RECORDERS
+from .eviction import EvictionScheme, warn_of_loss
 from .graphs import StepGraphs, wanted
 from .latents import pass_over
 from .layers import changes
@@ -208,6 +209,8 @@ class MixedKVCache(SavedCache, Cache):
         if self._crosses:
             refuse_bare(self)
         self._find_smoothing()
+        if isinstance(self.scheme, EvictionScheme) and not seen_by(self.layers[max(self._first, 0)]):
+            warn_of_loss(self.scheme, key_states.shape[2], len(self.layers))
         self._flex = self.config._attn_implementation_internal == "flex_attention"
         if self.graphs is not None:
             self.graphs.meet(self.config)

@@ -14,6 +14,7 @@ from hfkvq.kernels.pages import PageFormat, Side
 
 from .evidence import Attention, Evidence, Kind
 from .layout import Layout
+from .once import say_once
 from .scheme import Limits, Scheme, get_scheme, knob
 
 ASKS = "scores that accumulate ask attention in every step"
@@ -133,6 +134,28 @@ class EvictionScheme(Scheme):
         """See `Scheme.limits`."""
         found = super().limits(key_dim, value_dim)
         return found._replace(captured=ASKS) if self.asks_every_step and found.captured is None else found
+
+
+_WARNED: set[EvictionScheme] = set()
+"""Schemes of which `warn_of_loss` has spoken."""
+
+
+def warn_of_loss(scheme: EvictionScheme, tokens: int, layers: int) -> None:
+    """Warns, once for a scheme, where it keeps less than half of a first prompt of so many tokens.
+
+    Budgets in bytes say nothing here.
+    """
+    if scheme in _WARNED or getattr(scheme, "budget_bytes", None) is not None:
+        return
+    given = torch.tensor(tokens, device="cpu")
+    kept = int(scheme.room(given, given, layers // 2, layers))
+    if 2 * kept < tokens:
+        _WARNED.add(scheme)
+        say_once(
+            f"{scheme.name}: of this prompt's {tokens} tokens a layer keeps about {kept}, and the others are gone for "
+            "good: answers that need them will be wrong. Give it a larger budget_tokens or budget_share, or take a "
+            "preset that keeps every token, e.g. 'best-2.5'."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

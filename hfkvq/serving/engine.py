@@ -382,7 +382,7 @@ class Serving:
 
 def enable(
     model: PreTrainedModel,
-    scheme: str | Scheme = "saw-int4",
+    scheme: str | Scheme = "best-4.3",
     *,
     requests: int | None = None,
     request_tokens: int | None = None,
@@ -390,13 +390,14 @@ def enable(
 ) -> Serving:
     """Continuous batching over compressed pages: `model.generate_batch` and all that rests on it.
 
-        with hfkvq.serving.enable(model, "saw-int4"):
+        with hfkvq.serving.enable(model, "best-4.3"):
             model.generate_batch(inputs, generation_config=...)
 
     Args:
         model: a causal language model; all layers have full attention.
         scheme: a preset that keeps all tokens in one width a side: ``saw-int4``, ``kitty-pro``, ``best-2.5``,
-            ``kivi-2``, ``kvarn``, ``mixkvq``...
+            ``kivi-2``, ``kvarn``, ``mixkvq``... Requests share prefixes with ``saw-int4`` and ``int4``, which keep no
+            tokens in 16 bits here.
         requests: most requests at a time, where ``max_requests_per_batch`` of the engine's config is None. Each has
             room for the tokens that its scheme keeps in 16 bits, if it keeps any. None: as many as there is memory
             for with ``request_tokens`` each.
