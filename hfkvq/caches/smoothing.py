@@ -274,16 +274,17 @@ def measure(model: Any, config: Any) -> Mapping[int, Measured]:
         config: of its decoder.
     """
     with _LOCK:
-        found = _MEASURED.get(model)
-        if found is None:
-            reason = _hindrance(model, config)
-            if reason is None:
-                found, reason = _measured(model, config)
-            if reason is not None:
-                logger.info("%s: key channels are smoothed by the first prompt, since %s", type(model).__name__, reason)
-                # What hinders may pass: hooks, training mode.
-                return {}
+        known = _MEASURED.get(model)
+        if known is not None:
+            return known
+        reason, found = _hindrance(model, config), {}
+        if reason is None:
+            found, reason = _measured(model, config)
+        if reason is None:
             _MEASURED[model] = found
+        else:
+            # What hinders may pass: hooks, training mode.
+            logger.info("%s: key channels are smoothed by the first prompt, since %s", type(model).__name__, reason)
         return found
 
 
@@ -384,7 +385,8 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | No
     try:
         embedding = model.get_input_embeddings().weight
         ids, positions = _tokens(embedding.shape[0], config)
-        cache, given = _Watched(config), {"input_ids": ids.to(embedding.device)}
+        cache = _Watched(config)
+        given: dict[str, Any] = {"input_ids": ids.to(embedding.device)}
         names = forward_parameters(type(model))
         if "logits_to_keep" in names:
             given["logits_to_keep"] = 1
