@@ -1,6 +1,6 @@
 """SmolLM2's table in docs/results.md and its picture, from what `hfkvq kld` wrote.
 
-    python evals/frontier.py
+    PYTHONPATH=. python evals/frontier.py
 
 Reads results/kld-smollm2-*-h200.json; where two files have a row, the newer one's counts.
 """
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from evals.figures import as_it_was
 from hfkvq.caches import Scheme
 from hfkvq.measure.demo.schemes import describe, long_context_bits
 from hfkvq.measure.divergence.naming import parse_scheme
@@ -65,7 +66,7 @@ def earlier(row: dict[str, Any]) -> bool:
     """Whether what a name stands for has been given other knobs since it was measured."""
     if not row.get("scheme") or row.get("simulated"):
         return False
-    then, now = Scheme.from_dict(row["scheme"]), parse_scheme(row["name"]).scheme
+    then, now = as_it_was(row["scheme"]), parse_scheme(row["name"]).scheme
     return any(then.in_layer(layer, 100) != now.in_layer(layer, 100) for layer in range(100))
 
 

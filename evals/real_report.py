@@ -20,6 +20,16 @@ STOCK = "none"
 """Transformers' own cache, `DynamicCache`, which all others are compared with."""
 
 
+MAIN = {"kvq_gsm8k_cot": "exact_match,strict-match"}
+"""Metric by which a task is judged, where it is not the first: behind "The answer is 18." models go on with questions
+of their own, and `flexible-extract` takes the last number of all."""
+
+
+def main_values(name: str, task: Record) -> list[float]:
+    """A task's values by question, by its main metric."""
+    return unpack(task["values"].get(MAIN.get(name, ""), next(iter(task["values"].values()))))
+
+
 def pack(values: Sequence[float]) -> str | list[float]:
     """Values of questions, in little room: right and wrong as ``0110``, shares as they are."""
     return "".join(f"{x:.0f}" for x in values) if set(values) <= {0.0, 1.0} else [round(x, 4) for x in values]
@@ -50,16 +60,15 @@ def compare(base: Record, other: Record) -> Record:
         same = other["tasks"][task]
         if one["asked_sha256"] != same["asked_sha256"]:
             raise ValueError(f"{task}: {other['preset']} was asked other questions than {base['preset']}.")
-        key = next(iter(one["values"]))
-        first += unpack(one["values"][key])
-        second += unpack(same["values"][key])
+        first += main_values(task, one)
+        second += main_values(task, same)
     found = judge(Pairs(base["part"], "", first, second, True))
     return {"lost": found.worse, "gained": found.better, "p": found.p, "interval": found.interval}
 
 
 def score(job: Record) -> float:
     """Mean of a part's tasks, each by its main metric, of 100."""
-    means = [sum(x := unpack(next(iter(task["values"].values())))) / len(x) for task in job["tasks"].values()]
+    means = [sum(x := main_values(name, task)) / len(x) for name, task in job["tasks"].items()]
     return 100 * sum(means) / len(means)
 
 

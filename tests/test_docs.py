@@ -12,7 +12,7 @@ import torch
 import typer
 
 import hfkvq
-from evals import frontier, latents, model_steps
+from evals import frontier, latents, model_steps, real_docs
 from hfkvq import caches
 from hfkvq.caches import get_scheme, list_schemes, placement, registry
 from hfkvq.caches.cache import DEFAULT_SCHEME
@@ -173,20 +173,23 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_first_table_of_the_readme():
-    """Bits and bytes are computed, loss and steps measured."""
-    shown = rows((ROOT / "README.md").read_text(encoding="utf-8"), "| cache | bits | perplexity")
-    measured, steps = {row["name"]: row for row in frontier.rows()}, steps_of_a_token()
-    assert {"`DynamicCache`", f"`{DEFAULT_SCHEME}` (default)"} <= shown.keys()
-    for name, (bits, perplexity, step, size, users) in shown.items():
-        preset = re.match("`([^`]+)`", name)[1]
-        stock = preset == "DynamicCache"
-        (one,) = fitted("bf16" if stock else name, 32768)
-        assert (size, users) == (f"{one.cache / GIB:.2f} GiB", str(one.batch)), name
-        assert step in steps["dynamic-nocudnn" if stock else preset], name
-        if not stock:
-            assert bits == frontier.long_context(measured[preset])
-            assert perplexity == f"{100 * (measured[preset]['perplexity_ratio']['value'] - 1):+.1f} %", name
+@pytest.mark.parametrize(("path", "table"), [("README.md", real_docs.readme), ("docs/results.md", real_docs.results)])
+def test_the_tables_of_two_models_are_what_was_measured(path, table):
+    """Bits and bytes are computed, the rest measured."""
+    assert f"{real_docs.BEGIN}\n{table()}\n{real_docs.END}" in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_the_tables_of_two_models_have_the_default_and_what_loses():
+    assert {DEFAULT_SCHEME, "kivi-2", "arkv"} <= real_docs.README.keys()
+    for name in (*real_docs.README, *real_docs.MORE, *real_docs.PLAIN):
+        assert all(name in real_docs.losses(model) for model in (real_docs.SMOLLM2, real_docs.QWEN)), name
+
+
+def test_the_steps_of_the_readme():
+    text, steps = (ROOT / "README.md").read_text(encoding="utf-8"), steps_of_a_token()
+    (ours, stock) = re.search(r"takes ([0-9.]+ ms) with `best-3.4` and ([0-9.]+ ms) with `DynamicCache`", text).groups()
+    assert ours in steps["best-3.4"]
+    assert stock in steps["dynamic-nocudnn"]
 
 
 def test_the_bits_of_the_first_picture():

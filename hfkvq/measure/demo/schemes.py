@@ -48,7 +48,8 @@ def _layers_words(scheme: Scheme, side: Side, head_dim: int) -> str:
     dims = _dims(scheme, head_dim)
     words: Counter[str] = Counter()
     for each, count in _layers(scheme):
-        words[side_words(getattr(each.layout(*dims), side), dims[side == "values"])] += count
+        smoothed = ", smoothed" if side == "keys" and each.smooths_keys else ""
+        words[side_words(getattr(each.layout(*dims), side), dims[side == "values"]) + smoothed] += count
     (usual, _), *others = words.most_common()
     return "".join([usual, *(f"; in {count} % of the layers {each}" for each, count in others)])
 
