@@ -251,7 +251,9 @@ def planned(row: dict[str, Any]) -> int:
     each = sum(layer.heads * (layer.key_dim + layer.value_dim) for layer in layers if not layer.window)
     # Of the tokens that the timed steps have added, the record has the elements.
     seen = round((8 * (row["bytes"] - row["states"]) / row["bits"] - windows) / each)
-    return cache_bytes(config, row["cache"], seen, generated=seen - row["tokens"], graphs=True)
+    # It kept no tokens whole then.
+    bare = ":sink_length=0" if row["cache"].startswith("saw-int4") else ""
+    return cache_bytes(config, row["cache"] + bare, seen, generated=seen - row["tokens"], graphs=True)
 
 
 def table() -> str:

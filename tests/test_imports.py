@@ -12,7 +12,7 @@ MODULES = sorted((ROOT / "hfkvq").rglob("*.py"))
 LAYERS = ("build", "hybrid", "layer", "states")
 TRANSFORMERS_DOORS = {
     f"hfkvq.caches.{name}"
-    for name in ("cache", "attention", "dense", "make", "model_config", *(f"layers.{x}" for x in LAYERS))
+    for name in ("cache", "attention", "dense", "make", "model_config", "smoothing", *(f"layers.{x}" for x in LAYERS))
 }
 # The bench's baseline is a Triton kernel too; it is no operation of the library.
 TRITON_DOOR = "hfkvq.measure.bench.split_kv"

@@ -51,6 +51,9 @@ def test_what_is_measured_exists():
     assert set(EFFORTS) == {"cpu", "cuda"}
 
 
+PLAIN = "saw-int4:smooth_keys=false"
+
+
 @pytest.fixture(scope="module")
 def outliers() -> tuple[Subject, torch.Tensor]:
     """The reference model with uneven keys, and a window of text that it knows."""
@@ -62,16 +65,16 @@ def outliers() -> tuple[Subject, torch.Tensor]:
 
 def test_uneven_keys_are_unsafe_where_channels_share_a_scale(outliers):
     told = []
-    presets = {name: get_preset(name) for name in ("full", "saw-int4", "kvarn-k4v4", "arkv")}
+    presets = {name: get_preset(name) for name in ("full", PLAIN, "kvarn-k4v4", "arkv")}
     record = examine(*outliers, presets, SMALL, {"latent-8": "no latents"}, lambda *each: told.append(each))
     rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows) == ["full", "saw-int4", "kvarn-k4v4", "arkv", "latent-8"]
+    assert list(rows) == ["full", PLAIN, "kvarn-k4v4", "arkv", "latent-8"]
     verdicts = {name: row["verdict"] for name, row in rows.items()}
-    assert verdicts == {"full": SAFE, "saw-int4": UNSAFE, "kvarn-k4v4": SAFE, "arkv": LOSSY, "latent-8": "refused"}
+    assert verdicts == {"full": SAFE, PLAIN: UNSAFE, "kvarn-k4v4": SAFE, "arkv": LOSSY, "latent-8": "refused"}
     layer, ratio = record["keys"]["layer"], record["keys"]["times_median"]
     assert ratio > 200
-    assert f"keys of layer {layer} have channels {ratio:.0f} times the median" in rows["saw-int4"]["reason"]
-    assert "recall-4: 2 of 2 answers lost" in rows["saw-int4"]["reason"]
+    assert f"keys of layer {layer} have channels {ratio:.0f} times the median" in rows[PLAIN]["reason"]
+    assert "recall-4: 2 of 2 answers lost" in rows[PLAIN]["reason"]
     assert "it evicts" in rows["arkv"]["reason"]
     assert rows["latent-8"]["reason"] == "no latents"
     assert {row["take"] for name, row in rows.items() if name != "full"} == {'MixedKVCache(model, "kvarn-k4v4")'}

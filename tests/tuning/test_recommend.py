@@ -84,14 +84,14 @@ class TestChoice:
 
 def test_candidates_keep_every_token_once():
     names = candidates()
-    assert {DEFAULT_SCHEME, "kvarn-k4v4", "kitty", "latent-4"} <= set(names)
+    assert {DEFAULT_SCHEME, "kvarn", "kitty", "latent-4"} <= set(names)
     assert not {"full", "int4", "arkv", "snapkv", "triaxial"} & set(names)
     assert len({get_preset(name).scheme for name in names}) == len(names)
 
 
 def test_the_losses_that_ship():
     assert known_loss("kitty-pro").kld == figure("loss", "kitty-pro")["kld"]
-    assert known_loss("kvarn-k2v2") is None
+    assert known_loss("kvarn-k4v4") is None
 
 
 class TestCommand:
@@ -192,7 +192,7 @@ def test_a_model_of_which_nothing_is_compressed(tmp_path):
 def test_latents_are_offered_what_attends_to_them():
     config = DeepseekConfig(num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=8, n_group=1, topk_group=1)
     found = presets_for(outline(config), default=candidates())
-    assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4"}
+    assert set(found) == {"bf16", "latent-8", "latent-4", "saw-int4", "saw-int4-kv"}
 
 
 def test_rows_of_latents_have_no_loss():
