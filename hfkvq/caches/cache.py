@@ -26,7 +26,7 @@ from .layers.lazy import dense_of
 from .layers.memory import described, memory_of
 from .memory_report import MemoryReport
 from .model_calls import intercept
-from .model_config import stock_layers, text_config
+from .model_config import head_dim_of, stock_layers, text_config
 from .once import say_once
 from .preset import Preset, checked_knobs, get_preset
 from .recorded import is_captured, is_recorded
@@ -126,7 +126,7 @@ class MixedKVCache(SavedCache, Cache):
         self._why_not_captured = made.why_not_captured
         self._untouched: dict[int, dict[str, Any]] = {}
         held = {i: made.layers[i] for i in made.compressed}
-        mixing = layers_that_mix({i: x.scheme for i, x in held.items() if not x.latents})
+        mixing = layers_that_mix({i: x.scheme for i, x in held.items() if not x.holds_latents}, head_dim_of(text))
         self._rounding = tuple(i for i, x in held.items() if x.smooths or i in mixing)
         self._model = weakref.ref(model_or_config) if isinstance(model_or_config, torch.nn.Module) else None
         self.graphs: StepGraphs | None = None

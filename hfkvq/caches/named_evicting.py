@@ -42,6 +42,7 @@ class ARKVCache(NamedCache):
         score: str = "attention",
         beta: float = 0.0,
         page_size: int = 32,
+        smooth_keys: bool = True,
         **options: Unpack[CacheOptions],
     ) -> None:
         super().__init__(model_or_config, **own_knobs(locals()), **options)

@@ -73,6 +73,7 @@ class KIVICache(NamedCache):
         token_norm: bool = False,
         fit: int = 0,
         fit_values: int = 0,
+        smooth_keys: bool = False,
         exact_keys: int = 0,
         **options: Unpack[CacheOptions],
     ) -> None:
@@ -126,11 +127,12 @@ class SawInt4Cache(NamedCache):
         block: int | None = None,
         signs: int = 0,
         quantize_first: bool = False,
-        sink_length: int = 0,
+        sink_length: int = 16,
         local_length: int = 0,
         page_size: int = 128,
-        fit: int = 0,
+        fit: int = 2,
         fit_values: int = 0,
+        smooth_keys: bool = True,
         **options: Unpack[CacheOptions],
     ) -> None:
         super().__init__(model_or_config, **own_knobs(locals()), **options)
@@ -157,6 +159,7 @@ class KVarNCache(NamedCache):
         page_size: int = 128,
         fit: int = 0,
         fit_values: int = 0,
+        smooth_keys: bool = True,
         **options: Unpack[CacheOptions],
     ) -> None:
         super().__init__(model_or_config, **own_knobs(locals()), **options)

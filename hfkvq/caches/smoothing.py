@@ -36,7 +36,7 @@ from hfkvq.kernels.pages import PageFormat
 from .lasting import lasting
 from .layout import Layout
 from .model_calls import forward_parameters, inside_call, is_known
-from .model_config import looks_attention_up, text_config
+from .model_config import head_dim_of, looks_attention_up, text_config
 from .once import say_once
 from .recorded import is_recorded
 from .scheme import Scheme
@@ -314,7 +314,7 @@ def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: 
         model: that has been measured, or can be.
         config: of its decoder.
     """
-    mixing = layers_that_mix(schemes)
+    mixing = layers_that_mix(schemes, head_dim_of(config))
     found, noises = measure(model, config) if mixing else {}, []
     if not found:
         # It may be measured later.
@@ -339,12 +339,15 @@ def warn_of_noise(name: str, schemes: Mapping[int, Scheme], model: Any, config: 
         )
 
 
-def layers_that_mix(schemes: Mapping[int, Scheme]) -> set[int]:
+def layers_that_mix(schemes: Mapping[int, Scheme], head_dim: int | None) -> set[int]:
     """Layers in which wide key channels make others coarse: by scales of tokens alone, or by a rotation.
 
-    A few rotated layers, as some presets have, are not worth a call of the model.
+    A few rotated layers, as some presets have, are not worth a call of the model; nor are models whose config does not
+    say how wide heads are.
     """
-    found = {layer: scheme.layout(128, 128) for layer, scheme in schemes.items() if scheme.rounds_keys}
+    if head_dim is None:
+        return set()
+    found = {layer: scheme.layout(head_dim, head_dim) for layer, scheme in schemes.items() if scheme.rounds_keys}
     by_token = {layer for layer, layout in found.items() if any(fmt.axis == "token" for fmt in _mixing(layout))}
     rotated = {layer for layer, layout in found.items() if _mixing(layout)} - by_token
     return by_token | (rotated if 2 * len(rotated) > len(schemes) else set())
@@ -401,6 +404,10 @@ def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | No
     found = {}
     for layer, (mean, deviation, near) in cache.keys.items():
         query, keeps_logits = queries.get(layer, (None, False))
+        if query is not None and query.shape != mean.shape:
+            # Models may repeat heads before they attend (JetMoe: those of its experts), the cached ones in turn.
+            fits = query.shape[1] == mean.shape[1] and query.shape[0] % mean.shape[0] == 0
+            query = query.square().unflatten(0, (-1, mean.shape[0])).mean(0).sqrt() if fits else None
         if keeps_logits:
             mean, deviation = torch.zeros_like(mean), torch.hypot(mean, deviation)
         found[layer] = Measured(mean, deviation, near, query)

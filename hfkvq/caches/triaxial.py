@@ -96,12 +96,13 @@ class TriAxialCache(NamedCache):
         table: Table | None = None,
         group_size: int = 32,
         seal_unit: int = 16,
-        sink_length: int = 0,
+        sink_length: int = 16,
         local_length: int = 0,
         page_size: int = 32,
         requantize_on_turn_end: bool = False,
         fit: int = 0,
         fit_values: int = 0,
+        smooth_keys: bool = True,
         **options: Unpack[CacheOptions],
     ) -> None:
         knobs = own_knobs(locals())

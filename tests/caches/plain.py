@@ -15,6 +15,7 @@ from hfkvq import MixedKVCache, Scheme, kernels
 from hfkvq.caches.attention import hfkvq_attention
 from hfkvq.caches.eviction import EvictionScheme, TieredEviction
 from hfkvq.caches.layers import KVLayer
+from hfkvq.caches.smoothing import KeySmoothing
 from hfkvq.caches.store import KVStore, StoreState
 from hfkvq.caches.store.columns import gather
 from hfkvq.kernels.decode import ABSENT, LENGTH, RUNS, START, column_positions
@@ -105,7 +106,7 @@ class Plain:
     def layout(self, layer: int) -> Any:
         return self.schemes[layer].layout(DIM, DIM)
 
-    def append(self, new: New) -> None:
+    def append(self, new: New, smoothings: list[KeySmoothing | None]) -> None:
         """Leading padding of a row that has no token yet is left out; other padding is its neighbour."""
         rows, tokens = new.valid.shape
         if not self.length:
@@ -124,7 +125,8 @@ class Plain:
         for layer in range(len(self.schemes)):
             form = self.layout(layer).store
             for side, block in enumerate((form.rotate_keys, form.rotate_values)):
-                x = (new.keys, new.values)[side][layer]
+                x, smoothing = (new.keys, new.values)[side][layer], smoothings[layer]
+                x = smoothing.keys(x) if smoothing is not None and side == 0 else x
                 x = x.gather(2, source[:, None, :, None].expand_as(x))
                 self.given[layer][side] = torch.cat([self.given[layer][side], kernels.hadamard(x, block)], 2)
         self.valid = torch.cat([self.valid, new.valid], 1)
@@ -223,7 +225,7 @@ class Subject:
             out = self.attend(new.queries[i], keys, values, mask)
             if watch and not hidden[i]:
                 self.check_output(i, out, new, None if before is None else before[i], valid)
-        plain.append(new)
+        plain.append(new, [layer.smoothing for layer in self.layers])
         self.waits = not seen
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -366,7 +366,7 @@ class Histories(RuleBasedStateMachine):
             subject.forward(new)
         else:
             subject.plain = plain
-            subject.plain.append(new)
+            subject.plain.append(new, [layer.smoothing for layer in subject.layers])
             # It stopped between the last layer's update and its attention, perhaps, or before what is due was sealed.
             subject.waits = any(layer.staged is not None or layer.uncommitted for layer in subject.layers)
         if self.evicts or self.plainly:

@@ -28,7 +28,7 @@ from tests.caches.driver import assert_same_bits, mask_of, stored, tensors_of
 from tests.caches.models import build, config
 
 OBS, USER = "older|text|obs", "current|text|user"
-SMALL = {"table": {OBS: 2, USER: 4}, "page_size": 16, "group_size": 8, "seal_unit": 8}
+SMALL = {"table": {OBS: 2, USER: 4}, "page_size": 16, "group_size": 8, "seal_unit": 8, "sink_length": 0}
 LAYERS = 4
 
 
@@ -138,8 +138,11 @@ def test_only_the_first_layer_asks(leads, monkeypatch):
 
 
 def test_other_layers_have_little_to_do(monkeypatch):
-    """It was some 200 operations in every layer, which take the host as long as a layer takes a GPU."""
-    cache = TriAxialCache(config("llama", num_hidden_layers=LAYERS), tagger=MostlyObs(), **SMALL)
+    """It was some 200 operations in every layer, which take the host as long as a layer takes a GPU.
+
+    Vectors of smoothing, which a first prompt gives where no model is known, are another matter.
+    """
+    cache = TriAxialCache(config("llama", num_hidden_layers=LAYERS), tagger=MostlyObs(), **SMALL, smooth_keys=False)
     (_, *first), (_, *second) = by_hand(cache, [150, 150], [0], monkeypatch)
     assert max(count for _, count in first + second) <= 90
 

@@ -558,6 +558,9 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
         with case(f"two parts of attention joined, heads of {dim}, {dtype}"):
             out, lse = tensor(2, 4, 40, dim, dtype), torch.zeros(2, 4, 40)
             kernels.join(out, lse, out.clone(), lse.clone())
+    for dtype, dim in ((BF16, 128), (F16, 80)):
+        with case(f"smooth, heads of {dim}, {dtype}"):
+            kernels.smooth(*(torch.zeros(2, heads, 3, dim, dtype=dtype) for heads in (8, 2)), torch.zeros(3, 2, dim))
     for dtype, dim, tokens in ((BF16, 128, 1024), (F16, 80, 1000)):
         with case(f"split_kv, heads of {dim}, {dtype}"):
             query, keys = torch.zeros(2, 8, 1, dim, dtype=dtype), torch.zeros(2, 2, tokens, dim, dtype=dtype)

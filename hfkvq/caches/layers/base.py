@@ -65,6 +65,7 @@ class LayerBase:
         differentiated: whether the last update's keys or values would have got a gradient; see `gradient`.
         record_past: whether the newest tokens stay unsealed, so that they can be taken back.
         latents: whether keys are latents and values their rotary parts, which a step attends to as they are.
+        holds_latents: whether they are such, however a step attends to them.
         follows: the model's type, where its own attention's arithmetic on handles is followed; else empty.
         hides_by_tensor: where that attention is known to hide tokens by a value that lies on the device.
         edition: grows whenever the layer changes, by which handles know whether they are good.
@@ -82,7 +83,7 @@ class LayerBase:
     heads: int
     batch_size: int
     buffer: StepBuffer | None
-    latents = smooths_by_prompt = False
+    latents = holds_latents = smooths_by_prompt = False
     follows = ""
     hides_by_tensor: frozenset[tuple[str, int, bool]] = frozenset()
 
@@ -110,7 +111,7 @@ class LayerBase:
     @property
     def smooths(self) -> bool:
         """Whether the layer is to have `smoothing`; latents are keys and values at once, and go without."""
-        return self.scheme.smooths_keys and not self.latents
+        return self.scheme.smooths_keys and not self.holds_latents
 
     def smoothed_query(self, query: Tensor) -> Tensor:
         """Queries (B, Hq, Q, D) as they attend to what the layer holds."""

@@ -173,7 +173,7 @@ def build_layers(
         options = schemes[i], readers[window > 0], max_cache_len, defer, debug, recordable
         layers[i] = layer = HybridLayer(*options, count) if count else KVLayer(*options, window)
         layer.offloaded = i in offloaded
-        layer.latents = attach and as_they_are[i]
+        layer.holds_latents, layer.latents = latents is not None, attach and as_they_are[i]
         if follows:
             follow(layer, text.model_type)
         if layer.eviction is not None:

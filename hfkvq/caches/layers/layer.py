@@ -119,8 +119,11 @@ class KVLayer(PagedLayer, CacheLayerMixin):
                 return found  # type: ignore[return-value]
             self.steps.before_update(key_states.shape[2])
         check_update(self, key_states, value_states)
-        if self.smooths_by_prompt and self.smoothing is None and not self.seen:
-            self.smoothing = of_keys(key_states)
+        if self.smooths and not self.seen:
+            _, heads, _, dim = key_states.shape
+            fits = self.smoothing is not None and self.smoothing.vectors.shape[1:] == (heads, dim)
+            if not fits and (self.smooths_by_prompt or self.smoothing is not None):
+                self.smoothing = of_keys(key_states)
         self.differentiated = key_states.requires_grad or value_states.requires_grad
         if self.differentiated:
             key_states, value_states = key_states.detach(), value_states.detach()

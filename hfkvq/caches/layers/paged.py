@@ -209,9 +209,11 @@ class PagedLayer(LayerBase):
         return store.dense_before(new, side, self.seen)
 
     def tensors(self) -> list[Tensor]:
-        """Small tensors beside the store: statistics, scores, the padding last found, token ids and tags."""
+        """Small tensors beside the store: statistics, scores, the padding last found, token ids and tags.
+
+        The vectors of smoothing are not among them: they belong to the model, and all its caches share them.
+        """
         found = [x for part in (self.queries, self.eviction, self.tags) if part is not None for x in part.tensors()]
-        found += [] if self.smoothing is None else [self.smoothing.vectors]
         for padding in (self.padding, self.reader.found):
             found += [] if padding is None else [x for x in (padding.lead, padding.source) if x is not None]
         return found

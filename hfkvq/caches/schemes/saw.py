@@ -42,8 +42,7 @@ class SawInt4(Scheme):
         local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power (2 in the presets that rotate keys; without a rotation,
-            or a sink, it adds loss). Memory and decoding stay the same.
+            those with the least sum of |error| to this power. Without a rotation, or a sink, it adds loss. Memory and decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rotated and rounded, and queries scaled
             to match (not in the paper): see `hfkvq.caches.smoothing`. Without it, models with biases on their keys
@@ -56,15 +55,15 @@ class SawInt4(Scheme):
     presets = {
         "saw-int4": Entry(
             "4 bits with rotated keys, and no 16-bit windows but 16 tokens: saves memory in short contexts too.",
-            {"fit": 2},
+            {},
             lists=("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
         "saw-int4-kv": Entry(
-            "saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both", "fit": 2}
+            "saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both"}
         ),
         "int4": Entry(
             "Plain INT4, the baseline without rotation. Outlier channels in keys break it.",
-            {"rotate": "none"},
+            {"rotate": "none", "fit": 0},
             ("kld", "bench kernels"),
             group="baseline",
         ),
@@ -77,7 +76,7 @@ class SawInt4(Scheme):
     sink_length: int = knob(16, low=0, high=1024, search=[0, 16, 32, 64])
     local_length: int = knob(0, low=0, high=4096, search=[0, 32, 64, 128])
     page_size: int = knob(128, low=8, high=1024)
-    fit: int = knob(0, choices=POWERS, search=list(POWERS))
+    fit: int = knob(2, choices=POWERS, search=list(POWERS))
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
     smooth_keys: bool = knob(True, choices=(False, True))
 

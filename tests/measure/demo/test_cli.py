@@ -41,7 +41,7 @@ def test_schemes_are_a_line_each(columns: int) -> None:
     step = f"{figure('steps', 'kitty-pro')['ms']:.1f}"
     assert found["kitty-pro"][1:5] == ["2.51", lost("kitty-pro"), "%", step]
     # Nobody has measured it.
-    assert found["kvarn-k2v2"][1:4] == ["2.38", "–", "–"]
+    assert found["kvarn-k4v4"][1:4] == ["4.38", "–", "–"]
     assert found["snapkv"][1] == "16.00*"
 
 
