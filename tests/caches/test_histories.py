@@ -60,7 +60,8 @@ def schemes() -> dict[str, Scheme]:
     tiered = {
         name: small(name, budget_tokens=40) for name, x in list_schemes().items() if isinstance(x, TieredEviction)
     }
-    return keeping | evicting() | tiered | published | {"long-keys": LongKeys()}
+    found = keeping | evicting() | tiered | published | {"long-keys": LongKeys()}
+    return {name: scheme for name, scheme in found.items() if not scheme.latents}
 
 
 SCHEMES = schemes()
