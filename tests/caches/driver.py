@@ -14,6 +14,7 @@ from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches.attention import hfkvq_mask
 from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.layers import KVLayer, PaddingReader
+from hfkvq.caches.smoothing import KeySmoothing
 from hfkvq.caches.store import KVStore
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, RUNS, START
@@ -383,12 +384,15 @@ def start_of(layer: KVLayer, index: int) -> int:
 
 
 def tensors_of(thing: Any) -> list[Tensor]:
-    """Every tensor that an object reaches through attributes, lists, tuples and dicts; views of one memory once."""
+    """Every tensor that an object reaches through attributes, lists, tuples and dicts; views of one memory once.
+
+    But for vectors of smoothing, which all caches of a model share.
+    """
     found: dict[tuple[Any, ...], Tensor] = {}
     met: set[int] = set()
 
     def walk(x: Any) -> None:
-        if id(x) in met:
+        if id(x) in met or isinstance(x, KeySmoothing):
             return
         met.add(id(x))
         if isinstance(x, Tensor):
