@@ -42,7 +42,8 @@ class SawInt4(Scheme):
         local_length: newest tokens kept in full precision (0 in the paper).
         page_size: G, tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
-            those with the least sum of |error| to this power. Without a rotation, or a sink, it adds loss. Memory and decoding stay the same.
+            those with the least sum of |error| to this power. Without a rotation, or a sink, it adds loss. Memory and
+            decoding stay the same.
         fit_values: the same for values.
         smooth_keys: whether key channels are centred and scaled before they are rotated and rounded, and queries scaled
             to match (not in the paper): see `hfkvq.caches.smoothing`. Without it, models with biases on their keys
@@ -58,9 +59,7 @@ class SawInt4(Scheme):
             {},
             lists=("demo", "kld", "bench kernels", "bench generate", "fit"),
         ),
-        "saw-int4-kv": Entry(
-            "saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both"}
-        ),
+        "saw-int4-kv": Entry("saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both"}),
         "int4": Entry(
             "Plain INT4, the baseline without rotation. Outlier channels in keys break it.",
             {"rotate": "none", "fit": 0},
