@@ -187,7 +187,7 @@ def test_layers_that_mix():
     """By the keys alone; of rotated layers most have to be."""
 
     def of(*names):
-        return smoothing.layers_that_mix({i: get_scheme(name) for i, name in enumerate(names)})
+        return smoothing.layers_that_mix({i: get_scheme(name) for i, name in enumerate(names)}, 128)
 
     assert of("kivi-2", "mixkvq", "kitty", "full", "arkv-origin", "snapkv") == set()
     assert of("kivi-2", "int4", "snapkv+saw-int4", "arkv") == {1, 2, 3}
