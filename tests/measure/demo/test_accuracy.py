@@ -31,7 +31,7 @@ LEFT_OUT = {
 
 
 # One of each kind, at every run; the others are slow together.
-OF_EACH_KIND = ("kitty", "saw-int4", "int4", "arkv")
+OF_EACH_KIND = ("kitty", "saw-int4", "kivi-2", "arkv")
 
 
 # Where a sum's last bit decides which channels its thresholds raise: 3e-7 to 0.0082 nats for the same code and threads,
@@ -73,7 +73,7 @@ def test_slice(monkeypatch, which):
     # The slice can tell: the model answers it, and a bad cache does not.
     stock = measured[BASELINE]["outliers"]
     assert stock["right"] >= stock["total"] - 1
-    assert measured["int4"]["outliers"]["kl_mean"] > 10 * measured["saw-int4"]["outliers"]["kl_mean"]
+    assert measured["kivi-2"]["outliers"]["kl_mean"] > 10 * measured["saw-int4"]["outliers"]["kl_mean"]
 
 
 def test_table_has_every_row_once():
