@@ -20,7 +20,7 @@ from hfkvq.measure.figures import KIND, PATH
 RESULTS = Path(__file__).parent / "results"
 # Of several files with a preset the first one counts.
 LOSS = "real-smollm2-h100.json"
-"""Of two real models the one that loses more with every preset; see evals/real_docs.py for both."""
+"""The model whose figures the package ships: of the two measured, it loses more with every preset."""
 STEPS = (
     "generate-steps-qwen3-8b-h200.json",
     "generate-heavy-layer-qwen3-8b-h200.json",
@@ -76,7 +76,7 @@ def loss() -> dict[str, Any]:
         part = parts["kld8k"]
         row = part.get("row")
         for name in presets_of(row["scheme"]) if row else ():
-            # What is compared has scored the same tokens.
+            # Runs are compared on the same scored tokens.
             first = first or part
             assert part["tokens_sha256"] == first["tokens_sha256"]
             found[name] = {

@@ -55,7 +55,7 @@ PARTS = {
 """The most important first."""
 
 LATER = ("humaneval", "math500", "longbench")
-"""Of these the presets ``best-...`` come first, and the others when all else is done."""
+"""Tasks whose ``best-...`` presets run first; their other presets run after everything else."""
 
 
 def plan(asked: Sequence[str], presets: Sequence[str]) -> list[Job]:
@@ -86,7 +86,7 @@ def plan(asked: Sequence[str], presets: Sequence[str]) -> list[Job]:
 
 
 def by_part(given: Sequence[str] | None) -> dict[str, int]:
-    """What ``PART=N ...`` says, or ``N`` for all parts. Raises ValueError."""
+    """Numbers by part, of arguments ``PART=N``, or ``N`` for all parts. Raises ValueError."""
     found = {}
     for text in given or ():
         part, _, value = text.rpartition("=")
@@ -97,7 +97,7 @@ def by_part(given: Sequence[str] | None) -> dict[str, int]:
 
 
 def is_done(out: Path, job: Job, settings: Record) -> bool:
-    """Whether a job's figures are there. Raises ValueError if they are of other settings."""
+    """A job's figures exist already. Raises ValueError if they were made with other settings."""
     path = job_file(out, job)
     if not path.exists():
         return False
@@ -198,7 +198,7 @@ def report(out: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
+    """Arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="reference, smollm2, FILE.gguf, a folder, or a name on the Hub")
     parser.add_argument("--out", type=Path, help="folder of the results")
@@ -238,7 +238,7 @@ def main() -> None:
     if given.report:
         return report(out)
     out.mkdir(parents=True, exist_ok=True)
-    # As Ctrl-C: the processes are ended with this one.
+    # SIGTERM acts as Ctrl-C: worker processes end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         # Also unpacks a GGUF file, once for all processes.

@@ -1,4 +1,4 @@
-"""What one process of `evals/real.py` does: it loads the model once, and does one job after the other with it."""
+"""A worker process of `evals/real.py`: it loads the model once and does one job after another."""
 
 from __future__ import annotations
 

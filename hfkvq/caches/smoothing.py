@@ -125,7 +125,7 @@ class KeySmoothing:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What a model shows of a layer's attention, f32 (H, D) each, after RoPE.
+    """Statistics of one layer's attention, f32 (H, D) each, after RoPE.
 
     Attributes:
         mean: of each key channel.
@@ -211,9 +211,9 @@ def vectors_of(mean: Tensor, deviation: Tensor, query: Tensor | None, rotated: b
 
 @lasting
 def of_keys(keys: Tensor) -> KeySmoothing:
-    """What a first prompt's keys (B, H, T, D) show."""
+    """Vectors from a first prompt's keys (B, H, T, D), for a cache whose model cannot be measured."""
     x = keys.detach().float()
-    # What pages cannot hold shall not be felt by other tokens.
+    # Tokens beyond f16 are left out, so that one of them does not spoil the rest.
     sound = (x.abs() <= _MOST).all(3, keepdim=True)
     x, tokens = x.where(sound, torch.zeros_like(x)), sound.sum((0, 2)).clamp(min=1)
     mean = x.sum((0, 2)) / tokens
@@ -267,7 +267,7 @@ class _Watched(DynamicCache):
 
 
 def measure(model: Any, config: Any) -> Mapping[int, Measured]:
-    """What a model's layers show, by layer; empty where it cannot be measured.
+    """Statistics of a model's attention by layer; empty where it cannot be measured.
 
     Args:
         model: with the text config ``config``; called once, with a row of `TOKENS` token ids for each of `OFFSETS`.
@@ -283,7 +283,7 @@ def measure(model: Any, config: Any) -> Mapping[int, Measured]:
         if reason is None:
             _MEASURED[model] = found
         else:
-            # What hinders may pass: hooks, training mode.
+            # The hindrance may pass (hooks, training mode), so nothing is remembered.
             logger.info("%s: key channels are smoothed by the first prompt, since %s", type(model).__name__, reason)
         return found
 
@@ -384,7 +384,7 @@ def _hindrance(model: Any, config: Any) -> str | None:
 
 @lasting
 def _measured(model: Any, config: Any) -> tuple[Mapping[int, Measured], str | None]:
-    """What is found, or nothing and why."""
+    """Statistics by layer and None, or nothing and the reason."""
     try:
         embedding = model.get_input_embeddings().weight
         ids, positions = _tokens(embedding.shape[0], config)
