@@ -40,7 +40,7 @@ NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 VIDEOS = [family for family in FAMILIES if FAMILIES[family][4]]
 # Qwen2-VL is Qwen2.5-VL's elder brother, with another vision tower.
 USUAL = [pytest.param(family, marks=[pytest.mark.slow] * (family == "qwen2-vl")) for family in FAMILIES]
-SHORT = {"group_size": 8, "page_size": 8, "seal_unit": 8}
+SHORT = {"group_size": 8, "page_size": 8, "seal_unit": 8, "sink_length": 0}
 
 
 @functools.cache

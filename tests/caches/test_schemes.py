@@ -246,7 +246,7 @@ def test_saw_layout():
     assert layout.sink == 16
     assert SawInt4().shared == SawInt4(sink_length=0)
     assert SawInt4(sink_length=4).shared == SawInt4(sink_length=4)
-    assert layout.keys == SideLayout((PageFormat(4, "token", 128, 128),), 0, rotate=128)
+    assert layout.keys == SideLayout((PageFormat(4, "token", 128, 128, fit=2),), 0, rotate=128)
     assert layout.values == SideLayout((PageFormat(4, "token", 64, 128),), 0, rotate=0)
     assert SawInt4().layout(256, 256).keys.rotate == 128
     assert SawInt4().layout(96, 96).keys.rotate == 32
@@ -260,7 +260,7 @@ def test_saw_layout():
 
 def test_saw_rotation_and_codec_by_hand():
     """(4, 0, 0, 0) rotates to (2, 2, 2, 2), a constant: exact. (1, 2, 3, 5) to (5.5, -1.5, -2.5, .5): steps of 8/15."""
-    layer = make(SawInt4(page_size=8, block=4, sink_length=0))
+    layer = make(SawInt4(page_size=8, block=4, sink_length=0, fit=0))
     keys = torch.tensor([[4.0, 0, 0, 0], [1, 2, 3, 5]])[None, None]
     forward(layer, torch.zeros(1, 1, 2, 4), keys, keys.clone())
     step = float(torch.tensor(8 / 15).half())
@@ -292,7 +292,7 @@ def test_saw_has_signs_of_a_seed():
     keys = torch.full((1, 1, 64, 32), 3.0) + 0.1 * torch.randn(1, 1, 64, 32)
     errors = []
     for signs in (0, 7):
-        layer = make(SawInt4(signs=signs))
+        layer = make(SawInt4(signs=signs, sink_length=0, fit=0, smooth_keys=False))
         forward(layer, torch.zeros(1, 1, 64, 32), keys, keys)
         errors.append(float((layer.dense("keys") - keys).square().mean()))
     assert errors[1] < 0.8 * errors[0]
@@ -382,7 +382,7 @@ def test_kvarn_survives_outlier_tokens_and_channels():
         for name, scheme in (
             ("kvarn", KVarN(key_bits=2, sink_length=0)),
             ("per channel", Kitty(boost_ratio=0.0, sink_length=0)),
-            ("rotated, per token", SawInt4()),
+            ("rotated, per token", SawInt4(sink_length=0, fit=0, smooth_keys=False)),
         ):
             layer = make(scheme)
             feed(layer, [Row(torch.zeros(1, 128, 64), keys, keys)], [128])
