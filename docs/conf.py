@@ -18,7 +18,14 @@ PAGES = {
     ],
     "Reference": ["docs/api"],
     "Measurements": ["docs/results", "docs/real_model", "docs/papers", "evals/README"],
-    "Project": ["CHANGELOG", "CONTRIBUTING", "SECURITY", "DECISIONS", "notebooks/README"],
+    "Project": [
+        "CHANGELOG",
+        "CONTRIBUTING",
+        "SECURITY",
+        "DECISIONS",
+        "notebooks/README",
+        "docs/history/decisions-2026-11",
+    ],
 }
 
 project = "hfkvq"
@@ -29,7 +36,15 @@ html_theme = "furo"
 html_title = f"{project} {__version__}"
 
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "evals/*.md", "evals/reference/*.md", "evals/tasks/*.md", "notebooks/*.md"]
+include_patterns = [
+    "*.md",
+    "docs/*.md",
+    "docs/history/*.md",
+    "evals/*.md",
+    "evals/reference/*.md",
+    "evals/tasks/*.md",
+    "notebooks/*.md",
+]
 myst_heading_anchors = 4
 # Linked from other pages, but not in the contents.
 suppress_warnings = ["toc.not_included"]

@@ -163,7 +163,12 @@ def test_tokens_that_change_their_bits():
 
     for on in (False, True):
         cache = TriAxialCache(
-            model, tagger=SimpleNamespace(tag=tag), requantize_on_turn_end=True, page_size=32, sink_length=0, offloading=on
+            model,
+            tagger=SimpleNamespace(tag=tag),
+            requantize_on_turn_end=True,
+            page_size=32,
+            sink_length=0,
+            offloading=on,
         )
         with torch.no_grad():
             model(ids[:, :60], past_key_values=cache)

@@ -1,0 +1,227 @@
+"""Mutants: faults put into sealing, windows, rows, routing, eviction and attention, which the tests have to find.
+
+    python tests/mutants.py [--only NAME] [--json FILE] [--timeout 300]
+
+Each mutant changes one place of a copy of the repository and runs the tests of its subject there, up to the first
+failure. A mutant that no test kills is a gap: the command ends with status 1 and names it. Run it before and after
+tests are removed. Where code moves, the snippet here moves with it; a snippet that is not found, or found twice, is an
+error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TESTS = {
+    "windows": "tests/kernels/test_windows.py tests/kernels/test_due.py tests/caches/test_layer.py "
+    "tests/caches/test_schemes.py tests/caches/test_routing.py",
+    "append": "tests/kernels/test_append.py tests/caches/test_layer.py",
+    "step": "tests/kernels/test_step.py tests/caches/test_static.py tests/caches/test_graphs.py",
+    "seal": "tests/caches/test_schemes.py tests/caches/test_layer.py tests/caches/test_sliding.py "
+    "tests/caches/test_mixkvq.py",
+    "pages": "tests/kernels/test_quantize.py tests/kernels/test_seal.py tests/kernels/test_decode.py",
+    "attention": "tests/kernels/test_decode.py tests/caches/test_layer.py tests/caches/test_sliding.py",
+    "rows": "tests/caches/test_layer.py tests/caches/test_whole.py tests/caches/test_requantize.py "
+    "tests/caches/test_triaxial.py tests/caches/test_sliding.py tests/caches/test_arkv.py",
+    "routing": "tests/caches/test_routing.py tests/caches/test_triaxial.py tests/caches/test_requantize.py",
+    "eviction": "tests/caches/test_eviction_schemes.py tests/caches/test_token_eviction.py tests/caches/test_cut.py "
+    "tests/caches/test_keep_tokens.py tests/caches/test_arkv.py tests/caches/test_papers.py",
+    "masks": "tests/caches/test_layer.py tests/caches/test_static.py tests/caches/test_generate.py "
+    "tests/caches/test_models.py",
+}
+
+
+class Mutant(NamedTuple):
+    """One fault: in `file`, `old` becomes `new`; `tests` names a list of `TESTS`."""
+
+    name: str
+    tests: str
+    file: str
+    old: str
+    new: str
+
+
+WINDOWS, DUE, ROWS = "kernels/windows.py", "kernels/due.py", "caches/row_states.py"
+FILL, SEAL, ROUTE = "caches/store/windows.py", "caches/store/sealing.py", "caches/routing.py"
+CROP, SHARE, APPEND = "caches/store/cropping.py", "caches/store/rows.py", "kernels/append.py"
+STEP, DECODE, PAGES = "kernels/step/ops.py", "kernels/decode.py", "kernels/quantize.py"
+RANK, KEPT, EVICT, POLICY = (
+    "caches/ranking.py",
+    "caches/layers/kept.py",
+    "caches/layers/eviction.py",
+    "caches/eviction.py",
+)
+ATTEND, SCORES = "caches/attention.py", "caches/evidence.py"
+
+MUTANTS = [
+    # Windows and the rule of what is due.
+    Mutant("due-local", "windows", WINDOWS, "max(max(rest - local, 0) // unit", "max(max(rest - local + 1, 0) // unit"),
+    Mutant("due-unit", "windows", WINDOWS, "// unit * unit - sealed, 0)", "- sealed, 0)"),
+    Mutant("due-rows", "windows", WINDOWS, "((rest - local).clamp(min=0) //", "((rest - local).clamp(min=1) //"),
+    Mutant("due-most", "windows", WINDOWS, "(unit - 1 + tokens) // unit", "tokens // unit"),
+    Mutant("due-sink", "windows", DUE, "rest = (counters[LENGTH] - sink).clamp", "rest = counters[LENGTH].clamp"),
+    Mutant("due-ring", "windows", DUE, "(token % max(tail, 1))", "(token % max(tail - 1, 1))"),
+    Mutant("due-position", "windows", DUE, "= sink + token[inside]", "= token[inside]"),
+    Mutant("forecast-hold", "windows", ROWS, "max(windows.local[1], hold)", "windows.local[1]"),
+    Mutant("forecast-tail", "windows", ROWS, "max(need_keys, behind - keys)", "max(need_keys, behind - keys - 1)"),
+    Mutant("forecast-most", "windows", ROWS, "most = max(most, new_keys, new_values)", "most = max(most, new_keys)"),
+    Mutant("fill-sink", "windows", FILL, "if old < sink:", "if old < sink - 1:"),
+    Mutant("fill-ring", "windows", FILL, "behind = max(rest - ring, old - sink, 0)", "behind = max(rest - ring + 1, 0)"),
+    Mutant("fill-padding", "windows", FILL, "(0 if padding is None else padding.lead) - old", "0 - old"),
+    Mutant("fill-old", "windows", FILL, "new = (token >= old[:, None]) & ", "new = (token > old[:, None]) & "),
+    Mutant("append-sink", "append", APPEND, "held = (token < sink.shape[2])", "held = (token <= sink.shape[2])"),
+    Mutant("append-count", "append", APPEND, "counters[LENGTH] += tokens", "counters[LENGTH] += 1"),
+    Mutant("append-values", "append", APPEND, "((keys, rotate_keys), (values, rotate_values))",
+           "((keys, rotate_keys), (values, rotate_keys))"),
+    # The recorded step.
+    Mutant("step-full", "step", STEP, "fits = counters[START] + length <= capacity", "fits = length <= capacity"),
+    Mutant("step-room", "step", STEP, "+ due[at] <= room)", "<= room)"),
+    Mutant("step-settle", "step", STEP, "    counters[-2:] += new\n", "    counters[-2:-1] += new[:1]\n"),
+    Mutant("step-keeps", "step", STEP, "x.copy_(torch.where(fits.view", "x.copy_(torch.where(~fits.view"),
+    Mutant("step-sums", "step", STEP, "count = count + q.shape[2]", "count = count + 1"),
+    Mutant("step-abs", "step", STEP, "(q if signed else q.abs())", "q.abs()"),
+    Mutant("step-order", "step", STEP, "seal_due(state, plan, tokens, (1,))", "seal_due(state, plan, tokens, (0,))"),
+    # Sealing.
+    Mutant("seal-hold", "seal", SEAL, "local = max(store.sizes.local[0], hold), max(",
+           "local = store.sizes.local[0], max("),
+    Mutant("seal-rollback", "seal", SEAL, "        counters.copy_(before)\n        raise", "        raise"),
+    Mutant("seal-window", "seal", SEAL, "torch.minimum(new, (end - room - count).clamp(min=0))", "new * 0"),
+    Mutant("seal-position", "seal", SEAL, "torch.arange(sink, sink + most[0]", "torch.arange(0, most[0]"),
+    Mutant("seal-counts", "routing", SEAL, "store.counters[RUNS:].add_(route.added)", "pass"),
+    Mutant("seal-weight", "seal", SEAL, "weight = q_abs if rule and not fmt.exact else None", "weight = None"),
+    # Bytes of pages.
+    Mutant("pages-round", "pages", PAGES, "* inverse + 0.5)", "* inverse)"),
+    Mutant("pages-clamp", "pages", PAGES, "code = torch.minimum(code, groups.levels)", "code = code + 0"),
+    Mutant("pages-raise", "pages", PAGES, "upper * 4.0", "upper * 2.0"),
+    Mutant("pages-norm", "pages", PAGES, 'if "norm" in named:', 'if "norm" in named and side == "keys":'),
+    Mutant("pages-whole", "pages", PAGES, 'out["full"] = gathered.masked_fill(~used[:, :, None, :], 0)',
+           'out["full"] = gathered.masked_fill(used[:, :, None, :], 0)'),
+    # Rows: crop and reorder.
+    Mutant("crop-unit", "rows", CROP, "kept = torch.minimum(count, rest // layout.unit * layout.unit)",
+           "kept = torch.minimum(count, rest)"),
+    Mutant("crop-settled", "rows", CROP, "seen - tokens < store.state.settled", "seen - tokens < 0"),
+    Mutant("crop-start", "rows", CROP, "counters[START].clamp(max=seen - tokens)", "counters[START]"),
+    Mutant("crop-torn", "rows", CROP, "    if bool(torn):", "    if False:"),
+    Mutant("crop-window", "rows", CROP, "if tokens and seen - tokens < held:", "if False:"),
+    Mutant("crop-parts", "rows", CROP, "state = part_pages(state.replace(wide_bound=(wide, state.longest)), store.layout)",
+           "state = state.replace(wide_bound=(wide, state.longest))"),
+    Mutant("reorder-full", "rows", SHARE, "full = (counts.amin(0) // page)[rows]", "full = (counts.amax(0) // page)[rows]"),
+    Mutant("reorder-slack", "rows", SHARE, "return max(keys.local, values.local) + max(keys.unit, values.unit)",
+           "return 0"),
+    Mutant("reorder-windows", "rows", SHARE, "windows=[window[rows] for window in state.windows]",
+           "windows=list(state.windows)"),
+    Mutant("reorder-ring", "rows", SHARE, "    if state.format.ring:\n        return selected(state, rows)", "    if False:\n        return selected(state, rows)"),
+    # Routing by width.
+    Mutant("route-whole", "routing", ROUTE, "count = count // fmt.page_size * fmt.page_size", "count = count + 0"),
+    Mutant("route-next", "routing", ROUTE, "(mine.cumsum(1) > count[:, None]), i + 1, run_of)",
+           "(mine.cumsum(1) > count[:, None]), len(formats), run_of)"),
+    Mutant("route-start", "routing", ROUTE, "column = counters[START][:, None] + position", "column = position + 0"),
+    Mutant("route-key", "routing", ROUTE, "key = (known, id(start.padding), id(scheme), layout, hold,",
+           "key = (known, id(start.padding), id(scheme), layout,"),
+    Mutant("route-known", "routing", ROUTE, "rows[LENGTH] = tuple(length + tokens for length in rows[LENGTH])", "pass"),
+    Mutant("route-untagged", "routing", ROUTE, "torch.where(column < codes.shape[1], found, UNTAGGED)", "found"),
+    # Eviction.
+    Mutant("evict-gamma", "eviction", RANK, "seen.mean + gamma *", "seen.mean + 0.5 * gamma *"),
+    Mutant("evict-sides", "eviction", RANK, "torch.where(past, mixed[:, 0], mixed[:, 1])", "mixed.sum(1)"),
+    Mutant("evict-past", "eviction", RANK, "padding=kernel // 2)[:, 0] * past", "padding=kernel // 2)[:, 0]"),
+    Mutant("evict-expected", "eviction", RANK, "(scale * scale / 2)", "(scale / 2)"),
+    Mutant("evict-tiers", "eviction", RANK, "best & (best.cumsum(1) <= whole[:, None])",
+           "best & (best.cumsum(1) < whole[:, None])"),
+    Mutant("evict-first", "eviction", RANK, "judged = (evidence.rank >= first)", "judged = (evidence.rank >= 0)"),
+    Mutant("evict-room", "eviction", POLICY, "always = self.first + max(self.window, hold)", "always = self.first"),
+    Mutant("evict-when", "eviction", POLICY, "(budget + self.interval - held).clamp(min=1)",
+           "(budget + self.interval - held + 1).clamp(min=1)"),
+    Mutant("evict-history", "eviction", EVICT, "torch.where(old.isnan(), scores, self.policy.merge(old, scores))",
+           "scores"),
+    Mutant("evict-newest", "eviction", KEPT, "newest = max(policy.window, layer.hold)\n        stays",
+           "newest = 1\n        stays"),
+    Mutant("evict-stuck", "eviction", KEPT, 'self._stick("padding stands among its tokens")', "pass"),
+    Mutant("evict-padding", "eviction", EVICT, "self._real = column >= layer.padding.lead[:, None]", "pass"),
+    Mutant("evict-rows", "eviction", EVICT, "self.scores = self.scores[self.store().rows_of(", "_ = self.scores[self.store().rows_of("),
+    # Attention.
+    Mutant("attend-causal", "attention", DECODE, "(where[:, None] <= newest[..., None])", "(where[:, None] < newest[..., None] + 2)"),
+    Mutant("attend-window", "attention", DECODE, "(newest - window)[..., None])", "(newest - window - 1)[..., None])"),
+    Mutant("attend-softcap", "attention", DECODE, "torch.tanh(logits / softcap) * softcap", "torch.tanh(logits / softcap)"),
+    Mutant("attend-tail", "attention", DECODE, "newest = sealed + (columns(tail_length) - sealed) % tail_length",
+           "newest = sealed + columns(tail_length)"),
+    Mutant("attend-sides", "attention", DECODE, "if form.ordered:\n        # Keys", "if False:\n        # Keys"),
+    Mutant("attend-scaling", "masks", ATTEND, "query.shape[-1] ** -0.5 if scaling is None else scaling", "query.shape[-1] ** -0.5"),
+    Mutant("attend-capped", "masks", ATTEND, 'kwargs.get("softcap") or 0.0', "0.0"),
+    Mutant("mask-plain", "masks", ATTEND, "columns is None or (columns.shape[1] == kv_length and bool(columns.all()))", "True"),
+    Mutant("mask-window", "masks", ATTEND, "fits = window is not None and kv_length <= window and", "fits = window is not None and"),
+]  # fmt: skip
+
+
+def copy_of_repository(folder: Path) -> None:
+    """Copies what tests read; folders that they only read are linked."""
+    for path in ROOT.iterdir():
+        if path.name in ("hfkvq", "tests", "evals"):
+            shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif not path.name.startswith(".") or path.name == ".git":
+            (folder / path.name).symlink_to(path)
+
+
+def run(mutant: Mutant, folder: Path, timeout: float) -> tuple[str, float, str]:
+    """Outcome ("killed", "survived" or "timeout"), seconds, and the test that failed."""
+    path = folder / "hfkvq" / mutant.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        raise SystemExit(
+            f"{mutant.name}: its snippet is there {text.count(mutant.old)} times in {mutant.file}, not once"
+        )
+    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=no"]
+    command += ["-m", "not slow and not gpu", *TESTS[mutant.tests].split()]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True,
+            timeout=timeout, check=False,
+        )  # fmt: skip
+        failed = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+        outcome = {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode)
+        if outcome is None:
+            raise SystemExit(f"{mutant.name}: pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    except subprocess.TimeoutExpired:
+        # An endless loop is found, too.
+        failed, outcome = "", "timeout"
+    finally:
+        path.write_text(text, encoding="utf-8")
+    return outcome, time.monotonic() - began, failed.split(" - ")[0]
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", action="append", help="names of mutants, or of their subjects")
+    parser.add_argument("--json", type=Path, help="file for the outcomes, written after each mutant")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a mutant's tests")
+    given = parser.parse_args()
+    chosen = [m for m in MUTANTS if not given.only or m.name in given.only or m.tests in given.only]
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as name:
+        copy_of_repository(Path(name))
+        for mutant in chosen:
+            outcome, seconds, failed = run(mutant, Path(name), given.timeout)
+            rows.append({"name": mutant.name, "outcome": outcome, "test": failed, "seconds": round(seconds, 1)})
+            print(f"{mutant.name:20} {outcome:9} {seconds:6.1f} s  {failed}", flush=True)
+            if given.json:
+                given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    alive = [row["name"] for row in rows if row["outcome"] == "survived"]
+    print(f"{len(rows) - len(alive)} of {len(rows)} killed; alive: {', '.join(map(str, alive)) or 'none'}")
+    return bool(alive)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
