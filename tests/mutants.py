@@ -77,13 +77,20 @@ MUTANTS = [
     Mutant("forecast-tail", "windows", ROWS, "max(need_keys, behind - keys)", "max(need_keys, behind - keys - 1)"),
     Mutant("forecast-most", "windows", ROWS, "most = max(most, new_keys, new_values)", "most = max(most, new_keys)"),
     Mutant("fill-sink", "windows", FILL, "if old < sink:", "if old < sink - 1:"),
-    Mutant("fill-ring", "windows", FILL, "behind = max(rest - ring, old - sink, 0)", "behind = max(rest - ring + 1, 0)"),
+    Mutant(
+        "fill-ring", "windows", FILL, "behind = max(rest - ring, old - sink, 0)", "behind = max(rest - ring + 1, 0)"
+    ),
     Mutant("fill-padding", "windows", FILL, "(0 if padding is None else padding.lead) - old", "0 - old"),
     Mutant("fill-old", "windows", FILL, "new = (token >= old[:, None]) & ", "new = (token > old[:, None]) & "),
     Mutant("append-sink", "append", APPEND, "held = (token < sink.shape[2])", "held = (token <= sink.shape[2])"),
     Mutant("append-count", "append", APPEND, "counters[LENGTH] += tokens", "counters[LENGTH] += 1"),
-    Mutant("append-values", "append", APPEND, "((keys, rotate_keys), (values, rotate_values))",
-           "((keys, rotate_keys), (values, rotate_keys))"),
+    Mutant(
+        "append-values",
+        "append",
+        APPEND,
+        "((keys, rotate_keys), (values, rotate_values))",
+        "((keys, rotate_keys), (values, rotate_keys))",
+    ),
     # The recorded step.
     Mutant("step-full", "step", STEP, "fits = counters[START] + length <= capacity", "fits = length <= capacity"),
     Mutant("step-room", "step", STEP, "+ due[at] <= room)", "<= room)"),
@@ -93,8 +100,9 @@ MUTANTS = [
     Mutant("step-abs", "step", STEP, "(q if signed else q.abs())", "q.abs()"),
     Mutant("step-order", "step", STEP, "seal_due(state, plan, tokens, (1,))", "seal_due(state, plan, tokens, (0,))"),
     # Sealing.
-    Mutant("seal-hold", "seal", SEAL, "local = max(store.sizes.local[0], hold), max(",
-           "local = store.sizes.local[0], max("),
+    Mutant(
+        "seal-hold", "seal", SEAL, "local = max(store.sizes.local[0], hold), max(", "local = store.sizes.local[0], max("
+    ),
     Mutant("seal-rollback", "seal", SEAL, "        counters.copy_(before)\n        raise", "        raise"),
     Mutant("seal-window", "seal", SEAL, "torch.minimum(new, (end - room - count).clamp(min=0))", "new * 0"),
     Mutant("seal-position", "seal", SEAL, "torch.arange(sink, sink + most[0]", "torch.arange(0, most[0]"),
@@ -105,30 +113,69 @@ MUTANTS = [
     Mutant("pages-clamp", "pages", PAGES, "code = torch.minimum(code, groups.levels)", "code = code + 0"),
     Mutant("pages-raise", "pages", PAGES, "upper * 4.0", "upper * 2.0"),
     Mutant("pages-norm", "pages", PAGES, 'if "norm" in named:', 'if "norm" in named and side == "keys":'),
-    Mutant("pages-whole", "pages", PAGES, 'out["full"] = gathered.masked_fill(~used[:, :, None, :], 0)',
-           'out["full"] = gathered.masked_fill(used[:, :, None, :], 0)'),
+    Mutant(
+        "pages-whole",
+        "pages",
+        PAGES,
+        'out["full"] = gathered.masked_fill(~used[:, :, None, :], 0)',
+        'out["full"] = gathered.masked_fill(used[:, :, None, :], 0)',
+    ),
     # Rows: crop and reorder.
-    Mutant("crop-unit", "rows", CROP, "kept = torch.minimum(count, rest // layout.unit * layout.unit)",
-           "kept = torch.minimum(count, rest)"),
+    Mutant(
+        "crop-unit",
+        "rows",
+        CROP,
+        "kept = torch.minimum(count, rest // layout.unit * layout.unit)",
+        "kept = torch.minimum(count, rest)",
+    ),
     Mutant("crop-settled", "rows", CROP, "seen - tokens < store.state.settled", "seen - tokens < 0"),
     Mutant("crop-start", "rows", CROP, "counters[START].clamp(max=seen - tokens)", "counters[START]"),
     Mutant("crop-torn", "rows", CROP, "    if bool(torn):", "    if False:"),
     Mutant("crop-window", "rows", CROP, "if tokens and seen - tokens < held:", "if False:"),
-    Mutant("crop-parts", "rows", CROP, "state = part_pages(state.replace(wide_bound=(wide, state.longest)), store.layout)",
-           "state = state.replace(wide_bound=(wide, state.longest))"),
-    Mutant("reorder-full", "rows", SHARE, "full = (counts.amin(0) // page)[rows]", "full = (counts.amax(0) // page)[rows]"),
-    Mutant("reorder-slack", "rows", SHARE, "return max(keys.local, values.local) + max(keys.unit, values.unit)",
-           "return 0"),
-    Mutant("reorder-windows", "rows", SHARE, "windows=[window[rows] for window in state.windows]",
-           "windows=list(state.windows)"),
-    Mutant("reorder-ring", "rows", SHARE, "    if state.format.ring:\n        return selected(state, rows)", "    if False:\n        return selected(state, rows)"),
+    Mutant(
+        "crop-parts",
+        "rows",
+        CROP,
+        "state = part_pages(state.replace(wide_bound=(wide, state.longest)), store.layout)",
+        "state = state.replace(wide_bound=(wide, state.longest))",
+    ),
+    Mutant(
+        "reorder-full", "rows", SHARE, "full = (counts.amin(0) // page)[rows]", "full = (counts.amax(0) // page)[rows]"
+    ),
+    Mutant(
+        "reorder-slack", "rows", SHARE, "return max(keys.local, values.local) + max(keys.unit, values.unit)", "return 0"
+    ),
+    Mutant(
+        "reorder-windows",
+        "rows",
+        SHARE,
+        "windows=[window[rows] for window in state.windows]",
+        "windows=list(state.windows)",
+    ),
+    Mutant(
+        "reorder-ring",
+        "rows",
+        SHARE,
+        "    if state.format.ring:\n        return selected(state, rows)",
+        "    if False:\n        return selected(state, rows)",
+    ),
     # Routing by width.
     Mutant("route-whole", "routing", ROUTE, "count = count // fmt.page_size * fmt.page_size", "count = count + 0"),
-    Mutant("route-next", "routing", ROUTE, "(mine.cumsum(1) > count[:, None]), i + 1, run_of)",
-           "(mine.cumsum(1) > count[:, None]), len(formats), run_of)"),
+    Mutant(
+        "route-next",
+        "routing",
+        ROUTE,
+        "(mine.cumsum(1) > count[:, None]), i + 1, run_of)",
+        "(mine.cumsum(1) > count[:, None]), len(formats), run_of)",
+    ),
     Mutant("route-start", "routing", ROUTE, "column = counters[START][:, None] + position", "column = position + 0"),
-    Mutant("route-key", "routing", ROUTE, "key = (known, id(start.padding), id(scheme), layout, hold,",
-           "key = (known, id(start.padding), id(scheme), layout,"),
+    Mutant(
+        "route-key",
+        "routing",
+        ROUTE,
+        "key = (known, id(start.padding), id(scheme), layout, hold,",
+        "key = (known, id(start.padding), id(scheme), layout,",
+    ),
     Mutant("route-known", "routing", ROUTE, "rows[LENGTH] = tuple(length + tokens for length in rows[LENGTH])", "pass"),
     Mutant("route-untagged", "routing", ROUTE, "torch.where(column < codes.shape[1], found, UNTAGGED)", "found"),
     # Eviction.
@@ -136,31 +183,84 @@ MUTANTS = [
     Mutant("evict-sides", "eviction", RANK, "torch.where(past, mixed[:, 0], mixed[:, 1])", "mixed.sum(1)"),
     Mutant("evict-past", "eviction", RANK, "padding=kernel // 2)[:, 0] * past", "padding=kernel // 2)[:, 0]"),
     Mutant("evict-expected", "eviction", RANK, "(scale * scale / 2)", "(scale / 2)"),
-    Mutant("evict-tiers", "eviction", RANK, "best & (best.cumsum(1) <= whole[:, None])",
-           "best & (best.cumsum(1) < whole[:, None])"),
+    Mutant(
+        "evict-tiers",
+        "eviction",
+        RANK,
+        "best & (best.cumsum(1) <= whole[:, None])",
+        "best & (best.cumsum(1) < whole[:, None])",
+    ),
     Mutant("evict-first", "eviction", RANK, "judged = (evidence.rank >= first)", "judged = (evidence.rank >= 0)"),
     Mutant("evict-room", "eviction", POLICY, "always = self.first + max(self.window, hold)", "always = self.first"),
-    Mutant("evict-when", "eviction", POLICY, "(budget + self.interval - held).clamp(min=1)",
-           "(budget + self.interval - held + 1).clamp(min=1)"),
-    Mutant("evict-history", "eviction", EVICT, "torch.where(old.isnan(), scores, self.policy.merge(old, scores))",
-           "scores"),
-    Mutant("evict-newest", "eviction", KEPT, "newest = max(policy.window, layer.hold)\n        stays",
-           "newest = 1\n        stays"),
+    Mutant(
+        "evict-when",
+        "eviction",
+        POLICY,
+        "(budget + self.interval - held).clamp(min=1)",
+        "(budget + self.interval - held + 1).clamp(min=1)",
+    ),
+    Mutant(
+        "evict-history", "eviction", EVICT, "torch.where(old.isnan(), scores, self.policy.merge(old, scores))", "scores"
+    ),
+    Mutant(
+        "evict-newest",
+        "eviction",
+        KEPT,
+        "newest = max(policy.window, layer.hold)\n        stays",
+        "newest = 1\n        stays",
+    ),
     Mutant("evict-stuck", "eviction", KEPT, 'self._stick("padding stands among its tokens")', "pass"),
     Mutant("evict-padding", "eviction", EVICT, "self._real = column >= layer.padding.lead[:, None]", "pass"),
-    Mutant("evict-rows", "eviction", EVICT, "self.scores = self.scores[self.store().rows_of(", "_ = self.scores[self.store().rows_of("),
+    Mutant(
+        "evict-rows",
+        "eviction",
+        EVICT,
+        "self.scores = self.scores[self.store().rows_of(",
+        "_ = self.scores[self.store().rows_of(",
+    ),
     # Attention.
-    Mutant("attend-causal", "attention", DECODE, "(where[:, None] <= newest[..., None])", "(where[:, None] < newest[..., None] + 2)"),
+    Mutant(
+        "attend-causal",
+        "attention",
+        DECODE,
+        "(where[:, None] <= newest[..., None])",
+        "(where[:, None] < newest[..., None] + 2)",
+    ),
     Mutant("attend-window", "attention", DECODE, "(newest - window)[..., None])", "(newest - window - 1)[..., None])"),
-    Mutant("attend-softcap", "attention", DECODE, "torch.tanh(logits / softcap) * softcap", "torch.tanh(logits / softcap)"),
-    Mutant("attend-tail", "attention", DECODE, "newest = sealed + (columns(tail_length) - sealed) % tail_length",
-           "newest = sealed + columns(tail_length)"),
+    Mutant(
+        "attend-softcap", "attention", DECODE, "torch.tanh(logits / softcap) * softcap", "torch.tanh(logits / softcap)"
+    ),
+    Mutant(
+        "attend-tail",
+        "attention",
+        DECODE,
+        "newest = sealed + (columns(tail_length) - sealed) % tail_length",
+        "newest = sealed + columns(tail_length)",
+    ),
     Mutant("attend-sides", "attention", DECODE, "if form.ordered:\n        # Keys", "if False:\n        # Keys"),
-    Mutant("attend-scaling", "masks", ATTEND, "query.shape[-1] ** -0.5 if scaling is None else scaling", "query.shape[-1] ** -0.5"),
+    Mutant(
+        "attend-scaling",
+        "masks",
+        ATTEND,
+        "query.shape[-1] ** -0.5 if scaling is None else scaling",
+        "query.shape[-1] ** -0.5",
+    ),
     Mutant("attend-capped", "masks", ATTEND, 'kwargs.get("softcap") or 0.0', "0.0"),
-    Mutant("mask-plain", "masks", ATTEND, "columns is None or (columns.shape[1] == kv_length and bool(columns.all()))", "True"),
-    Mutant("mask-window", "masks", ATTEND, "fits = window is not None and kv_length <= window and", "fits = window is not None and"),
-]  # fmt: skip
+    Mutant(
+        "mask-plain",
+        "masks",
+        ATTEND,
+        "columns is None or (columns.shape[1] == kv_length and bool(columns.all()))",
+        "True",
+    ),
+    Mutant(
+        "mask-window",
+        "masks",
+        ATTEND,
+        "fits = window is not None and kv_length <= window and",
+        "fits = window is not None and",
+    ),
+]
 
 
 def copy_of_repository(folder: Path) -> None:

@@ -388,7 +388,7 @@ def test_opcheck(backend, spec):
 
 @pytest.mark.slow
 def test_fitted_pages_stay_in_registers():
-    """Laid out another way, as a release of Triton did it, a page took twenty times as long (docs/history/decisions-2026-11.md)."""
+    """Laid out another way, as a release of Triton did it, a page took twenty times as long (docs/history)."""
     root = Path(__file__).parents[2]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     names = ["best-2.5", "best-2.8", "best-3.4"]
