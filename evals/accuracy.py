@@ -22,13 +22,13 @@ import torch
 import typer
 
 from hfkvq.caches import Scheme, get_scheme
+from hfkvq.caches.preset import get_preset
 from hfkvq.measure.charts import BITS, KLD, Column, Mark, save_chart, share
 from hfkvq.measure.demo import Settings, run_demo
 from hfkvq.measure.demo.prompts import load
 from hfkvq.measure.demo.report import as_json
 from hfkvq.measure.demo.run import BASELINE, Result, choose_schemes
 from hfkvq.measure.demo.schemes import describe
-from hfkvq.measure.divergence.naming import parse_scheme
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
@@ -73,7 +73,7 @@ def _schemes(options: bool) -> dict[str, Scheme]:
 def _chosen(names: Sequence[str]) -> dict[str, Scheme]:
     """Of presets and options those that are named, or all; a preset may have other options in its name."""
     known = _schemes(True)
-    return {name: known[name] if name in known else parse_scheme(name).scheme for name in names or known}
+    return {name: known[name] if name in known else get_preset(name).scheme for name in names or known}
 
 
 def _measure(settings: Settings, device: str, outliers: float | None, schemes: dict[str, Scheme]) -> Result:

@@ -13,8 +13,8 @@ from typing import Any
 
 from evals.figures import as_it_was
 from hfkvq.caches import Scheme
+from hfkvq.caches.preset import get_preset
 from hfkvq.measure.demo.schemes import describe, long_context_bits
-from hfkvq.measure.divergence.naming import parse_scheme
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
@@ -41,7 +41,7 @@ SIMULATED_BITS = {
     "turboquant-4": (26 * (4 + 48 / 128) + 4 * 16) / 30,
     "turboquant-3": (26 * (3 + 48 / 128) + 4 * 16) / 30,
 }
-"""Bits per element in a long context of what is simulated, by its formats in hfkvq/measure/rivals."""
+"""Bits per element in a long context of what is simulated, by its formats in evals/simulated.py."""
 
 HEAD = ("cache", "long context", "total bits", "KLD", "95 %", "99.9 %", "top-1", "perplexity")
 
@@ -66,7 +66,7 @@ def earlier(row: dict[str, Any]) -> bool:
     """Whether what a name stands for has been given other knobs since it was measured."""
     if not row.get("scheme") or row.get("simulated"):
         return False
-    then, now = as_it_was(row["scheme"]), parse_scheme(row["name"]).scheme
+    then, now = as_it_was(row["scheme"]), get_preset(row["name"]).scheme
     return any(then.in_layer(layer, 100) != now.in_layer(layer, 100) for layer in range(100))
 
 

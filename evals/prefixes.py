@@ -29,6 +29,7 @@ from transformers import DynamicCache
 
 from hfkvq.caches import Scheme
 from hfkvq.caches.layout import Layout, SideLayout
+from hfkvq.caches.preset import get_preset
 from hfkvq.kernels import hadamard
 from hfkvq.kernels.dispatch import reference
 from hfkvq.kernels.exact import exact_slots
@@ -38,7 +39,6 @@ from hfkvq.kernels.quantize import quantize_pages
 from hfkvq.kernels.seal import channel_widths
 from hfkvq.measure.capture import capture
 from hfkvq.measure.demo.schemes import page_bits
-from hfkvq.measure.divergence.naming import parse_scheme
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 
 OF_SIDES = {"local", "unit", "rotate", "signs", "balance", "clip"}
@@ -133,7 +133,7 @@ class Prefixes:
     def measure(self, line: str) -> dict[str, Any]:
         """Bits at heads of 128, and divergence in nats, of a line."""
         name, _, change = (part.strip() for part in line.partition("@"))
-        scheme, held, bits = parse_scheme(name).scheme, [], []
+        scheme, held, bits = get_preset(name).scheme, [], []
         for layer, (keys, values, queries) in enumerate(self.layers):
             own = scheme.in_layer(layer, self.depth)
             layouts = {dim: own.layout(dim, dim) for dim in (keys.shape[-1], 128)}

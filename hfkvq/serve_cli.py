@@ -55,13 +55,13 @@ def serve(
     """
     import torch
 
-    from hfkvq.measure.divergence.naming import parse_scheme
+    from hfkvq.caches.preset import get_preset
     from hfkvq.measure.models import find_model
 
     try:
         where = pick_device(device)
         kind = None if dtype is DType.auto else getattr(torch, dtype.value)
-        found, preset = find_model(model), parse_scheme(scheme)
+        found, preset = find_model(model), get_preset(scheme)
         if preset.layers:
             raise ValueError(f"scheme: got {scheme!r}, whose layers differ; allowed one scheme for all layers.")
     except ValueError as error:

@@ -21,7 +21,7 @@ TRANSFORMERS_PACKAGES = (
     "hfkvq.doctor_cli",
     "hfkvq.lm_eval",
     "hfkvq.serving",
-    *(f"hfkvq.measure.{name}" for name in ("bench.generate", "demo", "divergence", "models", "reference", "rivals")),
+    *(f"hfkvq.measure.{name}" for name in ("bench.generate", "demo", "divergence", "models", "reference")),
 )
 
 

@@ -25,9 +25,9 @@ from transformers import (
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import behind
 from hfkvq.caches.dense import dense_attention
+from hfkvq.caches.preset import get_preset
 from hfkvq.kernels import use_interpreter
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.measure.divergence.naming import parse_scheme
 from tests.caches.driver import with_sums
 
 serving = pytest.importorskip("hfkvq.serving", reason="Transformers before 5.19", exc_type=ImportError)
@@ -344,7 +344,7 @@ def test_several_schemes_of_a_model(model):
 )
 def test_schemes_that_do_not_go(model, scheme, reason):
     with pytest.raises(ValueError, match=f"scheme: got .*saw-int4.*kitty-pro.*{reason}"):
-        serving.enable(model, parse_scheme(scheme).scheme)
+        serving.enable(model, get_preset(scheme).scheme)
 
 
 def test_models_and_settings_that_do_not_go(model):

@@ -15,7 +15,6 @@ from typing import Any
 from hfkvq.caches import Preset, get_preset, list_schemes
 from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
-from hfkvq.measure.divergence.naming import parse_scheme
 from hfkvq.measure.divergence.windows import cut, find_texts
 from hfkvq.measure.models import Source, load_model
 from hfkvq.measure.reference import with_outliers
@@ -97,7 +96,7 @@ def make_plan(
         ValueError: what the arguments' own checks say.
     """
     check_scipy("tune")
-    preset = parse_scheme(scheme)
+    preset = get_preset(scheme)
     for what, got, allowed in (("objective", objective, OBJECTIVES), ("cost", cost, COSTS)):
         if got not in allowed:
             raise ValueError(f"{what}: got {got!r}, allowed {', '.join(allowed)}.")

@@ -25,7 +25,7 @@ class SawInt4(Scheme):
     are stored in f16 (4.25 bits per element), not scale and zero point in f32 (4.5), which also keeps constant vectors
     exact. Signs are random where ``signs`` says so. The newest tokens are attended before they are quantized, and
     prompts attend to their own unquantized keys and values unless ``quantize_first`` says otherwise. K-means codes
-    (A.2) and Hessian-aware rotation (A.3) are simulated only: `hfkvq.measure.rivals.saw_calibrated`.
+    (A.2) and Hessian-aware rotation (A.3) are simulated only, in evals/simulated.py.
     Differs from the released code: as above, but for signs; any head dim with a power of two in it; no environment
     variables.
 

@@ -35,8 +35,7 @@ def kld(
         str | None,
         typer.Option(
             help="Presets, comma-separated, also with options: kivi-2,kitty:boost_ratio=0.2:sink_length=0. Others: "
-            "quanto-2, quanto-4, hqq-2, hqq-4; simulated only: simulated-fp4, simulated-oscar, simulated-oscar-omni, "
-            "simulated-turboquant-4, simulated-turboquant-3, simulated-saw-hessian, simulated-saw-kmeans. "
+            "quanto-2, quanto-4, hqq-2, hqq-4, or the import path of a cache class, module:Class. "
             r"\[default: full and the main ones]"
         ),
     ] = None,

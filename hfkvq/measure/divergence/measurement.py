@@ -26,7 +26,7 @@ from hfkvq.kernels.step import MAX_STEP
 from hfkvq.measure.demo.answers import read_memory
 
 from ..records import BASELINE
-from ..rivals import Rival
+from .naming import OtherCache
 from .values import Bill, Divergence, Measured, Perplexity
 
 KEEP_BYTES = 2**30
@@ -80,8 +80,18 @@ def _predictions(model: Any, tokens: Tensor, cache: Cache, prefill: int, chunk: 
         yield logits
 
 
-def _maker(model: Any, preset: Preset | Rival, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
-    if isinstance(preset, Rival):
+def _explained(found: Iterator[Tensor], name: str) -> Iterator[Tensor]:
+    """Logits of a cache of others; its own errors become a ValueError that names it."""
+    try:
+        yield from found
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(f"schemes: {name} failed in its own package: {error}.") from error
+
+
+def _maker(model: Any, preset: Preset | OtherCache, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
+    if isinstance(preset, OtherCache):
         return preset.prepare(model, tokenizer, tokens)
     if tokenizer is None:
         # Roles cannot be read: tokens without tags get the wider format.
@@ -112,13 +122,13 @@ class _Collected:
         self.held, self.bf16 = self.held + memory.held, self.bf16 + memory.bf16
         self.bits, self.key_bits = self.bits + rows * memory.code_bits, self.key_bits + rows * memory.key_bits
 
-    def add_rival(self, rival: Rival, cache: Cache, rows: int, base: Bill) -> None:
-        """Adds a rival's memory; what its tokens take in bf16 is the baseline's to say."""
+    def add_other(self, other: OtherCache, cache: Cache, rows: int, base: Bill) -> None:
+        """Adds the memory of a cache of others; the baseline tells how many bytes its tokens take in bf16."""
         self.windows += rows
         self.key_bits = math.nan
-        code_bits, total_bits = rival.bits(cache)
+        code_bits, total_bits = other.bits(cache)
         self.bits, self.computed = self.bits + rows * code_bits, self.computed + rows * total_bits
-        self.held, self.bf16 = self.held + rival.held_bytes(cache), self.bf16 + rows * base.bf16_bytes
+        self.held, self.bf16 = self.held + other.held_bytes(cache), self.bf16 + rows * base.bf16_bytes
 
     def so_far(self) -> _Collected:
         """What is collected by now, whatever comes."""
@@ -161,7 +171,9 @@ class Stopped(KeyboardInterrupt):
         self.measured = measured
 
 
-def _measured(base: _Collected, collected: Mapping[str, _Collected], chosen: Mapping[str, Preset | Rival]) -> Measured:
+def _measured(
+    base: _Collected, collected: Mapping[str, _Collected], chosen: Mapping[str, Preset | OtherCache]
+) -> Measured:
     found = []
     for name, one in collected.items():
         kld, loss, agrees = one.tensors()
@@ -188,7 +200,7 @@ def _check(model: Any, tokens: Tensor, prefill: int, chunk: int, batch_size: int
 def measure(
     model: Any,
     tokens: Tensor,
-    schemes: Mapping[str, Preset | Scheme | Rival | str] | Sequence[str | Scheme],
+    schemes: Mapping[str, Preset | Scheme | OtherCache | str] | Sequence[str | Scheme],
     *,
     prefill: int,
     chunk: int = 16,
@@ -212,7 +224,7 @@ def measure(
         model: a decoder-only model of Transformers, in eval mode.
         tokens: i64 (W, T), one window a row, without padding.
         schemes: presets, schemes or their names, by name, or a list of schemes and names; by name also caches of
-            others (`hfkvq.measure.rivals`).
+            others (`hfkvq.measure.divergence.naming.OtherCache`).
         prefill: tokens of the prompt, 2 to T - 1.
         chunk: tokens fed at a time.
         batch_size: windows run together.
@@ -231,9 +243,9 @@ def measure(
     """
     _check(model, tokens, prefill, chunk, batch_size)
     if isinstance(schemes, Mapping):
-        chosen = {name: x if isinstance(x, Rival) else get_preset(x) for name, x in schemes.items()}
+        chosen = {name: x if isinstance(x, OtherCache) else get_preset(x) for name, x in schemes.items()}
     else:
-        chosen: dict[str, Preset | Rival] = {x if isinstance(x, str) else repr(x): get_preset(x) for x in schemes}
+        chosen: dict[str, Preset | OtherCache] = {x if isinstance(x, str) else repr(x): get_preset(x) for x in schemes}
     config = model.config.get_text_config(decoder=True)
     attached = config._attn_implementation == NAME
     # Refused heads are told before the first batch is run.
@@ -248,8 +260,8 @@ def measure(
 
     def run(cache: Cache, batch: Tensor, name: str) -> Iterator[Tensor]:
         found = _predictions(model, batch, cache, prefill, chunk)
-        if isinstance(rival := chosen.get(name), Rival):
-            found = rival.told(found, name)
+        if isinstance(chosen.get(name), OtherCache):
+            found = _explained(found, name)
         for number, logits in enumerate(found):
             if bool(logits.isnan().any()):
                 at = prefill + number * chunk
@@ -290,8 +302,8 @@ def measure(
                     source = kept if kept is not None else run(DynamicCache(config=model.config), batch, BASELINE)
                     trio = zip(source, run(cache, batch, name), labels, strict=True)
                     collected[name].add(((x[0], x[2], x[3]) for x in (compare_logits(*each) for each in trio)), rows)
-                    if isinstance(preset, Rival):
-                        collected[name].add_rival(preset, cache, rows, base.bill())
+                    if isinstance(preset, OtherCache):
+                        collected[name].add_other(preset, cache, rows, base.bill())
                     else:
                         collected[name].add_memory(cache, rows)
                     done += rows

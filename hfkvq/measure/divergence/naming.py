@@ -1,39 +1,188 @@
-"""Schemes and caches of others, as commands are told to measure them."""
+"""Presets and caches of others, as commands are told to measure them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import math
+import os
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import QuantizedCache
 
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import listed
 from hfkvq.caches.spelling import split_knobs
 
-from ..rivals import RIVALS, Rival, find_rival, refuse_rival
+_PATH = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+"""Of a class: ``package.module:Class``."""
 
 
-def parse_scheme(text: str) -> Preset:
-    """A preset of its typed form; the name may be a file's, as `hfkvq tune` writes it.
+class OtherCache(ABC):
+    """A cache that is not this library's, for `hfkvq kld` to measure.
+
+    Attributes:
+        simulated: True if the cache holds everything in full precision and only rounds as its method would. Its bits
+            are then computed by `bits`, not counted.
+        about: a sentence for the report: the method, its authors, and how this differs from it.
+    """
+
+    simulated: ClassVar[bool] = False
+    about: str = ""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Settings, for records."""
+
+    @abstractmethod
+    def check(self, config: Any) -> None:
+        """Checks a model's config before its weights are loaded.
+
+        Raises:
+            ImportError: a package is missing; the message names it.
+            ValueError: the cache cannot hold this model's heads or layers.
+        """
+
+    @abstractmethod
+    def prepare(self, model: Any, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
+        """Returns a function that makes empty caches of a model.
+
+        Args:
+            model: the model to be measured.
+            tokenizer: the model's, or None.
+            tokens: i64 (W, T), the windows to be measured. A calibration must not read them.
+        """
+
+    def held_bytes(self, cache: Cache) -> float:
+        """Bytes of all tensors of a cache; NaN if it is simulated."""
+        return sum(x.nbytes for layer in cache.layers for x in held_tensors(vars(layer)))
+
+    def bits(self, cache: Cache) -> tuple[float, float]:
+        """Payload bits of a quantized element, and bits per element of everything; NaN where bytes tell them."""
+        return math.nan, math.nan
+
+
+class PlainCache(OtherCache):
+    """A cache class of Transformers' interface, made by ``kind(config=..., **options)``.
+
+    Args:
+        kind: a subclass of `transformers.Cache`.
+        options: further arguments.
+        about: see `OtherCache`.
+    """
+
+    def __init__(self, kind: type[Cache], options: Mapping[str, Any], about: str = "") -> None:
+        self.kind, self.options, self.about = kind, dict(options), about
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `OtherCache.to_dict`."""
+        return {"cache": self.kind.__name__, "simulated": False, **self.options}
+
+    def make(self, config: Any) -> Cache:
+        """An empty cache for a model's config."""
+        return self.kind(config=config.get_text_config(decoder=True), **self.options)  # type: ignore[call-arg]
+
+    def check(self, config: Any) -> None:
+        """See `OtherCache.check`."""
+        try:
+            self.make(config)
+        except TypeError as error:
+            raise ValueError(f"schemes: {self.kind.__name__} does not take these options: {error}.") from None
+
+    def prepare(self, model: Any, tokenizer: Any, tokens: Tensor) -> Callable[[], Cache]:
+        """See `OtherCache.prepare`."""
+        return lambda: self.make(model.config)
+
+    def bits(self, cache: Cache) -> tuple[float, float]:
+        """See `OtherCache.bits`; ``nbits`` is the name that Transformers gives the width."""
+        return float(self.options.get("nbits", math.nan)), math.nan
+
+
+def held_tensors(x: Any) -> Iterator[Tensor]:
+    """Every plain tensor in nested containers and in tensors that are made of others, such as quanto's."""
+    if isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter):
+        names, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        yield from held_tensors([getattr(x, name) for name in names])
+    elif isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict):
+        yield from held_tensors(list(x.values()))
+    elif isinstance(x, (list, tuple)):
+        for part in x:
+            yield from held_tensors(part)
+
+
+QUANTIZED = {
+    f"{backend}-{bits}": PlainCache(
+        QuantizedCache,
+        {"backend": backend, "nbits": bits, "axis_key": axis, "axis_value": axis},
+        "quanto-* and hqq-* are Transformers' own QuantizedCache at its defaults (groups of 64), with every tensor "
+        "that it holds counted; whenever 128 new tokens are there it dequantizes and quantizes all tokens anew. HQQ "
+        "packs 8 / bits groups a byte: one token less than --prefill, and --chunk, must be multiples of that.",
+    )
+    # The axes that Transformers recommends for each.
+    for backend, axis in (("quanto", 0), ("hqq", 1))
+    for bits in (2, 4)
+}
+"""Transformers' quantized caches by name."""
+
+
+def find_other(text: str) -> OtherCache | None:
+    """The cache of others that a text names: one of `QUANTIZED`, or an import path ``module:Class``, with options.
+
+    The class is an `OtherCache`, made with the options, or a `transformers.Cache`, made with them and a config. Modules
+    in the current folder are found, too.
+
+    Returns:
+        None if the text is neither, and so a preset's.
+
+    Raises:
+        ValueError: the class cannot be imported, is of another kind, or does not take the options.
+    """
+    name, options = split_knobs(text)
+    if name in QUANTIZED:
+        if options:
+            raise ValueError(f"schemes: got {text!r}, but {name} has no options.")
+        return QUANTIZED[name]
+    path = _PATH.fullmatch(name)
+    if path is None:
+        return None
+    sys.path.insert(0, os.getcwd())
+    try:
+        kind = getattr(importlib.import_module(path[1]), path[2])
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"schemes: {name} cannot be imported: {error}.") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if isinstance(kind, type) and issubclass(kind, Cache):
+        return PlainCache(kind, options)
+    if not (isinstance(kind, type) and issubclass(kind, OtherCache)):
+        raise ValueError(f"schemes: {name} is neither a transformers.Cache nor an OtherCache of {__name__}.")
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise ValueError(f"schemes: {name} does not take these options: {error}.") from error
+
+
+def parse_schemes(texts: Sequence[str]) -> dict[str, Preset]:
+    """Presets by their typed forms; without any, the presets that any model and text can be measured with.
 
     Raises:
         ValueError: unknown preset or knob, or a value out of range.
     """
-    refuse_rival(split_knobs(text)[0])
-    return get_preset(text)
+    return {text: get_preset(text) for text in texts or listed("kld")}
 
 
-def parse_schemes(texts: Sequence[str]) -> dict[str, Preset]:
-    """Schemes by their typed forms; without any, the presets that any model and text can be measured with."""
-    return {text: parse_scheme(text) for text in texts or listed("kld")}
-
-
-def parse_measured(texts: Sequence[str]) -> dict[str, Preset | Rival]:
-    """As `parse_schemes`, and caches of others (`hfkvq.measure.rivals`) by their names.
+def parse_measured(texts: Sequence[str]) -> dict[str, Preset | OtherCache]:
+    """Presets as `parse_schemes` takes them, and caches of others as `find_other` does.
 
     Raises:
-        ValueError: see `parse_scheme`.
+        ValueError: see both.
     """
-    found: dict[str, Preset | Rival] = {}
-    for text in texts or listed("kld"):
-        name, values = split_knobs(text)
-        found[text] = find_rival(name, values) if name in RIVALS else get_preset(text)
-    return found
+    return {text: find_other(text) or get_preset(text) for text in texts or listed("kld")}

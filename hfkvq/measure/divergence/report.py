@@ -11,9 +11,9 @@ from rich.table import Table
 from torch import Tensor
 
 from ..records import BASELINE, commit, finite, now, versions
-from ..rivals import Rival
 from ..tables import NOTHING, narrow_table, number, small_number
 from .intervals import CONFIDENCE, RESAMPLES, Interval, mean_interval
+from .naming import OtherCache
 from .values import Bill, Divergence, Measured
 
 KIND = "hfkvq kld"
@@ -39,8 +39,8 @@ def _row(one: Divergence, measured: Measured, seed: int, names: Sequence[str]) -
     return {
         "name": one.name,
         "scheme": one.preset.to_dict(),
-        "simulated": isinstance(one.preset, Rival) and one.preset.simulated,
-        "about": one.preset.about if isinstance(one.preset, Rival) else None,
+        "simulated": isinstance(one.preset, OtherCache) and one.preset.simulated,
+        "about": (one.preset.about or None) if isinstance(one.preset, OtherCache) else None,
         "kld": {
             "mean": one.mean,
             "interval": mean_interval(kld.tolist(), seed),
@@ -124,7 +124,7 @@ def table(record: Record, wide: bool = True) -> Table:
         kld, top1, ratio = row["kld"], row["top1"], row["perplexity_ratio"]
         view.add_row(
             # Where a long name may be folded.
-            row["name"].replace(":", "\n").replace("simulated-", "simulated-\n"),
+            row["name"].replace(":", "\n"),
             *memory(row),
             f"{small_number(kld['mean'])}\n{_range(kld['interval'], small_number)}",
             *(small_number(kld[name]) for name in ("median", "p99", "p999")),

@@ -13,9 +13,9 @@ from hfkvq.caches.preset import Preset
 
 from ..models import load_model
 from ..records import device_name
-from ..rivals import Rival
 from . import intervals, report, subject
 from .measurement import Stopped, measure
+from .naming import OtherCache
 from .windows import Text, Windows, cut, find_texts
 
 
@@ -48,7 +48,7 @@ def check_prompt(context: int, prefill: int | None) -> int:
 
 def measure_text(
     model: str | None,
-    chosen: Mapping[str, Preset | Rival],
+    chosen: Mapping[str, Preset | OtherCache],
     *,
     text: Sequence[Path] | None = None,
     dataset: str | None = None,

@@ -9,7 +9,8 @@ from hfkvq.caches.cache import MixedKVCache
 from hfkvq.caches.preset import Preset
 from hfkvq.caches.tags import Tagger
 from hfkvq.measure.models import Source, find_model, load_tokenizer, read_config
-from hfkvq.measure.rivals import Rival
+
+from .naming import OtherCache
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ def check_lengths(checkpoint: Checkpoint, context: int, prefill: int) -> None:
         )
 
 
-def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset | Rival]) -> None:
+def check_schemes(checkpoint: Checkpoint, schemes: dict[str, Preset | OtherCache]) -> None:
     """Raises ValueError if a scheme cannot hold the model's heads, or read its roles, ImportError without a package."""
     for preset in schemes.values():
-        if isinstance(preset, Rival):
+        if isinstance(preset, OtherCache):
             preset.check(checkpoint.config)
             continue
         MixedKVCache(checkpoint.config, preset, attach=False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hfkvq.caches.preset import Preset
 
-from ..rivals import Rival
+from .naming import OtherCache
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Divergence(Perplexity):
     """
 
     name: str
-    preset: Preset | Rival
+    preset: Preset | OtherCache
     kld: Tensor
     agrees: Tensor
 

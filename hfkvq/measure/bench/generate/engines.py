@@ -12,15 +12,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from hfkvq.caches.cache import DEFAULT_SCHEME, MixedKVCache
-from hfkvq.caches.preset import Preset
+from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import nearest
 from hfkvq.caches.schemes import TriAxial
 from hfkvq.caches.tags import Tagger, parse_tag
 from hfkvq.caches.triaxial import TriAxialCache
-from hfkvq.measure.divergence.naming import parse_scheme
-from hfkvq.measure.rivals import refuse_rival
-from hfkvq.measure.rivals.stock import QUANTIZED, StockQuantized
+from hfkvq.measure.divergence.naming import QUANTIZED, PlainCache
 
 NARROW, OTHER = "older|text|obs", "current|text|user"
 NARROW_SHARE = 0.7
@@ -173,7 +171,7 @@ def _static(model: Any, room: int) -> Cache:
     return StaticCache(config=_config(model), max_cache_len=room)
 
 
-def _quantized(cache: StockQuantized) -> Callable[[Any, int], Cache]:
+def _quantized(cache: PlainCache) -> Callable[[Any, int], Cache]:
     return lambda model, room: cache.make(_config(model))
 
 
@@ -247,7 +245,7 @@ def parse_scheme_engine(text: str) -> Engine:
     last = text.rpartition(":")[2]
     if scheme == text and ":" in text and "=" not in last and last:
         raise ValueError(f"schemes: got {text!r}, whose mode is unknown; {nearest(last, list(MODES))}")
-    preset = parse_scheme(scheme)
+    preset = get_preset(scheme)
     return Engine(
         text,
         _ours(preset, mode),
@@ -276,7 +274,6 @@ def parse_engines(stock: Sequence[str], schemes: Sequence[str]) -> list[Engine]:
     found: dict[str, Engine] = {}
     for name in stock:
         if name not in STOCK:
-            refuse_rival(name)
             raise ValueError(f"engines: got {name!r}, which is unknown; {nearest(name, list(STOCK))}")
     for engine in (*(STOCK[name] for name in stock), *(parse_scheme_engine(text) for text in schemes)):
         if engine.name in found:

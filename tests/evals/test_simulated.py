@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
+from evals import simulated
+from evals.simulated import LayerFormat, SimulatedCache
 from hfkvq.measure.capture import Capture
-from hfkvq.measure.divergence import measure
-from hfkvq.measure.rivals import RIVALS, calibrated, find_rival, fp4, omni_scaled, oscar, saw_calibrated, turboquant
-from hfkvq.measure.rivals.simulated import LayerFormat, SimulatedCache
+from hfkvq.measure.divergence.naming import find_other
 from hfkvq.measure.texts import KINDS, read_text
 from tests.caches.models import build, prompt
 
@@ -34,22 +34,22 @@ def half(x: float) -> float:
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_levels_are_those_of_lloyd_and_max(bits) -> None:
-    assert turboquant.levels(bits)[2 ** (bits - 1) :] == pytest.approx(LEVELS[bits], abs=2e-4)
-    assert turboquant.levels(bits) == pytest.approx([-x for x in reversed(turboquant.levels(bits))], abs=1e-9)
+    assert simulated.levels(bits)[2 ** (bits - 1) :] == pytest.approx(LEVELS[bits], abs=2e-4)
+    assert simulated.levels(bits) == pytest.approx([-x for x in reversed(simulated.levels(bits))], abs=1e-9)
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_turboquant_by_hand(bits) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(1, 2, 5, 32) * 3, torch.randn(1, 2, 5, 32) + 1
-    got, table = turboquant.quantized_keys(keys, bits), turboquant.levels(bits)
+    got, table = simulated.turboquant_keys(keys, bits), simulated.levels(bits)
     for row, found in zip(keys.flatten(0, 2).double(), got.flatten(0, 2), strict=True):
         norm = math.sqrt(sum(float(x) ** 2 for x in row))
         y = (hadamard(32) @ row / norm).tolist()
         c = torch.tensor([min(table, key=lambda t, x=x: abs(t / math.sqrt(32) - x)) for x in y], dtype=torch.float64)
         torch.testing.assert_close(found.double(), half(norm) * hadamard(32) @ (c / c.norm()), rtol=1e-5, atol=1e-5)
     for row, found in zip(
-        values.flatten(0, 2).tolist(), turboquant.quantized_values(values, bits).flatten(0, 2), strict=True
+        values.flatten(0, 2).tolist(), simulated.turboquant_values(values, bits).flatten(0, 2), strict=True
     ):
         low, scale = min(row), (max(row) - min(row)) / (2**bits - 1)
         expected = [math.floor((x - low) / scale + 0.5) * half(scale) + half(low) for x in row]
@@ -76,7 +76,7 @@ def test_omni_scaled_by_hand() -> None:
                 group = [float(y[0, h, t, c] / norm[t]) for t in range(first, first + 4)]
                 expected[0, h, first : first + 4, c] = torch.tensor(affine_with_whole_zero(group))
     expected = torch.einsum("bhnd,de->bhne", expected * norm[:, None], hadamard(16))
-    torch.testing.assert_close(omni_scaled.quantized_keys(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(simulated.omni_keys(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
     values = torch.empty_like(y)
     for h in range(2):
         for t in range(8):
@@ -85,13 +85,7 @@ def test_omni_scaled_by_hand() -> None:
                     affine_with_whole_zero(y[0, h, t, first : first + 4].tolist())
                 )
     expected = torch.einsum("bhnd,de->bhne", values, hadamard(16))
-    torch.testing.assert_close(omni_scaled.quantized_values(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_constant_remains() -> None:
-    x = torch.full((1, 1, 4, 4), 2.0)
-    torch.testing.assert_close(omni_scaled.quantized_keys(x, 4), x)
-    torch.testing.assert_close(omni_scaled.quantized_values(x * 0, 4), x * 0)
+    torch.testing.assert_close(simulated.omni_values(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def captured(rows: int = 2) -> list[Capture]:
@@ -115,7 +109,7 @@ def test_oscars_rotations_by_hand() -> None:
         key_moment += moment / 2
         for weight, value in zip(weights, values, strict=True):
             value_moment += weight / sum(weights) * torch.outer(value, value) / 2
-    for got, moment in zip(oscar.rotations(given), (key_moment, value_moment), strict=True):
+    for got, moment in zip(simulated.oscar_rotations(given), (key_moment, value_moment), strict=True):
         torch.testing.assert_close(got @ got.T, torch.eye(8, dtype=torch.float64))
         # With the columns in order and the Hadamard matrix undone, the moment is diagonal, and largest last.
         eigenvalues = torch.linalg.eigvalsh(moment)
@@ -131,7 +125,7 @@ def test_oscars_rotations_by_hand() -> None:
 def test_oscars_codes_by_hand() -> None:
     torch.manual_seed(3)
     x, rotation = torch.randn(1, 1, 6, 16) * 2, torch.linalg.qr(torch.randn(16, 16, dtype=torch.float64))[0]
-    got = oscar.quantized(x, rotation, 0.8)
+    got = simulated.oscar(x, rotation, 0.8)
     for row, found in zip(x[0, 0].double(), got[0, 0], strict=True):
         y = (row @ rotation).tolist()
         limit = sorted(map(abs, y))[math.floor(0.8 * 16)]
@@ -155,10 +149,10 @@ def test_saws_hessian_by_hand() -> None:
     queries = [q for one in given for head in one.query.double() for q in head]
     moment = sum(torch.outer(q, q) for q in queries) / len(queries)
     moment = moment + 0.01 * moment.diagonal().mean() * torch.eye(8)
-    turn = saw_calibrated.hessian_rotation(given, 0.01)
+    turn = simulated.hessian_rotation(given, 0.01)
     torch.testing.assert_close(turn.T @ moment @ turn, torch.diag(torch.linalg.eigvalsh(moment).flip(0)))
     assert (turn.gather(0, turn.abs().argmax(0, keepdim=True)) > 0).all()
-    form = saw_calibrated.SawHessian(block=4).form(given)
+    form = simulated.SawHessian(block=4).form(given)
     whole = torch.block_diag(hadamard(4), hadamard(4)) @ turn
     x = given[0].keys[None]
     for row, found in zip(x.flatten(0, 2).double(), form.keys(x).flatten(0, 2).double(), strict=True):
@@ -171,20 +165,17 @@ def test_saws_kmeans_by_hand() -> None:
     torch.manual_seed(1)
     middle = torch.tensor([[20.0] * 8, [-20.0] * 8, [20.0, -20.0] * 4])
     x = middle[torch.arange(60) % 3] + torch.randn(60, 8) * 0.1
-    centres = saw_calibrated.kmeans(x, 3)
+    centres = simulated.kmeans(x, 3)
     order = torch.cdist(middle, centres).argmin(1)
     torch.testing.assert_close(centres[order], torch.stack([x[i::3].mean(0) for i in range(3)]))
-    got = saw_calibrated.residual(x[None, None], centres[None], None)[0, 0]
+    got = simulated.residual(x[None, None], centres[None], None)[0, 0]
     for i, row in enumerate(x):
         near = centres[order[i % 3]]
         torch.testing.assert_close(got[i].double(), near + int4_by_hand(row - near), rtol=1e-4, atol=1e-5)
     # A codebook of one is the mean.
-    torch.testing.assert_close(saw_calibrated.kmeans(x, 1)[0], x.mean(0))
-    plain = saw_calibrated.int4(x, None)
+    torch.testing.assert_close(simulated.kmeans(x, 1)[0], x.mean(0))
+    plain = simulated.int4(x, None)
     assert (got - x).abs().mean() < (plain - x).abs().mean() / 3
-
-
-FORM = LayerFormat(lambda x: x.float() * 0 + 1, lambda x: x.float() * 0 + 2, 3.0, 2.0, sink=2, recent=3, unit=2)
 
 
 def step(cache: SimulatedCache, count: int, value: float = 9.0) -> tuple[list[float], list[float]]:
@@ -209,66 +200,53 @@ def test_what_leaves_the_window_is_rounded_once() -> None:
     assert calls == [2, 2, 2, 2, 4, 4]
     assert cache.layers[0].rounded == 8
     assert cache.get_seq_length() == 14
-    with pytest.raises(NotImplementedError, match="for measuring only"):
+    with pytest.raises(NotImplementedError, match="cannot be cropped"):
         cache.crop(4)
-
-
-def test_steps_that_read_what_is_stored() -> None:
-    form = LayerFormat(FORM.keys, FORM.values, 3.0, 2.0, step_reads_stored=True)
-    cache = SimulatedCache(build("qwen3").config, [form] + [None] * 9)
-    assert step(cache, 3)[0] == [9.0] * 3
-    assert step(cache, 2)[0] == [1, 1, 1, 9, 9]
-    assert step(cache, 1) == ([1.0] * 6, [2.0] * 6)
 
 
 @pytest.mark.parametrize(
     ("name", "bits", "tokens", "rounded"),
     [
         # D = 32, 2 KV heads; 300 tokens, f32.
-        ("simulated-fp4", 4 + 8 / 16, 300, 300),
-        ("simulated-oscar", (2 + 32 / 32), 300, 0),
-        ("simulated-oscar:recent=100", (2 + 32 / 32), 300, 300 - 164),
-        ("simulated-saw-hessian", (4 + 32 / 32), 300, 300),
-        ("simulated-saw-kmeans:centroids=4", (4 + 40 / 32), 300, 300),
-        ("simulated-oscar-omni", (2 + 32 / 32) + 32 / 64 / 2, 300, 256),
-        ("simulated-turboquant-4:boundary=0", (4 + 16 / 32 + 4 + 32 / 32) / 2, 300, 300),
-        ("simulated-turboquant-3:boundary=0", (3 + 16 / 32 + 3 + 32 / 32) / 2, 300, 300),
+        ("FP4", 4 + 8 / 16, 300, 300),
+        ("Oscar", (2 + 32 / 32), 300, 0),
+        ("Oscar:recent=100", (2 + 32 / 32), 300, 300 - 164),
+        ("SawHessian", (4 + 32 / 32), 300, 300),
+        ("SawKMeans:centroids=4", (4 + 40 / 32), 300, 300),
+        ("OmniScaled", (2 + 32 / 32) + 32 / 64 / 2, 300, 256),
+        ("TurboQuant:boundary=0", (4 + 16 / 32 + 4 + 32 / 32) / 2, 300, 300),
+        ("TurboQuant:key_bits=3:value_bits=3:boundary=0", (3 + 16 / 32 + 3 + 32 / 32) / 2, 300, 300),
     ],
 )
 def test_bits_by_hand(monkeypatch, name, bits, tokens, rounded) -> None:
     model = build("qwen3")
-    monkeypatch.setattr(calibrated, "calibration_rows", lambda *args: [prompt(1, 40)[0].tolist()])
-    name, _, knob = name.partition(":")
-    rival = find_rival(name, {knob.split("=")[0]: int(knob.split("=")[1])} if knob else {})
-    cache = rival.prepare(model, object(), prompt(1, 8))()
+    monkeypatch.setattr(simulated, "calibration_rows", lambda *args: [prompt(1, 40)[0].tolist()])
+    other = find_other(f"evals.simulated:{name}")
+    cache = other.prepare(model, object(), prompt(1, 8))()
     with torch.inference_mode():
         model(prompt(1, tokens), past_key_values=cache)
-    code_bits, total = rival.bits(cache)
+    code_bits, total = other.bits(cache)
     assert total == pytest.approx((rounded * bits + (tokens - rounded) * 32) / tokens)
-    assert (
-        math.isnan(code_bits)
-        if not rounded
-        else code_bits == (int(name[-1]) if name[-1].isdigit() else 4 if "saw" in name else 2)
-    )
-    assert math.isnan(rival.held_bytes(cache))
+    assert math.isnan(code_bits) if not rounded else code_bits == (3 if "bits=3" in name else 2 if "O" in name else 4)
+    assert math.isnan(other.held_bytes(cache))
 
 
 def test_the_first_and_last_layers_stay_whole() -> None:
     model = build("qwen3", num_hidden_layers=5)
-    forms = RIVALS["simulated-turboquant-4"].forms(model, None, prompt(1, 8))  # type: ignore[attr-defined]
+    forms = simulated.TurboQuant().forms(model, None, prompt(1, 8))
     assert [form is not None for form in forms] == [False, False, True, False, False]
 
 
 def test_calibration_text_is_of_no_window(tokenizer) -> None:
-    rows = calibrated.calibration_rows(tokenizer, torch.zeros(1, 64, dtype=torch.long), 8192, 4096)
+    rows = simulated.calibration_rows(tokenizer, torch.zeros(1, 64, dtype=torch.long), 8192, 4096)
     assert [len(row) for row in rows] == [1024] * 8
     # A window that holds the end of the first row, from somewhere in it on.
     window = torch.tensor([[5] * 8 + rows[0][500:]])
-    others = calibrated.calibration_rows(tokenizer, window, 8192, 4096)
+    others = simulated.calibration_rows(tokenizer, window, 8192, 4096)
     assert rows[0] not in others
     assert len(others) == 8
     with pytest.raises(ValueError, match="nothing is left to calibrate"):
-        calibrated.calibration_rows(tokenizer, everything(tokenizer), 8192, 4096)
+        simulated.calibration_rows(tokenizer, everything(tokenizer), 8192, 4096)
 
 
 def everything(tokenizer) -> torch.Tensor:
@@ -277,43 +255,14 @@ def everything(tokenizer) -> torch.Tensor:
     return torch.tensor([[0] * (size - len(each)) + each for each in ids])
 
 
-def test_more_bits_diverge_less(monkeypatch) -> None:
-    model, tokens = build("qwen3", num_hidden_layers=5), prompt(2, 90)
-    given = {name: find_rival(name, {"boundary": 0}) for name in ("simulated-turboquant-4", "simulated-turboquant-3")}
-    nothing = {"simulated-oscar-omni": RIVALS["simulated-oscar-omni"]}
-    found = measure(model, tokens, given | nothing, prefill=60, chunk=4, batch_size=2)
-    four, three, whole = found.schemes
-    assert 0 < four.mean < three.mean
-    # Nothing has left the window of 255.
-    assert float(whole.kld.max()) < 1e-6
-    assert whole.bill.total_bits == 32
-    assert math.isnan(four.bill.held_bytes)
-    assert four.bill.bf16_bytes == found.baseline.bill.bf16_bytes
-
-
 def test_fp4_by_hand() -> None:
     """The block's scale is 2: 9 is within 6 of it, but not of 1. Ties go up; each block has a scale of its own."""
     x = torch.zeros(1, 1, 2, 32)
     x[0, 0, 0, :8] = torch.tensor([9.0, -0.5, 0.49, -1.5, 5.1, 10, -7, 2.4])
     x[0, 0, 0, 16:19] = torch.tensor([0.375, -0.1, 0.0])
-    found = fp4.rounded(x)
+    found = simulated.fp4(x)
     assert found[0, 0, 0, :8].tolist() == [8, -1, 0, -2, 6, 12, -8, 2]
     # 0.375 / 6 is a sixteenth.
     assert found[0, 0, 0, 16:19].tolist() == [0.375, -0.09375, 0.0]
     assert not found[0, 0, 1].any()
-    assert torch.equal(fp4.rounded(found), found)
-
-
-def test_heads_that_no_blocks_divide() -> None:
-    with pytest.raises(ValueError, match="multiples of 16 channels, got 24"):
-        RIVALS["simulated-fp4"].check(build("qwen3", head_dim=24).config)
-
-
-def test_heads_that_no_hadamard_matrix_rotates() -> None:
-    with pytest.raises(ValueError, match="power of two channels; the model's have 24"):
-        RIVALS["simulated-turboquant-4"].check(build("qwen3", head_dim=24).config)
-
-
-def test_no_tokenizer_no_calibration() -> None:
-    with pytest.raises(ValueError, match="calibrates on text; give the model's tokenizer"):
-        RIVALS["simulated-oscar"].prepare(build("qwen3"), None, prompt(1, 8))
+    assert torch.equal(simulated.fp4(found), found)

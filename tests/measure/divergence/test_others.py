@@ -1,4 +1,4 @@
-"""Transformers' own quantized caches among the schemes of `hfkvq kld`, and names that other commands refuse."""
+"""Caches of others among the schemes of `hfkvq kld`: Transformers' quantized ones, and classes by import path."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch
 from rich.console import Console
 from transformers.cache_utils import QuantizedCache, QuantizedLayer
 
-from hfkvq.measure.bench.generate.engines import STOCK, parse_engines
 from hfkvq.measure.divergence import measure
-from hfkvq.measure.divergence.naming import parse_measured, parse_scheme
+from hfkvq.measure.divergence.naming import QUANTIZED, find_other, held_tensors, parse_measured
 from hfkvq.measure.divergence.report import as_record, notes, table
-from hfkvq.measure.rivals import RIVALS, Rival
-from hfkvq.measure.rivals.stock import QUANTIZED, held_tensors
 from tests.caches.models import build, prompt
-from tests.command import flat, invoke
+from tests.command import assert_refused, flat, invoke
 
 
 class Bytes(QuantizedLayer):
@@ -37,11 +34,10 @@ def backend(monkeypatch):
     monkeypatch.setattr("transformers.cache_utils.QuantoQuantizedLayer", Bytes)
 
 
-def test_names_are_those_of_generation() -> None:
-    assert set(QUANTIZED) == {"quanto-2", "quanto-4", "hqq-2", "hqq-4"}
-    assert {name for name in STOCK if name.startswith(("quanto", "hqq"))} == set(QUANTIZED)
+def test_the_help_names_them() -> None:
     help_text = flat(invoke("kld", "--help").output)
-    assert all(name in help_text for name in RIVALS)
+    assert all(name in help_text for name in ("quanto-2", "quanto-4", "hqq-2", "hqq-4"))
+    assert set(QUANTIZED) == {"quanto-2", "quanto-4", "hqq-2", "hqq-4"}
 
 
 def test_a_real_cache_and_all_its_bytes(backend) -> None:
@@ -65,7 +61,7 @@ def test_what_is_held() -> None:
 def test_a_missing_package_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr("transformers.cache_utils.is_optimum_quanto_available", lambda: False)
     with pytest.raises(ImportError, match="pip install optimum-quanto"):
-        RIVALS["quanto-2"].check(build("qwen3").config)
+        QUANTIZED["quanto-2"].check(build("qwen3").config)
 
 
 def test_failures_of_a_package_are_told(backend, monkeypatch) -> None:
@@ -85,39 +81,40 @@ def test_quanto_itself() -> None:
     assert two.bill.held_bytes < four.bill.held_bytes < found.baseline.bill.held_bytes
 
 
-def test_rivals_have_knobs() -> None:
-    found = parse_measured(["simulated-oscar:recent=128:key_clip=0.9", "kivi-2"])
-    first = found["simulated-oscar:recent=128:key_clip=0.9"]
-    assert isinstance(first, Rival)
-    assert first.to_dict()["recent"] == 128
-    assert (first.to_dict()["key_clip"], first.to_dict()["simulated"]) == (0.9, True)
+def test_an_import_path_with_options() -> None:
+    found = find_other("evals.simulated:Oscar:recent=128:key_clip=0.9")
+    assert found.to_dict()["recent"] == 128
+    assert (found.to_dict()["key_clip"], found.to_dict()["simulated"]) == (0.9, True)
+    assert find_other("kivi-2:local_length=32") is None
+
+
+def test_any_cache_of_transformers() -> None:
+    model, tokens = build("qwen3"), prompt(2, 60)
+    (row,) = measure(model, tokens, parse_measured(["transformers:DynamicCache"]), prefill=40).schemes
+    assert float(row.kld.max()) < 1e-6
+    # The model is f32.
+    assert row.bill.total_bits == 32
+    with pytest.raises(ValueError, match="DynamicCache does not take these options"):
+        find_other("transformers:DynamicCache:rooms=3").check(model.config)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("simulated-oscar:recnt=1", "knob 'recnt' is unknown; did you mean 'recent'"),
-        ("simulated-oscar:recent=-1", "recent: got -1, allowed int of 0 or more"),
-        ("simulated-oscar:recent=much", "recent: got 'much'"),
-        ("simulated-turboquant-4:key_bits=9", "key_bits: got 9, allowed 1 to 8"),
-        ("quanto-2:axis=1", "knob 'axis' is unknown"),
+        ("evals.simulated:Oscar:recnt=1", "evals.simulated:Oscar does not take these options"),
+        ("evals.simulated:TurboQuant:key_bits=9", "key_bits: got 9, allowed 1 to 8"),
+        ("evals.simulated:Oskar", "cannot be imported"),
+        ("no_such_module:Oscar", "cannot be imported: No module named 'no_such_module'"),
+        ("math:sqrt", "math:sqrt is neither a transformers.Cache nor an OtherCache"),
+        ("quanto-2:axis=1", "quanto-2 has no options"),
     ],
 )
-def test_wrong_knobs(text, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_measured([text])
-
-
-def test_other_commands_refuse_them() -> None:
-    for refused in (lambda: parse_scheme("simulated-oscar"), lambda: parse_engines(["simulated-oscar"], [])):
-        with pytest.raises(ValueError, match="is simulated: it holds everything in full precision"):
-            refused()
-    with pytest.raises(ValueError, match="a cache of Transformers; hfkvq kld --schemes and hfkvq bench generate"):
-        parse_scheme("quanto-2")
+def test_wrong_paths_and_options(text, message) -> None:
+    assert_refused(invoke("kld", "--schemes", text), message)
 
 
 def test_reports_mark_simulated_rows() -> None:
-    given = parse_measured(["full", "simulated-turboquant-4:boundary=0"])
+    given = parse_measured(["full", "evals.simulated:TurboQuant:boundary=0"])
     found = measure(build("qwen3"), prompt(2, 60), given, prefill=40)
     about = {
         "model": "m",
@@ -130,7 +127,13 @@ def test_reports_mark_simulated_rows() -> None:
     full, four = record["rows"]
     assert (full["simulated"], full["about"]) == (False, None)
     assert (four["simulated"], four["held_bytes"]) == (True, None)
-    assert four["scheme"] == {"rival": "TurboQuant", "simulated": True, "key_bits": 4, "value_bits": 4, "boundary": 0}
+    assert four["scheme"] == {
+        "cache": "TurboQuant",
+        "simulated": True,
+        "key_bits": 4,
+        "value_bits": 4,
+        "boundary": 0,
+    }
     # Heads of 32; all 59 tokens that the cache was given are quantized.
     assert four["total_bits"] == pytest.approx(4 + 48 / 64)
     console = Console(width=100, file=io.StringIO())
