@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import json
 import os
@@ -480,52 +479,6 @@ def test_one_process_at_a_time_takes_along_what_came_meanwhile(monkeypatch):
         (["elsewhere"], "sm_80"),
         (["second", "third"], "sm_90"),
     ]
-
-
-@pytest.fixture
-def latents():
-    """Layers with latents of 4 bits, for which there is a kernel in CUDA C++, and of 8."""
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    from hfkvq.kernels.triton.warm import Order
-
-    shape = LayerShape(16, 1, 512, rope_dim=64)
-    plans = [layer_plan(get_scheme(name), shape, torch.bfloat16) for name in ("latent-4", "latent-8")]
-    return [Order(warm.normal(plan), 16, None, (1,)) for plan in plans]
-
-
-def test_what_is_not_tritons_is_there_before_a_step_is_captured(latents, monkeypatch):
-    """A kernel that launches choose is loaded by the thread that waits for the compiler, and no other."""
-    from hfkvq.kernels.triton import ahead
-    from hfkvq.kernels.triton import warm as own
-
-    asked = []
-    monkeypatch.setattr(own.cuda, "get_ready", lambda *given: asked.append(given))
-    for serves in (0, 1):
-        monkeypatch.setattr(own, "cuda_serves", lambda *given, serves=serves: serves)
-        others = functools.partial(own._load_cuda, latents[0], torch.device("cpu"))
-        ready = ahead.Beside(list, lambda: None, torch.device("cpu"), others).start()
-        assert ready.is_ready()
-        assert len(asked) == serves
-    assert asked == [(torch.bfloat16, torch.device("cpu"))]
-
-
-def test_warming_compiles_what_is_not_tritons(latents, monkeypatch, caplog):
-    from hfkvq.kernels.triton import warm as own
-
-    asked = []
-    monkeypatch.setattr(own.cuda, "code_of", asked.append)
-    assert [each.name for each in own._compile_cuda([*latents, *latents], own.GPUS[90])] == ["latent_attention"]
-    assert asked == [torch.bfloat16]
-    assert not list(own._compile_cuda(latents, own.GPUS[100]))
-    assert not list(own._compile_cuda(latents[1:], own.GPUS[90]))
-
-    def fails(dtype):
-        raise own.Unavailable("no NVRTC here.")
-
-    monkeypatch.setattr(own.cuda, "code_of", fails)
-    assert not list(own._compile_cuda(latents, own.GPUS[90]))
-    assert "no NVRTC here" in caplog.text
 
 
 def test_no_thread_to_be_had(monkeypatch):

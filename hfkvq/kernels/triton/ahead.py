@@ -145,7 +145,6 @@ class Beside:
         wanted: which they are.
         compile_them: compiles them into Triton's cache, without this process, and waits for it.
         device: whose they are.
-        others: gets ready what is not Triton's.
     """
 
     def __init__(
@@ -153,9 +152,8 @@ class Beside:
         wanted: Callable[[], Sequence[Wanted]],
         compile_them: Callable[[], None],
         device: torch.device,
-        others: Callable[[], None] = lambda: None,
     ) -> None:
-        self._wanted, self._compile, self._device, self._others = wanted, compile_them, device, others
+        self._wanted, self._compile, self._device = wanted, compile_them, device
         self._looked, self._done = threading.Event(), threading.Event()
         # Modules of kernels that were not there.
         self._missing: frozenset[str] = frozenset()
@@ -204,7 +202,6 @@ class Beside:
                 if missing:
                     self._compile()
                     missing = [each.kernel.__name__ for each in missing if not find(each)]
-                self._others()
             if missing:
                 logger.debug("not compiled ahead: %s", missing)
         except Exception as error:

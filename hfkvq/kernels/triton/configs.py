@@ -40,12 +40,11 @@ DEFAULTS: Mapping[str, Knobs] = {
     "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
     # Of latents programs have so many warps; programs_per_sm counts those of eight. stages: half as many steps are in
-    # flight, since words wait for the number of their page; with 4 none is. cuda: from how many tokens of all rows on
-    # the kernel in CUDA C++ serves where it can (latents of 4 bits, compute capability 9.0); 0 for never.
-    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8, "cuda": 0},
+    # flight, since words wait for the number of their page; with 4 none is.
+    "latent": {"programs_per_sm": 1, "stages": 5, "max_registers": 0, "step": 0, "warps": 8},
 }
 
-LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1, "cuda": 0}
+LEAST: Knobs = {"programs_per_sm": 1, "stages": 1, "max_registers": 0, "step": 0, "loose": 16, "warps": 1}
 """Smallest legal value of every knob."""
 
 MOST: Knobs = {"loose": 32}
@@ -62,7 +61,7 @@ defaults fit the 228 KB of shared memory a multiprocessor that 9.0 and 10.x have
 from what `evals/resources.py` counts, not measured: shared memory bounds stages times the programs that registers let
 in, and bandwidth a multiprocessor says how much has to be in flight at all, of which an A100 (8.0, 164 KB) needs half
 of what an H200 does, and others with 100 KB a third or less. Those of latents on 9.0 were measured on an H200
-(evals/results/latents-h200.json, latents-cuda-h200.json). Rows of names were found by ``hfkvq bench tune``, see
+(evals/results/latents-h200.json). Rows of names were found by ``hfkvq bench tune``, see
 `evals/parameters.py`.
 """
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cuda.latent import MOST, MOST_ROWS, CudaLatents, Shapes, kernel_of, resident_of, serves, splits_of
 from ..dispatch import reference
 from ..hadamard import block_of, factor_of, hadamard
 from ..pages import PageFormat, StoreFormat
@@ -99,22 +98,8 @@ def _plan(
     device: torch.device,
     rotate: int,
     edition: int,
-) -> LatentPlan | CudaLatents:
-    """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
-    given = (store, query, rope_dim, tail, blocks, scoring, device)
-    return _cuda_plan(*given) or _triton_plan(*given, rotate)
-
-
-def _triton_plan(
-    store: str,
-    query: Queries,
-    rope_dim: int,
-    tail: int,
-    blocks: int,
-    scoring: Scoring,
-    device: torch.device,
-    rotate: int,
 ) -> LatentPlan:
+    """Plan of a call: nothing here is asked again for another layer, or another step, of the same shape."""
     form = StoreFormat.parse(store)
     latents, rotary = form.runs[0]
     batch, heads, queries, width = query.shape
@@ -185,35 +170,6 @@ def _triton_plan(
     return LatentPlan(launch, merge, turn, part, (batch, heads, queries, dim), out_dtype)
 
 
-def cuda_serves(
-    form: StoreFormat, heads: int, dim: int, rope_dim: int, dtype: torch.dtype, device: torch.device, queries: int = 1
-) -> int:
-    """From how many tokens of all rows on the kernel in CUDA C++ serves; 0 for never."""
-    if capability(device) != (9, 0) or not serves(form, heads, dim, rope_dim, dtype, queries):
-        return 0
-    return lookup(device, "latent", key_of(*form.runs[0], dim, 16))["cuda"]
-
-
-def _cuda_plan(
-    store: str, query: Queries, rope_dim: int, tail: int, blocks: int, scoring: Scoring, device: torch.device
-) -> CudaLatents | None:
-    """The kernel in CUDA C++, which joins its splits itself; None where it does not serve."""
-    form = StoreFormat.parse(store)
-    batch, heads, queries, width = query.shape
-    dim, dtype = width - rope_dim, query.model_dtype
-    least = cuda_serves(form, heads, dim, rope_dim, dtype, device, queries)
-    plain = scoring.mask is None and not scoring.softcap and query.dtype == dtype and query.stride[-1] == 1
-    tokens = blocks * form.runs[0][0].page_size
-    if not plain or tokens > MOST or batch > MOST_ROWS or not 0 < least <= batch * tokens:
-        return None
-    kernel = kernel_of(dtype, device)
-    if kernel is None:
-        return None
-    splits, cluster = splits_of(batch, tokens, resident_of(kernel, device))
-    shapes = Shapes(batch, heads, blocks, splits, cluster, form.sink, tail, scoring.scaling, *query.stride[:2])
-    return CudaLatents(kernel, shapes, device)
-
-
 @lru_cache(maxsize=256)
 def _nest(store: str, masked: bool) -> Nest:
     """From queries, counters, four windows, the run's tensors, the mask if there is one, sums, tops and weights."""
@@ -252,8 +208,7 @@ def latent_wanted(
     stride = (queries * heads * width, queries * width, width, 1)
     query = Queries((1, heads, queries, width), stride, own, dtype)
     scoring = Scoring(None, None, width**-0.5, 0.0)
-    # Triton's serves masks and short rows, whatever else there is.
-    plan = _triton_plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate)
+    plan = _plan(form.spec, query, rope_dim, BLOCK, 1, scoring, device, rotate, edition())
     kinds = [own, torch.int32, *[dtype] * 4, torch.int32]
     for fmt, side, size in zip(form.runs[0], ("keys", "values"), (dim, rope_dim), strict=True):
         found = [kind or dtype for _, kind in fmt.shapes(side, 1, size).values()]
@@ -298,8 +253,6 @@ def latent_attention_triton(
     scoring = Scoring(None if mask is None else mask_kind(mask), sinks_kind(sinks), scaling, softcap)
     tail, blocks = windows[2].shape[2], runs[0].shape[1]
     plan = _plan(store, query, rope_dim, tail, blocks, scoring, q.device, rotate, edition())
-    if isinstance(plan, CudaLatents):
-        return plan(tensors, sinks)
     shape = plan.part
     part = torch.empty(shape, dtype=torch.float32, device=q.device)
     top = torch.empty(shape[:3], dtype=torch.float32, device=q.device)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..cuda import latent as cuda
-from ..cuda.rtc import Unavailable
 from ..norms import Balance
-from ..pages import SIDES, PageFormat, StoreFormat
+from ..pages import SIDES, PageFormat
 from ..step import StepPlan
 from ..step_tensors import Sealing
 from ._lib import Gpu, properties
@@ -22,7 +19,7 @@ from .decode import decode_wanted
 from .due import due_launch
 from .exact import exact_wanted
 from .hadamard import hadamard_wanted
-from .latent import cuda_serves, latent_wanted
+from .latent import latent_wanted
 from .moments import moments_wanted
 from .norms import norms_wanted
 from .products import qk_wanted
@@ -63,37 +60,7 @@ def begin(order: Order, device: torch.device) -> Beside | None:
         return None
     gpu = _gpu(device)
     every, compile_them = lambda: wanted(*order, device), lambda: compile_in_turn(order, gpu)
-    return Beside(every, compile_them, device, lambda: _load_cuda(order, device)).start()
-
-
-def _latents(order: Order) -> tuple[StoreFormat, int, int, int, torch.dtype] | None:
-    """Format, heads, dims and dtype of a layer with latents."""
-    plan, dtype = order.plan, DTYPES.get(order.plan.dtype)
-    if dtype is None or not plan.format.latent:
-        return None
-    return plan.format, order.query_heads // plan.fold, plan.key_dim, plan.value_dim, dtype
-
-
-def _load_cuda(order: Order, device: torch.device) -> None:
-    """Compiles and loads the kernel in CUDA C++ if steps will launch it: not while they are captured."""
-    latents = _latents(order)
-    if latents is not None and cuda_serves(*latents, device):
-        cuda.get_ready(latents[-1], device)
-
-
-def _compile_cuda(orders: Sequence[Order], gpu: Gpu) -> Iterator[Compiled]:
-    """Compiles kernels in CUDA C++ to where they are looked for, for a GPU that need not be there."""
-    latents = [each for each in map(_latents, orders) if each is not None]
-    served = (gpu.major, gpu.minor) == (9, 0)
-    for dtype in {each[-1] for each in latents if served and cuda.serves(*each)}:
-        begun = time.perf_counter()
-        try:
-            cuda.code_of(dtype)
-        except (Unavailable, OSError) as raised:
-            # Triton's kernel serves then.
-            logger.warning("%s was not compiled: %s", cuda.SOURCE.name, raised)
-        else:
-            yield Compiled("latent_attention", time.perf_counter() - begun, "")
+    return Beside(every, compile_them, device).start()
 
 
 def compile_in_turn(order: Order, gpu: Gpu) -> None:
@@ -129,7 +96,7 @@ def compile_now(orders: Sequence[Order], number: int | None) -> list[Compiled]:
     if INTERPRETED.value:
         raise ValueError("TRITON_INTERPRET: got 1, so kernels are interpreted and nothing is compiled; unset it.")
     gpu = GPUS[number] if number is not None else _gpu(torch.device("cuda", torch.cuda.current_device()))
-    return [*compile_elsewhere(lambda: orders, gpu), *_compile_cuda(orders, gpu)]
+    return compile_elsewhere(lambda: orders, gpu)
 
 
 def compile_missing(orders: Sequence[Order], device: torch.device, begin: Callable[[], object]) -> None:
@@ -143,8 +110,6 @@ def compile_missing(orders: Sequence[Order], device: torch.device, begin: Callab
         for name, _, error in compile_elsewhere(lambda: missing, gpu):
             if error:
                 logger.debug("%s: %s", name, error)
-    # Found on disk where it has been compiled.
-    list(_compile_cuda(orders, gpu))
 
 
 def _gpu(device: torch.device) -> Gpu:

@@ -53,7 +53,6 @@ GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
         "warps": (4, 8),
         "step": (64, 32, 0),
         "max_registers": (128, 0),
-        "cuda": (0, 1),
     },
 }
 """Values tried for each knob, one knob at a time, those that may bring most first; then the best of each together."""
