@@ -1,4 +1,4 @@
-"""What an attention call is given beside queries, keys and values, as one value."""
+"""Arguments of an attention call beside queries, keys and values, as one value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class AttentionArguments(NamedTuple):
-    """What an attention call is given beside queries, keys and values.
+    """Arguments of an attention call beside queries, keys and values.
 
     Attributes:
         scaling: factor on the logits.

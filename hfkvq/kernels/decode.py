@@ -33,9 +33,9 @@ def sealed_count(counters: Tensor, side: Side) -> Tensor:
 def newest_pages(
     store: StoreFormat, counters: Tensor, runs: Sequence[RunView], tokens: int
 ) -> tuple[Sequence[RunView], Tensor | None]:
-    """Of a store with a window the run with the blocks alone that the newest ``tokens`` of a row may stand in.
+    """The run of a windowed store, cut to the blocks in which the newest ``tokens`` of a row may lie.
 
-    Others' pages may hold something else by now.
+    Pages of older blocks may have been filled again.
 
     Returns:
         The runs, and i32 (B,), run tokens before the first block; None where there is no window, and all is as it was.

@@ -1,4 +1,4 @@
-"""What has left the windows: how many tokens of each row are to be sealed, and where in the tail they stand."""
+"""Tokens that have left the windows: how many of each row are to be sealed, and their slots in the tail."""
 
 from __future__ import annotations
 

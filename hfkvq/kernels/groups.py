@@ -89,7 +89,7 @@ class Groups:
         return scale.gather(0, best)[0], zero.gather(0, best)[0]
 
     def _rounds(self, scale: Tensor, zero: Tensor, fit: int) -> list[Tensor]:
-        """What candidates lose, and they themselves: of each ratio its rounds, one after the other."""
+        """Losses, scales and zeros of all candidates: for each ratio its rounds, one after the other."""
         rounds = []
         for left in reversed(range(ROUNDS)):
             code, slope, base = self._coded(scale, zero)
@@ -143,7 +143,7 @@ class Groups:
         return self._sum(self._units)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Of whole numbers that f32 holds; f64 holds their sums, and what is made of these."""
+        """Sum of whole numbers that f32 holds; f64 holds the sum and products of sums exactly."""
         return x.sum(self.dim, keepdim=True, dtype=torch.float64)
 
     def _stored(self, slope: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:

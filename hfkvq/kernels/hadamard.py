@@ -26,7 +26,7 @@ def block_of(rotate: int) -> int:
 
 
 def factor_of(rotate: int) -> float:
-    """What a rotation's sums and differences are multiplied by; 1 for none."""
+    """Factor on a rotation's sums and differences; 1 without a rotation."""
     return block_of(rotate) ** -0.5 if rotate else 1.0
 
 

@@ -11,7 +11,7 @@ from .dispatch import call, define, triton_slot
 @define("join", mutates=("out", "lse"))
 def _join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     top = torch.maximum(lse, other_lse)
-    # Of queries that see nothing on either side.
+    # A query that sees nothing on either side has -inf twice.
     top = top.masked_fill(top == -torch.inf, 0.0)
     own, more = torch.exp(lse - top), torch.exp(other_lse - top)
     total = (own + more).clamp(min=1e-30)

@@ -34,7 +34,7 @@ def step_mask(columns: Tensor) -> Tensor:
 
 
 def has_room(mask: Tensor) -> bool:
-    """Whether this is a `step_mask`."""
+    """True for a mask that `step_mask` made."""
     return hasattr(mask, ROOM)
 
 

@@ -1,4 +1,4 @@
-"""What a few queries pay each key: moments over the queries, for schemes that rank tokens by attention."""
+"""Attention that a few queries pay each key: moments over the queries, for schemes that rank tokens by attention."""
 
 from __future__ import annotations
 

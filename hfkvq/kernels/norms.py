@@ -27,7 +27,7 @@ DEVIATIONS, FACTORS = (1e-3, 1e3), (0.7408182206817179, 22026.465794806718)
 
 
 class Balance(NamedTuple):
-    """How pages are balanced; see `page_norms`.
+    """Balancing of pages; see `page_norms`.
 
     Attributes:
         rounds: how often rows and columns take turns.

@@ -36,7 +36,7 @@ _SPEC = re.compile(
 
 @dataclass(frozen=True)
 class PageFormat:
-    """How G tokens x D channels of one KV head become bytes.
+    """Format of a page: how G tokens x D channels of one KV head become bytes.
 
     A code is affine: ``x̂ = code * scale + zero`` in fp32, with scale and zero as stored (f16). Codes are fields of
     16-bit words: a token has ``E = ceil(D * bits / 16)`` words, and field f of word e, bits [f*bits, (f+1)*bits), holds
@@ -177,7 +177,7 @@ class PageFormat:
 
     @cached_property
     def whole(self) -> bool:
-        """Whether a page is sealed as a whole: something that it holds is of all its tokens."""
+        """True where a page is sealed as a whole, since a part of it depends on all its tokens."""
         return self.normed or (self.axis == "channel" and self.bits < 8)
 
     def words(self, head_dim: int) -> int:
@@ -313,7 +313,7 @@ class StoreFormat:
 
     @cached_property
     def ordered(self) -> bool:
-        """Whether run token j is the row's token ``sink + j`` (a single run)."""
+        """True where run token j is the row's token ``sink + j`` (a single run)."""
         return len(self.runs) == 1
 
     @cached_property

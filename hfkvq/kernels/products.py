@@ -58,7 +58,7 @@ def _sv_pages(probs: Tensor, table: Tensor, count: Tensor, parts: Sequence[Tenso
     form = PageFormat.parse(fmt)
     values = table_pages(parts, table, form, "values", head_dim)
     slot = torch.arange(table.shape[1] * form.page_size, device=probs.device).view(-1, 1, form.page_size, 1)
-    # Not 0 * value: what a reserved page holds may be NaN.
+    # Values are masked, not multiplied by 0: a reserved page may hold NaN.
     values = values.masked_fill(slot >= count[:, None, None, None, None], 0.0)
     probs = probs.unflatten(-1, (table.shape[1], form.page_size)).permute(0, 3, 1, 2, 4)
     return (probs.float() @ values).sum(1)

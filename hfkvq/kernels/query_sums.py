@@ -1,4 +1,4 @@
-"""What the queries of prompts add to a row's statistics: sums over ranges of tokens."""
+"""Sums of a prompt's queries over ranges of tokens, which join a row's statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _query_sums(q: Tensor, row: Tensor, start: Tensor, stop: Tensor, most: int, 
     token = torch.arange(q.shape[2], device=q.device)
     shown = (token >= start[:, None]) & (token < stop[:, None])
     x = (q if signed else q.abs())[row.long()].double()
-    # What other rows have may be anything, and reach nobody.
+    # Queries outside of the range may be NaN, so they are masked before the sum.
     return torch.where(shown[:, None, :, None], x, 0.0).sum(2).unflatten(1, (heads, -1)).mean(2)
 
 

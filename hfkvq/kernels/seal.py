@@ -49,7 +49,7 @@ class Rule(NamedTuple):
 
 
 def parse_rule(choose: str) -> Rule:
-    """What a rule's text says; raises ValueError where it is unknown."""
+    """Rule that a text names; raises ValueError where it is unknown."""
     name, *numbers = choose.split(":")
     try:
         if name in RULES and not numbers:
@@ -142,7 +142,7 @@ def _widths_of_ranges(keys: Tensor, fmt: PageFormat, q_abs: Tensor | None, rule:
     low = torch.where(finite, keys, torch.inf).amin(-2).float()
     high = torch.where(finite, keys, -torch.inf).amax(-2).float()
     score = (high - low).clamp(min=0.0)
-    # By tensors: CUDA divides by a number by multiplying with its rounded reciprocal.
+    # The divisor is a tensor: CUDA divides by a number by multiplying with its rounded reciprocal.
     score = score / torch.full_like(score, 3.0)
     if q_abs is not None:
         score = score * q_abs.float()[:, :, None]

@@ -1,4 +1,4 @@
-"""What has left a window: the one rule of what is to be sealed, for numbers, for Triton and for tensors.
+"""Rule of what is due: how many tokens have left a window, for numbers, for Triton and for tensors.
 
 A row's first tokens stand in the sink. Of the ``rest`` behind it the newest ``local`` stay as they are, and the others
 are sealed ``unit`` at a time.

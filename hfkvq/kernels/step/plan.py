@@ -1,4 +1,4 @@
-"""What a layer's buffer holds, and when its tokens are sealed: known before there is a tensor."""
+"""Plan of a layer's step buffer: its parts, and when tokens are sealed, known before there is a tensor."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class StepPlan:
 
     @property
     def sums_queries(self) -> bool:
-        """Whether queries, or their magnitudes, are summed."""
+        """True where queries, or their magnitudes, are summed."""
         return self.query in ("sum", "total", "signed")
 
     @property
     def weighs_channels(self) -> bool:
-        """Whether ``rule`` weighs channels by queries."""
+        """True where ``rule`` weighs channels by queries."""
         return self.query in ("sum", "total")
 
     def due(self, side: int, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""What the kernels share: how page tiles are laid out in registers, and a little launch plumbing."""
+"""Shared parts of kernels: layouts of page tiles in registers, and a little launch plumbing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 class Gpu(NamedTuple):
-    """What launchers ask about a GPU, by PyTorch's names."""
+    """Properties of a GPU that launchers read, by PyTorch's names."""
 
     name: str
     major: int
@@ -48,7 +48,7 @@ def stand_in(gpu: Gpu) -> None:
 
 
 def properties(device: torch.device) -> Any:
-    """What is known of a GPU: see `Gpu`."""
+    """Properties of a device's GPU, see `Gpu`."""
     return _ABSENT[0] if _ABSENT else torch.cuda.get_device_properties(device)
 
 
@@ -74,7 +74,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def dot_dtype(x: Tensor) -> tl.dtype:
-    """What matrix products with ``x`` are made in. The interpreter has no bf16 arithmetic: it dots the raw words."""
+    """Dtype of matrix products with ``x``. The interpreter has no bf16 arithmetic: it dots the raw words."""
     return DOT_DTYPES[x.dtype] if x.is_cuda else tl.float32
 
 
@@ -94,8 +94,8 @@ def cdiv(x: int, y: int) -> int:
 
 
 def power(x: int) -> int:
-    """The least power of two that is not below ``x``: what `tl.arange` takes."""
-    # Not Triton's own either.
+    """The least power of two that is not below ``x``, as `tl.arange` needs it."""
+    # Triton's own function costs microseconds at every launch, as does its `cdiv`.
     return 1 << max(0, x - 1).bit_length()
 
 
@@ -107,11 +107,11 @@ ALL_PARTS = (*PARTS, "exact", "exact_index")
 
 
 def page_tensors(parts: Sequence[Tensor], fmt: PageFormat) -> dict[str, Tensor | None]:
-    """What `load_page` takes of a side's tensors, by name; fp8 codes as bytes, None for what a format lacks."""
+    """Tensors of a side as `load_page` takes them, by name; fp8 codes as bytes, None for parts that a format lacks."""
     assert all(part.is_contiguous() for part in parts), "pages are contiguous"
     named = dict(zip(fmt.names, parts, strict=True))
     if fmt.bits == 8:
-        # Not every GPU that Triton knows has an fp8 type, but all have bytes.
+        # Bytes stand in for fp8, a type that some GPUs lack.
         named["codes"] = named["codes"].view(torch.uint8)
     return {name: named.get(name) for name in ALL_PARTS}
 
@@ -125,7 +125,7 @@ def page_kinds(fmt: PageFormat, side: Side, heads: int, head_dim: int, dtype: to
 
 
 def page_constants(fmt: PageFormat, side: Side, head_dim: int) -> dict[str, Any]:
-    """What `load_page` has to know of a side, by the names that kernels give it."""
+    """Constants of a side for `load_page`, by the names of the kernels' parameters."""
     return {
         "D": head_dim,
         "G": fmt.page_size,

@@ -28,7 +28,7 @@ from .tiles import put
 
 @triton.jit
 def twice(p_q, COLUMNS: tl.constexpr, SHARE: tl.constexpr):
-    """Where the queries of a KV head are, each in two columns, and which there are. ``p_q``: the first and a stride."""
+    """Addresses of a KV head's queries, each in two columns, and their mask. ``p_q``: the first one and a stride."""
     o_q = tl.arange(0, COLUMNS) // 2
     return p_q[0] + o_q * p_q[1], o_q < SHARE
 
@@ -115,7 +115,7 @@ def attend_digits(
             b_us = ()
             b_scales = keys.channel_meta(run[pair.K_SCALE], i_head, 0, D, G, G, EK, EK, FIELDS, 1)
             b_lows = keys.channel_meta(run[pair.K_ZERO], i_head, 0, D, G, G, EK, EK, FIELDS, 1)
-            # What zeros add.
+            # Zeros add the same to all tokens of a tile.
             b_even = tl.zeros([16, 8], tl.float32)
             b_odd = tl.zeros([16, 8], tl.float32)
             b_ones = tl.full([16, EK], 1.0, tl.float16)
@@ -186,7 +186,7 @@ def attend_digits(
             b_hi, b_lo = tl.split(tl.reshape(b_o, (EV, 4, 2)))
             b_o = (b_hi * 256 + b_lo).to(tl.float32)
             b_accs = put(b_accs, f, b_accs[f] * b_shrink[None, :] + b_o * b_grow[None, :])
-    # Of the uppermost field of a byte products have found 128 less.
+    # The uppermost field of a byte is signed: its products are 128 too low.
     b_lowest = tl.sum(b_least, 0)
     UPPER: tl.constexpr = 8 // BITS
     b_lower = b_lowest + (128.0 * 2.0 ** (BITS - 8)) * tl.sum(b_most, 0)

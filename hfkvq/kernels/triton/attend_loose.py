@@ -75,7 +75,7 @@ def attend_loose(
     o_m, m_m, p_head, masks, p_rows, m_w = query_rows(q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE, BM, MASK)
     o_r = tl.arange(0, BR)
 
-    # Asked for together; EARLY, counters may be a step behind, and are asked for anew.
+    # Counters and queries are loaded together. With EARLY counters may be a step behind, and are loaded again.
     i_start, i_length, n_k, n_v = loose_counters(counters, i_b, B, KIND, RUN, TOTAL)
     b_qs = query_fields(p_rows, m_w, D, K_FIELDS, EK, BEK, K_BITS, BM, ROTATE)
     if PDL:

@@ -87,10 +87,10 @@ def attend_pages(
         i_slot = i_step % STEPS * BT
         i_head = tl.load(table + i_b * n_table + i_step // STEPS).to(tl.int64) * H + i_h
         if EXACT > 0:
-            # Asked for now, used when logits of codes are done.
+            # The load starts now; its values are used when logits of codes are done.
             b_exact, b_places = keys.exact_keys(run[EXACT_AT], run[EXACT_AT + 1], i_head, EXACT, D, EK, BEK, K_FIELDS)
         if N4 > 0:
-            # Asked for now, used when the other bits are done.
+            # The loads start now; their values are used when the other bits are done.
             b_highs = ()
             b_raised = ()
             b_risen = ()
@@ -185,7 +185,7 @@ def attend_pages(
                 b_p = as_operand(b_p.to(DTYPE if V_BITS == 16 else tl.float16), SUB, BM)
                 b_ps = b_ps + (b_p,)
                 b_sum = tl.dot(b_ones, dotable(b_p), b_sum)
-                # Not before: registers are short while logits are made.
+                # Values are loaded no earlier: registers are short while logits are made.
                 o_slot = i_slot + h * PART + n * SUB + o_sub
                 b_vs = b_vs + values.value_fields(v_codes, i_head, o_slot, m_sub, DV, G, V_BITS, BEV, False)
             if V_NORM > 0:

@@ -1,4 +1,4 @@
-"""What programs of attention ask about a row: its counters, its tokens, its queries and their masks."""
+"""Reads of a row by programs of attention: its counters, its tokens, its queries and their masks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def row_counters(counters, i_b, B, RUN: tl.constexpr):
-    """Of a row: padding, tokens, and keys and values that stand in pages of a run.
+    """Counters of a row: padding, tokens, and keys and values in pages of a run.
 
-    Past the L1 cache, which must not keep what is written while this program waits.
+    Loads bypass the L1 cache, which must not keep values that change while this program waits.
     """
     p_row = counters + i_b
     p_run = p_row + (2 + 2 * RUN) * B
@@ -57,7 +57,7 @@ def last_past(i_length, o_m, n_q, o_last, WINDOW: tl.constexpr):
 
 @triton.jit
 def first_token(i_length, n_q, n_tokens, S: tl.constexpr, G: tl.constexpr, WINDOW: tl.constexpr):
-    """Of the loop's tokens the first one of a page that any query sees."""
+    """First token of the first page that any query sees, among the loop's tokens."""
     if WINDOW > 0:
         return tl.minimum(tl.maximum(i_length - n_q - WINDOW + 1 - S, 0), n_tokens) // G * G
     else:
@@ -77,10 +77,10 @@ def mask_start(i_start, i_length, mask, MASK: tl.constexpr, WINDOW: tl.constexpr
 def query_rows(
     q, mask, s_q, s_m, s_ml, L, i_b, i_h, i_m, n_q, SHARE: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """Of BM queries of a KV head: which they are, which there are, and where they are.
+    """Indices of BM queries of a KV head, a mask of those that exist, and their addresses.
 
-    Then their masks: where, how far on for each query, the stride of columns and how many there are. And for as many
-    queries as a product's left operand has rows, where they are and which there are.
+    Then their masks: address, offset of each query, stride of columns and their number. And for as many queries as a
+    product's left operand has rows, addresses and a mask of those that exist.
     """
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < SHARE * n_q

@@ -49,7 +49,7 @@ def decode_wanted(
         kinds += [torch.int32] * (1 if form.ordered else 2)
         for fmt, side, dim in ((keys, "keys", head_dim), (values, "values", value_dim)):
             found = [kind or dtype for _, kind in fmt.shapes(side, heads, dim).values()]
-            # Not every GPU that Triton knows has an fp8 type.
+            # Bytes stand in for fp8, a type that some GPUs lack.
             kinds += [torch.int16 if kind == torch.float8_e4m3fn else kind for kind in found]
     sums = [torch.float32] * 3
     seen: list[Mapping[str, Any]] = []

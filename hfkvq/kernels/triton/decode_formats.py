@@ -1,4 +1,4 @@
-"""Which formats decode attention has tiles for, their constants, and how programs share the pages."""
+"""Formats that decode attention has tiles for, their constants, and how programs share the pages."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def split_counts(pages: tuple[int, ...], rows: int, resident: int, loose: int = 
 
 
 def takes_open(keys: PageFormat, values: PageFormat) -> bool:
-    """Whether the page loop takes pages of these formats that are not full.
+    """True where the page loop takes pages of these formats that are not full.
 
-    Their empty slots have scales and minima of 0, or what a token that is gone has left there: nothing that is no
-    number, as there may be in codes of 8 and 16 bits.
+    Empty slots have scales and minima of 0, or those of a token that is gone: always finite, unlike codes of 8 and 16
+    bits.
     """
     return not keys.whole and not values.whole and max(keys.bits, values.bits) < 8
 
 
 def takes_digits(keys: PageFormat, values: PageFormat, head_dim: int, value_dim: int) -> bool:
-    """Whether the page loop makes integer products of these formats, where queries are few enough.
+    """True where the page loop makes integer products of these formats, if queries are few enough.
 
-    Where it was measured to be faster: 2-bit keys with scales of their own by channel and page, and 4-bit keys by
+    These were measured to be faster: 2-bit keys with scales of their own by channel and page, and 4-bit keys by
     token; values likewise by token, and nothing raised.
     """
     if keys.bits != values.bits or keys.bits not in (2, 4) or (keys.axis == "channel") != (keys.bits == 2):
@@ -112,7 +112,7 @@ def _low_bit(x: int) -> int:
 
 
 def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
-    """Whether fields of this side are tiles: at least sixteen elements, and whole groups of scales."""
+    """True where fields of this side are tiles: at least sixteen elements, and whole groups of scales."""
     if fmt.bits == 16:
         return _low_bit(head_dim) >= 16
     if fmt.bits == 8:
@@ -135,7 +135,7 @@ def _side_is_served(fmt: PageFormat, side: Side, head_dim: int) -> bool:
 
 @lru_cache(maxsize=1024)
 def is_served(store: str, head_dim: int, value_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `decode_kernel` takes a store of this format; `dequantized_decode` takes the others."""
+    """True where `decode_kernel` takes a store of this format; `dequantized_decode` takes the others."""
     form = StoreFormat.parse(store)
     if dtype not in DTYPES or max(head_dim, value_dim) > 256:
         return False

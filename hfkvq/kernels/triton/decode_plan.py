@@ -1,4 +1,4 @@
-"""What a shape and a format make of the programs of decode attention: launches and their merge, planned once."""
+"""Plans of decode attention: launches and their merge for a shape and a format, made once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .pair_format import KEY_TENSORS, VALUE_TENSORS, PairFormat
 
 
 class Plan(NamedTuple):
-    """What launches need besides addresses.
+    """Numbers that launches need beside addresses.
 
     Attributes:
         launches: one for two runs each.
@@ -57,7 +57,7 @@ class Queries(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What becomes of logits: see `mask_kind`, `sinks_kind`, and `decode_attention` for the factor and the cap."""
+    """Treatment of logits: see `mask_kind`, `sinks_kind`, and `decode_attention` for the factor and the cap."""
 
     mask: MaskKind | None
     sinks: tuple[int, torch.dtype] | None
@@ -245,7 +245,7 @@ def plan_of(
 
 @lru_cache(maxsize=256)
 def table_places(store: str) -> tuple[int, ...]:
-    """Where the runs' tables stand among their tensors."""
+    """Places of the runs' tables among their tensors."""
     form, at, found = StoreFormat.parse(store), 0, []
     for keys, values in form.runs:
         found.append(at)
@@ -265,7 +265,7 @@ def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool, mapped: bool) -
     def nest(given: Sequence[Any]) -> tuple[Any, ...]:
         parts = given[6 : 6 + end]
         if isinstance(given[0], Tensor):
-            # Not every GPU that Triton knows has an fp8 type.
+            # Bytes stand in for fp8, a type that some GPUs lack.
             parts = [x.view(torch.uint8).view(torch.int16) if x.dtype == torch.float8_e4m3fn else x for x in parts]
         runs = tuple([each(parts) for each in pick])
         mask = given[6 + end] if masked else given[0]
@@ -276,7 +276,7 @@ def _nest(form: StoreFormat, own: tuple[int, ...], masked: bool, mapped: bool) -
 
 
 def _order(keys: PageFormat, values: PageFormat, ordered: bool) -> list[int]:
-    """Which of a run's flat tensors the kernel takes, in its order; the table stands for what a format lacks."""
+    """Indices of a run's flat tensors in the kernel's order; the table stands for parts that a format lacks."""
     first = 1 if ordered else 2
     key = {name: first + i for i, name in enumerate(keys.names)}
     value = {name: first + len(key) + i for i, name in enumerate(values.names)}

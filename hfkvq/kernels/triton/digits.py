@@ -26,8 +26,8 @@ def bytes_of(b_w):
     """int16 [R, N] as bytes int8 [2R, N], lower ones first."""
     R: tl.constexpr = b_w.shape[0]
     N: tl.constexpr = b_w.shape[1]
-    # Not a join, from which the compiler would conclude that these were nibbles; nor an axis added by indexing, which
-    # would stand in a layout of its own.
+    # Bytes are shifted apart: from a join the compiler would conclude that these were nibbles, and an axis added by
+    # indexing would have a layout of its own.
     o_shift = tl.reshape((tl.arange(0, 2) * 8).to(tl.int16), (1, 2, 1))
     b_bytes = (tl.broadcast_to(tl.reshape(b_w, (R, 1, N)), (R, 2, N)) >> o_shift).to(tl.int8)
     return tl.reshape(b_bytes, (2 * R, N))
@@ -134,7 +134,7 @@ def field_bytes(b_w, BITS: tl.constexpr):
 
 @triton.jit
 def larger(b_x, b_y):
-    """Of f16 numbers the larger magnitude."""
+    """Larger of two magnitudes, f16."""
     if INTERPRETED:
         return tl.maximum(tl.abs(b_x), tl.abs(b_y))
     else:
@@ -221,7 +221,7 @@ def weight_digits(b_n, BT: tl.constexpr):
             constraints="=r,r,r",
             args=[b_n],
             dtype=tl.int16,
-            # Not element by element: it must not be moved to where tiles stand otherwise.
+            # The instruction works on a whole warp: it must not be moved to where tiles have another layout.
             is_pure=False,
             pack=2,
         )

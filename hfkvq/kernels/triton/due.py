@@ -1,4 +1,4 @@
-"""What has left the windows, counted on the GPU: one row a program."""
+"""Tokens that have left the windows, counted on the GPU: one row a program."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def unpack8(b_w, AGAIN: tl.constexpr = False):
     if INTERPRETED:
         b_low = (((b_w << 8) & -0x8000) | ((b_w & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
         b_high = ((b_w & -0x8000) | ((b_w >> 1) & 0x3F80)).to(tl.int16).to(tl.float16, bitcast=True)
-        # As the instruction has it.
+        # NaN, as the instruction decodes these codes.
         b_low = tl.where((b_w & 0x7F) == 0x7F, float("nan"), b_low * 256.0)
         b_high = tl.where((b_w & 0x7F00) == 0x7F00, float("nan"), b_high * 256.0)
         return b_low.to(tl.float16), b_high.to(tl.float16)
@@ -187,19 +187,19 @@ def unpack8(b_w, AGAIN: tl.constexpr = False):
 
 @triton.constexpr_function
 def weight(f, bits):
-    """What field ``f`` has to be multiplied by, beside `field_unit`, to be its code."""
+    """Factor that turns field ``f`` into its code, beside `field_unit`."""
     return {2: 0.25 ** (f % 5), 4: 0.0625 ** (f % 2)}.get(bits, 1.0)
 
 
 @triton.constexpr_function
 def field_unit(bits):
-    """What every field has to be multiplied by to be its code (or its number, for 8 and 16 bits)."""
+    """Factor that turns every field into its code (or its number, for 8 and 16 bits)."""
     return 16777216.0 if bits < 8 else 1.0
 
 
 @triton.constexpr_function
 def key_unit(bits):
-    """What raw logits of `pages.half_queries` have to be multiplied by."""
+    """Factor on raw logits of `pages.half_queries`."""
     return 1.0 if bits == 16 else field_unit(bits) / 0.125
 
 
@@ -219,13 +219,13 @@ def fields_of(head_dim, bits):
 @triton.constexpr_function
 def first_channel(f, words, bits):
     """Channel of the first element of field ``f`` of so many elements."""
-    # Of 8 bits two fields share words: the low and the high bytes.
+    # Two fields of 8 bits share words: the low and the high bytes.
     return f // 2 * (2 * words) + f % 2 if bits == 8 else f * words
 
 
 @triton.constexpr_function
 def is_whole(f, head_dim, words, block, bits):
-    """Whether a field fills its tile and the head has all of its channels."""
+    """True where a field fills its tile and the head has all of its channels."""
     return words == block and first_channel(f, words, bits) + (2 if bits == 8 else 1) * (words - 1) < head_dim
 
 
@@ -256,7 +256,7 @@ def unpacked_fields(
     MASKED: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
     """Fields of 8 or 16 bits at slots of a page, channels along AXIS; with MASKED, 0 where ``m_t`` says so."""
-    # Of 8 bits two elements make a word.
+    # Two elements of 8 bits make a word.
     ROW: tl.constexpr = D // 2 if BITS == 8 else D
     o_e = tl.arange(0, BE)
     b_fields = ()

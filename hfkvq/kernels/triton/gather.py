@@ -70,7 +70,7 @@ def gather_pages_kernel(
     i_b, i_h = i_bh // H, i_bh % H
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     i_page, i_slot = i_t // CHUNKS, i_t % CHUNKS * BT
-    # Asked for together: a program's time is for the most part what it waits for, one thing after the other.
+    # The loads start together: most of a program's time is waiting for one after the other.
     n = tl.load(counters + COUNTER * B + i_b)
     i_start = tl.load(counters + i_b)
     i_length = tl.load(counters + B + i_b)
@@ -153,7 +153,7 @@ def gather_windows_kernel(
 
 
 def _constants(form: StoreFormat, side: Side, heads: int, head_dim: int) -> dict[str, Any]:
-    """What both kernels know, by name."""
+    """Arguments of both kernels, by name."""
     rotate = form.rotate_values if side == "values" else form.rotate_keys
     constants = {"H": heads, "S": form.sink, "WINDOW": form.window, "ROTATE": rotate}
     # The reference multiplies and adds, and rounds both.
@@ -161,7 +161,7 @@ def _constants(form: StoreFormat, side: Side, heads: int, head_dim: int) -> dict
 
 
 def _page_constants(form: StoreFormat, run: int, side: Side, head_dim: int) -> dict[str, Any]:
-    """What `gather_pages_kernel` knows of a run besides."""
+    """Further arguments of `gather_pages_kernel` for a run."""
     at = int(side == "values")
     fmt: PageFormat = form.runs[run][at]
     block = page_block(fmt, head_dim, TILE, 1)

@@ -29,7 +29,7 @@ def join_kernel(
     b_own = tl.load(lse + i_bh * Q + o_q, mask=m_q, other=0.0)
     b_more = tl.load(other_lse + i_bh * Q + o_q, mask=m_q, other=0.0)
     b_top = tl.maximum(b_own, b_more)
-    # Of queries that see nothing on either side.
+    # A query that sees nothing on either side has -inf twice.
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
     m_own, m_more = m_x & (b_own > float("-inf"))[:, None], m_x & (b_more > float("-inf"))[:, None]
     b_own, b_more = tl.exp(b_own - b_top), tl.exp(b_more - b_top)

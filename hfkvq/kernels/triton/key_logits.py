@@ -94,7 +94,7 @@ def in_eights(b_pair, E: tl.constexpr):
 
 @triton.jit
 def channel_biases(b_qs, b_zeros, BITS: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, TILES: tl.constexpr):
-    """What zeros of channels add to the raw logits of one tile or two, the same for all tokens of each: [8, BM] twice.
+    """Biases that zeros of channels add to the raw logits of one tile or two, alike for their tokens: [8, BM] twice.
 
     Rows are alike: a product's columns stand where the logits' do, whatever the row. ``b_zeros`` has vectors by field
     for one tile, pairs of them for two.

@@ -24,7 +24,7 @@ from .merge import SPLITS, MaskKind, mask_kind, mask_words, merge_launch, sinks_
 
 
 class LatentPlan(NamedTuple):
-    """What launches need besides addresses.
+    """Numbers that launches need beside addresses.
 
     Attributes:
         attend: attends to a split of a row.
@@ -45,7 +45,7 @@ class LatentPlan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def is_served(store: str, dim: int, rope_dim: int, dtype: torch.dtype) -> bool:
-    """Whether `latent_kernel` takes a store of this format; the reference takes the others."""
+    """True where `latent_kernel` takes a store of this format; the reference takes the others."""
     form = StoreFormat.parse(store)
     (latents, rotary), page = form.runs[0], form.runs[0][0].page_size
     if dtype not in DTYPES or form.rotate_values or page not in (32, 64, 128, 256, 512):
@@ -56,7 +56,7 @@ def is_served(store: str, dim: int, rope_dim: int, dtype: torch.dtype) -> bool:
 
 
 def _is_side_served(fmt: PageFormat, dim: int) -> bool:
-    """Whether fields are tiles: at least sixteen elements, and whole groups of scales."""
+    """True where fields are tiles: at least sixteen elements, and whole groups of scales."""
     tile = min(dim * fmt.bits // 16, 128)
     if fmt.bits == 2 or fmt.whole or tile < 16:
         return False
@@ -74,7 +74,7 @@ def _rotates(form: StoreFormat) -> int:
 
 
 def _turns_apart(rotate: int) -> bool:
-    """Whether a kernel of its own rotates back: the merge would need all channels of so long a block in one program.
+    """True where a kernel of its own rotates back: the merge would need all channels of so long a block in one program.
 
     A row's splits would then be read by as many programs as it has queries, and most of a GPU would wait.
     """
@@ -83,7 +83,7 @@ def _turns_apart(rotate: int) -> bool:
 
 def _tile(bits: int, warps: int) -> int:
     """Most words of a tile: what is unpacked at a time stands in registers until its products are done."""
-    # Of 4 bits a product's columns have to go round: eight a warp.
+    # Columns of a product over 4-bit words must suffice for all warps: eight each.
     return {16: 128, 8: 64}.get(bits, max(16, 8 * warps))
 
 

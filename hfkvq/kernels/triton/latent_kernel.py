@@ -58,7 +58,7 @@ def fields_in(bits):
 
 @triton.constexpr_function
 def place(i, f, bits, parts):
-    """Where field ``f`` of words' tile ``i`` stands among all fields, which are in order of their channels."""
+    """Index of field ``f`` of words' tile ``i`` among all fields, in order of their channels."""
     return f * parts + i if bits < 8 else i * (16 // bits) + f
 
 
@@ -243,10 +243,10 @@ def new_state(
     D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Nothing attended to yet: sums of latents by field, sums of probabilities, and what both are relative to."""
+    """State before the first token: sums of latents by field, of probabilities, and the logit that both are relative to."""
     E: tl.constexpr = tile_of(D, BITS, TILE)
     SUMS: tl.constexpr = 1 + D // GROUP if BITS == 4 else 1
-    # Of fewer tokens than warps have rows, each row is a slot.
+    # With fewer tokens than warps have rows, each row is a slot.
     SLOTS: tl.constexpr = WARPS if BT >= 16 * WARPS else BT // 8
     b_sums = ()
     for _ in tl.static_range(SUMS):
@@ -266,7 +266,7 @@ def attended(
     b_s = side_logits(b_rs, b_rotary, (), b_rope_meta, log2_scaling, R, ROPE_BITS, R, TILE)
     b_s += side_logits(b_ws, b_halves, b_totals, b_meta, log2_scaling, D, BITS, GROUP, TILE)
     b_s = visible_logits(b_s, o_x, m_t, o_last, o_last, masks, i_start, softcap, MASK, ROWS, SOFTCAP, 0)
-    # Nothing is rescaled for a maximum that hardly moves.
+    # Sums are rescaled only when the maximum has moved far.
     if tl.max(b_s - tl.maximum(b_top, LEAST)[None, :]) > STRETCH:
         b_new = tl.maximum(b_top, tl.max(b_s, 0))
         b_shrink = tl.exp2(b_top - tl.maximum(b_new, LEAST))
@@ -354,7 +354,7 @@ def attend_pages_of_split(
         o_j = i_step * BT + o_t
         m_t = o_j < n_tokens
         i_page = tl.load(p_table + i_step // STEPS).to(tl.int64)
-        # What was never written may be NaN, which no probability of 0 takes away; codes of 4 bits are never.
+        # Slots that were never written may hold NaN, which a probability of 0 does not remove; 4-bit codes cannot.
         p_c = run[1] + i_page * (G * D * BITS // 16) + o_slot * (D * BITS // 16)
         p_r = run[4] + i_page * (G * R * ROPE_BITS // 16) + o_slot * (R * ROPE_BITS // 16)
         b_rs = words(p_r, m_t, R, ROPE_BITS, TILE, False)
@@ -424,7 +424,7 @@ def latent_kernel(
     n_q = QUERIES if SEVERAL else 1
     i_row = (i_b * SPLITS + i_s) * (HEADS * n_q)
     outs = (out, out_top, out_sum)
-    # As for one KV head of all query heads.
+    # Rows are those of one KV head that all query heads share.
     o_m = i_m * BM + tl.arange(0, BM)
     m_m = o_m < HEADS * n_q
     p_q = q + i_b * s_qb + o_m // n_q * s_qh + o_m % n_q * s_qt

@@ -1,4 +1,4 @@
-"""What a multiprocessor has room for, by compute capability: CUDA C++ Programming Guide, "Technical Specifications"."""
+"""Limits of a multiprocessor by compute capability: CUDA C++ Programming Guide, "Technical Specifications"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RESERVED = 1024
 
 
 class Limits(NamedTuple):
-    """Of a multiprocessor.
+    """Limits of a multiprocessor.
 
     Attributes:
         shared: bytes of shared memory.

@@ -51,7 +51,7 @@ def merge_kernel(
     for i_s in range(0, SPLITS, BS):
         p_s = i_row + (i_s + o_s) * n_rows
         b_tops = tl.load(part_top + p_s, mask=i_s + o_s < SPLITS, other=float("-inf"))
-        # Asked for without waiting for the maxima. [BS, BD]
+        # The load does not wait for the maxima. [BS, BD]
         m_part = (i_s + o_s < SPLITS)[:, None] & (o_d < DV)[None, :]
         b_part = tl.load(part + p_s[:, None] * DV + o_d[None, :], mask=m_part, other=0.0)
         # A split without tokens stores a top of -inf and nothing else.
@@ -130,7 +130,7 @@ def _without_sinks(given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def sinks_kind(sinks: Tensor | None) -> tuple[int, torch.dtype] | None:
-    """What `merge_launch` has to know of sinks."""
+    """Kind of attention sinks, for `merge_launch`."""
     return None if sinks is None else (sinks.shape[0], sinks.dtype)
 
 
@@ -151,7 +151,7 @@ class MaskKind(NamedTuple):
 
 
 def mask_kind(mask: Tensor) -> MaskKind:
-    """What kernels have to know of a mask. Of one with `ROOM` it is the same while that lasts."""
+    """Kind of a mask, for kernels; a mask with `ROOM` keeps it while its columns fit."""
     strides = tuple([stride if size > 1 else 0 for stride, size in zip(mask.stride(), mask.shape, strict=True)])
     return MaskKind(2 if mask.is_floating_point() else 1, mask.dtype, getattr(mask, ROOM, mask.shape[-1]), strides)
 

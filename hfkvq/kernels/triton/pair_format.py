@@ -1,4 +1,4 @@
-"""What attention's kernels know of a run: constants of its pair of formats, and where its tensors stand."""
+"""Constants of a run's pair of formats for attention's kernels, and the places of its tensors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ PROGRAMS_PER_SM = 8
 
 @triton.jit
 def place_of(i_block, n, o_t, G: tl.constexpr, BT: tl.constexpr):
-    """Of a block of BT tokens: its page, its first slot, its tokens and which of them the row has."""
+    """Place of a block of BT tokens: its page, its first slot, its tokens and a mask of those that the row has."""
     CHUNKS: tl.constexpr = (G + BT - 1) // BT
     i_slot = i_block % CHUNKS * BT
     o_j = i_block // CHUNKS * G + i_slot + o_t
@@ -153,7 +153,7 @@ def _constants(form: PageFormat, side: Side, head_dim: int, dtype: torch.dtype, 
 
 
 def _is_too_wide(head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether a head's tiles outgrow shared memory."""
+    """True where a head's tiles outgrow shared memory."""
     return power(head_dim) > (512 if dtype == torch.float32 else 1024)
 
 
@@ -166,7 +166,7 @@ def _grid(x: Tensor, blocks: int, constants: dict[str, Any]) -> tuple[int, int, 
 
 
 def _launch(kernel: Any, grid: tuple[int, int, int], x: Tensor, table: Tensor, count: Tensor, **rest: Any) -> None:
-    """What both kernels take of queries or weights ``x``, and ``rest`` by name."""
+    """Arguments of both kernels for queries or weights ``x``, and ``rest``, by name."""
     _, heads, rows, _ = x.shape
     strides = dict(zip(("s_xb", "s_xh", "s_xm"), x.stride(), strict=False))
     named = {"table": table.contiguous(), "count": count.contiguous(), "N": table.shape[1]}

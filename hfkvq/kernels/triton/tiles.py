@@ -1,4 +1,4 @@
-"""How tiles of a matrix product stand in the registers of one warp.
+"""Layouts of a matrix product's tiles in the registers of one warp.
 
 Which tensor comes in which layout is the compiler's choice; what is written here leads it to layouts in which no value
 has to move between lanes.
@@ -92,7 +92,7 @@ def as_operand(b_p, BT: tl.constexpr, BM: tl.constexpr):
             constraints="=r,r",
             args=[b_p],
             dtype=b_p.dtype,
-            # Not element by element: it must not be moved to where tiles stand otherwise.
+            # The instruction works on a whole warp: it must not be moved to where tiles have another layout.
             is_pure=False,
             pack=2,
         )

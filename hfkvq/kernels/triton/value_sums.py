@@ -44,7 +44,7 @@ def value_fields(
         else:
             return unpack4(b_w)
     else:
-        # What was never written may be NaN.
+        # Slots that were never written may hold NaN.
         return unpacked_fields(codes, i_head, o_slot, m_t, D, G, BITS, BE, MASKED, 0)
 
 

@@ -27,7 +27,7 @@ def store_slots(index, i_b, i_total, W, M, BM: tl.constexpr):
 
 
 def window_numbers(sealing: Sealing) -> dict[str, int]:
-    """What is sealed, as kernels name it."""
+    """Numbers of a sealing rule, by the names of the kernels' parameters."""
     names = ("LOCAL_K", "LOCAL_V", "UNIT_K", "UNIT_V", "MK", "MV")
     return dict(zip(names, (*sealing.local, *sealing.unit, *sealing.most), strict=True))
 

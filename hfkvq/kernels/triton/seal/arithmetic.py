@@ -1,4 +1,4 @@
-"""What kernels that seal share: loads of tokens by field, and the arithmetic of scales and codes.
+"""Shared parts of kernels that seal: loads of tokens by field, and the arithmetic of scales and codes.
 
 The source is read once. A tile has an axis for the fields of a word, so that packing is shifts and a sum over it, and
 all of a group in few threads, so that ranges take few shuffles.
@@ -121,7 +121,7 @@ def affine_codes(b_x, b_inverse, b_zero, levels):
 
 @triton.jit
 def is_wide(b_low, b_high):
-    """Whether any group's range leaves f16 (scalar)."""
+    """True where any group's range leaves f16 (scalar)."""
     m_wide = (b_low < -F16_MAX) | (b_high > F16_MAX)
     if INTERPRETED:
         # GPUs leave NaN out of a minimum, and so do some interpreters; others return it.

@@ -111,7 +111,7 @@ def seal_channel_kernel(
     i_head = tl.load(table + i_b * N + i_token // G).to(tl.int64) * H + i_h
     i_slot = i_token % G
 
-    # What the compiler can see of C is contiguous by VEC, or it would load more at a time and leave lanes to tokens.
+    # Offsets in C are visibly contiguous by VEC; else the compiler loads more at a time and leaves lanes to tokens.
     o_i = tl.arange(0, C)
     o_v = o_i // VEC
     o_e = i_e * BE + o_v % (BE // VEC) * VEC + o_i % VEC
@@ -317,7 +317,7 @@ def seal_channel_kernel(
 
 
 def ranks_in_kernel(form: PageFormat, head_dim: int) -> bool:
-    """Whether one program can hold a page, in the order of the rule's sums."""
+    """True where one program can hold a page, in the order of the rule's sums."""
     tile = form.page_size * fields_of(form.bits) * power(form.words(head_dim))
     return form.page_size == power(form.page_size) and form.group_size == power(form.group_size) and tile <= MAX_TILE
 

@@ -146,7 +146,7 @@ def judged(
     b_inverse = tl.where(b_slope > 0.0, b_inverse, 0.0) * UNIT
     b_slope, b_base = b_slope * UNITS, b_base * UNITS
     b_code, b_lost = codes_and_errors(b_units, b_slope, b_base, b_inverse, LEVELS, POWER, BITS)
-    # What an element has that counts for nothing, and how many these are.
+    # Code and error of elements that count for nothing, and the number of these.
     b_none, b_more = codes_and_errors(tl.zeros_like(b_slope), b_slope, b_base, b_inverse, LEVELS, POWER, BITS)
     ALL: tl.constexpr = b_units.shape[FIRST] * (1 if SECOND is None else b_units.shape[SECOND])
     b_rest = ALL - b_count
@@ -215,7 +215,7 @@ def fit_scale(
             b_base = b_sum.to(tl.float32) * UNIT - rounded_product(b_slope, b_c.to(tl.float32))
             b_base = divide(b_base, tl.maximum(b_count, 1).to(tl.float32))
             b_scale, b_zero = to_stored(b_slope, b_base, b_low, b_step)
-        # What the last round would make is not looked at.
+        # The last round only judges: its new scale is not used.
         b_slope, b_base = from_stored(b_scale, b_zero, b_low, b_per_step)
         b_lost, _, _, _ = judged(b_units, b_slope, b_base, b_count, LEVELS, FIT, SIZE, FIRST, SECOND, False)
         m_less = b_lost < b_least

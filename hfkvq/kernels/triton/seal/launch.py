@@ -167,7 +167,7 @@ def _launch(
     def nest(tensors: Sequence[Any]) -> tuple[Any, ...]:
         parts = [None if i is None else tensors[i] for i in at]
         if isinstance(parts[0], Tensor) and form.bits == 8:
-            # Not every GPU that Triton knows has an fp8 type, but all have bytes.
+            # Bytes stand in for fp8, a type that some GPUs lack.
             parts[0] = parts[0].view(torch.uint8)
         return *parts, *tensors[end - 5 : end], *[None if i is None else tensors[i] for i in optional]
 

@@ -1,4 +1,4 @@
-"""Which channels of a page are raised: scores, ranks, and where the chosen ones stand."""
+"""Raised channels of a page: scores, ranks, and the places of those chosen."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def score_channels(b_x, VARIANCE: tl.constexpr, F: tl.constexpr, T: tl.constexpr
 
 @triton.jit
 def at_channels(b_x, o_d, o_c, F: tl.constexpr, C: tl.constexpr):
-    """Of integers of channels ``o_d``, [CN], those of channels ``o_c``, [F, C]; 0 where there is none."""
+    """Integers of channels ``o_c``, [F, C], from those of channels ``o_d``, [CN]; 0 where there is none."""
     m_same = o_d[:, None] == tl.reshape(o_c, (F * C,))[None, :]
     return tl.reshape(tl.sum(tl.where(m_same, b_x[:, None], 0), 0), (F, C))
 
@@ -91,7 +91,7 @@ def choose_ranges(
 
 @triton.jit
 def place_chosen(m_chosen, F: tl.constexpr, C: tl.constexpr):
-    """How many chosen channels stand before each, [F, C]; the flat order of the tile is the order of channels."""
+    """Number of chosen channels before each, [F, C]; the flat order of the tile is the order of channels."""
     b_chosen = tl.reshape(m_chosen.to(tl.int32), (F * C,))
     return tl.reshape(tl.cumsum(b_chosen, 0) - b_chosen, (F, C))
 
@@ -100,7 +100,7 @@ def place_chosen(m_chosen, F: tl.constexpr, C: tl.constexpr):
 def place_width(
     p_widths, o_c, WIDTH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, F: tl.constexpr, C: tl.constexpr
 ):
-    """How many channels of this width stand before each, [F, C], and how many there are in all."""
+    """Number of channels of this width before each, [F, C], and in all."""
     o_d = tl.arange(0, BD)
     m_all = tl.load(p_widths + o_d, mask=o_d < D, other=0).to(tl.int32) == WIDTH
     # [BD, F * C]
