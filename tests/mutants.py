@@ -1,10 +1,10 @@
 """Mutants: faults put into sealing, windows, rows, routing, eviction and attention, which the tests have to find.
 
-    python tests/mutants.py [--only NAME] [--json FILE] [--timeout 300]
+    python tests/mutants.py [--only NAME] [--json FILE] [--before FILE] [--timeout 300]
 
 Each mutant changes one place of a copy of the repository and runs the tests of its subject there, up to the first
 failure. A mutant that no test kills is a gap: the command ends with status 1 and names it. Run it before and after
-tests are removed. Where code moves, the snippet here moves with it; a snippet that is not found, or found twice, is an
+tests are removed; with the outcomes of before, a mutant first meets the test that killed it then. Where code moves, the snippet here moves with it; a snippet that is not found, or found twice, is an
 error.
 """
 
@@ -272,8 +272,8 @@ def copy_of_repository(folder: Path) -> None:
             (folder / path.name).symlink_to(path)
 
 
-def run(mutant: Mutant, folder: Path, timeout: float) -> tuple[str, float, str]:
-    """Outcome ("killed", "survived" or "timeout"), seconds, and the test that failed."""
+def run(mutant: Mutant, folder: Path, timeout: float, first: str = "") -> tuple[str, float, str]:
+    """Outcome ("killed", "survived" or "timeout"), seconds, and the test that failed; test ``first`` is run before."""
     path = folder / "hfkvq" / mutant.file
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
@@ -281,24 +281,28 @@ def run(mutant: Mutant, folder: Path, timeout: float) -> tuple[str, float, str]:
             f"{mutant.name}: its snippet is there {text.count(mutant.old)} times in {mutant.file}, not once"
         )
     path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--tb=no"]
-    command += ["-m", "not slow and not gpu", *TESTS[mutant.tests].split()]
-    began = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
+    command += ["-m", "not slow and not gpu"]
+    began, outcome, failed = time.monotonic(), "survived", ""
     try:
-        done = subprocess.run(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True,
-            timeout=timeout, check=False,
-        )  # fmt: skip
-        failed = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-        outcome = {0: "survived", 1: "killed", 2: "killed"}.get(done.returncode)
-        if outcome is None:
-            raise SystemExit(f"{mutant.name}: pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        for tests in ([first], TESTS[mutant.tests].split()):
+            if outcome == "survived" and any(tests):
+                done = subprocess.run(
+                    command + tests, cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True,
+                    text=True, timeout=timeout, check=False,
+                )  # fmt: skip
+                # 4: the test of before is gone.
+                if done.returncode not in (0, 1, 2, 4) or (done.returncode == 4 and tests != [first]):
+                    raise SystemExit(f"{mutant.name}: pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+                if done.returncode in (1, 2):
+                    outcome = "killed"
+                    failed = next((x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))), "")
     except subprocess.TimeoutExpired:
         # An endless loop is found, too.
-        failed, outcome = "", "timeout"
+        outcome = "timeout"
     finally:
         path.write_text(text, encoding="utf-8")
-    return outcome, time.monotonic() - began, failed.split(" - ")[0]
+    return outcome, time.monotonic() - began, failed.split(" - ")[0].removeprefix("FAILED ")
 
 
 def main() -> int:
@@ -306,21 +310,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", action="append", help="names of mutants, or of their subjects")
     parser.add_argument("--json", type=Path, help="file for the outcomes, written after each mutant")
+    parser.add_argument("--before", type=Path, help="outcomes of an earlier run: what died there has to die")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a mutant's tests")
     given = parser.parse_args()
     chosen = [m for m in MUTANTS if not given.only or m.name in given.only or m.tests in given.only]
+    before = {} if given.before is None else {row["name"]: row for row in json.loads(given.before.read_text())}
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as name:
         copy_of_repository(Path(name))
         for mutant in chosen:
-            outcome, seconds, failed = run(mutant, Path(name), given.timeout)
+            first = before.get(mutant.name, {}).get("test", "").removeprefix("FAILED ")
+            outcome, seconds, failed = run(mutant, Path(name), given.timeout, first)
             rows.append({"name": mutant.name, "outcome": outcome, "test": failed, "seconds": round(seconds, 1)})
             print(f"{mutant.name:20} {outcome:9} {seconds:6.1f} s  {failed}", flush=True)
             if given.json:
                 given.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    alive = [row["name"] for row in rows if row["outcome"] == "survived"]
-    print(f"{len(rows) - len(alive)} of {len(rows)} killed; alive: {', '.join(map(str, alive)) or 'none'}")
-    return bool(alive)
+    alive = [str(row["name"]) for row in rows if row["outcome"] == "survived"]
+    print(f"{len(rows) - len(alive)} of {len(rows)} killed; alive: {', '.join(alive) or 'none'}")
+    lost = [name for name in alive if before.get(name, {}).get("outcome", "killed") != "survived"]
+    if given.before is not None:
+        print(f"alive that were killed before: {', '.join(lost) or 'none'}")
+    return bool(lost)
 
 
 if __name__ == "__main__":

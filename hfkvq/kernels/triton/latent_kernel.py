@@ -243,7 +243,7 @@ def new_state(
     D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, TILE: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """State before the first token: sums of latents by field, of probabilities, and the logit that both are relative to."""
+    """Empty state: sums of latents by field, of probabilities, and the logit that both are relative to."""
     E: tl.constexpr = tile_of(D, BITS, TILE)
     SUMS: tl.constexpr = 1 + D // GROUP if BITS == 4 else 1
     # With fewer tokens than warps have rows, each row is a slot.
