@@ -3,9 +3,9 @@
     python tests/mutants.py [--only NAME] [--json FILE] [--before FILE] [--timeout 300]
 
 Each mutant changes one place of a copy of the repository and runs the tests of its subject there, up to the first
-failure. A mutant that no test kills is a gap: the command ends with status 1 and names it. Run it before and after
-tests are removed; with the outcomes of before, a mutant first meets the test that killed it then. Where code moves, the snippet here moves with it; a snippet that is not found, or found twice, is an
-error.
+failure. Run it before and after tests are removed; with the outcomes of before, a mutant first meets the test that
+killed it then, and the command ends with status 1 if one lives that died before. Where code moves, the snippet here
+moves with it; a snippet that is not found, or found twice, is an error.
 """
 
 from __future__ import annotations
