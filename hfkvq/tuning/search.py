@@ -27,7 +27,6 @@ from .score import COSTS, Objective
 from .sensitivity import Sensitivity
 from .study import tune
 from .trials import Point, TuningStudy
-from .workers import finished
 
 OBJECTIVES = ("kld", "reference", "tasks")
 
@@ -229,65 +228,45 @@ def _lm_eval(
     return lm.model, one, other
 
 
-@dataclass(frozen=True)
-class Search:
-    """How a plan is searched; see `tune`."""
+def run(plan: Plan, on_progress: Callable[[int, str], Any], name: str | None = None, **options: Any) -> TuningStudy:
+    """Searches; ``on_progress`` is told the number of finished trials, and words on the last one.
 
-    trials: int
-    ranges: Mapping[str, Any]
-    limits: Mapping[Any, float]
-    single: bool
-    storage: str
-    name: str | None
-    seed: int
+    Args:
+        plan: of `make_plan`.
+        on_progress: see above.
+        name: of the study; None takes the scheme, the model and the objective.
+        **options: of `tune`.
 
-    def run(self, plan: Plan, on_progress: Callable[[tuple[int, str]], Any]) -> TuningStudy:
-        """Searches; ``on_progress`` is told the finished trials of all workers, and words on the last one.
+    Raises:
+        ValueError: see `tune`.
+    """
 
-        Raises:
-            ValueError: see `tune`.
-        """
+    def show(study: TuningStudy, point: Point | None) -> None:
+        best = ""
+        if point is not None:
+            best = f"trial {point.number}: {plan.objective.name} {point.score.value:.4g}"
+            best += f", {plan.cost} {point.score.cost(plan.cost):.4g}"
+        on_progress(len(study.finished()), best)
 
-        def show(study: TuningStudy, point: Point | None) -> None:
-            best = ""
-            if point is not None:
-                best = f"trial {point.number}: {plan.objective.name} {point.score.value:.4g}"
-                best += f", {plan.cost} {point.score.cost(plan.cost):.4g}"
-            on_progress((len(finished(study.optuna)), best))
-
-        return tune(
-            plan.preset,
-            plan.objective,
-            trials=self.trials,
-            seed=self.seed,
-            space=self.ranges or None,
-            cost=plan.cost,
-            limits=self.limits,
-            single=self.single,
-            tables=plan.tables,
-            fit=plan.fit,
-            measured_on=plan.measured_on,
-            storage=self.storage,
-            name=self.name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
-            on_trial=show,
-        )
-
-
-def search_alone(scheme: str, asked: Mapping[str, Any], search: Search, tell: Callable[[Any], None]) -> None:
-    """What a worker does: plans, and searches, but neither confirms nor picks. The arguments are `make_plan`'s."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    search.run(make_plan(scheme, **asked), tell)
+    return tune(
+        plan.preset,
+        plan.objective,
+        cost=plan.cost,
+        tables=plan.tables,
+        fit=plan.fit,
+        measured_on=plan.measured_on,
+        name=name or "-".join((plan.preset.scheme.name, plan.model.replace(" ", "-"), plan.objective.name)),
+        on_trial=show,
+        **options,
+    )
 
 
 @contextlib.contextmanager
-def progress(trials: int) -> Iterator[Callable[[tuple[int, str]], None]]:
-    """Shown on standard error, for `Search.run`."""
+def progress(trials: int) -> Iterator[Callable[[int, str], None]]:
+    """Progress on standard error, for `run`."""
     with progress_bar() as show:
 
-        def tell(news: tuple[int, str]) -> None:
-            done, best = news
+        def tell(done: int, best: str) -> None:
             what = f"{done} of {trials} trials" + (", held-out samples" if done >= trials else "")
             show(f"{what}; {best}" if best else what, min(done / trials, 1.0))
 
@@ -327,7 +306,7 @@ def save(plan: Plan, study: TuningStudy, picked: Point, path: Path) -> None:
         "model": plan.model,
         **plan.about,
         "trial": picked.number,
-        "trials": len(finished(study.optuna)),
+        "trials": len(study.finished()),
         "searched": dict(picked.knobs),
         "score": picked.score.to_dict(),
         "held_out_score": None if score is None else score.to_dict(),

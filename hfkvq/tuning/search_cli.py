@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,8 +27,6 @@ from hfkvq.terminal import (
 # torch, Transformers and Optuna are imported inside the command, so that help comes at once.
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from .search import Plan
 
 app = typer.Typer()
 
@@ -75,7 +72,7 @@ def tune(
     chunk: Annotated[int, typer.Option(min=1, help="Tokens fed at a time after the prompt.")] = 32,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows or prompts run together.")] = 8,
     metadata: Annotated[str | None, typer.Option(help="Metadata for lm-eval's tasks, as JSON.")] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Number of finished trials, over all workers.")] = 30,
+    trials: Annotated[int, typer.Option(min=1, help="Number of finished trials, of all processes together.")] = 30,
     space: Annotated[
         list[str] | None,
         typer.Option(metavar="KNOB=RANGE", help="KNOB=LOW..HIGH or KNOB=A,B,C, instead of the scheme's own range."),
@@ -108,20 +105,13 @@ def tune(
     storage: Annotated[
         str | None,
         typer.Option(
-            help="Where trials are kept, shared by workers: an SQLAlchemy URL, or a .log file. "
+            help="Where trials are kept, also for other processes: an SQLAlchemy URL, or a .log file. "
             r"\[default: sqlite:///hfkvq-tuning.db]"
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help=r"Study name. \[default: scheme, model and objective]")] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help=r"Processes that share the trials. \[default: one per GPU in --gpus, or 1]"),
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(metavar="NUMBERS", help="GPUs of the workers, comma-separated, or all.")
-    ] = None,
     search_only: Annotated[
-        bool, typer.Option("--search-only", help="Leave held-out samples and the choice to another machine.")
+        bool, typer.Option("--search-only", help="Leave held-out samples and the choice to another process.")
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler and of the reference model's text.")] = 0,
     device: Device = "auto",
@@ -133,8 +123,8 @@ def tune(
 ) -> None:
     """Search a scheme's options for your model: the best cache at each cost, and the best within a limit.
 
-    Run it on several GPUs or machines with one --storage: they share the trials, and repeat those of a worker that
-    died. Run the same command again to continue where it stopped.
+    Run it once for each GPU (CUDA_VISIBLE_DEVICES=1 hfkvq tune ...), or on several machines, with the same --storage:
+    they share the trials. Run the same command again to continue where it stopped.
     """
     check_files("png", out, png)
     if outliers is not None and model not in (None, "reference"):
@@ -143,64 +133,53 @@ def tune(
         import optuna
     except ImportError:
         fail("tune: Optuna is not installed; pip install 'hfkvq[tune]'.")
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-    import torch
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     from . import search
     from .storage import hidden
-    from .team import find_places, run_team
     from .tune_report import notes, save_front, table
 
     kept = storage or "sqlite:///hfkvq-tuning.db"
     limited = {"total_bits": max_total_bits, "milliseconds": max_milliseconds, "key_bits": max_key_bits}
     limits: dict[Any, float] = {name: limit for name, limit in limited.items() if limit is not None}
-    asked: dict[str, Any] = {
-        "model": model,
-        "outliers": outliers,
-        "objective": objective,
-        "tasks": split(tasks),
-        "samples": samples,
-        "held_out": samples if held_out is None else held_out,
-        "text": text,
-        "dataset": dataset,
-        "context": context,
-        "prefill": prefill,
-        "chunk": chunk,
-        "batch_size": batch_size,
-        "metadata": metadata,
-        "cost": cost,
-        "milliseconds": cost == "milliseconds" or max_milliseconds is not None,
-        "seed": seed,
-        "dtype": dtype,
-        "sensitivity": sensitivity,
-        "coverage": coverage,
-    }
     console = make_console()
     try:
-        where = pick_device(device)
-        places, numbers = find_places(workers, gpus, where.type, torch.cuda.device_count())
-        if numbers and (gpus is not None or len(places) > 1):
-            if where.index is not None:
-                fail(f"device: got {device!r} beside workers or GPUs; choose --device cuda, and GPUs with --gpus.")
-            where = torch.device("cuda", numbers[0])
-        plain = search.Search(
-            trials=trials,
-            ranges=parse_ranges(space or ()),
-            limits=limits,
-            single=single,
-            storage=kept,
-            name=name,
-            seed=seed,
-        )
+        ranges = parse_ranges(space or ())
         with search.progress(trials) as show:
-            if len(places) > 1:
-                job = partial(search.search_alone, scheme, {**asked, "device": torch.device(where.type)}, plain)
-                run_team(places, job, show, lambda words: typer.echo(words, err=True))
-            if len(places) > 1 and search_only:
-                return
-            plan: Plan = search.make_plan(scheme, **asked, device=where)
-            study = plain.run(plan, show)
+            plan = search.make_plan(
+                scheme,
+                model=model,
+                outliers=outliers,
+                objective=objective,
+                tasks=split(tasks),
+                samples=samples,
+                held_out=samples if held_out is None else held_out,
+                text=text,
+                dataset=dataset,
+                context=context,
+                prefill=prefill,
+                chunk=chunk,
+                batch_size=batch_size,
+                metadata=metadata,
+                cost=cost,
+                milliseconds=cost == "milliseconds" or max_milliseconds is not None,
+                seed=seed,
+                device=pick_device(device),
+                dtype=dtype,
+                sensitivity=sensitivity,
+                coverage=coverage,
+            )
+            study = search.run(
+                plan,
+                show,
+                name,
+                trials=trials,
+                space=ranges or None,
+                limits=limits,
+                single=single,
+                storage=kept,
+                seed=seed,
+            )
             if search_only:
                 return
             picked = search.conclude(plan, study, limits)

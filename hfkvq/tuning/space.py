@@ -14,6 +14,7 @@ from optuna.distributions import (
     IntDistribution,
     distribution_to_json,
 )
+from optuna.trial import Trial
 
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes, nearest
 
@@ -74,6 +75,17 @@ def _ends(distribution: BaseDistribution) -> Sequence[Any]:
         return distribution.choices
     assert isinstance(distribution, (FloatDistribution, IntDistribution))
     return (distribution.low, distribution.high)
+
+
+def suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
+    """Chooses a trial's value of a knob."""
+    if isinstance(distribution, CategoricalDistribution):
+        trial.suggest_categorical(name, distribution.choices)
+    elif isinstance(distribution, IntDistribution):
+        trial.suggest_int(name, distribution.low, distribution.high)
+    else:
+        assert isinstance(distribution, FloatDistribution)
+        trial.suggest_float(name, distribution.low, distribution.high)
 
 
 def describe(space: Space) -> dict[str, Any]:

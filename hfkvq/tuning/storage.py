@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import time
+import warnings
 from pathlib import Path
 
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.exceptions import ExperimentalWarning
+from optuna.storages import BaseStorage, JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
 from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError
@@ -14,6 +16,12 @@ from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, Prog
 from hfkvq.bounded import DAMAGE
 
 JOURNALS = (".log", ".journal")
+
+HEARTBEAT, GRACE = 20, 60
+"""Seconds between a process's heartbeats in a database, and without one after which its trial is run again."""
+
+RETRIES = 2
+"""Times that a trial is run again after its process died: it may be the trial that kills them."""
 
 
 def open_storage(where: str | None) -> BaseStorage | None:
@@ -74,9 +82,17 @@ def _with_driver(url: str) -> str:
 def _database(url: str) -> RDBStorage:
     for attempt in range(10):
         try:
-            return RDBStorage(url)
+            with warnings.catch_warnings():
+                # Optuna calls heartbeats experimental since 2.9.
+                warnings.simplefilter("ignore", ExperimentalWarning)
+                return RDBStorage(
+                    url,
+                    heartbeat_interval=HEARTBEAT,
+                    grace_period=GRACE,
+                    heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=RETRIES),
+                )
         except (IntegrityError, OperationalError, ProgrammingError) as error:
-            # Workers that start together all create the tables, and all but one find them there.
+            # Processes that start together all create the tables, and all but one find them there.
             if attempt == 9 or not any(words in str(error) for words in ("UNIQUE", "already exists", "Duplicate")):
                 raise
             time.sleep(0.1 * (attempt + 1))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +13,17 @@ from numpy.random import SeedSequence
 from optuna.distributions import CategoricalDistribution
 from optuna.pruners import MedianPruner
 from optuna.samplers import TPESampler
-from optuna.trial import Trial, TrialState
+from optuna.study import MaxTrialsCallback
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hfkvq.bounded import DAMAGE
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
 
 from .score import COSTS, Cost, Objective
-from .space import describe, published, space_of
+from .space import describe, published, space_of, suggest
 from .storage import hidden, open_storage
-from .trials import BUDGET, FITTED, SCORE, SETUP, Point, TuningStudy, check_score
-from .workers import work
-
-logger = logging.getLogger(__name__)
+from .trials import BUDGET, FINISHED, FITTED, SCORE, SETUP, Point, TuningStudy, check_score
 
 STARTUP = 10
 """Trials before the sampler learns from them, presets included (of 30)."""
@@ -50,20 +46,19 @@ def tune(
     name: str | None = None,
     warm_start: bool = True,
     on_trial: Callable[[TuningStudy, Point | None], Any] | None = None,
-    beat: float = 10.0,
-    grace: float = 60.0,
 ) -> TuningStudy:
     """Searches a scheme's knobs with Optuna's TPE sampler.
 
-    Two objectives by default: the best value, and the least cost. The presets of the scheme come first. Several workers
-    may run the same call on one ``storage``: together they finish ``trials`` trials, and take up again what a worker
-    that died has left. The call returns at once where the study has so many already, so it also loads one.
+    Two objectives by default: the best value, and the least cost. The presets of the scheme come first. Several
+    processes may run the same call on one ``storage``: each starts trials until the study has ``trials`` finished ones,
+    so each may finish one more. A database gives the trial of a process that died to another one. The call returns at
+    once where the study has so many already, so it also loads one.
 
     Args:
         scheme: knobs that are not searched, and schemes of single layers, stay as it has them.
         objective: measures a preset.
-        trials: finished ones wanted, of all workers and earlier calls together.
-        seed: of the sampler, for the worker that creates the study.
+        trials: finished ones wanted, of all processes and earlier calls together.
+        seed: of the sampler, for the process that creates the study.
         space: ranges by knob, in place of the knobs' own; see `space_of`.
         cost: the second objective.
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
@@ -74,12 +69,10 @@ def tune(
         measured_on: model, samples and whatever else scores depend on, as JSON has it. A study keeps it, and refuses to
             go on with other: its trials could not be compared.
         storage: an SQLAlchemy URL (``sqlite:///tuning.db``), or the path of a journal file (``tuning.log``) on a file
-            system that the workers share. None keeps the study in memory.
+            system that the processes share. None keeps the study in memory.
         name: of the study in the storage; the scheme's by default.
         warm_start: begin with what presets say.
-        on_trial: told the study when it begins, with None, and after each trial of this worker.
-        beat: seconds between a worker's signs of life.
-        grace: seconds without one after which its trial is taken up by others.
+        on_trial: told the study when it begins, with None, and after each trial of this process.
 
     Raises:
         ValueError: nothing to search, a study of another scheme, space, objective or model under this name, storage
@@ -110,7 +103,7 @@ def tune(
     # As JSON has it, which is what comes back from a storage.
     setup = json.loads(json.dumps(setup))
     study, created = _open(storage, name or preset.scheme.name, setup)
-    # Workers that search alike would find alike.
+    # Processes with the same seed would ask for the same trials.
     seed_here = seed if created else int(SeedSequence().generate_state(1)[0])
     study.sampler = TPESampler(n_startup_trials=min(STARTUP, max(trials // 3, 1)), seed=seed_here)
     study.pruner = MedianPruner(n_startup_trials=5)
@@ -123,13 +116,13 @@ def tune(
     if on_trial is not None:
         on_trial(found, None)
 
-    def run(trial: Trial) -> None:
-        _run(found, trial, objective, limits or {}, single, fit)
+    def told(_: optuna.Study, trial: FrozenTrial) -> None:
         if on_trial is not None:
-            done = study.get_trials(deepcopy=False)[trial.number]
-            on_trial(found, found.point_of(done) if done.state is TrialState.COMPLETE else None)
+            on_trial(found, found.point_of(trial) if trial.state is TrialState.COMPLETE else None)
 
-    work(study, trials, lambda: study.ask(distributions), run, beat=beat, grace=grace)
+    if len(found.finished()) < trials:
+        enough = MaxTrialsCallback(trials, states=FINISHED)
+        study.optimize(lambda trial: _run(found, trial, objective, limits or {}, single, fit), callbacks=[told, enough])
     return found
 
 
@@ -153,7 +146,7 @@ def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[opt
     study = optuna.load_study(study_name=name, storage=opened)
     known = study.user_attrs.get(SETUP)
     for _ in range(20):
-        # Another worker may be about to write it.
+        # Another process may be about to write it.
         if known is not None or study.get_trials(deepcopy=False):
             break
         time.sleep(0.2)
@@ -205,8 +198,8 @@ def _run(
     limits: Mapping[Cost, float],
     single: bool,
     fit: Callable[[Preset], Preset] | None,
-) -> None:
-    """Measures a trial, and tells the study what came of it."""
+) -> list[float]:
+    """Measures a trial: the value, and unless ``single`` the cost."""
 
     def report(step: int, value: float) -> None:
         if single:
@@ -215,6 +208,8 @@ def _run(
                 raise optuna.TrialPruned
 
     try:
+        for knob, distribution in study.space.items():
+            suggest(trial, knob, distribution)
         try:
             preset = study.preset_of(trial.params)
         except ValueError as error:
@@ -226,22 +221,14 @@ def _run(
             preset = fit(preset) if known is None else known.preset
             trial.set_user_attr(FITTED, preset.to_dict())
         score = objective(preset, report) if known is None else known.score
-        check_score(score, trial.params)
-        trial.set_user_attr(SCORE, score.to_dict())
-        for name, limit in limits.items():
-            trial.set_constraint(name, score.cost(name) - limit)
-        values = [score.value] if single else [score.value, score.cost(study.cost)]
-        study.optuna.tell(trial, values)
-    except optuna.TrialPruned:
-        study.optuna.tell(trial, state=TrialState.PRUNED)
-    except optuna.exceptions.UpdateFinishedTrialError:
-        logger.warning(
-            "trial %d was considered dead and is being run by another worker; this result is ignored", trial.number
-        )
-    except Exception:
-        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):
-            study.optuna.tell(trial, state=TrialState.FAIL)
+    except KeyboardInterrupt:
+        study.optuna.enqueue_trial(trial.params)
         raise
+    check_score(score, trial.params)
+    trial.set_user_attr(SCORE, score.to_dict())
+    for name, limit in limits.items():
+        trial.set_constraint(name, score.cost(name) - limit)
+    return [score.value] if single else [score.value, score.cost(study.cost)]
 
 
 def _recorded(study: TuningStudy, trial: Trial) -> Point | None:

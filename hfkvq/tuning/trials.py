@@ -21,6 +21,9 @@ REFERENCE = "hfkvq:reference"
 FITTED = "hfkvq:fitted"
 """What was measured in place of the preset that a trial's knobs make, where something in it follows from the model."""
 
+FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
+"""States of trials that count: measured, or stopped early by the pruner."""
+
 BUDGET = "budget"
 """Knob that stands for a table of bits by tag, where TriAxialKV's tables are searched."""
 
@@ -96,6 +99,10 @@ class TuningStudy:
                 assert score is not None
                 found[key.removeprefix(f"{REFERENCE}:")] = (score, other)
         return found
+
+    def finished(self) -> list[FrozenTrial]:
+        """Optuna's trials that were measured or stopped early."""
+        return self.optuna.get_trials(deepcopy=False, states=FINISHED)
 
     def points(self) -> list[Point]:
         """Every measured trial, oldest first."""

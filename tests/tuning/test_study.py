@@ -1,15 +1,8 @@
-"""Searches with an objective whose answers are known, workers that share them, and what is picked."""
+"""Searches with an objective whose answers are known, their storage, and what is picked."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 from optuna.trial import TrialState
@@ -20,7 +13,6 @@ from hfkvq.tuning.fit import cache_bytes
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.space import published, space_of
 from hfkvq.tuning.study import load_study, tune
-from hfkvq.tuning.workers import finished
 from tests.caches import models
 
 SPACE = {"tau_bf16": (0.1, 2.0), "tau_int4": (0.1, 2.0)}
@@ -175,7 +167,7 @@ class TestSearch:
         study = search(trials=25, single=True)
         states = [trial.state for trial in study.optuna.get_trials()]
         assert TrialState.PRUNED in states
-        assert len(finished(study.optuna)) == 25
+        assert len(study.finished()) == 25
         assert study.optuna.best_value == min(point.score.value for point in study.points())
 
     def test_same_knobs_are_not_measured_twice(self):
@@ -255,69 +247,3 @@ class TestStorage:
     def test_cannot_be_reached(self, where, message):
         with pytest.raises(ValueError, match=message):
             search(storage=where)
-
-
-WORKER = """
-import sys, time
-sys.path.insert(0, {root!r})
-from tests.tuning.test_study import Known, search
-
-class Slow(Known):
-    def __call__(self, preset, report=None):
-        with open({log!r}, "a") as file:
-            file.write(sys.argv[1] + "\\n")
-        time.sleep(0.1)
-        return super().__call__(preset)
-
-search(Slow(), trials=30, storage={storage!r}, beat=0.2, grace=2.0)
-"""
-
-
-def test_what_a_dead_worker_was_at_is_run_again(tmp_path):
-    """A trial that somebody asked for, and nobody beats for."""
-    storage = f"sqlite:///{tmp_path}/tuning.db"
-    study = search(trials=4, storage=storage)
-    ranges = finished(study.optuna)[0].distributions
-    lost = study.optuna.ask(ranges)
-    known = Known()
-    study = search(known, trials=7, storage=storage, beat=0.1, grace=0.2)
-    states = [trial.state for trial in study.optuna.get_trials()]
-    assert states.count(TrialState.FAIL) == 1
-    assert states[lost.number] is TrialState.FAIL
-    assert states.count(TrialState.COMPLETE) == len(states) - 1 == 7
-    assert tuple(lost.params.values()) in known.calls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["sqlite:///{}/tuning.db", "{}/tuning.log"])
-def test_killed_worker_loses_nothing(tmp_path, where):
-    """Two workers on one storage, one killed in the middle: 30 finished trials, none lost or doubled."""
-    log, storage = tmp_path / "calls.txt", where.format(tmp_path)
-    code = WORKER.format(root=str(Path(__file__).resolve().parents[2]), log=str(log), storage=storage)
-    workers = [
-        subprocess.Popen([sys.executable, "-c", code, name], env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for name in "ab"
-    ]
-    try:
-        deadline = time.monotonic() + 60
-        while not log.exists() or log.read_text().count("a") < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        # In the middle of its next trial.
-        workers[0].send_signal(signal.SIGKILL)
-        assert workers[1].wait(timeout=90) == 0
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    study = load_study(storage, "mixkvq")
-    assert len(study.points()) == len(finished(study.optuna)) == 30
-    keys = [json.dumps(point.knobs, sort_keys=True) for point in study.points()]
-    assert len(set(keys)) == 30
-    states = [trial.state for trial in study.optuna.get_trials()]
-    assert TrialState.RUNNING not in states
-    assert TrialState.WAITING not in states
-    lost = [trial for trial in study.optuna.get_trials() if trial.state is TrialState.FAIL]
-    # What the killed worker was at was run again, by the other one.
-    for trial in lost:
-        assert json.dumps(trial.params, sort_keys=True) in keys
