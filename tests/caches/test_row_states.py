@@ -1,0 +1,48 @@
+"""Forecasts of rows, against a plain count of each row's tokens."""
+
+import random
+
+from hfkvq.caches.row_states import RowState, WindowSizes, forecast
+
+
+def sealed_by_hand(length: int, sink: int, local: int, unit: int, sealed: int) -> int:
+    """Tokens behind the sink that are sealed once whole units have left the window; nothing is taken back."""
+    count = sealed
+    while length - sink - local >= count - count % unit + unit:
+        count += unit - count % unit
+    return count
+
+
+def test_a_forecast_counts_every_row():
+    chance = random.Random(0)
+    for _ in range(300):
+        sizes = WindowSizes(
+            chance.choice([0, 4, 32]),
+            (chance.choice([0, 8, 64]), chance.choice([0, 8, 64])),
+            (chance.choice([1, 16, 32]), chance.choice([1, 16, 32])),
+        )
+        states = set()
+        for _ in range(chance.randint(1, 4)):
+            length = chance.randint(0, 200)
+            sealed = [
+                sealed_by_hand(length, sizes.sink, local, unit, 0)
+                for local, unit in zip(sizes.local, sizes.unit, strict=True)
+            ]
+            states.add(RowState(length, *sealed))
+        tokens, hold = chance.randint(0, 70), chance.choice([0, 0, 32, 100])
+        found = forecast(frozenset(states), sizes, tokens, hold)
+        joined, after, slots, due = set(), set(), [0, 0], [0, 0]
+        for row in states:
+            length = row.length + tokens
+            now = []
+            for at, (local, unit, sealed) in enumerate(zip(sizes.local, sizes.unit, row[1:], strict=True)):
+                now.append(sealed_by_hand(length, sizes.sink, max(local, hold), unit, sealed))
+                due[at] = max(due[at], now[at] - sealed)
+                # New tokens pass through the tail before any is known to belong in the sink.
+                slots[at] = max(slots[at], max(row.length - sizes.sink, 0) + tokens - sealed)
+            joined.add(RowState(length, *row[1:]))
+            after.add(RowState(length, *now))
+        assert (found.appended, found.sealed) == (joined, after)
+        assert (found.tail_slots, found.due) == (tuple(slots), tuple(due))
+        assert found.most_sealed == max(max(row[1:]) for row in after)
+        assert (found.shortest, found.longest) == (min(r.length for r in states), max(r.length for r in states))
