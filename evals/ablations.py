@@ -23,12 +23,11 @@ from torch import Tensor, nn
 import hfkvq
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.tags import PAD, TAGS
-from hfkvq.measure.charts import KLD
+from hfkvq.measure.charts import BLUE, KLD, ORANGE, new_figure
 from hfkvq.measure.demo.answers import answer, kl_divergence, make_cache, predictions, read_memory, texts
 from hfkvq.measure.demo.prompts import Subject, is_right, make_batches
 from hfkvq.measure.divergence.intervals import CONFIDENCE, RESAMPLES, mean_interval
 from hfkvq.measure.divergence.measurement import measure
-from hfkvq.measure.drawing import BLUE, ORANGE, new_figure
 from hfkvq.measure.reference import load_reference, recall, tools, with_outliers
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, make_table
 

@@ -8,6 +8,7 @@ Reads results/kld-smollm2-*-h200.json; where two files have a row, the newer one
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def picture(path: Path) -> None:
     """Divergence against bits, with intervals; the floor of rounding as a line."""
     from matplotlib.lines import Line2D
 
-    from hfkvq.measure.drawing import BLACK, BLUE, GREY, RED, new_figure, write_names
+    from hfkvq.measure.charts import BLACK, BLUE, GREY, RED, new_figure
 
     figure, grid = new_figure(8.6, 5.2)
     axes, places, colors = grid[0][0], [], {}
@@ -138,8 +139,75 @@ def picture(path: Path) -> None:
     handles = [Line2D([], [], color=color, marker=mark, linestyle="none", label=label) for color, mark, label in kinds]
     handles.append(Line2D([], [], color=BLACK, marker="|", markersize=10, linestyle="none", label="95 % interval"))
     axes.legend(handles=handles, frameon=False, loc="upper right", fontsize=9)
-    write_names([(axes, places)], colors, {name for name in colors if name.startswith("best")})
+    write_names(axes, places, colors, {name for name in colors if name.startswith("best")})
     figure.savefig(path, dpi=150)
+
+
+def write_names(
+    axes: Any,
+    points: Sequence[tuple[str, tuple[float, float]]],
+    colors: Mapping[str, str],
+    bold: Collection[str] = (),
+) -> None:
+    """Writes each name at the first place near its point that is free of points, error bars and the legend.
+
+    Args:
+        axes: finished, but for the names.
+        points: names and where they are.
+        colors: by name.
+        bold: names in bold.
+    """
+    from matplotlib.collections import LineCollection
+    from matplotlib.text import Text
+
+    # Positions are known only after a layout.
+    axes.get_figure().canvas.draw()
+    renderer = axes.get_figure().canvas.get_renderer()
+    taken = []
+    for _, at in points:
+        x, y = axes.transData.transform(at)
+        taken.append((x - 5, y - 5, x + 5, y + 5))
+    for lines in axes.collections:
+        for ends in lines.get_segments() if isinstance(lines, LineCollection) else ():
+            bar = axes.transData.transform(ends)
+            taken.append((*(bar.min(0) - 3), *(bar.max(0) + 3)))
+    legend = axes.get_legend()
+    if legend is not None:
+        taken.append(legend.get_window_extent(renderer).extents)
+    frame = axes.get_window_extent()
+    steps = [(8, 0), (-8, 0), (0, 8), (0, -8)]
+    steps += [(dx, sign * 13 * k) for k in range(1, 11) for sign in (1, -1) for dx in (10, -10, 40, -40)]
+    for name, at in sorted(points, key=lambda point: point[1]):
+        best = None
+        for dx, dy in steps:
+            text = axes.annotate(
+                name,
+                at,
+                xytext=(dx, dy),
+                textcoords="offset points",
+                fontsize=8.5,
+                fontweight="bold" if name in bold else "normal",
+                color=colors[name],
+                ha="center" if dx == 0 else "left" if dx > 0 else "right",
+                va="center" if dx else "bottom" if dy > 0 else "top",
+                # A line to the point, where the name had to move away.
+                arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "0.5"} if abs(dy) > 12 else None,
+            )
+            # Of the words alone: an annotation's own extent takes in its line.
+            text.update_positions(renderer)
+            window = Text.get_window_extent(text, renderer)
+            box = (window.x0, window.y0, window.x1, window.y1)
+            inside = frame.x0 <= box[0] and box[2] <= frame.x1 and frame.y0 <= box[1] and box[3] <= frame.y1
+            free = all(box[2] < a or c < box[0] or box[3] < b or d < box[1] for a, b, c, d in taken)
+            if inside and free:
+                best = box
+                break
+            text.remove()
+        if best is None:
+            # Nothing is free: better over others than not at all.
+            axes.annotate(name, at, xytext=(8, 0), textcoords="offset points", fontsize=8.5, color=colors[name])
+        else:
+            taken.append(best)
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def table(rows: dict[tuple[str, str, str], dict[str, Any]]) -> str:
 
 def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> None:
     """Tokens per second by users, and requests at a time in the same bytes."""
-    from hfkvq.measure.drawing import BLUE, GREEN, GREY, ORANGE, PINK, RED, legend_beside, new_figure
+    from hfkvq.measure.charts import BLUE, GREEN, GREY, ORANGE, PINK, RED, new_figure
 
     schemes = list(dict.fromkeys(scheme for *_, scheme in rows))
     ours: tuple[str, ...] = (BLUE, RED, GREEN, ORANGE, PINK)
@@ -337,7 +337,10 @@ def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> Non
         axes.set_axisbelow(True)
     handles, labels = held.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    legend_beside(held, list(once.values()), list(once))
+    # Within the axes, the legend would lie on bars.
+    held.legend(
+        list(once.values()), list(once), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False
+    )
     figure.savefig(path, dpi=150)
 
 

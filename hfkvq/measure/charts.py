@@ -1,4 +1,4 @@
-"""Pictures that compare caches: a row for each cache, a column for each measure, a dot and its interval in each."""
+"""Charts that compare caches: a row for each cache, a column for each measure, a dot and its interval in each."""
 
 from __future__ import annotations
 
@@ -6,13 +6,38 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .drawing import BLUE, GREY, RED, new_figure
 from .records import BASELINE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+BLUE, ORANGE, GREEN, RED, PINK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
+GREY, BLACK = "#999999", "#222222"
 
 BITS = "total bits per element"
 KLD = f"KLD from {BASELINE}, nats"
+
+
+def new_figure(width: float, height: float, columns: int = 1, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure in inches, and its axes as an array.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots: matplotlib is not installed; pip install 'hfkvq[plot]'.") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(rows, columns, squeeze=False, **options)
+    for axes in grid.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, grid
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.text import Annotation
 
-from hfkvq.measure.drawing import new_figure, write_names
+from evals.frontier import write_names
+from hfkvq.measure.charts import new_figure
 
 
 def test_names_keep_off_points_error_bars_and_the_legend():
@@ -18,7 +19,7 @@ def test_names_keep_off_points_error_bars_and_the_legend():
     axes.set(xlim=(0, 3), ylim=(0, 3))
     bars = [axes.errorbar(*at, [[0.8], [0.05]], fmt="o", label="all of them") for _, at in points]
     legend = axes.legend(handles=bars[:1], loc="upper right")
-    write_names([(axes, points)], dict.fromkeys(("left", "right", "corner"), "black"))
+    write_names(axes, points, dict.fromkeys(("left", "right", "corner"), "black"))
     renderer = figure.canvas.get_renderer()
     names = [child for child in axes.get_children() if isinstance(child, Annotation)]
     assert [name.get_text() for name in names] == ["left", "right", "corner"]
