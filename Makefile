@@ -7,7 +7,7 @@
 #   WORKERS      processes `make test` uses
 #   CPUS         instruction sets `make test-cpus` lets PyTorch use, one after another
 #   ARGS         further arguments of the command that the verb runs
-#   BENCH_ARGS   arguments of the benchmark, for instance '--sweep --plot evals/results'; it saves its figures by default
+#   BENCH_ARGS   arguments of the benchmark, for instance '--sizes 32x8k'; it saves its figures by default
 #   PYTHON       for `test-gpu` and `bench`: use this interpreter as it is and install nothing
 
 VENV ?= .venv
@@ -66,7 +66,6 @@ test-cpus: $(FOR_DEV)  ## the tests that compare roundings, by several instructi
 test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
 
-# It runs the kernels' tests itself: no speed-up counts behind a red gate.
 bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
 	PYTHONPATH=. $(GPU_PYTHON) -m hfkvq.cli bench kernels $(BENCH_ARGS)
 

@@ -3,10 +3,10 @@
     PYTHONPATH=. python evals/model_steps.py [--rows gemma3-12b:12@131072=kitty-pro+saw-int4,...] [--json FILE]
     PYTHONPATH=. python evals/model_steps.py --table  # writes the table of docs/results.md from what was measured
 
-Models have published shapes and random weights. A row is SHAPE[:LAYERS]@TOKENS=PRESET+PRESET: the context is random
-keys and values, or, where layers hold something else, a prompt that the model computes, in chunks of 4,096 tokens. Then
-single steps are timed, once graphs are captured. `DynamicCache`, whose steps are eager, is first, without cuDNN's
-attention, which plans anew for every length. Written for each cache: milliseconds a step (20th, 50th and 80th
+Models have published shapes and random weights. A row is SHAPE[:LAYERS]@TOKENS=PRESET+PRESET: the context is a
+random prompt, in chunks of 4,096 tokens (in the figures that are committed random keys and values, but for latents and
+Mamba). Then single steps are timed, once graphs are captured. `DynamicCache`, whose steps are eager, is first, without
+cuDNN's attention, which plans anew for every length. Written for each cache: milliseconds a step (20th, 50th and 80th
 percentile), bytes of the cache, bits per element by `memory()`, whether steps were captured, and what remained
 uncompressed.
 """
@@ -34,13 +34,11 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from evals.generate import Decoder, quantiles
+from evals.shapes import POSITIONS, build
 from hfkvq import MixedKVCache
 from hfkvq.caches import get_scheme
 from hfkvq.caches.model_config import latent_dims
-from hfkvq.measure.bench.generate.cases import Case, Settings
-from hfkvq.measure.bench.generate.decode import Decoder, as_ms, time_repeats
-from hfkvq.measure.bench.generate.fill import fill
-from hfkvq.measure.bench.generate.models import Heads, build
 from hfkvq.measure.demo.schemes import page_bits
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
@@ -56,8 +54,8 @@ HEAD = (
 )  # fmt: skip
 
 CHUNK = 4096
-STATEFUL = ("falcon_h1",)
-"""Models with recurrent states, which only a prompt makes."""
+WARM_UP = 12
+"""Steps before the timed ones, at least."""
 LONGEST_WARM_UP = 40.0
 """Seconds in which kernels must have been compiled and steps captured."""
 DEFAULT = (
@@ -66,8 +64,6 @@ DEFAULT = (
     "gpt-j-6b:10@4096=saw-int4"
 )
 
-_POSITIONS = 262144
-
 
 def deepseek_v2_lite() -> PreTrainedConfig:
     """16 billion parameters, latents of 512 + 64."""
@@ -75,7 +71,7 @@ def deepseek_v2_lite() -> PreTrainedConfig:
         hidden_size=2048, intermediate_size=10944, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16,
         q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         first_k_dense_replace=1, moe_intermediate_size=1408, n_routed_experts=64, num_experts_per_tok=6,
-        n_shared_experts=2, max_position_embeddings=_POSITIONS,
+        n_shared_experts=2, max_position_embeddings=POSITIONS,
     )  # fmt: skip
 
 
@@ -83,7 +79,7 @@ def gemma3_12b() -> PreTrainedConfig:
     """Five layers with windows of 1,024 to one of full attention; heads of 256."""
     return Gemma3TextConfig(
         hidden_size=3840, intermediate_size=15360, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=256, sliding_window=1024, max_position_embeddings=_POSITIONS,
+        head_dim=256, sliding_window=1024, max_position_embeddings=POSITIONS,
     )  # fmt: skip
 
 
@@ -97,7 +93,7 @@ def falcon_h1_7b() -> PreTrainedConfig:
     return FalconH1Config(
         vocab_size=130048, hidden_size=3072, intermediate_size=12288, num_hidden_layers=44, num_attention_heads=12,
         num_key_value_heads=2, head_dim=128, mamba_d_ssm=3072, mamba_n_heads=24, mamba_d_head=128, mamba_d_state=256,
-        max_position_embeddings=_POSITIONS,
+        max_position_embeddings=POSITIONS,
     )  # fmt: skip
 
 
@@ -108,7 +104,7 @@ def bloom_7b1() -> PreTrainedConfig:
 
 def gpt_j_6b() -> PreTrainedConfig:
     """Attention code of its own; 16 KV heads of 256."""
-    return GPTJConfig(n_positions=_POSITIONS // 16)
+    return GPTJConfig(n_positions=POSITIONS // 16)
 
 
 SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -131,57 +127,38 @@ def config_of(shape: str, layers: int | None) -> PreTrainedConfig:
     return config
 
 
-def prompt(model: Any, cache: Any, ids: torch.Tensor) -> None:
-    """Gives an empty cache its context."""
-    config = model.config
-    if getattr(config, "kv_lora_rank", None) or config.model_type in STATEFUL:
-        for start in range(0, ids.shape[1], CHUNK):
-            model(ids[:, start : start + CHUNK], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    else:
-        fill(cache, Heads.of(config), Case(1, ids.shape[1]), config.vocab_size, ids.device, model.dtype)
-
-
 def captured(cache: Any) -> bool:
     """Whether a step of a cache of ours was captured as a CUDA graph."""
     buffers = None if cache.graphs is None else cache.graphs.sync.buffers
     return bool(buffers is not None and buffers.recordings)
 
 
-def steps(model: Any, cache: Any, settings: Settings) -> dict[str, Any]:
+def steps(model: Any, cache: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Times single steps."""
-    device = model.device
-    decoder = Decoder(model, cache, 1, None)
+    decoder, graphs = Decoder(model, cache, 1), getattr(cache, "graphs", None)
     begin = time.perf_counter()
-    decoder.step()
-    torch.cuda.synchronize() if device.type == "cuda" else None
-    first, warm = time.perf_counter() - begin, 1
-    graphs = getattr(cache, "graphs", None)
+    first, warm = decoder.timed(1), 1
     # Kernels compile in other processes meanwhile, and steps are captured when they are there.
-    while warm < settings.warmup or (
+    while warm < WARM_UP or (
         graphs is not None
-        and device.type == "cuda"
+        and model.device.type == "cuda"
         and not captured(cache)
         and time.perf_counter() - begin < LONGEST_WARM_UP
     ):
         decoder.step()
         warm += 1
     ready = time.perf_counter() - begin
-    decoder.check()
-    start = clock(device)
-    for _ in range(4):
-        decoder.step()
-    count, repeats = settings.affordable((clock(device) - start) / 4)
-
-    def run() -> None:
-        for _ in range(count):
-            decoder.step()
-
-    times = time_repeats(run, repeats, device)
-    return {"ms": as_ms(times, count), "steps": count, "repeats": repeats, "first_step_s": first, "ready_s": ready}
+    if not bool(torch.isfinite(decoder.step()).all()):
+        raise RuntimeError("the logits are not finite; such steps are not worth timing.")
+    fit = max(1, int(args.seconds / args.repeats / (decoder.timed(4) / 4)))
+    count = min(args.steps, fit)
+    times = [decoder.timed(count) for _ in range(args.repeats)]
+    ms = quantiles(times, count)
+    return {"ms": ms, "steps": count, "repeats": args.repeats, "first_step_s": first, "ready_s": ready}
 
 
 @torch.no_grad()
-def measure(model: Any, preset: str | None, ids: torch.Tensor, settings: Settings) -> dict[str, Any]:
+def measure(model: Any, preset: str | None, ids: torch.Tensor, args: argparse.Namespace) -> dict[str, Any]:
     """One cache's figures; ``preset`` None is `DynamicCache`."""
     found: dict[str, Any] = {"cache": preset or "DynamicCache"}
     cuda = ids.device.type == "cuda"
@@ -190,9 +167,10 @@ def measure(model: Any, preset: str | None, ids: torch.Tensor, settings: Setting
     try:
         cache = DynamicCache(config=model.config) if preset is None else MixedKVCache(model, preset)
         start = clock(ids.device)
-        prompt(model, cache, ids)
+        for part in ids.split(CHUNK, 1):
+            model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         found["prompt_s"] = clock(ids.device) - start
-        found |= steps(model, cache, settings)
+        found |= steps(model, cache, args)
         if preset is not None:
             memory = cache.memory()
             found |= {"bytes": memory.total, "bits": 8 * (memory.total - memory.states) / max(memory.elements, 1)}
@@ -229,7 +207,8 @@ def parse(text: str) -> list[tuple[str, int | None, int, list[str]]]:
 def paged(row: dict[str, Any]) -> float:
     """Bits per element of full pages of the row's scheme, scales included, in layers that see all tokens."""
     config = config_of(row["shape"], row["layers"])
-    dims = latent_dims(config) or (Heads.of(config).dim,) * 2
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dims = latent_dims(config) or (dim, dim)
     layout = get_scheme(row["cache"]).layout(*dims)
     sides = zip((layout.keys, layout.values), ("keys", "values"), dims, strict=True)
     return sum(dim * page_bits(side.formats[0], name, dim) for side, name, dim in sides) / sum(dims)
@@ -297,7 +276,6 @@ def main() -> None:
         return
     rows = parse(args.rows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = Settings(warmup=12, steps=args.steps, repeats=args.repeats, seconds=args.seconds)
     record: dict[str, Any] = {
         "kind": "model steps",
         "gpu": device_name(device),
@@ -308,13 +286,13 @@ def main() -> None:
     }
     for shape, layers, tokens, presets in rows:
         config = config_of(shape, layers)
-        model = build(config, device, torch.bfloat16 if device.type == "cuda" else torch.float32, 0)
+        model = build(config, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(config.vocab_size, (1, tokens), generator=generator).to(device)
         base = None
         for preset in (None, *presets):
             row = {"shape": shape, "layers": config.num_hidden_layers, "tokens": tokens}
-            row |= measure(model, preset, ids, settings)
+            row |= measure(model, preset, ids, args)
             if "ms" in row:
                 base = row["ms"]["p50"] if preset is None else base
                 row["times_faster"] = base / row["ms"]["p50"] if base else None

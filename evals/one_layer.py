@@ -1,4 +1,4 @@
-"""Writes what documents say of one layer's decode attention, from what `hfkvq bench kernels --json` measured.
+"""Writes what documents say of one layer's decode attention, from what `evals.other_kernels` measured.
 
     PYTHONPATH=. python evals/one_layer.py
 
@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hfkvq.measure.bench import report
-from hfkvq.measure.bench.report import Record
-from hfkvq.measure.bench.rows import Row, unquantized
+from hfkvq.measure.bench import kernels
+from hfkvq.measure.bench.kernels import KINDS, Record, Row, unquantized
+from hfkvq.measure.charts import Column, Mark, save_chart
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "evals" / "results", ROOT / "docs"
@@ -167,16 +167,38 @@ def choosing(text: str, record: Record) -> str:
     return re.sub(rf"(?m)^(?P<head>\| `(?P<name>[\w.-]+)` \|.*\| ){times} \| {times} \|$", row, text)
 
 
+def picture(record: Record, path: Path) -> bool:
+    """Speed-up of each line, a column for each size, as a PNG; False if there is nothing to draw.
+
+    A bar goes from the dot to where the bytes read would take it at the bandwidth of a copy.
+    """
+    rows = [row for row in record["rows"] if "speedup" in row and row.get("queries", 1) == 1]
+    columns = []
+    for batch, context in sorted({(row["batch"], row["context"]) for row in rows}):
+        marks = {}
+        for row in rows:
+            if (row["batch"], row["context"]) == (batch, context):
+                ends = sorted((row["speedup"], row["speedup"] / (row["share_of_copy"] or 1)))
+                marks[row["name"]] = Mark(row["speedup"], *ends)
+        columns.append(Column(f"{batch} x {context // 1024}k, speed-up", marks, True, 1.0, "{:.2f}"))
+    names = list(dict.fromkeys(row["name"] for row in sorted(rows, key=lambda row: KINDS.index(row["kind"]))))
+    title = (
+        f"Decode attention of one layer against the fastest unquantized kernel, {record['gpu']}\n"
+        "bars: to where the bytes read would take it at the bandwidth of a copy; grey: not this library's"
+    )
+    return save_chart(names, columns, title, path, {row["name"] for row in rows if row["kind"] != "format"})
+
+
 def main() -> None:
     """Everything."""
-    record = report.load(RESULTS / f"{RUN}.json")
-    report.save_plot(record, RESULTS / f"{RUN}.png")
+    record = kernels.load(RESULTS / f"{RUN}.json")
+    picture(record, RESULTS / f"{RUN}.png")
     page = DOCS / "results.md"
     text = replace(page.read_text(encoding="utf-8"), "one layer", [*speedups(record)])
     text = replace(text, "one layer, others", [*beside(record)])
     other = RESULTS / "kernels-h100.json"
     text = replace(
-        text, "one layer, H100", [*speedups(report.load(other))] if other.exists() else ["An H100 was not measured."]
+        text, "one layer, H100", [*speedups(kernels.load(other))] if other.exists() else ["An H100 was not measured."]
     )
     page.write_text(text, encoding="utf-8")
     page = DOCS / "choosing.md"

@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from evals.shapes import get_config
 from hfkvq.caches import get_scheme
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.schemes import describe
 from hfkvq.measure.tables import markdown_table, small_number
 from hfkvq.tuning.fit import cache_bytes

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from evals.shapes import build, get_config
 from hfkvq import MixedKVCache, PrefixStore
-from hfkvq.measure.bench.generate.models import build, get_config
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 
 NEW = 16

@@ -41,8 +41,8 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from evals.shapes import build, get_config
 from hfkvq import serving
-from hfkvq.measure.bench.generate.models import build, get_config
 from hfkvq.measure.records import commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 

@@ -13,11 +13,11 @@ import typer
 
 import hfkvq
 from evals import frontier, latents, model_steps, real_docs
+from evals.shapes import get_config
 from hfkvq import caches
 from hfkvq.caches import get_scheme, list_schemes, placement, registry
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.cli import app
-from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.schemes import describe, eviction_markdown, schemes_markdown
 from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes

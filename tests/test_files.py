@@ -20,8 +20,7 @@ from hfkvq.caches.spelling import parse_value
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.kernels.triton import configs
 from hfkvq.lm_eval.rows import read_jsonl
-from hfkvq.measure.bench import report as kernels
-from hfkvq.measure.bench.generate import record as generate
+from hfkvq.measure.bench import kernels
 from hfkvq.measure.divergence.windows import read_file
 from hfkvq.measure.report.results import read_files
 from hfkvq.measure.report.samples import read_run
@@ -114,7 +113,6 @@ READERS = {
     ),
     "samples": (read_samples, SAMPLE),
     "kernels": (kernels.load, {"kind": kernels.KIND, "rows": []}),
-    "generate": (generate.load, {"kind": generate.KIND, "rows": [{"engine": "kitty:grow", "than": "dynamic"}]}),
     "conversations": (load_conversations, {"messages": [{"role": "user", "content": "x"}], "tools": []}),
     "chat format": (ChatFormat.from_file, CHAT),
     "tuning": (configs._parse, {"gpu": {"decode": {"key": {"warps": 4}}}}),
@@ -209,7 +207,7 @@ def test_damaged_files(name, tmp_path):
     damage()
 
 
-@pytest.mark.parametrize("name", ["table", "preset", "evaluation", "divergence", "kernels", "generate", "rows", "text"])
+@pytest.mark.parametrize("name", ["table", "preset", "evaluation", "divergence", "kernels", "rows", "text"])
 def test_sound_files_are_read(name, tmp_path):
     """Else the tests above would test nothing."""
     file = tmp_path / f"file{'.jsonl' if name in LINES else '.json'}"

@@ -14,14 +14,12 @@ TRANSFORMERS_DOORS = {
     f"hfkvq.caches.{name}"
     for name in ("cache", "attention", "dense", "make", "model_config", "smoothing", *(f"layers.{x}" for x in LAYERS))
 }
-# The bench's baseline is a Triton kernel too; it is no operation of the library.
-TRITON_DOOR = "hfkvq.measure.bench.split_kv"
 TRANSFORMERS_PACKAGES = (
     "hfkvq.cli",
     "hfkvq.doctor_cli",
     "hfkvq.lm_eval",
     "hfkvq.serving",
-    *(f"hfkvq.measure.{name}" for name in ("bench.generate", "demo", "divergence", "models", "reference")),
+    *(f"hfkvq.measure.{name}" for name in ("demo", "divergence", "models", "reference")),
 )
 
 
@@ -61,7 +59,7 @@ def test_each_library_has_its_door():
         name, found = module_name(path), set(imports(path))
         if not may_use_transformers(name):
             assert {other for other in found if is_in(other, "transformers")} == set(), name
-        if not is_in(name, "hfkvq.kernels.triton") and name != TRITON_DOOR:
+        if not is_in(name, "hfkvq.kernels.triton"):
             assert {other for other in found if is_in(other, "triton")} == set(), name
 
 
@@ -132,7 +130,7 @@ assert CliRunner().invoke(app, ["schemes", "--json"]).exit_code == 0
 assert {"torch", "transformers"} <= set(sys.modules)
 """
     tried = run(code).splitlines()
-    assert {"--version", "--help", "kld --help", "bench generate --help"} <= set(tried)
+    assert {"--version", "--help", "kld --help", "bench kernels --help"} <= set(tried)
 
 
 def test_names_of_lazy_packages_are_no_modules():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from evals import one_layer
-from hfkvq.measure.bench import report
+from hfkvq.measure.bench import kernels
 
-RECORD = report.load(one_layer.RESULTS / f"{one_layer.RUN}.json")
+RECORD = kernels.load(one_layer.RESULTS / f"{one_layer.RUN}.json")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_choosing_has_the_speedups():
 
 def test_an_h100_is_in_if_it_was_measured():
     page, path = (one_layer.DOCS / "results.md").read_text(encoding="utf-8"), one_layer.RESULTS / "kernels-h100.json"
-    lines = [*one_layer.speedups(report.load(path))] if path.exists() else ["An H100 was not measured."]
+    lines = [*one_layer.speedups(kernels.load(path))] if path.exists() else ["An H100 was not measured."]
     assert one_layer.replace(page, "one layer, H100", lines) == page
 
 

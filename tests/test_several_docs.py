@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from evals import several
-from hfkvq.measure.bench import report
-from hfkvq.measure.bench.several import AGAIN, AS_OURS
+from evals.several import AGAIN, AS_OURS
+from hfkvq.measure.bench import kernels
 
 PAGE = several.DOCS / "speed.md"
 
 
 def test_documents_have_the_tables():
     text = PAGE.read_text(encoding="utf-8")
-    assert several.text_of(text, report.load(several.RESULTS / f"{several.RUN}.json")) == text, "run evals/several.py"
+    assert several.text_of(text, kernels.load(several.RESULTS / f"{several.RUN}.json")) == text, "run evals/several.py"
 
 
 def row(name, us, kind="baseline", queries=1024, remark=""):

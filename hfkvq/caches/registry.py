@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .scheme import Scheme
 
-LISTS = ("demo", "kld", "leaderboard", "bench kernels", "bench generate", "fit")
+LISTS = ("demo", "kld", "leaderboard", "bench kernels", "fit")
 """What shows presets unless it is told which, by command; a leaderboard also has those of "demo" and "kld"."""
 
 GROUPS = ("scheme", "eviction", "control", "baseline")

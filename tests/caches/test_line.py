@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from evals.generate import SpreadTags
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches.attention import hfkvq_attention, hfkvq_mask
 from hfkvq.caches.layers import KVLayer, PaddingReader
@@ -25,7 +26,6 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH, run_count
 from hfkvq.kernels.pages import PageFormat, split_runs
 from hfkvq.kernels.step import observe
-from hfkvq.measure.bench.generate.engines import SpreadTags
 from tests.caches.driver import cases, small
 from tests.caches.models import build
 

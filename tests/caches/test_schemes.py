@@ -18,7 +18,6 @@ from hfkvq.kernels import PageFormat, channel_widths, hadamard
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import rotation
 from hfkvq.measure.bench.cases import default_formats
-from hfkvq.measure.bench.generate.engines import default_schemes
 from hfkvq.measure.demo.run import choose_schemes
 from hfkvq.measure.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
 from hfkvq.measure.divergence.naming import parse_schemes
@@ -625,7 +624,7 @@ def test_a_scheme_of_one_file_is_in_every_list(restored):
         }
         sink_length: int = knob(8, low=0)
 
-    for found in (choose_schemes(), parse_schemes([]), default_formats(), default_schemes(), registry.listed("fit")):
+    for found in (choose_schemes(), parse_schemes([]), default_formats(), registry.listed("fit")):
         assert "new" in list(found)
     assert list(choose_schemes())[:3] == ["full", "new", "new-wide"]
     assert "| `new-wide` | The same, wide. | 5.00 |" in schemes_markdown()

@@ -32,6 +32,7 @@ from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
 import hfkvq
+from evals.other_kernels import split_kv
 from hfkvq import kernels
 from hfkvq.caches.scheme import Layout, Scheme, SideLayout
 from hfkvq.caches.store import SIDES, KVStore
@@ -52,7 +53,6 @@ from hfkvq.kernels.step import (
 )
 from hfkvq.kernels.step_tensors import Observing
 from hfkvq.kernels.triton import configs
-from hfkvq.measure.bench import split_kv
 from hfkvq.measure.bench.cases import default_formats, scheme_of
 from hfkvq.measure.bench.tune import GRID
 

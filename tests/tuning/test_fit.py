@@ -21,12 +21,12 @@ from transformers import (
 from transformers import Gemma3ForCausalLM as Gemma3
 
 from evals.families import build as build_family
+from evals.shapes import get_config
 from hfkvq import MixedKVCache, TriAxialCache, get_scheme, list_schemes
 from hfkvq.caches import get_preset, placement
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.measure.bench.generate.models import get_config
 from hfkvq.measure.demo.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size

@@ -77,7 +77,7 @@ class Kitty(Scheme):
         "kitty-pro": Entry(
             "2 bits, with the strongest 25 % of the key channels in 4 bits.",
             {"boost_ratio": 0.25},
-            ("demo", "kld", "bench kernels", "bench generate", "fit"),
+            ("demo", "kld", "bench kernels", "fit"),
         ),
         "best-2.5": Entry(
             "Our own preset for the least memory: few more bits than kitty-pro, with much less loss.",
@@ -92,7 +92,7 @@ class Kitty(Scheme):
         "best-3.4": Entry(
             "Our own preset for most uses: half of the key channels in 4 bits, 4-bit values in the middle layers.",
             {**_BEST, **_HEAVY, "boost_ratio": 0.5, "group_size": 64, "wide_from": 0.34, "wide_to": 0.81},
-            ("demo", "kld", "bench generate", "fit"),
+            ("demo", "kld", "fit"),
         ),
     }
 

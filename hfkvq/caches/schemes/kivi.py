@@ -56,7 +56,7 @@ class Kivi(Scheme):
         "kivi-2": Entry(
             "2 bits for all keys and values: the baseline of most papers.",
             {"bits": 2},
-            ("demo", "kld", "bench kernels", "bench generate", "fit"),
+            ("demo", "kld", "bench kernels", "fit"),
         ),
         "kivi-4": Entry(
             "4 bits for all keys and values, in groups of 32: little loss, for 5 bits.",
@@ -74,7 +74,7 @@ class Kivi(Scheme):
                 "rotate_values": True,
                 "smooth_keys": True,
             },
-            ("kld", "bench generate", "fit"),
+            ("kld", "fit"),
         ),
     }
 

@@ -57,7 +57,7 @@ class SawInt4(Scheme):
         "saw-int4": Entry(
             "4 bits with rotated keys, and no 16-bit windows but 16 tokens: saves memory in short contexts too.",
             {},
-            lists=("demo", "kld", "bench kernels", "bench generate", "fit"),
+            lists=("demo", "kld", "bench kernels", "fit"),
         ),
         "saw-int4-kv": Entry("saw-int4 with rotated values too, for values with outlier channels.", {"rotate": "both"}),
         "int4": Entry(

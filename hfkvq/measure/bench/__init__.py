@@ -1,1 +1,1 @@
-"""Benchmarks and tuning: ``hfkvq bench kernels``, ``hfkvq bench tune``, and whole models, ``hfkvq bench generate``."""
+"""Timing and tuning of kernels: ``hfkvq bench kernels`` and ``hfkvq bench tune``."""

@@ -1,7 +1,8 @@
-"""The commands ``hfkvq bench kernels`` and ``hfkvq bench tune``; mounts ``hfkvq bench generate``."""
+"""The commands ``hfkvq bench kernels`` and ``hfkvq bench tune``."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from enum import Enum
@@ -11,47 +12,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfkvq.progress import progress_bar, stoppable
-from hfkvq.sizes import parse_count
 from hfkvq.terminal import check_files, fail, make_console, number_option, print_notes, print_saved, split
-
-from .device import bench_device
-from .generate.cli import generate_command
 
 # torch is imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
     import torch
 
     from .cases import Shape
-    from .peers import Peer
-    from .report import Record
 
-app = typer.Typer(
-    help="Time the decode kernels and whole models on this GPU, and tune the kernels for it.", no_args_is_help=True
-)
-app.command("generate")(generate_command)
+app = typer.Typer(help="Time the decode kernels on this GPU, and tune them for it.", no_args_is_help=True)
 
-_DEFAULT_SHAPES = r"\[default: 32x32k, 1x128k, 32x8k, 1x8k, 1x1k]"
-Batches = Annotated[str | None, typer.Option("--batch", help=f"Batch sizes, comma-separated. {_DEFAULT_SHAPES}")]
-Contexts = Annotated[str | None, typer.Option("--context", help="Tokens of context, comma-separated, e.g. 8k,32768.")]
 Sizes = Annotated[
-    str | None, typer.Option(help="Rows x tokens, e.g. 32x32k,1x128k, in place of --batch and --context.")
+    str | None,
+    typer.Option(
+        help=r"Rows x tokens, comma-separated. \[default: 32x32k, 1x128k, 32x8k, 1x8k, 1x1k; of latents the first two "
+        r"and 1x8k]"
+    ),
 ]
 Formats = Annotated[
     str | None,
-    typer.Option(help=r"Presets and formats to time, comma-separated. \[default: all]"),
-]
-Peers = Annotated[
-    str | None,
-    typer.Option(help=r"Other packages' kernels to time: all, none, or names, comma-separated. \[default: all]"),
+    typer.Option(help=r"Presets and formats to time, comma-separated. \[default: the main ones]"),
 ]
 Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
 KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, help="Channels per head.")]
 Queries = Annotated[
-    str | None,
-    typer.Option(
-        help=r"Query tokens per row, e.g. 2,16,1k; more than 16 are a prompt behind the context. \[default: 1]"
-    ),
+    int, typer.Option(min=1, max=16, help="Query tokens per row: more than one are a step of assisted decoding.")
 ]
 Minutes = Annotated[
     float | None, number_option(r"Minutes after which nothing new is started. \[default: no limit]", low=0.1)
@@ -72,45 +58,34 @@ class BenchDType(str, Enum):
 BenchDTypes = Annotated[BenchDType, typer.Option(help="Dtype of queries and of unquantized tokens.")]
 
 
-def _bench_cases(
-    batch: str | None,
-    context: str | None,
-    formats: str | None,
-    sweep: bool,
-    latents: int | None,
-    queries: str | None = None,
-    sizes: str | None = None,
-    **heads: int | str,
+def bench_device() -> torch.device:
+    """The current GPU; ends the command where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        fail(
+            f"bench: PyTorch {torch.__version__} sees no CUDA device. Timing needs an NVIDIA GPU (compute capability "
+            "8.0 or newer), a CUDA build of PyTorch, and Triton. `hfkvq demo` and `hfkvq kld` run on a CPU."
+        )
+    if importlib.util.find_spec("triton") is None:
+        fail("bench: Triton is not installed; pip install triton.")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _cases(
+    sizes: str | None, formats: str | None, latents: int | None, dtype: BenchDType, queries: int = 1, **heads: int
 ) -> tuple[list[Shape], tuple[str, ...]]:
     """Shapes and formats; ends the command if they make no sense."""
     from . import cases
 
     try:
-        if (sweep or sizes) and (batch or context):
-            name = "sweep" if sweep else "sizes"
-            raise ValueError(f"{name}: it has batches and contexts of its own; leave --batch and --context out.")
-        if sweep and sizes:
-            raise ValueError("sweep: it has sizes of its own; leave --sizes out.")
-        if sweep:
-            pairs = [(rows, tokens) for rows in cases.SWEEP_BATCHES for tokens in cases.SWEEP_CONTEXTS]
-        elif sizes:
+        pairs = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
+        if sizes is not None:
             pairs = [cases.parse_size(part) for part in split(sizes)]
-        elif batch or context:
-            batches = [parse_count(part) for part in split(batch or "1")]
-            pairs = [(rows, parse_count(part)) for rows in batches for part in split(context or "8k")]
-        else:
-            pairs = list(cases.LATENT_SHAPES if latents else cases.DEFAULT_SHAPES)
-        asked = [parse_count(part) for part in split(queries or "1")]
-        if latents and asked != [1]:
-            raise ValueError("queries: latents are timed with one query a row; leave --queries out.")
         if latents:
-            shapes = [cases.Shape.of_latents(rows, tokens, latents, str(heads["dtype"])) for rows, tokens in pairs]
+            shapes = [cases.Shape.of_latents(rows, tokens, latents, dtype.value) for rows, tokens in pairs]
         else:
-            shapes = [
-                cases.Shape(rows, tokens, queries=count, **heads)  # type: ignore[arg-type]
-                for rows, tokens in pairs
-                for count in asked
-            ]
+            shapes = [cases.Shape(*pair, dtype=dtype.value, queries=queries, **heads) for pair in pairs]
         default = cases.LATENT_FORMATS if latents else cases.default_formats()
         names = default if formats is None else split(formats)
         cases.check(names, shapes)
@@ -119,157 +94,89 @@ def _bench_cases(
     return shapes, names
 
 
-def _gate(shapes: list[Shape], names: tuple[str, ...], device: torch.device, skip_tests: bool) -> Record:
-    """Tests the kernels before they are timed; ends the command if they are wrong."""
-    from . import checks
-
-    console, root = make_console(), checks.checkout()
-    try:
-        if root is None:
-            tests = "not there"
-        elif skip_tests:
-            tests = "skipped"
-        else:
-            console.print("GPU tests of the kernels:", style="dim")
-            checks.run_tests(root)
-            tests = "passed"
-        errors = checks.self_check(names, shapes, device)
-    except checks.GateError as error:
-        fail(error, code=1)
-    console.print(f"Self-check: errors up to {max(errors.values()):.2g} of the output; tests {tests}.", style="dim")
-    return {"tests": tests, "self_check": errors}
-
-
-def _peers(names: str | None, latents: int | None) -> list[Peer]:
-    """Other packages' kernels that are asked for and there, with a line for each that is not."""
-    from .peers import choose, present
-
-    if latents:
-        if names not in (None, "none"):
-            fail(f"peers: got {names!r} with --latents, which is for keys and values alone; leave one of them out.")
-        return []
-    try:
-        return present(choose("all" if names is None else names), make_console().print)
-    except ValueError as error:
-        fail(error)
-
-
 @app.command("kernels")
 def bench_kernels(
-    batch: Batches = None,
-    context: Contexts = None,
     sizes: Sizes = None,
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
     head_dim: HeadDim = 128,
-    queries: Queries = None,
+    queries: Queries = 1,
     latents: Latents = None,
     dtype: BenchDTypes = BenchDType.bfloat16,
     formats: Formats = None,
-    peers: Peers = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Contexts of 1k to 128k at batch 1 and 32.")] = False,
     replays: Annotated[int, typer.Option(min=20, help="Replays of each CUDA graph.")] = 30,
     minutes: Minutes = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Save all figures to a file, or into a folder.")
     ] = None,
-    plot_file: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="PATH", help="Save speed-up against context as PNG, as with --json."),
-    ] = None,
     compare: Annotated[
         Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Compare with figures saved earlier.")
     ] = None,
-    commit: Annotated[str, typer.Option(help=r"Commit to record. \[default: from git]")] = "",
-    skip_tests: Annotated[
-        bool, typer.Option("--skip-tests", help="Skip the kernel tests; the self-check still runs.")
-    ] = False,
 ) -> None:
-    """Time decode attention of one layer against bf16, from the call to the merged output.
+    """Time decode attention of one layer against PyTorch's in bf16, from the call to the merged output.
 
-    Refuses to measure kernels that fail their tests or differ from the torch reference.
+    Refuses to time kernels that differ from the torch reference.
     """
-    check_files("plot", json_file, plot_file)
+    check_files("png", json_file, None)
     end = time.monotonic() + 60 * (math.inf if minutes is None else minutes)
     device = bench_device()
 
-    from . import report, timing
+    from . import kernels
     from .ahead import Compiler
-    from .peers.measure import check_peers, taking
-    from .rows import add_speedups
-    from .run import measure_shape
 
-    shapes, names = _bench_cases(
-        batch, context, formats, sweep, latents, queries, sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        dtype=dtype.value,
-    )  # fmt: skip
-    others = _peers(peers, latents)
+    given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    shapes, names = _cases(sizes, formats, latents, dtype, queries, **given)
     try:
-        before = report.load(compare) if compare is not None else None
+        before = kernels.load(compare) if compare is not None else None
     except ValueError as error:
         fail(error)
-    waiting = stoppable("nothing has been measured yet; what is compiled need not be again.")
+    console = make_console()
+    waiting = stoppable("nothing has been measured yet; compiled kernels are kept.")
     with waiting, Compiler(shapes, device) as compiler, progress_bar() as show:
         compiler.begin(names)
         for i, name in enumerate(names):
             show(f"compiling {name}", i / len(names))
             compiler.wait((name,))
-    record: Record = {**report.environment(device, commit), "checks": _gate(shapes, names, device, skip_tests)}
-    checked = check_peers(others, shapes, device)
-    record["checks"]["peers"] = checked
-    record |= {"copy": report.describe_copy(*timing.copy_bandwidth(device)), "rows": []}
-    json_file, plot_file = (
-        path and report.file_name(path, record["gpu"], suffix)
-        for path, suffix in ((json_file, ".json"), (plot_file, ".png"))
-    )
-
-    console = make_console()
-    # What speed-ups are against comes first, with what is compared: whenever the run ends, that is there.
-    plain, quantized = ([peer for peer in others if peer.quantized is kind] for kind in (False, True))
-    rounds = [(shape, names, taking(plain, shape), True) for shape in shapes]
-    rounds += [(shape, (), taking(quantized, shape), False) for shape in shapes]
-    done, work = 0, sum(len(ours) + len(theirs) + first for _, ours, theirs, first in rounds)
-    copied = record["copy"]["tb_per_s"] * 1e12
-    kept = "nothing is saved" if json_file is None else f"{json_file} has what was measured"
-    words = f"{kept}; the same command starts over, and --sizes, --formats and --peers choose what is left."
+        try:
+            errors = kernels.self_check(names, shapes, device)
+        except ValueError as error:
+            fail(error, code=1)
+        record = kernels.new_record(device, {"self_check": errors})
+    console.print(f"Self-check: errors up to {max(errors.values()):.2g} of the output.", style="dim")
+    if json_file is not None:
+        json_file = kernels.file_name(json_file, record["gpu"])
+    copied, late = record["copy"]["tb_per_s"] * 1e12, False
+    kept = "nothing is saved" if json_file is None else f"{json_file} has the figures so far"
+    words = f"{kept}; the same command starts over, and --sizes and --formats choose what is left."
     with stoppable(words), progress_bar() as show:
-        for shape, ours, theirs, first in rounds:
-            if not ours and not theirs:
-                continue
+        for number, shape in enumerate(shapes):
 
-            def tell(name: str, shape: Shape = shape) -> None:
-                nonlocal done
-                show(f"{shape.title}: {name}", done / work)
-                done += 1
+            def tell(name: str, shape: Shape = shape, share: float = number / len(shapes)) -> None:
+                show(f"{shape.title}: {name}", share)
 
-            for row in measure_shape(shape, ours, device, copied, replays, tell, theirs, checked, first):
+            for row in () if late else kernels.measure_shape(shape, names, device, copied, replays, tell):
                 record["rows"].append(row)
-                add_speedups(report.rows_at(record, shape))
+                kernels.add_speedups(kernels.rows_at(record, shape))
                 if json_file is not None:
-                    report.save(record, json_file)
-                if time.monotonic() > end:
+                    kernels.save(record, json_file)
+                late = time.monotonic() > end
+                if late:
                     break
-            if time.monotonic() > end:
-                break
     for shape in shapes:
-        if rows := report.rows_at(record, shape):
-            console.print(report.table(rows))
-    if done < work:
-        console.print(f"{done} of {work} rows in {minutes:g} minutes; name --formats, --peers or sizes for the others.")
-    print_notes(console, report.notes(record))
+        if rows := kernels.rows_at(record, shape):
+            console.print(kernels.table(rows))
+    if late:
+        console.print(f"Stopped after {minutes:g} minutes; name --formats or --sizes for what is missing.")
+    print_notes(console, kernels.notes(record))
     if before is not None:
-        console.print(report.compare_table(before, record))
-    if plot_file is not None and not report.save_plot(record, plot_file):
-        plot_file = None
-    print_saved(console, json_file, plot_file)
+        console.print(kernels.compare_table(before, record))
+    print_saved(console, json_file)
     if any("error" in row for row in record["rows"] if row["kind"] == "format"):
         raise typer.Exit(1)
 
 
 @app.command("tune")
 def bench_tune(
-    batch: Batches = None,
-    context: Contexts = None,
     sizes: Sizes = None,
     heads: Heads = 32,
     kv_heads: KVHeads = 8,
@@ -291,10 +198,7 @@ def bench_tune(
 
     from . import tune
 
-    shapes, names = _bench_cases(
-        batch, context, formats, False, latents, sizes=sizes, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-        dtype=dtype.value,
-    )  # fmt: skip
+    shapes, names = _cases(sizes, formats, latents, dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     found: list[tune.Finding] = []
 
     def keep(finding: tune.Finding) -> None:
@@ -304,12 +208,12 @@ def bench_tune(
             tune.write(found, device, json_file)
 
     try:
-        # Before anything is searched: there may be no place for what is found.
+        # Before the search: there may be no place for its findings.
         path = configs.save(device, {})
     except (OSError, ValueError) as error:
         fail(f"{error} HFKVQ_TUNING names another tuning file." if isinstance(error, OSError) else error)
     limit = math.inf if minutes is None else minutes
-    with stoppable(f"what was found until now is in {path}."), progress_bar() as show:
+    with stoppable(f"the findings until now are in {path}."), progress_bar() as show:
         try:
             findings, variants = tune.tune(names, shapes, device, show, limit, keep)
         except torch.OutOfMemoryError as error:

@@ -110,31 +110,6 @@ def time_calls(calls: Sequence[Callable[[], object]], replays: int = REPLAYS, ai
     return Timing(p20, p50, p80, count, len(calls), replays)
 
 
-def time_launches(calls: Sequence[Callable[[], object]], replays: int = REPLAYS, aim: float = AIM_US) -> Timing:
-    """Times calls that cannot be captured in a graph: launched one by one on the default stream, back to back.
-
-    Where the GPU is done sooner than the next call is launched, this is the time of launching.
-    """
-    for call in calls:
-        call()
-
-    def timed(rounds: int, count: int) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for event in events[1:]:
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-            event.record()
-        events[-1].synchronize()
-        return [1e3 * before.elapsed_time(after) for before, after in pairwise(events)]
-
-    rounds = max(1, math.ceil(aim / max(statistics.median(timed(1, 3)), 1.0)))
-    count = rounds * len(calls)
-    p20, p50, p80 = (time / count for time in quantiles(timed(rounds, replays)))
-    return Timing(p20, p50, p80, count, len(calls), replays)
-
-
 def copy_bandwidth(device: torch.device) -> tuple[int, Timing]:
     """Bytes (read and written) and time of a device-to-device copy too large for any cache."""
     free, _ = torch.cuda.mem_get_info(device)

@@ -21,8 +21,7 @@ from ..records import now, versions
 from ..tables import new_table
 from .ahead import Compiler, Variant, kernels_of, plain
 from .cases import Shape, fill
-from .run import store_calls
-from .split_kv import FAILURES
+from .kernels import store_calls
 from .timing import cache_size, time_calls
 
 GRID: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -119,8 +118,8 @@ def search(
         kernel: kernel.
         key: variant.
         start: knobs before.
-        timers: measure with the knobs in force, one for each format and shape; raise one of `FAILURES` where these are
-            more than the GPU has. A candidate that is slower with the first is not given to the others.
+        timers: measure with the knobs in force, one for each format and shape; raise where these are more than the
+            GPU has. A candidate that is slower with the first is not given to the others.
         progress: is told what is tried, and the share done.
         ready: waits until a candidate is compiled; False where there is no time left for it.
     """
@@ -135,7 +134,8 @@ def search(
                     ratios.append(timer() / was)
                     if ratios[0] > HOPELESS:
                         break
-        except FAILURES:
+        # A candidate that does not compile, or needs more than the GPU has, fails in many ways; others go on.
+        except Exception:
             return math.inf
         return math.exp(sum(map(math.log, ratios)) / len(ratios))
 

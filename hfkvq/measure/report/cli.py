@@ -74,8 +74,6 @@ def _slug(name: str) -> str:
 
 def _plots(boards: list[Board], found: Collection, out: Path) -> dict[str, list[tuple[str, str]]]:
     """Draws all pictures; returns by model what the report shows."""
-    from hfkvq.measure.bench.report import save_plot
-
     from . import pictures
 
     shown: dict[str, list[tuple[str, str]]] = {}
@@ -87,12 +85,6 @@ def _plots(boards: list[Board], found: Collection, out: Path) -> dict[str, list[
         ):
             if save(board, out / name):
                 shown.setdefault(board.model, []).append((words, name))
-    for number, record in enumerate(found.benches, 1):
-        name = f"kernels{f'-{number}' if len(found.benches) > 1 else ''}.png"
-        if not save_plot(record, out / name):
-            continue
-        words = f"Decode attention of one layer against the fastest unquantized one, {record['gpu']}"
-        shown.setdefault("", []).append((words, name))
     return shown
 
 

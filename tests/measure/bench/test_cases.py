@@ -21,8 +21,7 @@ from hfkvq.measure.bench.cases import (
     scheme_of,
     short,
 )
-from hfkvq.measure.bench.checks import error_of
-from hfkvq.measure.bench.report import shape_of
+from hfkvq.measure.bench.kernels import error_of, shape_of
 from hfkvq.sizes import parse_count
 
 CPU = torch.device("cpu")

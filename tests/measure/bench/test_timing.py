@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfkvq.measure.bench import timing
-from hfkvq.measure.bench.timing import MOST_COPIES, copies_for, quantiles, time_calls, time_launches
+from hfkvq.measure.bench.timing import MOST_COPIES, copies_for, quantiles, time_calls
 
 
 @pytest.mark.parametrize(("nbytes", "copies"), [(1000, 1), (400, 1), (399, 2), (100, 4), (1, 400), (0, 400)])
@@ -105,22 +105,6 @@ def test_copy_bandwidth_counts_reading_and_writing(pretended_cuda, monkeypatch):
     # A quarter of what is free.
     assert nbytes == 2 * 1000
     assert found.p50 == pytest.approx(10.0)
-
-
-@pytest.mark.parametrize(("us", "copies", "calls"), [(10.0, 3, 501), (8000.0, 1, 1)])
-def test_launches_are_timed_without_a_graph(pretended_cuda, us, copies, calls):
-    order = []
-
-    def call(which):
-        order.append(which)
-        # The first call compiles.
-        pretended_cuda.now += us * (100 if len(order) == 1 else 1)
-
-    timing = time_launches([lambda which=which: call(which) for which in range(copies)], 20)
-    assert (timing.p20, timing.p50, timing.p80) == pytest.approx((us, us, us))
-    assert (timing.calls, timing.copies, timing.replays) == (calls, copies, 20)
-    assert order == [i % copies for i in range(len(order))]
-    assert not pretended_cuda.graphs
 
 
 @pytest.mark.gpu

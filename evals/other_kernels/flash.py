@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..cases import Shape
-from .peer import Peer, Prepared, imported, page_table, paged
+from evals.other_kernels.peer import Peer, Prepared, imported, page_table, paged
+from hfkvq.measure.bench.cases import Shape
 
 INTERFACE = "vllm.vllm_flash_attn.flash_attn_interface"
 PAGES = (128, 256)
@@ -23,7 +23,6 @@ class _FlashAttention(Peer):
     version: ClassVar[int]
 
     def load(self) -> None:
-        """See `Peer.load`."""
         names = ("flash_attn_varlen_func", "get_scheduler_metadata", f"FA{self.version}_AVAILABLE")
         self._attend, self._metadata, there = imported(INTERFACE, *names)
         if not there:
@@ -31,11 +30,9 @@ class _FlashAttention(Peer):
             raise ImportError(f"FlashAttention {self.version} cannot be loaded: {reason}")
 
     def variants(self, shape: Shape) -> tuple[str, ...]:
-        """See `Peer.variants`."""
         return tuple(f"pages of {page}" for page in PAGES)
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
-        """See `Peer.prepare`."""
         batch, queries, tokens, device = shape.batch, shape.queries, keys.shape[2], query.device
         given = self.cast(query).transpose(1, 2).flatten(0, 1).contiguous()
         lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
@@ -69,7 +66,6 @@ class _FlashAttention(Peer):
         return x
 
     def exact(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Prepared.exact`."""
         return self.cast(keys).float(), self.cast(values).float()
 
     def scales(self, shape: Shape, device: torch.device) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..cases import Shape
-from .peer import Peer, Prepared, imported
+from evals.other_kernels.peer import Peer, Prepared, imported
+from hfkvq.measure.bench.cases import Shape
 
 GROUP = 32
 RESIDUAL = 128
@@ -53,15 +53,12 @@ class _Kivi(Peer):
     bits: ClassVar[int]
 
     def load(self) -> None:
-        """See `Peer.load`."""
         (self._product,) = imported("kivi_gemv", "gemv_forward_cuda_outer_dim")
 
     def variants(self, shape: Shape) -> tuple[str, ...]:
-        """See `Peer.variants`."""
         return ("fp16; its words as its kernel reads them, without the copy that its Python makes each call",)
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
-        """See `Peer.prepare`."""
         if shape.context % RESIDUAL or shape.context <= RESIDUAL:
             raise ValueError(f"context: got {shape.context}, allowed for {self.name}: multiples of 128 from 256 on.")
         keys, values = keys.half(), values.half()

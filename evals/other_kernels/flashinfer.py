@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..cases import Shape
-from .peer import Peer, Prepared, imported, page_table, paged
+from evals.other_kernels.peer import Peer, Prepared, imported, page_table, paged
+from hfkvq.measure.bench.cases import Shape
 
 PAGE = 128
 WORKSPACE = 256 << 20
@@ -27,16 +27,13 @@ class FlashInfer(Peer):
     stored: ClassVar[torch.dtype | None] = None
 
     def load(self) -> None:
-        """See `Peer.load`."""
         names = ("BatchDecodeWithPagedKVCacheWrapper", "xqa_batch_decode_with_kv_cache")
         self._wrapper, self._xqa = imported("flashinfer.decode", *names)
 
     def variants(self, shape: Shape) -> tuple[str, ...]:
-        """See `Peer.variants`."""
         return (*WRAPPERS, XQA)
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
-        """See `Peer.prepare`."""
         stored = self.stored or keys.dtype
         cache = tuple(paged(x.to(stored), PAGE, heads_first=True) for x in (keys, values))
         given = query[:, :, 0].contiguous()

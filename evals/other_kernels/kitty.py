@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..cases import Shape
-from .peer import Peer, Prepared, imported
+from evals.other_kernels.peer import Peer, Prepared, imported
+from hfkvq.measure.bench.cases import Shape
 
 PAGE = 128
 SINK = 32
@@ -36,17 +36,14 @@ class _Kitty(Peer):
     boosted: ClassVar[int]
 
     def load(self) -> None:
-        """See `Peer.load`."""
         (self._layer,) = imported("kitty.kvcache.utils_kv_per_layer", "KVCache_Layer")
         (self._attend,) = imported("kitty.kvcache.kernels.kitty_attention", "kitty_attention_forward")
         self._pack = imported("kitty.kvcache.kernels.kitty_quant_pack", "quantize_pack_k", "quantize_pack_v")
 
     def variants(self, shape: Shape) -> tuple[str, ...]:
-        """See `Peer.variants`."""
         return ("fp16, pages of 128",)
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
-        """See `Peer.prepare`."""
         tokens, heads, dim = shape.context, shape.kv_heads, shape.head_dim
         if tokens < SINK + LOCAL:
             raise ValueError(f"context: got {tokens}, allowed for {self.name}: {SINK + LOCAL} or more.")

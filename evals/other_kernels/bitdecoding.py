@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..cases import Shape
-from .peer import Peer, Prepared, check_multiple, imported
+from evals.other_kernels.peer import Peer, Prepared, check_multiple, imported
+from hfkvq.measure.bench.cases import Shape
 
 GROUP = 128
 MODE = "k-channel"
@@ -31,17 +31,14 @@ class _BitDecoding(Peer):
     bits: ClassVar[int]
 
     def load(self) -> None:
-        """See `Peer.load`."""
         self._pack, self._attend = imported(
             "bit_decode_cuda", f"kvcache_pack_i{self.bits}", f"fwd_kvcache_i{self.bits}"
         )
 
     def variants(self, shape: Shape) -> tuple[str, ...]:
-        """See `Peer.variants`."""
         return ("fp16, groups of 128",)
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
-        """See `Peer.prepare`."""
         check_multiple(shape, 256, self.name)
         if shape.head_dim != GROUP:
             raise ValueError(f"head_dim: got {shape.head_dim}, allowed for {self.name}: {GROUP}.")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..cases import Shape
+from hfkvq.measure.bench.cases import Shape
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Peer(ABC):
     """A decode kernel of another package.
 
     Attributes:
-        name: as `hfkvq bench kernels --peers` takes it.
+        name: as `--peers` takes it.
         package: what `pip` or its authors call the package.
         remedy: how to get it.
         code_bits: bits of a key's code and of a value's; 16 for unquantized ones.

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..cases import Shape
-from .peer import Peer, Prepared, check_multiple, imported
+from evals.other_kernels.peer import Peer, Prepared, check_multiple, imported
+from hfkvq.measure.bench.cases import Shape
 
 PAGE = 128
 SPLITS = (32, 64, 128, 256)
@@ -45,7 +45,6 @@ class _TurboQuant(Peer):
     preset: ClassVar[str]
 
     def load(self) -> None:
-        """See `Peer.load`."""
         quantization = "vllm.model_executor.layers.quantization.turboquant"
         (self._config,) = imported(f"{quantization}.config", "TurboQuantConfig")
         (self._centroids,) = imported(f"{quantization}.centroids", "get_centroids")
@@ -54,11 +53,9 @@ class _TurboQuant(Peer):
         (self._store,) = imported(f"{operations}_store", "triton_turboquant_store")
 
     def variants(self, shape: Shape) -> tuple[str, ...]:
-        """See `Peer.variants`."""
         return tuple(f"{splits} splits" for splits in SPLITS)
 
     def prepare(self, shape: Shape, query: Tensor, keys: Tensor, values: Tensor, variant: str) -> Prepared:
-        """See `Peer.prepare`."""
         check_multiple(shape, PAGE, self.name)
         config = self._config.from_cache_dtype(self.preset, shape.head_dim)
         device, pages = query.device, shape.context // PAGE

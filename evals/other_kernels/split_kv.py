@@ -1,4 +1,4 @@
-"""The baseline that any quantized kernel has to beat: split-KV decode attention in plain Triton over dense keys."""
+"""A baseline that any quantized kernel has to beat: split-KV decode attention in plain Triton over dense keys."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Whole models, random weights: prefill, decode and ``generate`` with our caches and stock ones (`bench generate`)."""

@@ -1,0 +1,297 @@
+"""`hfkvq bench kernels` and `tune`: nothing wrong is timed, what is saved and shown, and what a user is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hfkvq.caches.store import KVStore
+from hfkvq.kernels.triton import configs
+from hfkvq.measure.bench import kernels
+from hfkvq.measure.bench.cases import Shape
+from hfkvq.measure.bench.kernels import add_speedups, error_of, row_of, self_check
+from hfkvq.measure.bench.timing import METHOD, Timing
+from hfkvq.measure.bench.tune import Finding
+from tests.command import assert_refused, flat, invoke, printed
+
+run = partial(invoke, "bench")
+CPU = torch.device("cpu")
+SMALL = Shape(1, 8, heads=2, kv_heads=1, head_dim=64)
+OPTIONS = ["--heads", "2", "--kv-heads", "1", "--head-dim", "64"]
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled in this process")
+
+
+def timing(us: float) -> Timing:
+    return Timing(0.9 * us, us, 1.2 * us, 100, 4, 30)
+
+
+def rows_of(shape: Shape, **times: float | str) -> list[dict]:
+    """Invented lines: names with an underscore are baselines."""
+    rows = []
+    for name, time in times.items():
+        measured = timing(time) if isinstance(time, float) else time
+        rows.append(
+            row_of(shape, name, "baseline" if name.startswith("_") else "format", measured, 2_000_000, 4e12, spec="s0")
+        )
+    add_speedups(rows)
+    return rows
+
+
+def record_of(rows: list[dict]) -> kernels.Record:
+    return {
+        "kind": kernels.KIND,
+        "gpu": "Synthetic 9000",
+        "versions": {"torch": "0.0", "triton": "0.0"},
+        "commit": "0000000",
+        "date": "2000-01-01T00:00:00+00:00",
+        "method": METHOD,
+        "copy": {"tb_per_s": 4.0},
+        "rows": rows,
+    }
+
+
+def test_a_line_has_rate_and_share_of_the_copy():
+    row = row_of(Shape(1, 8192), "kitty", "format", timing(2.0), 2_000_000, 4e12, spec="s0")
+    assert row["us"] == pytest.approx({"p20": 1.8, "p50": 2.0, "p80": 2.4})
+    assert row["tb_per_s"] == pytest.approx(1.0)
+    assert row["share_of_copy"] == pytest.approx(0.25)
+    assert kernels.shape_of(row) == Shape(1, 8192)
+
+
+def test_speedup_is_against_the_fastest_unquantized_kernel():
+    rows = {row["name"]: row for row in rows_of(Shape(1, 8192), _a="no", _b=30.0, _c=20.0, kitty=10.0, full="full")}
+    assert (rows["kitty"]["speedup"], rows["kitty"]["against"]) == (2.0, "_c")
+    assert rows["_b"]["speedup"] == pytest.approx(2 / 3)
+    assert "speedup" not in rows["full"]
+    peer = row_of(Shape(1, 8192), "peer", "peer", timing(8.0), 1, None) | {"quantized": False}
+    both = [*rows.values(), peer, peer | {"name": "quantized", "quantized": True, "us": {"p50": 1.0}}]
+    add_speedups(both)
+    assert rows["kitty"]["against"] == "peer"
+
+
+def test_table_and_comparison():
+    rows = rows_of(Shape(32, 32768), _plain=940.0, kitty=200.0, full="OutOfMemoryError: no room")
+    text = printed(kernels.table(rows), width=100)
+    assert "32 x 32k tokens, 32/8 heads of 128, bfloat16" in text
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "180.0 to 240.0" in lines["kitty"]
+    assert "4.70x" in lines["kitty"]
+    assert "OutOfMemoryError: no room" in lines["full"]
+    before = record_of(rows_of(Shape(1, 8192), _plain=20.0, a=10.0, b=10.0, gone=1.0, broken="x"))
+    after = record_of(rows_of(Shape(1, 8192), _plain=20.0, a=10.49, b=10.51, new=1.0, broken=1.0))
+    text = printed(kernels.compare_table(before, after))
+    lines = {line.split()[3]: line for line in text.splitlines() if "1 x 8k" in line}
+    assert set(lines) == {"_plain", "a", "b"}
+    assert "slower" not in lines["a"]
+    assert "+5.1 %" in lines["b"]
+    assert "slower" in lines["b"]
+
+
+def test_records_in_files(tmp_path: Path):
+    record = record_of(rows_of(Shape(1, 8192), _plain=20.0, kitty=10.0, full="full"))
+    kernels.save(record, tmp_path / "a.json")
+    assert kernels.load(tmp_path / "a.json") == record
+    for content in ("{", "[]", json.dumps({"kind": "something else", "rows": []})):
+        (tmp_path / "b.json").write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match="compare: "):
+            kernels.load(tmp_path / "b.json")
+    assert kernels.file_name(tmp_path, "NVIDIA H200").name == "kernels-h200.json"
+
+
+# The self-check.
+
+
+def test_error_is_relative_and_infinite_where_not_finite():
+    x = torch.tensor([3.0, 4.0])
+    assert error_of(1.1 * x, x) == pytest.approx(0.1, rel=1e-5)
+    assert error_of(torch.tensor([3.0, float("nan")]), x) == float("inf")
+
+
+@needs_interpreter
+def test_self_check(monkeypatch):
+    # Without a GPU both sides are the reference.
+    assert self_check(["kitty", "fp8+16"], [SMALL], CPU) == {"kitty": 0, "fp8+16": 0}
+    attend, in_reference = KVStore.attend, []
+
+    @contextlib.contextmanager
+    def reference():
+        in_reference.append(True)
+        yield
+        in_reference.pop()
+
+    def wrong(store, query, arguments):
+        out = attend(store, query, arguments)
+        return out if in_reference or not store.format.sink else out * 1.05
+
+    monkeypatch.setattr(kernels, "use_reference", reference)
+    monkeypatch.setattr(KVStore, "attend", wrong)
+    with pytest.raises(ValueError, match=r"kitty by 0\.0") as caught:
+        self_check(["2-bit", "kitty"], [SMALL], CPU)
+    assert "2-bit" not in str(caught.value)
+
+
+# The commands.
+
+
+@pytest.mark.parametrize("command", ["kernels", "tune"])
+def test_without_a_gpu_it_says_what_it_needs(command, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run(command)
+    assert_refused(done, "sees no CUDA device")
+    assert "NVIDIA GPU" in flat(done.output)
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch, tmp_path):
+    """Commands run on the CPU, with invented times: 5 us for each call."""
+    properties = SimpleNamespace(
+        name="Synthetic 9000", major=9, minor=0, multi_processor_count=2, L2_cache_size=10**5, total_memory=10**9
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("hfkvq.measure.bench.cli.bench_device", lambda: CPU)
+    monkeypatch.setattr(kernels, "copy_bandwidth", lambda device: (10**6, Timing(1, 1, 1, 1, 1, 1)))
+    monkeypatch.setenv("HFKVQ_TUNING", str(tmp_path / "tuning.json"))
+    configs.reload()
+
+    def invented(calls, replays):
+        calls[0]()
+        return Timing(5.0, 5.0, 5.0, len(calls), len(calls), replays)
+
+    monkeypatch.setattr(kernels, "time_calls", invented)
+    monkeypatch.setattr(kernels, "_baselines", lambda shape: {"dense": kernels.F.scaled_dot_product_attention})
+    yield
+    configs.reload()
+
+
+SAME = ["--heads", "2", "--kv-heads", "2", "--head-dim", "64"]
+"""Heads that plain attention takes without grouping."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--formats", "kity"], "formats: got 'kity', which is unknown; did you mean 'kitty'"),
+        (["--formats", ","], "formats: got none"),
+        (["--sizes", "1x8kb"], "got '8kb', allowed numbers like 8192 or 8k"),
+        (["--sizes", "8k"], "sizes: got '8k', allowed rows x tokens, like 32x8k"),
+        (["--heads", "6", "--kv-heads", "4"], "heads: got 6, allowed multiples of kv_heads"),
+        (["--replays", "5"], "Invalid value for '--replays'"),
+        (["--json", "no-such-folder/a.json"], "the folder no-such-folder does not exist"),
+        (["--compare", "no-such-file.json"], "compare: no-such-file.json cannot be read"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_runs(arguments, message, monkeypatch, pretended_gpu):
+    monkeypatch.setattr(kernels, "self_check", lambda *rest: pytest.fail("kernels ran"))
+    assert_refused(run("kernels", *arguments), message)
+
+
+@needs_interpreter
+def test_a_whole_run(pretended_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "self_check", lambda *rest: {"kitty": 0.0})
+    arguments = [*SAME, "--sizes", "1x200,1x1k", "--formats", "kitty,fp8+16"]
+    done = run("kernels", *arguments, "--json", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "compiling kitty" in done.output
+    record = kernels.load(tmp_path / "kernels-synthetic-9000.json")
+    assert [(row["context"], row["name"]) for row in record["rows"]] == [
+        (context, name) for context in (200, 1024) for name in ("dense", "kitty", "fp8+16")
+    ]
+    assert all(row["speedup"] == 1 and row["bytes"] > 0 for row in record["rows"])
+    assert record["rows"][1]["spec"].startswith("s32;k0;v0;2c")
+    again = run("kernels", *arguments, "--compare", str(tmp_path / "kernels-synthetic-9000.json"))
+    assert again.exit_code == 0, again.output
+    assert "+0.0 %" in again.output
+    assert "slower" not in again.output
+
+
+@needs_interpreter
+def test_what_fails_stops_no_other_line(pretended_gpu, monkeypatch, tmp_path):
+    """A format and a whole shape without room; Ctrl-C leaves the rows so far in the file, whole."""
+    fill, data, save, file = kernels.fill, Shape.data, kernels.save, tmp_path / "a.json"
+
+    def full(name, keys, values):
+        if name == "int4":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it.")
+        return fill(name, keys, values)
+
+    def no_data(shape, device, seed=0):
+        if shape.context == 2048:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return data(shape, device, seed)
+
+    def stop(record, path):
+        save(record, path)
+        if len(record["rows"]) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "self_check", lambda *rest: {"int4": 0.0})
+    monkeypatch.setattr(kernels, "fill", full)
+    monkeypatch.setattr(Shape, "data", no_data)
+    arguments = ["kernels", *SAME, "--sizes", "1x2k,1x200", "--formats", "int4,kivi-4", "--json", str(file)]
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert done.output.count("CUDA out of memory.") == 3
+    assert done.output.count("1.00x") == 2
+    monkeypatch.setattr(kernels, "save", stop)
+    done = run(*arguments)
+    assert done.exit_code == 130
+    assert "a.json has the figures so far" in flat(done.output)
+    assert [row["name"] for row in kernels.load(file)["rows"]] == ["int4", "kivi-4", "dense", "int4"]
+
+
+def test_tuning_saves_what_it_found(pretended_gpu, monkeypatch, tmp_path):
+    before = dict(configs.DEFAULTS["decode"])
+    found = Finding("decode", "2c128/2t128,D128,N8", before, {**before, "stages": 3}, 0.9, late=5)
+    stopped = []
+
+    def tune(formats, shapes, device, progress, minutes, keep):
+        assert minutes == 0.5
+        keep(found)
+        if stopped:
+            raise KeyboardInterrupt
+        return [found], 3
+
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", tune)
+    arguments = ["tune", *OPTIONS, "--minutes", "0.5", "--json", str(tmp_path / "found.json")]
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    said = flat(done.output)
+    assert "1 of 3 variants in 0.5 minutes" in said
+    assert "5 candidates were not compiled in time, and so not tried" in said
+    assert "stages 3" in said
+    assert "-10.0 %" in said
+    assert json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["findings"][0]["share"] == 0.9
+    saved = json.loads((tmp_path / "tuning.json").read_text(encoding="utf-8"))
+    assert saved == {configs.gpu_key("Synthetic 9000"): {"decode": {found.key: {**before, "stages": 3}}}}
+    stopped.append(True)
+    (tmp_path / "tuning.json").unlink()
+    assert "the findings until now are in" in flat(run(*arguments).output)
+    assert '"stages": 3' in (tmp_path / "tuning.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("content", ["[]", None])
+def test_tuning_without_a_place_for_what_it_finds(pretended_gpu, monkeypatch, tmp_path, content):
+    """Refused at once: a search takes minutes."""
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: pytest.fail("searched"))
+    path = tmp_path / "here"
+    path.write_text(content or "", encoding="utf-8")
+    monkeypatch.setenv("HFKVQ_TUNING", str(path if content else path / "tuning.json"))
+    assert_refused(run("tune", *OPTIONS), "HFKVQ_TUNING")
+
+
+def test_tuning_that_finds_no_kernel_or_no_memory(pretended_gpu, monkeypatch):
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", lambda *rest: ([], 0))
+    assert_refused(run("tune", *OPTIONS, "--formats", "full"), "no kernel with launch parameters serves full")
+
+    def full(*rest):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("hfkvq.measure.bench.tune.tune", full)
+    assert_refused(run("tune", *OPTIONS), "choose fewer or smaller ones", 1)
