@@ -25,7 +25,7 @@ from hfkvq.measure.divergence.windows import read_file
 from hfkvq.measure.report.results import read_files
 from hfkvq.measure.report.samples import read_run
 from hfkvq.tuning.conversations import load_conversations
-from hfkvq.tuning.layer_plan import LayerPlan
+from hfkvq.tuning.layerwise import LayerPlan
 from hfkvq.tuning.sensitivity import Sensitivity
 from hfkvq.tuning.storage import open_storage
 from hfkvq.tuning.study import load_study

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     from .allocation import allocate, make_table, sweep
     from .calibration import calibrate
     from .conversations import Conversation, load_conversations, parse_conversation
-    from .layer_plan import LayerPlan
-    from .layerwise import tune_layers
+    from .layerwise import LayerPlan, tune_layers
     from .objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
     from .room import fit_room, measure_room
     from .score import Score
@@ -24,8 +23,7 @@ _HOMES = {
     **dict.fromkeys(("allocate", "make_table", "sweep"), "allocation"),
     "calibrate": "calibration",
     **dict.fromkeys(("Conversation", "load_conversations", "parse_conversation"), "conversations"),
-    "LayerPlan": "layer_plan",
-    "tune_layers": "layerwise",
+    **dict.fromkeys(("LayerPlan", "tune_layers"), "layerwise"),
     **dict.fromkeys(("Custom", "LmEvalTasks", "ReferenceTasks", "TextKLD", "Timed"), "objectives"),
     **dict.fromkeys(("fit_room", "measure_room"), "room"),
     "Score": "score",

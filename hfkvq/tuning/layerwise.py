@@ -1,30 +1,416 @@
 """`tune_layers`: which layers deserve more bits, and which can do with fewer, found greedily by measurement.
 
-Not from a paper. A table says what the objective makes of the base with one layer changed. Steps are then taken by gain
-per bit (or byte). Layers influence each other, so gains are measured again in the state that earlier steps have led to,
-but only those of the most promising changes ("lazy greedy", which is exact where gains only shrink).
+Not from a paper. A table has the score of the base with one layer changed. Steps are then taken by gain per bit (or
+byte). Layers influence each other, so gains are measured again in the state that earlier steps have led to, but only
+those of the most promising changes ("lazy greedy", which is exact where gains only shrink).
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import hfkvq
+from hfkvq.bounded import DAMAGE
+from hfkvq.caches.bit_table import read_json
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
+from hfkvq.measure.divergence.intervals import mean_interval
 from hfkvq.measure.records import now
 
-from .layer_plan import Compared, LayerCell, LayerPlan, LayerStep, override
-from .layer_search import Search, Trial, by_gain, by_ratio, by_saving, run
-from .score import Cost, Objective
+from .score import Cost, Objective, Score
+
+KIND = "hfkvq layer plan"
 
 EDGES = 2
 """Layers at either end that the naive rule keeps whole."""
 
+PAIRED = 4
+"""Least parts that an objective must report for gains to be judged part by part."""
+
 Candidates = Sequence[Preset | Scheme | str] | Mapping[str, Preset | Scheme | str]
+
+Move = tuple[tuple[int, int], ...]
+"""(layer, option) pairs that are changed together; option 0 is the base's own scheme, option k the k-th candidate."""
+
+
+@dataclass(frozen=True)
+class LayerCell:
+    """A cell of the sensitivity table: the base with one layer changed.
+
+    Attributes:
+        layer: of the decoder.
+        candidate: name of what the layer was changed to.
+        score: of the whole cache.
+    """
+
+    layer: int
+    candidate: str
+    score: Score
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """A change that was accepted.
+
+    Attributes:
+        changes: (layer, candidate) pairs: one, two where one layer pays for another, or those of all layers.
+        gain: how much better the value became, measured at this step; negative where bits had to be saved.
+        noise: what a gain had to exceed.
+        score: after the step.
+        reason: "raise", "exchange", "uniform", or "lower" where the base was over the budget.
+    """
+
+    changes: tuple[tuple[int, str], ...]
+    gain: float
+    noise: float
+    score: Score
+    reason: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A cache that the plan is held against, and the plan itself.
+
+    Attributes:
+        name: "plan", "base", or "first and last N full".
+        preset: the whole of it.
+        score: on the samples that the search used.
+        held_out: on others, or None.
+    """
+
+    name: str
+    preset: Preset
+    score: Score
+    held_out: Score | None = None
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """A scheme for each layer, chosen by measured sensitivity.
+
+    Attributes:
+        preset: the choice, for `MixedKVCache`, the command line and lm-eval.
+        base: what it began with.
+        layers: layers of the decoder, those included that are not compressed.
+        candidates: schemes that layers could get, by name.
+        objective: name of the value.
+        direction: of the value.
+        cost: what the budget limits.
+        limit: the budget, or None.
+        start: score of the base.
+        table: the base with one layer changed, for each layer and candidate.
+        steps: what was accepted, in order.
+        stopped: why no further step was made.
+        compared: the plan, the base and the naive rule.
+        origin: versions, date and the like.
+    """
+
+    preset: Preset
+    base: Preset
+    layers: int
+    candidates: Mapping[str, Scheme]
+    objective: str
+    direction: str
+    cost: Cost
+    limit: float | None
+    start: Score
+    table: tuple[LayerCell, ...]
+    steps: tuple[LayerStep, ...]
+    stopped: str
+    compared: tuple[Compared, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def score(self) -> Score:
+        """Of the choice, on the samples that the search used."""
+        return self.steps[-1].score if self.steps else self.start
+
+    @property
+    def measured_layers(self) -> list[int]:
+        """Layers of the table, from the first to the last."""
+        return sorted({cell.layer for cell in self.table})
+
+    def cell(self, layer: int, candidate: str) -> Score | None:
+        """Score of the base with one layer changed; None where the layer has that scheme anyway."""
+        return next((x.score for x in self.table if (x.layer, x.candidate) == (layer, candidate)), None)
+
+    def gain(self, score: Score) -> float:
+        """How much better than the base a score is."""
+        difference = score.value - self.start.value
+        return -difference if self.direction == "minimize" else difference
+
+    def candidate_of(self, layer: int) -> str | None:
+        """Name of the candidate that a layer got; None if it stayed as it was."""
+        chosen = self.preset.by_layer(self.layers)[layer]
+        if chosen == self.base.by_layer(self.layers)[layer]:
+            return None
+        return next(name for name, scheme in self.candidates.items() if scheme == chosen)
+
+    def save(self, path: str | Path) -> None:
+        """Writes everything as JSON; ``preset.save`` writes the choice alone, as caches take it."""
+        values = {"kind": KIND, **_plain(self)}
+        Path(path).write_text(json.dumps(values, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> LayerPlan:
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: there is no such file, or it holds something else.
+        """
+        values = read_json(path, KIND, "plan", "LayerPlan.save")
+        try:
+            read = {name: _scored(value) for name, value in values.items() if name != "kind"}
+            read["preset"] = get_preset(values["preset"], origin=values["origin"])
+            read["base"] = get_preset(values["base"])
+            read["candidates"] = {name: Scheme.from_dict(each) for name, each in values["candidates"].items()}
+            read["start"] = Score.from_dict(values["start"])
+            read["table"] = tuple(LayerCell(**cell) for cell in read["table"])
+            read["steps"] = tuple(
+                LayerStep(**{**step, "changes": tuple((int(at), str(name)) for at, name in step["changes"])})
+                for step in read["steps"]
+            )
+            read["compared"] = tuple(Compared(**{**x, "preset": get_preset(x["preset"])}) for x in read["compared"])
+            return LayerPlan(**read)
+        except DAMAGE as error:
+            raise ValueError(f"plan: {path} is damaged ({error!r}); make it again with tune_layers.") from None
+
+
+def _plain(thing: Any) -> Any:
+    """A plan as JSON has it."""
+    if isinstance(thing, (Preset, Scheme, Score)):
+        return thing.to_dict()
+    if is_dataclass(thing):
+        return {each.name: _plain(getattr(thing, each.name)) for each in fields(thing)}
+    if isinstance(thing, Mapping):
+        return {key: _plain(value) for key, value in thing.items()}
+    return [_plain(each) for each in thing] if isinstance(thing, tuple) else thing
+
+
+def _scored(rows: Any) -> Any:
+    """Rows of JSON with their scores; anything else as it is."""
+    if not isinstance(rows, list):
+        return rows
+    scores = ("score", "held_out")
+    return [{k: Score.from_dict(v) if k in scores and v else v for k, v in row.items()} for row in rows]
+
+
+def override(base: Preset, own: Sequence[Scheme]) -> Preset:
+    """The preset whose layers have the schemes ``own``; neighbours with the same scheme are named together."""
+    pairs, first = [], 0
+    for scheme, group in itertools.groupby(own):
+        last = first + len(list(group)) - 1
+        if scheme != base.scheme:
+            pairs.append((str(first) if first == last else f"{first}-{last}", scheme))
+        first = last + 1
+    return Preset(base.scheme, tuple(pairs), base.origin)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A change that was measured in the state it would change."""
+
+    move: Move
+    gain: float
+    cost: float
+    noise: float
+    score: Score
+
+
+Rank = Callable[[float, float], tuple[float, float]]
+"""What a change is worth, by its gain and its cost."""
+
+_RANKS: Mapping[str, Rank] = {
+    # A change without cost goes first.
+    "ratio": lambda gain, cost: (gain / cost if cost > 0 else math.inf, gain),
+    "gain": lambda gain, cost: (gain, -cost),
+    # The least loss per cost saved.
+    "saving": lambda gain, cost: (gain / -cost, -cost),
+}
+
+
+@dataclass
+class _Search:
+    """A scheme for each layer of ``base``, changed step by step; the arguments are those of `tune_layers`."""
+
+    base: Preset
+    own: Sequence[Scheme]
+    candidates: Mapping[str, Scheme]
+    places: Sequence[int]
+    objective: Objective
+    cost: Cost
+    limit: float
+    noise: float | None
+    top: int
+
+    def __post_init__(self) -> None:
+        self.sign = -1 if self.objective.direction == "minimize" else 1
+        self.options = {layer: [self.own[layer], *self.candidates.values()] for layer in self.places}
+        self.state = dict.fromkeys(self.places, 0)
+        # Scores, and the values of parts of the samples as far as the objective reported them.
+        self.known: dict[Preset, tuple[Score, list[float]]] = {}
+        # The best change that was turned down since the last that was not.
+        self.refused: _Trial | None = None
+        # Gain and cost of each option of a layer, as last measured. Costs add up over layers; gains need not.
+        self.brings = {layer: [(0.0, 0.0)] * len(schemes) for layer, schemes in self.options.items()}
+
+    def preset(self, move: Move = ()) -> Preset:
+        """The present state with a change."""
+        own = list(self.own)
+        for layer, option in (self.state | dict(move)).items():
+            own[layer] = self.options[layer][option]
+        return override(self.base, own)
+
+    def run(self, objective: Objective, preset: Preset, what: str) -> tuple[Score, list[float]]:
+        """Measures a preset; raises ValueError if a measurement is no number."""
+        means = [0.0]
+        score = objective(preset, lambda step, mean: means.append(mean))
+        if not (math.isfinite(score.value) and math.isfinite(score.cost(self.cost))):
+            raise ValueError(
+                f"objective: got {score.value} at {score.cost(self.cost)} {self.cost} for {what}, allowed numbers; "
+                "leave this candidate out, or fix the objective."
+            )
+        # Reports are means of all parts so far; parts are of equal size, or nearly.
+        return score, [n * means[n] - (n - 1) * means[n - 1] for n in range(1, len(means))]
+
+    def measure(self, move: Move = ()) -> tuple[Score, list[float]]:
+        """Score and parts of the present state with a change, measured once."""
+        preset = self.preset(move)
+        if preset not in self.known:
+            names = ["", *self.candidates]
+            changed = [f"{names[k]} in layer {layer}" for layer, k in (self.state | dict(move)).items() if k]
+            self.known[preset] = self.run(self.objective, preset, ", ".join(changed) or "the base")
+        return self.known[preset]
+
+    def spent(self) -> float:
+        """Cost of the present state."""
+        return self.measure()[0].cost(self.cost)
+
+    @property
+    def room(self) -> float:
+        """What is left of the budget. Costs are sums, and an exact budget is not to fail by rounding."""
+        return self.limit * (1 + 1e-9) - self.spent()
+
+    def expected(self, move: Move) -> tuple[float, float]:
+        """Gain and cost of a change, by what was measured last."""
+        pairs = [(self.brings[layer][option], self.brings[layer][self.state[layer]]) for layer, option in move]
+        return sum(new[0] - old[0] for new, old in pairs), sum(new[1] - old[1] for new, old in pairs)
+
+    def attempt(self, move: Move) -> _Trial:
+        """Measures a change in the present state."""
+        (before, old), (after, new) = self.measure(), self.measure(move)
+        gain = self.sign * (after.value - before.value)
+        cost = after.cost(self.cost) - before.cost(self.cost)
+        if len(move) == 1:
+            layer, option = move[0]
+            now_gain, now_cost = self.brings[layer][self.state[layer]]
+            self.brings[layer][option] = (now_gain + gain, now_cost + cost)
+        noise = self.noise
+        if noise is None and len(old) == len(new) >= PAIRED:
+            # The same samples both times: what makes one harder than another drops out.
+            gains = [self.sign * (b - a) for a, b in zip(old, new, strict=True)]
+            interval = mean_interval(gains)
+            noise = None if interval is None else max(0.0, math.fsum(gains) / len(gains) - interval[0])
+        if noise is None:
+            ends = [(score.low, score.high) for score in (before, after)]
+            widths = [high - low for low, high in ends if low is not None and high is not None]
+            noise = min(widths) / 2 if len(widths) == 2 else 0.0
+        return _Trial(move, gain, cost, noise, after)
+
+    def singles(self) -> list[Move]:
+        """Every change of one layer."""
+        return [
+            ((layer, option),)
+            for layer, schemes in self.options.items()
+            for option, scheme in enumerate(schemes)
+            if scheme != schemes[self.state[layer]]
+        ]
+
+    def exchanges(self) -> list[Move]:
+        """Changes of two layers, one of which gives the room that the other takes and did not have."""
+        expected, room = {move: self.expected(move) for move in self.singles()}, self.room
+        gives = [(move, cost) for move, (_, cost) in expected.items() if cost < 0]
+        takes = [(move, cost) for move, (gain, cost) in expected.items() if cost > room and gain > 0]
+        return [
+            give + take
+            for (give, saved), (take, cost) in itertools.product(gives, takes)
+            if give[0][0] != take[0][0] and saved + cost <= room
+        ]
+
+    def uniform(self) -> _Trial | None:
+        """The best candidate for all layers at once, if it gains more than noise.
+
+        Single changes may gain nothing where errors of several layers hide each other.
+        """
+        moves = [tuple((layer, k) for layer in self.places) for k in range(1, len(self.candidates) + 1)]
+        fitting = [move for move in moves if self.expected(move)[1] <= self.room]
+        tried = [self.attempt(move) for move in fitting if self.preset(move) != self.preset()]
+        sure = [trial for trial in tried if trial.gain > trial.noise and trial.cost <= self.room]
+        return max(sure, key=lambda trial: (trial.gain, -trial.cost), default=None)
+
+    def best(self, moves: Sequence[Move], by: str) -> _Trial | None:
+        """The best of the changes; those that promise most are measured again, `top` at the most.
+
+        By "saving", a change may lose, and still be over the budget.
+        """
+        rank, free = _RANKS[by], by == "saving"
+        room, promised = self.room, [(move, *self.expected(move)) for move in moves]
+        ranks = {move: rank(gain, cost) for move, gain, cost in promised if free or (gain > 0 and cost <= room)}
+        found: _Trial | None = None
+        for move in sorted(ranks, key=lambda move: ranks[move], reverse=True)[: self.top]:
+            if found is not None and rank(found.gain, found.cost) >= ranks[move]:
+                # No other promises as much as this one has kept.
+                break
+            tried = self.attempt(move)
+            if not free and (tried.gain <= tried.noise or tried.cost > room):
+                if self.refused is None or tried.gain > self.refused.gain:
+                    self.refused = tried
+            elif found is None or rank(tried.gain, tried.cost) > rank(found.gain, found.cost):
+                found = tried
+        return found
+
+    def next(self) -> tuple[_Trial | None, str]:
+        """The next change and its reason; None if nothing more is changed."""
+        singles = self.singles()
+        # Noise may hide the cheap changes; what gains most is asked before the search ends.
+        if trial := self.best(singles, "ratio") or self.best(singles, "gain"):
+            return trial, "raise"
+        if trial := self.best(self.exchanges(), "gain"):
+            return trial, "exchange"
+        return self.uniform(), "uniform"
+
+    def stopped(self) -> str:
+        """Why nothing more is changed."""
+        room = max(0.0, round(self.room, 6))
+        if (trial := self.refused) is not None:
+            if trial.cost > self.room:
+                return f"budget: what would still gain costs {trial.cost:.3g}, and {room:.3g} is left"
+            return f"noise: the best change left gains {trial.gain:.3g}, which is within {trial.noise:.3g}"
+        if any(gain > 0 and cost > self.room for gain, cost in map(self.expected, self.singles())):
+            return f"budget: nothing that would still gain fits into the {room:.3g} left"
+        return "done: no change gains anything"
+
+    def naive(self) -> list[Compared]:
+        """The first and the last layers whole: as many as cost at least what the search has chosen."""
+        full, found = get_scheme("full"), []
+        for count in range(1, (len(self.places) + 1) // 2 + 1):
+            own = list(self.own)
+            for layer in {*self.places[:count], *self.places[-count:]}:
+                own[layer] = full
+            preset, name = override(self.base, own), f"first and last {count} full"
+            if preset not in self.known:
+                self.known[preset] = self.run(self.objective, preset, name)
+            found.append(Compared(name, preset, self.known[preset][0]))
+            if count >= EDGES and found[-1].score.cost(self.cost) >= self.spent():
+                break
+        return found
 
 
 def tune_layers(
@@ -74,81 +460,69 @@ def tune_layers(
         ValueError: no candidate, a layer that is not there, a budget that the candidates cannot reach (the message has
             the least possible), two budgets, or an objective that returns NaN.
     """
-    start = get_preset(base)
-    own = start.by_layer(_positive("layers", layers))
-    places = _places(compressed, layers)
-    named = _named(candidates)
+    for name, value in (("layers", layers), ("top", top)):
+        # type(), because True is an int.
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: got {value!r}, allowed 1 or more.")
     if max_total_bits is not None and max_bytes is not None:
         raise ValueError("max_total_bits, max_bytes: got both; choose one.")
     if noise is not None and not noise >= 0:
         raise ValueError(f"noise: got {noise}, allowed 0 or more.")
-    cost: Cost = "total_bits" if max_bytes is None else "cache_bytes"
-    limit = max_total_bits if max_bytes is None else max_bytes
-    options = {layer: [own[layer], *named.values()] for layer in places}
+    places = list(range(layers)) if compressed is None else sorted(set(compressed))
+    wrong = [layer for layer in places if not 0 <= layer < layers]
+    if wrong or not places:
+        raise ValueError(f"compressed: got {wrong or 'no layer'}, allowed layers 0 to {layers - 1}.")
+    start, named = get_preset(base), _named(candidates)
+    own = start.by_layer(layers)
     if all(own[layer] == scheme for layer in places for scheme in named.values()):
         raise ValueError("candidates: got only the base's own scheme; name others, e.g. 'full' or 'kitty-pro'.")
-    search = Search(
-        start,
-        own,
-        options,
-        ["", *named],
-        objective,
-        cost,
-        math.inf if limit is None else limit,
-        noise,
-        _positive("top", top),
-    )
-    first = search.measure().score
-    if limit is not None and first.cost(cost) > limit and len({own[layer] for layer in places}) == 1:
-        # Told before the table is measured, where that can be known.
-        whole = [search.measure(tuple((layer, k + 1) for layer in places)).score.cost(cost) for k in range(len(named))]
-        if min(whole) > limit:
-            raise _unreachable(cost, limit, first.cost(cost), min(*whole, first.cost(cost)))
-    table = []
-    for layer in places:
-        for k, name in enumerate(named, 1):
-            if options[layer][k] == own[layer]:
-                continue
-            cell = LayerCell(layer, name, search.attempt(((layer, k),)).score)
-            table.append(cell)
-            if on_step is not None:
-                on_step(cell)
-    steps: list[LayerStep] = []
+    cost: Cost = "total_bits" if max_bytes is None else "cache_bytes"
+    limit = max_total_bits if max_bytes is None else max_bytes
+    most = math.inf if limit is None else limit
+    search = _Search(start, own, named, places, objective, cost, most, noise, top)
+    first = search.measure()[0]
 
-    def take(trial: Trial, reason: str) -> None:
-        search.accept(trial)
-        changes = tuple((layer, search.names[k] or "base") for layer, k in trial.move)
-        steps.append(LayerStep(changes, trial.gain, trial.noise, trial.score, reason))
-        if on_step is not None:
-            on_step(steps[-1])
+    def unreachable(least: float) -> ValueError:
+        option, digits = ("max_bytes", ",.0f") if cost == "cache_bytes" else ("max_total_bits", ".4g")
+        return ValueError(
+            f"{option}: got {most:{digits}}, but the base has {first.cost(cost):{digits}} and the least possible with "
+            f"these candidates is {least:{digits}}; raise the limit, or give cheaper candidates."
+        )
 
-    while search.room < 0:
-        saving = [move for move in search.singles() if search.expected(move)[1] < 0]
-        trial = search.best(saving, by_saving, free=True)
-        if trial is None or trial.cost >= 0:
-            least = search.measure().score.cost(cost)
-            raise _unreachable(cost, search.limit, first.cost(cost), least)
-        take(trial, "lower")
+    if first.cost(cost) > most and len({own[layer] for layer in places}) == 1:
+        # The error comes before the table is measured, where it can be known.
+        whole = [tuple((layer, k) for layer in places) for k in range(1, len(named) + 1)]
+        least = min(first.cost(cost), *(search.measure(move)[0].cost(cost) for move in whole))
+        if least > most:
+            raise unreachable(least)
+    tell = on_step or (lambda _: None)
+    table, steps = [], []
+    for layer, (k, name) in itertools.product(places, enumerate(named, 1)):
+        if named[name] != own[layer]:
+            table.append(LayerCell(layer, name, search.attempt(((layer, k),)).score))
+            tell(table[-1])
     while True:
-        if trial := search.best(search.singles(), by_ratio) or search.best(search.singles(), by_gain):
-            # Noise may hide the cheap changes; what gains most is asked before the search ends.
-            take(trial, "raise")
-        elif trial := search.best(search.exchanges(), by_gain):
-            take(trial, "exchange")
-        elif trial := search.uniform():
-            take(trial, "uniform")
+        if search.room < 0:
+            saving = [move for move in search.singles() if search.expected(move)[1] < 0]
+            trial, reason = search.best(saving, "saving"), "lower"
+            if trial is None or trial.cost >= 0:
+                raise unreachable(search.spent())
         else:
-            break
-    stopped, chosen, score = _stopped(search), search.preset(), search.measure().score
-    compared, again = [Compared("plan", chosen, score), Compared("base", start, first)], 0
+            trial, reason = search.next()
+            if trial is None:
+                break
+        search.state.update(dict(trial.move))
+        search.refused = None
+        changes = tuple((layer, ["base", *named][k]) for layer, k in trial.move)
+        steps.append(LayerStep(changes, trial.gain, trial.noise, trial.score, reason))
+        tell(steps[-1])
+    # Before the naive rule and the held-out samples are measured: neither is a change that was turned down.
+    stopped, chosen, score = search.stopped(), search.preset(), search.measure()[0]
+    compared = [Compared("plan", chosen, score), Compared("base", start, first)]
     if compare:
-        compared += _naive(search, places)
+        compared += search.naive()
     if held_out is not None:
-        again = len(compared)
-        compared = [
-            Compared(each.name, each.preset, each.score, run(held_out, each.preset, each.name, cost).score)
-            for each in compared
-        ]
+        compared = [replace(x, held_out=search.run(held_out, x.preset, x.name)[0]) for x in compared]
     origin = {
         "made_by": "tune_layers",
         "base": start.to_dict(),
@@ -163,7 +537,7 @@ def tune_layers(
         "versions": {"hfkvq": hfkvq.__version__, **{name: version(name) for name in ("torch", "transformers")}},
     }
     return LayerPlan(
-        Preset(chosen.scheme, chosen.layers, origin),
+        replace(chosen, origin=origin),
         start,
         layers,
         named,
@@ -176,27 +550,8 @@ def tune_layers(
         tuple(steps),
         stopped,
         tuple(compared),
-        len(search.known),
-        again,
         origin,
     )
-
-
-def _positive(name: str, value: int) -> int:
-    # type(), because True is an int.
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}: got {value!r}, allowed 1 or more.")
-    return value
-
-
-def _places(compressed: Sequence[int] | None, layers: int) -> list[int]:
-    """Layers that may be changed."""
-    if compressed is None:
-        return list(range(layers))
-    wrong = [layer for layer in compressed if not 0 <= layer < layers]
-    if wrong or not compressed:
-        raise ValueError(f"compressed: got {wrong or 'no layer'}, allowed layers 0 to {layers - 1}.")
-    return sorted(set(compressed))
 
 
 def _named(candidates: Candidates) -> dict[str, Scheme]:
@@ -213,44 +568,4 @@ def _named(candidates: Candidates) -> dict[str, Scheme]:
         scheme = preset.scheme
         if scheme not in found.values():
             found[name or (what if isinstance(what, str) else known.get(scheme, repr(scheme)))] = scheme
-    return found
-
-
-def _unreachable(cost: Cost, limit: float, base: float, least: float) -> ValueError:
-    option = "max_bytes" if cost == "cache_bytes" else "max_total_bits"
-    digits = ",.0f" if cost == "cache_bytes" else ".4g"
-    return ValueError(
-        f"{option}: got {limit:{digits}}, but the base has {base:{digits}} and the least possible with these "
-        f"candidates is {least:{digits}}; raise the limit, or give cheaper candidates."
-    )
-
-
-def _stopped(search: Search) -> str:
-    """Why nothing more is changed."""
-    room = max(0.0, round(search.room, 6))
-    if (trial := search.refused) is not None:
-        if trial.cost > search.room:
-            return f"budget: what would still gain costs {trial.cost:.3g}, and {room:.3g} is left"
-        return f"noise: the best change left gains {trial.gain:.3g}, which is within {trial.noise:.3g}"
-    left = [search.expected(move) for move in search.singles()]
-    if any(gain > 0 and cost > search.room for gain, cost in left):
-        return f"budget: nothing that would still gain fits into the {room:.3g} left"
-    return "done: no change gains anything"
-
-
-def _naive(search: Search, places: Sequence[int]) -> list[Compared]:
-    """The first and the last layers whole: as many as cost at least what the search has chosen."""
-    full, found = get_scheme("full"), []
-    plan = search.measure().score.cost(search.cost)
-    for count in range(1, (len(places) + 1) // 2 + 1):
-        own = list(search.own)
-        for layer in {*places[:count], *places[-count:]}:
-            own[layer] = full
-        preset = override(search.base, own)
-        name = f"first and last {count} full"
-        if preset not in search.known:
-            search.known[preset] = run(search.objective, preset, name, search.cost)
-        found.append(Compared(name, preset, search.known[preset].score))
-        if count >= EDGES and found[-1].score.cost(search.cost) >= plan:
-            break
     return found

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from hfkvq.caches.cache import MixedKVCache
 
-    from .layer_plan import LayerPlan
+    from .layerwise import LayerPlan
     from .sensitivity import Sensitivity
 
 _TENSORS = {4: ("high_index", "high"), 16: ("full_index", "full")}

@@ -10,7 +10,7 @@ import torch
 
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import get_preset
-from hfkvq.tuning.layer_plan import Compared, LayerCell, LayerPlan, LayerStep, override
+from hfkvq.tuning.layerwise import Compared, LayerCell, LayerPlan, LayerStep, override
 from hfkvq.tuning.score import Score
 from hfkvq.tuning.sensitivity import Sensitivity
 from tests.caches.models import build
