@@ -52,21 +52,15 @@ def tokens_option(help: str, least: int = 1) -> Any:
 
 
 def number_option(help: str, low: float | None = None, high: float | None = None) -> Any:
-    """An option of a number, finite and within bounds; its errors are those of a wrong argument."""
+    """An option of a finite number from ``low`` to ``high``."""
+    return typer.Option(min=low, max=high, callback=_finite, help=help)
 
-    def read(text: str | float) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            found = math.nan
-        # Typer's own bounds let NaN pass, and none keep infinity out.
-        if not math.isfinite(found) or (low is not None and found < low) or (high is not None and found > high):
-            bounds = f" from {low:g} on" if low is not None else ""
-            bounds = f" from {low or 0:g} to {high:g}" if high is not None else bounds
-            raise typer.BadParameter(f"got {text!r}, allowed a finite number{bounds}.")
-        return found
 
-    return typer.Option(parser=read, metavar="FLOAT", help=help)
+def _finite(value: float | None) -> float | None:
+    """Refuses NaN, which typer's bounds let pass, and infinity."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"got {value}, allowed a finite number.")
+    return value
 
 
 class DType(str, Enum):
@@ -86,7 +80,6 @@ Outliers = Annotated[
     float | None, number_option("Enlarge some key channels of the reference model by this factor, e.g. 8.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-DTypeName = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 ModelDType = Annotated[
     DType, typer.Option(help="auto: bfloat16 for the reference model and GGUF files, otherwise the checkpoint's.")
 ]

@@ -12,7 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hfkvq.caches import Preset, get_preset, list_schemes
+from hfkvq.measure.demo.prompts import default_tasks, load
 from hfkvq.measure.divergence import subject as subjects
 from hfkvq.measure.divergence.intervals import check_scipy
 from hfkvq.measure.divergence.windows import cut, find_texts
@@ -113,7 +116,7 @@ def make_plan(
         from .allocation import sweep
 
         tables = {point.budget: point.table.bits for point in sweep(Sensitivity.load(sensitivity), BUDGETS)}
-    where, kind = device, _dtype(dtype)
+    kind = None if dtype == "auto" else getattr(torch, dtype)
     checkpoint = subjects.find_checkpoint(model)
     subjects.check_schemes(checkpoint, {"": preset})
     about: dict[str, Any] = {
@@ -138,7 +141,8 @@ def make_plan(
                 f"text: it makes {len(windows.tokens)} windows of {context} tokens, but --samples {samples} and "
                 f"--held-out {held_out} need {samples + held_out}; give more text, or fewer or smaller windows."
             )
-        loaded = _load(checkpoint, where, kind, outliers)
+        loaded = load_model(checkpoint.source, device, kind)
+        loaded = loaded if outliers is None else with_outliers(loaded, outliers)
         shared = {"prefill": prompt, "chunk": chunk, "batch_size": batch_size, "tokenizer": checkpoint.tokenizer}
         # Reports after each batch, for searches that stop poor trials early.
         parts = -(-samples // batch_size)
@@ -147,15 +151,16 @@ def make_plan(
         about |= {"context": context, "prefill": prompt, "chunk": chunk, "tokens_sha256": windows.sha256}
         tokens = windows.tokens[:samples]
     elif objective == "reference":
-        loaded, one, other = _reference(
-            model, checkpoint.source, where, kind, outliers, tasks, samples, held_out, batch_size, seed
-        )
+        subject = load(checkpoint.source, device=device, dtype=kind, outliers=outliers)
+        names, loaded = tasks or default_tasks(model), subject.model
+        one = ReferenceTasks(subject, names, samples=samples, batch_size=batch_size, seed=seed)
+        other = ReferenceTasks(subject, names, samples=held_out, batch_size=batch_size, seed=seed + 1)
         about["tasks"] = list(tasks)
     else:
         if outliers is not None:
             raise ValueError("outliers: lm-eval loads the model itself; use --objective kld or reference.")
         loaded, one, other = _lm_eval(
-            checkpoint.source, tasks, samples, held_out, batch_size, str(where), dtype, metadata
+            checkpoint.source, tasks, samples, held_out, batch_size, str(device), dtype, metadata
         )
         about["tasks"] = list(tasks)
     if milliseconds:
@@ -167,40 +172,6 @@ def make_plan(
     if thresholds and tokens is not None:
         fit = partial(fit_room, loaded, tokens=tokens, coverage=coverage, batch_size=batch_size)
     return Plan(preset, one, other, checkpoint.source.name, about, cost, tables, fit)
-
-
-def _dtype(name: str) -> Any:
-    import torch
-
-    if name not in ("auto", "bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype: got {name!r}, allowed auto, bfloat16, float16, float32.")
-    return None if name == "auto" else getattr(torch, name)
-
-
-def _load(checkpoint: Any, where: Any, kind: Any, outliers: float | None) -> Any:
-    loaded = load_model(checkpoint.source, where, kind)
-    return loaded if outliers is None else with_outliers(loaded, outliers)
-
-
-def _reference(
-    model: str | None,
-    source: Source,
-    where: Any,
-    kind: Any,
-    outliers: float | None,
-    tasks: Sequence[str],
-    samples: int,
-    held_out: int,
-    batch_size: int,
-    seed: int,
-) -> tuple[Any, Objective, Objective]:
-    from hfkvq.measure.demo.prompts import default_tasks, load
-
-    subject = load(source, device=where, dtype=kind, outliers=outliers)
-    names = tasks or default_tasks(model)
-    one = ReferenceTasks(subject, names, samples=samples, batch_size=batch_size, seed=seed)
-    other = ReferenceTasks(subject, names, samples=held_out, batch_size=batch_size, seed=seed + 1)
-    return subject.model, one, other
 
 
 def _lm_eval(

@@ -10,8 +10,9 @@ import typer
 from hfkvq.progress import stop
 from hfkvq.terminal import (
     Device,
-    DTypeName,
+    DType,
     Model,
+    ModelDType,
     Outliers,
     check_files,
     fail,
@@ -115,7 +116,7 @@ def tune(
     ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampler and of the reference model's text.")] = 0,
     device: Device = "auto",
-    dtype: DTypeName = "auto",
+    dtype: ModelDType = DType.auto,
     out: Annotated[
         Path | None, typer.Option(dir_okay=False, metavar="FILE", help="Write the recommended preset to this file.")
     ] = None,
@@ -165,7 +166,7 @@ def tune(
                 milliseconds=cost == "milliseconds" or max_milliseconds is not None,
                 seed=seed,
                 device=pick_device(device),
-                dtype=dtype,
+                dtype=dtype.value,
                 sensitivity=sensitivity,
                 coverage=coverage,
             )
