@@ -52,9 +52,9 @@ from hfkvq.kernels.step import (
     views_of_buffer,
 )
 from hfkvq.kernels.step_tensors import Observing
-from hfkvq.kernels.triton import configs
 from hfkvq.measure.bench.cases import default_formats, scheme_of
 from hfkvq.measure.bench.tune import GRID
+from tests.kernels.stores import launch_parameters
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -502,7 +502,7 @@ def do_all(case: Callable[[str], contextlib.AbstractContextManager[None]], quick
             with case(f"{name}, {dtype}, {asked}"):
                 attend(fill(scheme_of(name, 128), dtype=dtype), **asked)
     tuned = {knob: values[-1] for knob, values in GRID["decode"].items()}
-    with case(f"kivi-2, tuned: {tuned}"), configs.override("decode", None, **tuned):
+    with case(f"kivi-2, tuned: {tuned}"), launch_parameters("decode", **tuned):
         attend(fill(scheme_of("kivi-2", 128)))
     # Integers that are 1 are constants to Triton. Many splits are merged in another shape than few.
     with case("kivi-4, one row, one head"):

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
 from hfkvq.kernels import PageFormat, RunView, StoreFormat, dequantize_pages, quantize_pages
 from hfkvq.kernels.chance import random_signs
 from hfkvq.kernels.hadamard import SIGNED, block_of
+
+
+@contextlib.contextmanager
+def launch_parameters(kernel: str, **knobs: int) -> Iterator[None]:
+    """Within this context all variants of a kernel have these launch parameters."""
+    from hfkvq.kernels.triton import configs
+
+    merged = configs._merged
+
+    def changed(device: torch.device, name: str, key: str) -> dict[str, int]:
+        return merged(device, name, key) | (knobs if name == kernel else {})
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(configs, "_merged", changed)
+            configs.renew()
+            yield
+    finally:
+        configs.renew()
 
 
 def poison(x: Tensor) -> Tensor:

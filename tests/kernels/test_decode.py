@@ -9,7 +9,7 @@ import torch
 
 from hfkvq.kernels import decode_attention
 from hfkvq.kernels.hadamard import rotation
-from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
+from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build, launch_parameters
 
 CASES = {
     "2c-2t": Case(),
@@ -399,11 +399,9 @@ def test_small_values_of_small_probability(triton_backend):
 
 def test_any_room_of_shared_memory_will_do(triton_backend):
     """A program that asks for more than there is counts as one that runs alone."""
-    from hfkvq.kernels.triton import configs
-
     case = Case(runs="16t256p32/16t256p32", heads=1, head_dim=256, value_dim=256, dtype=torch.float16)
     layer = build(case)
-    with configs.override("decode", None, stages=5 if triton_backend.type == "cpu" else 1):
+    with launch_parameters("decode", stages=5 if triton_backend.type == "cpu" else 1):
         got = decode(layer, triton_backend, 0.1)
     assert_as_good_as_torch(got, attend(layer, torch.float64, 0.1), attend(layer, case.dtype, 0.1))
 
@@ -593,8 +591,6 @@ BY_THE_PAGE = [
 @pytest.mark.parametrize(("name", "kind"), BY_THE_PAGE)
 def test_pages_by_the_page(triton_backend, name, kind):
     """Splits of several pages each, where a GPU has room for many."""
-    from hfkvq.kernels.triton import configs
-
     layer = build(CASES[name], seed=1)
     case, scaling = layer.case, layer.case.head_dim**-0.5
     mask = None
@@ -603,7 +599,7 @@ def test_pages_by_the_page(triton_backend, name, kind):
     exact = attend(layer, torch.float64, scaling, mask)
     plain = attend(layer, case.dtype, scaling, mask)
     for programs in (1, 4) if triton_backend.type == "cuda" else (1,):
-        with configs.override("decode", None, programs_per_sm=programs):
+        with launch_parameters("decode", programs_per_sm=programs):
             assert_as_good_as_torch(decode(layer, triton_backend, scaling, mask), exact, plain)
 
 
@@ -680,10 +676,8 @@ def test_constants_of_formats_are_where_their_names_say():
 @pytest.mark.parametrize("name", ["2c-2t-raised-4-16", "values-lag", "two-runs"])
 def test_loose_tokens_in_smaller_blocks(triton_backend, name):
     """As where a multiprocessor has little shared memory."""
-    from hfkvq.kernels.triton import configs
-
     case = CASES[name]
     layer = build(case)
-    with configs.override("decode", None, loose=16):
+    with launch_parameters("decode", loose=16):
         got = decode(layer, triton_backend, 0.2)
     assert_as_good_as_torch(got, attend(layer, torch.float64, 0.2), attend(layer, case.dtype, 0.2))

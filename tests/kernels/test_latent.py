@@ -9,7 +9,7 @@ import torch
 
 from hfkvq.kernels import latent_attention
 from hfkvq.kernels.pages import StoreFormat
-from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
+from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build, launch_parameters
 
 WINDOWS = {"tail": (40, 40), "lengths": [4 + 150 + 17, 4 + 32 + 3], "keys": [[150], [32]], "values": [[150], [32]]}
 
@@ -81,12 +81,10 @@ def test_masks_sinks_and_softcap(backend, kind):
 def test_maxima_that_move_from_step_to_step(triton_backend, name, grow):
     """Sums are rescaled in some steps and not in others, or in every one: by little, and by more than f16 holds."""
 
-    from hfkvq.kernels.triton import configs
-
     def change(side, x):
         return x * torch.linspace(0.1, grow, x.shape[2])[:, None]
 
-    with configs.override("latent", None, step=32, programs_per_sm=1):
+    with launch_parameters("latent", step=32, programs_per_sm=1):
         checked(CASES[name], triton_backend, change=change)
 
 

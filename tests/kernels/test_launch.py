@@ -32,7 +32,7 @@ from hfkvq.kernels.triton import step as step_module
 from hfkvq.kernels.triton.launch import Launch
 from hfkvq.kernels.triton.limits import LIMITS, programs_that_fit
 from tests.kernels import test_append, test_due, test_seal, test_step
-from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build
+from tests.kernels.stores import Case, assert_as_good_as_torch, attend, build, launch_parameters
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -899,10 +899,10 @@ def decode_constants(**asked):
 def test_launch_parameters_are_in_force_at_once(noted):
     before = decode_constants()
     assert "maxnreg" not in before
-    with configs.override("decode", None, max_registers=96):
+    with launch_parameters("decode", max_registers=96):
         limited = decode_constants()
         assert limited == before | {"maxnreg": "96"}
-        with configs.override("decode", None, step=32, stages=3):
+        with launch_parameters("decode", step=32, stages=3):
             finer = decode_constants()
             assert finer["maxnreg"] == "96"
             assert finer["FORMATS"] != before["FORMATS"]
@@ -918,20 +918,9 @@ def test_programs_are_as_many_as_launch_parameters_say(noted):
     asked = usual("decode") | {"blocks": 40}
     grids = []
     for programs in (1, 8, 1):
-        with configs.override("decode", None, programs_per_sm=programs):
+        with launch_parameters("decode", programs_per_sm=programs):
             grids.append(what_runs(call_decode, **asked)[0].grid)
     assert grids[0] == grids[2] != grids[1]
-
-
-def test_who_watches_sees_what_is_remembered(noted):
-    asked = usual("decode")
-    for _ in range(2):
-        call_decode(**asked)
-    with configs.watch() as seen:
-        call_decode(**asked)
-        with configs.watch() as inner:
-            call_decode(**asked)
-    assert seen == inner == {("decode", "2c32/2t32,D64,N8")}
 
 
 def test_plans_are_made_anew_after_a_reload(noted):
@@ -940,37 +929,6 @@ def test_plans_are_made_anew_after_a_reload(noted):
     configs.reload()
     call_decode(**usual("decode"))
     assert made() > before
-
-
-def test_editions_tell_answers_apart():
-    """Whatever may change an answer moves the edition, and asking does not."""
-    seen = [configs.edition()]
-
-    def moved():
-        seen.append(configs.edition())
-        return seen[-1] > seen[-2]
-
-    with configs.override("decode", None, stages=3):
-        assert moved()
-        with configs.override("decode", "some", stages=4):
-            assert moved()
-        assert moved()
-        with configs.watch():
-            assert moved()
-    assert moved()
-    configs.reload()
-    assert moved()
-    configs.lookup(CPU, "decode", "some")
-    configs.edition()
-    assert not moved()
-
-
-def test_an_override_that_an_error_ends_is_not_in_force(noted):
-    before = decode_constants()
-    with pytest.raises(KeyError), configs.override("decode", None, max_registers=96):  # noqa: PT012
-        assert decode_constants() != before
-        raise KeyError
-    assert decode_constants() == before
 
 
 # Kernels, several times over: tensors are new each time.

@@ -1,18 +1,17 @@
 """Launch parameters by GPU and format: looked up, never searched for while somebody waits for a token.
 
 Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU (`SHIPPED`), the file that ``hfkvq bench
-tune`` saved on this machine, and `override`.
+tune`` saved on this machine, and the candidates that it tries.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -73,8 +72,10 @@ _INTERPRETER: Mapping[str, Knobs] = {
     "latent": {"programs_per_sm": 4, "stages": 1},
 }
 
-_OVERRIDES: list[tuple[str, str | None, Knobs]] = []
-_WATCHERS: list[set[tuple[str, str]]] = []
+ANSWERS: dict[tuple[torch.device, str, str], Knobs] = {}
+"""Answers of `lookup` by device, kernel and key since the last `renew`."""
+
+_TRIED: dict[tuple[str, str], Knobs] = {}
 _EDITION = [0]
 
 
@@ -89,23 +90,32 @@ def key_of(keys: PageFormat, values: PageFormat, head_dim: int, columns: int) ->
 
 def lookup(device: torch.device, kernel: str, key: str) -> Knobs:
     """Launch parameters of a kernel variant on a device. Cached; asks the driver once and the GPU never."""
-    for seen in _WATCHERS:
-        seen.add((kernel, key))
-    return _merged(device, kernel, key)
+    found = ANSWERS.get((device, kernel, key))
+    if found is None:
+        found = ANSWERS[device, kernel, key] = MappingProxyType(_merged(device, kernel, key))
+    return found
 
 
 def edition() -> int:
-    """Number of the answers that `lookup` gives now: who keeps what it made of them asks again when it moves."""
+    """Number of the answers that `lookup` gives now: a plan made of them is made again when it moves."""
     return _EDITION[0]
 
 
-def _renew() -> None:
-    _merged.cache_clear()
+def renew() -> None:
+    """Forgets the answers of `lookup`."""
+    ANSWERS.clear()
     _EDITION[0] += 1
 
 
-@lru_cache(maxsize=1024)
-def _merged(device: torch.device, kernel: str, key: str) -> Knobs:
+def try_out(kernel: str, key: str, knobs: Knobs | None) -> None:
+    """Puts a candidate of ``hfkvq bench tune`` in force for a kernel variant; None takes it back."""
+    _TRIED.pop((kernel, key), None)
+    if knobs is not None:
+        _TRIED[kernel, key] = dict(knobs)
+    renew()
+
+
+def _merged(device: torch.device, kernel: str, key: str) -> dict[str, int]:
     if kernel not in DEFAULTS:
         raise ValueError(f"kernel: got {kernel!r}, known {', '.join(DEFAULTS)}.")
     knobs = dict(DEFAULTS[kernel])
@@ -117,10 +127,7 @@ def _merged(device: torch.device, kernel: str, key: str) -> Knobs:
         knobs |= _saved(tuning_file()).get(gpu_key(name), {}).get(kernel, {}).get(key, {})
     else:
         knobs |= _INTERPRETER.get(kernel, {})
-    for own_kernel, own_key, own in _OVERRIDES:
-        if own_kernel == kernel and own_key in (None, key):
-            knobs |= own
-    return MappingProxyType(knobs)
+    return knobs | _TRIED.get((kernel, key), {})
 
 
 def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
@@ -132,37 +139,6 @@ def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
 def gpu_key(name: str) -> str:
     """What the tuning file files a GPU's findings under: another Triton may generate other code."""
     return f"{name}, Triton {version('triton')}"
-
-
-@contextlib.contextmanager
-def override(kernel: str, key: str | None, **knobs: int) -> Iterator[None]:
-    """Within this context `lookup` answers with these knobs for one key, or for all of them (None)."""
-    if kernel not in DEFAULTS:
-        raise ValueError(f"kernel: got {kernel!r}, known {', '.join(DEFAULTS)}.")
-    if problem := _problem(kernel, knobs):
-        raise ValueError(problem)
-    entry = (kernel, key, knobs)
-    _OVERRIDES.append(entry)
-    _renew()
-    try:
-        yield
-    finally:
-        # By identity: equal entries may be nested.
-        del _OVERRIDES[next(i for i, other in enumerate(_OVERRIDES) if other is entry)]
-        _renew()
-
-
-@contextlib.contextmanager
-def watch() -> Iterator[set[tuple[str, str]]]:
-    """Collects the (kernel, key) pairs that are looked up within this context."""
-    seen: set[tuple[str, str]] = set()
-    _WATCHERS.append(seen)
-    # What is kept would not be looked up.
-    _renew()
-    try:
-        yield seen
-    finally:
-        del _WATCHERS[next(i for i, other in enumerate(_WATCHERS) if other is seen)]
 
 
 # The file of this machine.
@@ -185,7 +161,7 @@ def tuning_file() -> Path | None:
 def reload() -> None:
     """Reads the tuning file anew at the next `lookup`."""
     _saved.cache_clear()
-    _renew()
+    renew()
 
 
 def _problem(kernel: str, knobs: object) -> str | None:

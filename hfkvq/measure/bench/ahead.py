@@ -72,8 +72,11 @@ def compile_store(name: str, shape: Shape) -> None:
 
 def compile_candidate(name: str, shape: Shape, kernel: str, key: str, knobs: configs.Knobs) -> None:
     """Compiles what attending to a format takes with these launch parameters."""
-    with configs.override(kernel, key, **knobs):
+    configs.try_out(kernel, key, knobs)
+    try:
         compile_attention(name, shape)
+    finally:
+        configs.try_out(kernel, key, None)
 
 
 def plain(knobs: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -128,15 +128,17 @@ def search(
 
     def share_of(knobs: Mapping[str, int]) -> float:
         ratios: list[float] = []
+        configs.try_out(kernel, key, knobs)
         try:
-            with configs.override(kernel, key, **knobs):
-                for timer, was in zip(timers, base, strict=True):
-                    ratios.append(timer() / was)
-                    if ratios[0] > HOPELESS:
-                        break
+            for timer, was in zip(timers, base, strict=True):
+                ratios.append(timer() / was)
+                if ratios[0] > HOPELESS:
+                    break
         # A candidate that does not compile, or needs more than the GPU has, fails in many ways; others go on.
         except Exception:
             return math.inf
+        finally:
+            configs.try_out(kernel, key, start)
         return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
     todo, late = candidates(kernel, start), 0
@@ -186,13 +188,15 @@ def tune(
     end = time.monotonic() + 60 * minutes
     uses: dict[Variant, list[str]] = {}
     for name in formats:
-        with configs.watch() as seen:
-            list(kernels_of(name, shapes[0], device))
-        for variant in sorted(seen):
+        configs.renew()
+        list(kernels_of(name, shapes[0], device))
+        for variant in sorted({(kernel, key) for _, kernel, key in configs.ANSWERS}):
             uses.setdefault(variant, []).append(name)
     findings: list[Finding] = []
     with contextlib.ExitStack() as stack:
         compiler = stack.enter_context(Compiler(shapes[:1], device, end))
+        for variant in uses:
+            stack.callback(configs.try_out, *variant, None)
         tried = {variant: candidates(variant[0], configs.lookup(device, *variant)) for variant in uses}
         compiler.begin(formats, tried, uses)
         for (kernel, key), names in uses.items():
@@ -210,7 +214,7 @@ def tune(
             findings.append(finding)
             keep(finding)
             # Variants of one format run together, so the next is measured beside the best of this one.
-            stack.enter_context(configs.override(kernel, key, **finding.after))
+            configs.try_out(kernel, key, finding.after)
     return findings, len(uses)
 
 

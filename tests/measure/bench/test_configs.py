@@ -181,45 +181,17 @@ def test_a_user_without_a_home_has_no_file(gpu, monkeypatch):
         configs.save(GPU, {})
 
 
-def test_override_wins_and_nests():
-    before = configs.lookup(CPU, "decode", KEY)
-    with configs.override("decode", None, stages=7, step=8):
-        assert configs.lookup(CPU, "decode", "other")["stages"] == 7
-        with configs.override("decode", KEY, stages=3):
-            knobs = configs.lookup(CPU, "decode", KEY)
-            assert (knobs["stages"], knobs["step"]) == (3, 8)
-            assert configs.lookup(CPU, "decode", "other")["stages"] == 7
-        assert configs.lookup(CPU, "decode", KEY)["stages"] == 7
+def test_a_candidate_wins_until_it_is_taken_back():
+    before, edition = configs.lookup(CPU, "decode", KEY), configs.edition()
+    for stages in (7, 3):
+        configs.try_out("decode", KEY, {"stages": stages})
+        assert configs.lookup(CPU, "decode", KEY) == {**before, "stages": stages}
+        assert configs.lookup(CPU, "decode", "other") == before
+        assert configs.edition() > edition
+        edition = configs.edition()
+    assert set(configs.ANSWERS) == {(CPU, "decode", KEY), (CPU, "decode", "other")}
+    configs.try_out("decode", KEY, None)
     assert configs.lookup(CPU, "decode", KEY) == before
-
-
-def test_override_is_gone_after_an_error():
-    with pytest.raises(KeyError), configs.override("decode", KEY, stages=7):
-        raise KeyError
-    assert configs.lookup(CPU, "decode", KEY)["stages"] == 1
-
-
-@pytest.mark.parametrize(
-    ("kernel", "knobs", "message"),
-    [
-        ("encode", {}, "kernel: got 'encode'"),
-        ("decode", {"blocks": 2}, "knob 'blocks' is unknown; known programs_per_sm"),
-        ("decode", {"stages": 0}, "stages: got 0, allowed whole numbers from 1"),
-    ],
-)
-def test_override_checks_its_knobs(kernel, knobs, message):
-    with pytest.raises(ValueError, match=message), configs.override(kernel, KEY, **knobs):
-        pass
-
-
-def test_watch_tells_what_is_looked_up():
-    configs.lookup(CPU, "decode", "before")
-    with configs.watch() as seen:
-        # Cached or not.
-        for key in (KEY, KEY, "before"):
-            configs.lookup(CPU, "decode", key)
-    configs.lookup(CPU, "decode", "after")
-    assert seen == {("decode", KEY), ("decode", "before")}
 
 
 def test_what_a_run_found_joins_what_is_shipped():
