@@ -25,11 +25,9 @@ from typing import Any, Protocol
 
 import torch
 
+from evals.tasks.calls import SCENARIOS, conversations, memory_tools, parse_calls, questions, score_memory
+from evals.tasks.common import render
 from hfkvq.caches.make import make_cache
-from hfkvq.lm_eval.bfcl import SCENARIOS, as_tool, conversations, folder_of, questions, score_memory
-from hfkvq.lm_eval.calls import parse_calls
-from hfkvq.lm_eval.chat import render
-from hfkvq.lm_eval.rows import find_file, read_jsonl
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
 from hfkvq.measure.records import commit, device_name, now, versions
 
@@ -296,8 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--scenarios: got {', '.join(unknown)}, allowed {', '.join(SCENARIOS)}")
     source = find_model(args.model)
     model, tokenizer = load_model(source, args.device), load_tokenizer(source)
-    described = read_jsonl(find_file(folder_of(args.data_dir), f"bfcl/multi_turn_func_doc/memory_{args.memory}.json"))
-    tools = [as_tool(function) for function in described]
+    tools = memory_tools(args.memory, args.data_dir)
     record: dict[str, Any] = {"kind": "bfcl-memory", "model": source.name, "memory": args.memory, "date": now()}
     record |= {"device": device_name(torch.device(args.device)), "commit": commit(), "versions": versions(), "rows": []}
     for scheme in args.schemes.split(","):

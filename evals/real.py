@@ -15,6 +15,7 @@ The report counts, question by question, what each cache lost and gained against
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import queue
@@ -35,8 +36,7 @@ from filelock import FileLock, Timeout
 from evals.real_bench import Part, job_file, serve, text_files, write
 from evals.real_report import STOCK, Job, Record, read_jobs, summary, tables
 from hfkvq.caches.preset import get_preset
-from hfkvq.lm_eval.board import fingerprint
-from hfkvq.measure.models import find_model, read_config
+from hfkvq.measure.models import Source, find_model, read_config
 from hfkvq.measure.models.gguf_files import file_sha256
 
 PRESETS = """none full best-4.3 best-3.4 best-2.8 best-2.5 mixkvq kvarn-k4v2 kitty-pro kitty kivi-2 kvarn-k2v2 arkv int4
@@ -94,6 +94,15 @@ def by_part(given: Sequence[str] | None) -> dict[str, int]:
             raise ValueError(f"got {text!r}, allowed N or PART=N, with one of {', '.join(PARTS)}.")
         found |= dict.fromkeys([part] if part else PARTS, int(value))
     return found
+
+
+def fingerprint(source: Source) -> str:
+    """Tells a model from others of its name: the commit of the Hub, or a hash of a folder's files."""
+    folder = Path(source.path)
+    if not folder.is_dir():
+        return str(getattr(read_config(source), "_commit_hash", None))
+    files = sorted(path for end in ("json", "safetensors", "jinja") for path in folder.glob(f"*.{end}"))
+    return hashlib.sha256("".join(path.name + file_sha256(path) for path in files).encode()).hexdigest()
 
 
 def is_done(out: Path, job: Job, settings: Record) -> bool:

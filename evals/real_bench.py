@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 
+from evals.compare import main_metrics
 from evals.real_report import STOCK, Job, Record, pack
 from hfkvq.caches.preset import get_preset
 from hfkvq.caches.switched import restore
-from hfkvq.lm_eval.board import folder_name
 from hfkvq.measure.models import Source, load_tokenizer
 from hfkvq.measure.records import commit, device_name, now, versions
-from hfkvq.measure.report.metrics import main_metrics
 
 MANY = 8
 """Tokens of a window that are fed at a time behind its prompt."""
@@ -58,7 +57,8 @@ def write(path: Path, content: Any) -> None:
 
 def job_file(out: Path, job: Job) -> Path:
     """Where a job's figures are."""
-    return out / f"{job[0]}-{folder_name(job[1])}.json"
+    preset = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in Path(job[1]).name)
+    return out / f"{job[0]}-{preset}.json"
 
 
 def text_files(data: str | None) -> list[Path] | None:
@@ -127,18 +127,17 @@ class Bench:
         import lm_eval
         from lm_eval.tasks import TaskManager
 
-        from hfkvq.lm_eval import task_folder
-        from hfkvq.lm_eval.runs import SEEDS
-
         if self.manager is None:
             # Reads thousands of files.
             known = {"pretrained": self.source.path, "data_dir": str(Path(self.data).resolve())}
-            self.manager = TaskManager(include_path=str(task_folder()), metadata=known if self.data else {})
+            self.manager = TaskManager(
+                include_path=str(Path(__file__).parent / "tasks"), metadata=known if self.data else {}
+            )
         self.lm.use(preset)
         self.lm.batch_size_per_gpu = part.batch
         self.lm.compile_ahead([] if preset is None else [preset], print)
         evaluate: Any = lm_eval.simple_evaluate
-        options = {"limit": part.limit, "bootstrap_iters": 0, "confirm_run_unsafe_code": True, **SEEDS}
+        options = {"limit": part.limit, "bootstrap_iters": 0, "confirm_run_unsafe_code": True}
         arguments = {"pretrained": self.source.name, "scheme": job[1]}
         found = evaluate(self.lm, model_args=arguments, tasks=list(part.tasks), task_manager=self.manager, **options)
         folder = out / "samples"
@@ -147,7 +146,7 @@ class Bench:
             for task, rows in found["samples"].items():
                 said = {row["doc_id"]: row["resps"][0][0] for row in rows}
                 file.writelines(json.dumps({"task": task, "doc_id": at, "answer": said[at]}) + "\n" for at in said)
-        bill = self.lm.bill.summary()
+        bill = found["config"]["kvq"]
         names = ("total_bits", "code_bits", "peak_cache_bytes", "tokens_per_second", "context_tokens")
         tasks = {task: task_record(rows) for task, rows in found["samples"].items()}
         return {"tasks": tasks, "bill": {name: bill.get(name) for name in names}}

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evals.compare import judge
 from hfkvq.measure.records import now
-from hfkvq.measure.report.paired import judge
-from hfkvq.measure.report.samples import Pairs
 from hfkvq.measure.tables import NOTHING, markdown_table, number, small_number
 
 Record = dict[str, Any]
@@ -62,8 +61,8 @@ def compare(base: Record, other: Record) -> Record:
             raise ValueError(f"{task}: {other['preset']} was asked other questions than {base['preset']}.")
         first += main_values(task, one)
         second += main_values(task, same)
-    found = judge(Pairs(base["part"], "", first, second, True))
-    return {"lost": found.worse, "gained": found.better, "p": found.p, "interval": found.interval}
+    found = judge(first, second)
+    return {name: found[name] for name in ("lost", "gained", "p", "interval")}
 
 
 def score(job: Record) -> float:

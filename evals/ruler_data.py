@@ -11,14 +11,35 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import random
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from hfkvq.lm_eval.ruler import needles
-from hfkvq.measure.models import find_model
+from hfkvq.measure.models import find_model, load_tokenizer
 from hfkvq.sizes import parse_count
+
+
+def needles(tokenizer: Any, length: int, questions: int) -> list[dict[str, Any]]:
+    """Questions with ``input``, ``gen_prefix`` and ``outputs``; prompt and answer have at most ``length`` tokens."""
+    # Importing upstream's generator sorts five million pairs of words, and begins a download that is not needed here.
+    from lm_eval.tasks.ruler.niah_utils import TEMPLATE
+    from lm_eval.tasks.ruler.prepare_niah import generate_samples, get_haystack
+
+    # Upstream draws from Python's global generator.
+    random.seed(42)
+    return generate_samples(
+        get_haystack(type_haystack="needle"),
+        TOKENIZER=tokenizer,
+        max_seq_length=length,
+        template=TEMPLATE,
+        num_samples=questions,
+        type_haystack="needle",
+        type_needle_k="uuids",
+        type_needle_v="uuids",
+    )
 
 
 def main() -> None:
@@ -29,12 +50,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=60)
     parser.add_argument("--out", type=Path, required=True, help="a file .jsonl or .jsonl.gz")
     given = parser.parse_args()
-    made = needles(
-        "niah_multikey_3",
-        pretrained=find_model(given.model).path,
-        max_seq_lengths=[given.length],
-        ruler_samples=given.questions,
-    )["test"]
+    made = needles(load_tokenizer(find_model(given.model)), given.length, given.questions)
     lines = "".join(
         # The prompt begins the answer, as in the files that others have published.
         json.dumps({"input": f"{row['input']} {row['gen_prefix']}", "outputs": row["outputs"], "length": row["length"]})

@@ -11,10 +11,8 @@ from rich.console import Console
 
 from hfkvq.doctor_cli import app as doctor_app
 from hfkvq.env_cli import app as env_app
-from hfkvq.lm_eval.cli import app as lm_eval_app
 from hfkvq.measure.bench.cli import app as bench_app
 from hfkvq.measure.divergence.cli import app as divergence_app
-from hfkvq.measure.report.cli import app as report_app
 from hfkvq.progress import progress_bar, stoppable
 from hfkvq.serve_cli import app as serve_app
 from hfkvq.terminal import (
@@ -58,8 +56,6 @@ app.add_typer(recommend_app)
 app.add_typer(doctor_app)
 app.add_typer(fit_app)
 app.add_typer(divergence_app)
-app.add_typer(report_app)
-app.add_typer(lm_eval_app)
 app.add_typer(search_app)
 app.add_typer(warm_app)
 app.add_typer(serve_app)

@@ -19,17 +19,13 @@ from hfkvq.caches.preset import Preset
 from hfkvq.caches.spelling import parse_value
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.kernels.triton import configs
-from hfkvq.lm_eval.rows import read_jsonl
 from hfkvq.measure.bench import kernels
 from hfkvq.measure.divergence.windows import read_file
-from hfkvq.measure.report.results import read_files
-from hfkvq.measure.report.samples import read_run
 from hfkvq.tuning.conversations import load_conversations
 from hfkvq.tuning.layerwise import LayerPlan
 from hfkvq.tuning.sensitivity import Sensitivity
 from hfkvq.tuning.storage import open_storage
 from hfkvq.tuning.study import load_study
-from tests.measure.report.files import divergence, evaluation, kvq
 
 SCORE = {"value": 0.5, "code_bits": 2.0, "total_bits": 3.0}
 PRESET = get_preset("kitty", {"0": "full"}).to_dict()
@@ -48,22 +44,11 @@ ORIGIN = {"model": "m", "config": "c", "template": "t", "data": "d", "requests":
 TAG = "older|text|obs"
 JOURNAL = {"op_code": 0, "worker_id": "w", "study_name": "s", "directions": [1]}
 CHAT = {"name": "mine", "spans": [{"start": "<a>", "end": "</a>", "role": "user"}], "openings": []}
-KLD = {"kind": "hfkvq kld", "date": "2026-01-01T00:00:00+00:00", "model": "m"}
-GROUPS = {"g": ["t"]}
-SAMPLE = {"doc_id": 0, "filter": "none", "metrics": ["acc"], "acc": 1.0, "doc_hash": "a", "prompt_hash": "b"}
 
 
 def bit_table(tmp: Path) -> dict:
     BitTable({TAG: 2}, Origin(layers=(0,)), 2.5, {TAG: (1.0, 0.5)}, {TAG: 3.0}).save(tmp)
     return json.loads(tmp.read_text())
-
-
-def read_samples(path: Path) -> None:
-    """Lines beside a results file."""
-    beside = path.with_name("results_1.json")
-    beside.write_text(json.dumps(evaluation({"t": {"acc,none": 0.5}}, kvq("kitty", 3.0))))
-    path.replace(path.with_name("samples_t_1.jsonl"))
-    read_run(beside)
 
 
 def read_journal(path: Path) -> None:
@@ -96,22 +81,6 @@ READERS = {
             "shared_inst": True,
         },
     ),
-    "evaluation": (
-        lambda path: read_files([path]),
-        evaluation(
-            {"t": {"acc,none": 0.5}}, kvq("kitty", 3.0, {"t": {"total_bits": 3.0}}), group_subtasks={"g": ["t"]}
-        ),
-    ),
-    "divergence": (
-        lambda path: read_files([path]),
-        {
-            "kind": "hfkvq kld",
-            "date": "2026-01-01T00:00:00+00:00",
-            "model": "m",
-            "rows": [divergence("kitty", 0.1, 3.0)],
-        },
-    ),
-    "samples": (read_samples, SAMPLE),
     "kernels": (kernels.load, {"kind": kernels.KIND, "rows": []}),
     "conversations": (load_conversations, {"messages": [{"role": "user", "content": "x"}], "tools": []}),
     "chat format": (ChatFormat.from_file, CHAT),
@@ -119,9 +88,8 @@ READERS = {
     "journal": (read_journal, JOURNAL),
     "study": (read_study, {"space": {}, "scheme": PRESET}),
     "text": (lambda path: read_file(path, "text"), {"text": "words"}),
-    "rows": (read_jsonl, {"id": 1}),
 }
-LINES = ("conversations", "samples", "text", "rows", "journal")
+LINES = ("conversations", "text", "journal")
 
 values = st.recursive(
     st.none()
@@ -207,7 +175,7 @@ def test_damaged_files(name, tmp_path):
     damage()
 
 
-@pytest.mark.parametrize("name", ["table", "preset", "evaluation", "divergence", "kernels", "rows", "text"])
+@pytest.mark.parametrize("name", ["table", "preset", "kernels", "text"])
 def test_sound_files_are_read(name, tmp_path):
     """Else the tests above would test nothing."""
     file = tmp_path / f"file{'.jsonl' if name in LINES else '.json'}"

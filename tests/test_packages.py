@@ -49,12 +49,11 @@ def test_wheel(tmp_path):
     about = f"hfkvq-{hfkvq.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"hfkvq", about} | BESIDE
     inside = {name.removeprefix("hfkvq/") for name in names if name.startswith("hfkvq/")}
-    tasks = {f"lm_eval/tasks/{name}" for name in files("evals/tasks")}
     checkpoint = {f"measure/reference/checkpoint/{name}" for name in files("evals/reference/checkpoint")}
-    assert {"lm_eval/tasks/ref/recall.yaml", "measure/reference/checkpoint/model.safetensors"} <= tasks | checkpoint
+    assert "measure/reference/checkpoint/model.safetensors" in checkpoint
     assert {"py.typed", "cli.py", "measure/texts/play.txt.gz"} <= inside
     # What starts the model stands beside the package, and only there.
-    assert inside == files("hfkvq") - {f"lm_eval/start/{name}" for name in BESIDE} | tasks | checkpoint
+    assert inside == files("hfkvq") - {f"lm_eval/start/{name}" for name in BESIDE} | checkpoint
 
     said = Parser().parsestr(wheel.read(f"{about}/METADATA").decode())
     assert said["Version"] == hfkvq.__version__

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .scheme import Scheme
 
-LISTS = ("demo", "kld", "leaderboard", "bench kernels", "fit")
-"""What shows presets unless it is told which, by command; a leaderboard also has those of "demo" and "kld"."""
+LISTS = ("demo", "kld", "bench kernels", "fit")
+"""Commands that show presets, by the name of the list that each shows unless it is told otherwise."""
 
 GROUPS = ("scheme", "eviction", "control", "baseline")
 """What a preset is in a comparison: a scheme, one that evicts tokens and holds what stays in any other scheme's pages,

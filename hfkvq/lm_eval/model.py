@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import find_executable_batch_size
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import CacheHook
 from lm_eval.api.registry import register_model
+from lm_eval.models import huggingface
 from torch import Tensor
 from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -20,17 +23,21 @@ from hfkvq.caches import MixedKVCache, Preset, make_cache
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.tags import Tagger
 from hfkvq.caches.warm import compile_ahead
+from hfkvq.kernels import await_kernels
 from hfkvq.kernels.warm import SEVERAL
 from hfkvq.measure.demo.answers import answer_lengths, read_memory
 from hfkvq.measure.models import find_model
 from hfkvq.measure.records import clock
 
-from . import bill
 from .arguments import check_loading, take_arguments
+from .cost import Cost, total
 from .likelihood import Answer, Request, Scorer, batches, group_requests
-from .prompts import fit, padded
-from .ranks import Ranks
-from .together import HFLM, TogetherLM
+
+# Within lm-eval's tree of loggers, whose command line shows that tree alone.
+logger = logging.getLogger("lm_eval.models.hf_kvq")
+
+# The decorator that registers it hides its type.
+HFLM: Any = huggingface.HFLM
 
 _MODEL_OPTIONS = frozenset(inspect.signature(HFLM.__init__).parameters)
 
@@ -51,12 +58,13 @@ class _FirstToken(LogitsProcessor):
 
 
 @register_model("hf-kvq")
-class HFKVQ(TogetherLM):
+class HFKVQ(HFLM):
     """``hf`` with a compressed cache, fresh for every batch.
 
     ``lm_eval --model hf-kvq --model_args pretrained=...,scheme=mixkvq,tau_bf16=1.44 --tasks ...``: all options of
-    ``hf``, and those below. Left padding is never cached, so an answer does not depend on the prompts beside it. Under
-    ``accelerate launch`` all processes answer, and there is one bill.
+    ``hf``, and those below. Left padding is never cached, so an answer does not depend on the prompts beside it. Bits,
+    bytes and speed are logged by task, and lm-eval writes them into its results as ``config.kvq``; under
+    ``accelerate launch`` they are those of the first process's share.
 
     Args:
         pretrained: a loaded model, or its name as `hfkvq.measure.models.find_model` takes it.
@@ -72,12 +80,14 @@ class HFKVQ(TogetherLM):
         ll_chunk: tokens of a chunk.
         truncate: what becomes of a prompt that is too long for the model: "left" cuts its beginning (lm-eval's way),
             "middle" keeps both ends (LongBench's way), "refuse" raises.
-        ranks: the processes that answer together; those that were launched, by default.
         **others: the scheme's knobs, and everything that ``hf`` takes.
 
     Raises:
         ValueError: an argument that nobody knows, a knob of another scheme, a scheme that cannot hold the model's
             heads, an encoder-decoder model; all of them before the model is loaded.
+
+    Attributes:
+        costs: by task, since the model was made or `use` was called.
     """
 
     def __init__(
@@ -88,18 +98,18 @@ class HFKVQ(TogetherLM):
         ll_mode: str = "decode",
         ll_chunk: int = 16,
         truncate: str = "left",
-        ranks: Ranks | None = None,
         **others: Any,
     ) -> None:
         self.cache_arguments = take_arguments(scheme, layers, ll_mode, ll_chunk, truncate, others, _MODEL_OPTIONS)
+        self.costs: dict[str, Cost] = {}
         self._tagger: Tagger | None = None
+        self._task = ""
         if not isinstance(pretrained, str):
             unknown = {name: value for name, value in others.items() if name not in _MODEL_OPTIONS}
             check_loading(unknown, pretrained.config, self.cache_arguments.preset)
             self._check_heads(pretrained.config)
-        super().__init__(ranks, find_model(pretrained).path if isinstance(pretrained, str) else pretrained, **others)
+        super().__init__(find_model(pretrained).path if isinstance(pretrained, str) else pretrained, **others)
         self._check_table()
-        bill.install()
 
     def _get_backend(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Refuses encoder-decoder models, as soon as the config tells."""
@@ -127,7 +137,7 @@ class HFKVQ(TogetherLM):
             self.cache_arguments.table.check(self._subject.config, self.tokenizer)
 
     def use(self, scheme: Any, layers: Any = None, **knobs: Any) -> None:
-        """Another scheme for the requests that follow, with the model as it is loaded.
+        """Sets another scheme for the requests that follow, with the model as it is loaded; costs begin anew.
 
         Args:
             scheme: see the constructor.
@@ -147,6 +157,7 @@ class HFKVQ(TogetherLM):
         except ValueError:
             self.cache_arguments = old
             raise
+        self.costs = {}
 
     @property
     def _subject(self) -> Any:
@@ -180,7 +191,9 @@ class HFKVQ(TogetherLM):
             "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type,
             "dtype": str(model.dtype).removeprefix("torch."),
         }
-        return {**super().get_model_info(), "kvq": {**described, **self.bill.summary()}}
+        figures = {task: cost.figures() for task, cost in self.costs.items()}
+        kvq = {**described, **total(self.costs.values()).figures(), "tasks": figures}
+        return {**super().get_model_info(), "kvq": kvq}
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Refuses lm-eval's store of answers, which does not tell one scheme's answers from another's."""
@@ -190,6 +203,34 @@ class HFKVQ(TogetherLM):
                 "for another; leave out --use_cache."
             )
         super().set_cache_hook(cache_hook)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """See `HFLM.generate_until`."""
+        return self._by_task(super().generate_until, requests, disable_tqdm)
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Answer]:
+        """See `TemplateLM.loglikelihood`."""
+        return self._by_task(super().loglikelihood, requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """See `HFLM.loglikelihood_rolling`."""
+        return self._by_task(super().loglikelihood_rolling, requests, disable_tqdm)
+
+    @await_kernels()
+    def _by_task(self, answer: Callable[..., list[Any]], requests: Sequence[Instance], quiet: bool) -> list[Any]:
+        """Answers requests task by task, so that each task's costs are its own."""
+        found: dict[int, Any] = {}
+        for task in dict.fromkeys(request.task_name or "" for request in requests):
+            self._task = task
+            mine = [i for i, request in enumerate(requests) if (request.task_name or "") == task]
+            found |= zip(mine, answer([requests[i] for i in mine], quiet), strict=True)
+            if self.rank == 0 and task in self.costs:
+                logger.info("%s: %s", task, _in_words(self.costs[task].figures()))
+        return [found[i] for i in range(len(requests))]
+
+    def _cost(self) -> Cost:
+        """Costs of the task that is being answered, to add to."""
+        return self.costs.setdefault(self._task, Cost())
 
     # Generation
 
@@ -207,16 +248,24 @@ class HFKVQ(TogetherLM):
         if ids.shape[1] <= left_truncate_len:
             return ids, mask
         rows = [self._fit(row[seen.bool()].tolist(), left_truncate_len) for row, seen in zip(ids, mask, strict=True)]
-        return padded(rows, self.tokenizer.pad_token_id, padding_side)
+        return _padded(rows, self.tokenizer.pad_token_id, padding_side)
 
     def _fit(self, tokens: list[int], limit: int) -> list[int]:
-        """At most ``limit`` tokens of a prompt."""
-        return fit(tokens, limit, self.cache_arguments.truncate, self._task, self.max_length)
+        """At most ``limit`` tokens of a prompt, cut as ``truncate`` says."""
+        if len(tokens) <= limit:
+            return tokens
+        if self.cache_arguments.truncate == "refuse":
+            raise ValueError(
+                f"truncate: a prompt of task {self._task!r} has {len(tokens)} tokens, but {limit} fit beside the "
+                f"answer in the model's {self.max_length}; raise max_length, lower max_gen_toks or use truncate=middle."
+            )
+        if self.cache_arguments.truncate == "left":
+            return tokens[-limit:]
+        half = limit // 2
+        return [*tokens[:half], *tokens[len(tokens) - (limit - half) :]]
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         """Generates with a fresh cache, and counts what it cost."""
-        # lm-eval has told all answers of the batch before.
-        self.cache_hook.flush(self.bill)
         cache, device = self.make_cache(), context.device
         mask = generation_kwargs.get("attention_mask")
         if mask is None:
@@ -233,15 +282,15 @@ class HFKVQ(TogetherLM):
         seconds = clock(device) - (first.began or 0.0)
         ends = self._subject.generation_config.eos_token_id
         lengths = answer_lengths(out[:, context.shape[1] :], ends if isinstance(ends, list) else [ends])
-        cost = self.bill.of(self._task)
+        cost = self._cost()
         cost.add_answers(int(mask.sum()), lengths, seconds)
         self._count(cache, mask)
         cost.peak = max(cost.peak, first.peak)
         return out
 
     def _count(self, cache: Cache, mask: Tensor) -> None:
-        cost, memory = self.bill.of(self._task), read_memory(cache, mask)
-        cost.hold(memory.held, memory.bf16, memory.code_bits, memory.key_bits)
+        cost, memory = self._cost(), read_memory(cache, mask)
+        cost.add_cache(memory.held, memory.bf16, memory.code_bits, memory.key_bits)
         cost.peak = max(cost.peak, _held(cache))
 
     # Log-likelihood
@@ -264,8 +313,8 @@ class HFKVQ(TogetherLM):
             size = self._detect_batch_size(list(requests), 0)
         pad, dtype = self.tokenizer.pad_token_id or 0, self.softmax_dtype
         scorer = Scorer(self.model, self.make_cache, how.chunk, pad, dtype, self._count, self.device)
-        cost = self.bill.of(self._task)
-        quiet = disable_tqdm or override_bs is not None
+        cost = self._cost()
+        quiet = disable_tqdm or override_bs is not None or self.rank != 0
         with (
             tqdm(total=len(todo), disable=quiet, desc=f"log-likelihood through {how.name}") as bar,
             torch.autocast(
@@ -283,7 +332,6 @@ class HFKVQ(TogetherLM):
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, answers[number])
                     bar.update()
-                self.cache_hook.flush(self.bill)
         done = [answer for answer in answers if answer is not None]
         assert len(done) == len(todo)
         return done
@@ -328,3 +376,22 @@ def _held(cache: Cache) -> int:
     if isinstance(cache, MixedKVCache):
         return cache.memory().total
     return sum(tensor.nbytes for layer in cache.layers for tensor in vars(layer).values() if isinstance(tensor, Tensor))
+
+
+def _padded(rows: Sequence[list[int]], pad: int, side: str) -> tuple[Tensor, Tensor]:
+    """Token ids and mask (B, T) of rows, padded on the "left" or "right"."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        at = slice(longest - len(row), None) if side == "left" else slice(len(row))
+        ids[i, at] = torch.tensor(row)
+        mask[i, at] = 1
+    return ids, mask
+
+
+def _in_words(figures: dict[str, Any]) -> str:
+    """Figures of `Cost` as a line of the log; what was not measured is left out."""
+    words = [("{:.2f} total bits", "total_bits"), ("{:.2f} bits of codes", "code_bits")]
+    words += [("largest cache {:,} bytes", "peak_cache_bytes"), ("{:.1f} tokens/s", "tokens_per_second")]
+    return ", ".join(form.format(figures[name]) for form, name in words if figures[name] is not None)

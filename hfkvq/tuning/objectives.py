@@ -119,7 +119,6 @@ class LmEvalTasks:
         evaluate: Any = lm_eval.simple_evaluate
         self.model.use(preset)
         right: dict[str, list[float]] = {task: [] for task in self.metrics}
-        bills = []
         for step, numbers in enumerate(_split(self.samples, self.parts)):
             results = evaluate(
                 self.model,
@@ -131,19 +130,16 @@ class LmEvalTasks:
             )
             for task, metric in self.metrics.items():
                 right[task] += _values(results["samples"], task, metric)
-            bills.append(results["config"]["kvq"])
+            # Costs since `use`: those of the last part are of all.
+            cost = results["config"]["kvq"]
             if report is not None:
                 report(step, _mean([_mean(values) for values in right.values()]))
         whole = [value for values in right.values() for value in values]
         low, high = mean_interval(whole) or (None, None)
         value = _mean([_mean(values) for values in right.values()])
-        weights = [bill["requests"] for bill in bills]
-        total, code, keys = (
-            _mean([bill[name] if bill[name] is not None else math.nan for bill in bills], weights)
-            for name in ("total_bits", "code_bits", "key_bits")
-        )
-        peak = max(bill["peak_cache_bytes"] for bill in bills)
-        return Score(value, total, code, peak, samples=len(whole), low=low, high=high, key_bits=_known(keys))
+        total, code = (math.nan if cost[name] is None else cost[name] for name in ("total_bits", "code_bits"))
+        spread = {"samples": len(whole), "low": low, "high": high}
+        return Score(value, total, code, cost["peak_cache_bytes"], key_bits=cost["key_bits"], **spread)
 
 
 def _known(bits: float) -> float | None:
@@ -154,9 +150,8 @@ def _split(numbers: list[int], parts: int) -> list[list[int]]:
     return [numbers[at::parts] for at in range(parts)]
 
 
-def _mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    weights = weights or [1.0] * len(values)
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def _values(samples: Mapping[str, list[dict[str, Any]]], task: str, metric: str | None) -> list[float]:

@@ -186,11 +186,10 @@ def _lm_eval(
 ) -> tuple[Any, Objective, Objective]:
     from lm_eval.tasks import TaskManager
 
-    from hfkvq.lm_eval import task_folder
     from hfkvq.lm_eval.model import HFKVQ
 
     extra = json.loads(metadata) if metadata else {}
-    manager = TaskManager(include_path=str(task_folder()), metadata={"pretrained": source.path, **extra})
+    manager = TaskManager(metadata={"pretrained": source.path, **extra})
     make: Any = HFKVQ
     lm = make(pretrained=source.path, device=device, dtype=dtype, batch_size=batch_size)
     numbers = list(range(samples + held_out))

@@ -10,7 +10,6 @@ import torch
 
 from hfkvq import Scheme, get_scheme, list_schemes
 from hfkvq.caches import registry
-from hfkvq.caches.eviction import TokenEviction
 from hfkvq.caches.layers.forward import attend
 from hfkvq.caches.scheme import Layout, SideLayout, knob
 from hfkvq.caches.schemes import Full, Kitty, Kivi, KVarN, MixKVQ, SawInt4
@@ -477,14 +476,10 @@ def test_schemes_have_places_of_their_own():
 
 
 def test_what_is_shown_by_default_leaves_no_scheme_out():
-    """Beside the control: what fits has a preset of each, a leaderboard too, but only one of those that only evict."""
+    """Beside the control, what fits has a preset of each."""
     schemes = {type(scheme) for scheme in list_schemes().values()}
-    evicting = {cls for cls in schemes if issubclass(cls, TokenEviction)}
-    compared = [*registry.listed("kld"), *registry.listed("demo"), *registry.listed("leaderboard")]
-    for names, may_lack in ((compared, {Full} | evicting), (registry.listed("fit"), {Full})):
-        shown = {registry.entry_of(name)[0] for name in names}
-        assert {scheme for scheme in schemes - shown if not scheme.latents} <= may_lack
-        assert shown & evicting
+    shown = {registry.entry_of(name)[0] for name in registry.listed("fit")}
+    assert {scheme for scheme in schemes - shown if not scheme.latents} <= {Full}
 
 
 def test_unknown_lists_and_groups():

@@ -1,21 +1,23 @@
-"""`lm_eval --model hf-kvq` as typed, the plain road beside it, and the bill in lm-eval's results."""
+"""`lm_eval --model hf-kvq` as typed, `python -m hfkvq.lm_eval`, and the costs in lm-eval's results."""
 
 import importlib
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
-from lm_eval.utils import make_table
 
 import hfkvq.lm_eval.model
-from hfkvq.lm_eval import __main__ as plain_road
-from hfkvq.lm_eval import task_folder
 from hfkvq.measure.reference import reference_path
 
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = ROOT / "evals" / "tasks"
 START = Path(hfkvq.lm_eval.__file__).parent / "start"
 
 
@@ -45,29 +47,32 @@ def test_lm_eval_knows_the_name(installed):
 
 
 @pytest.mark.slow
-def test_lm_eval_as_typed(installed, tmp_path):
-    """In a process of its own; and the bill is in what it prints and saves."""
+@pytest.mark.parametrize("plain", [False, True])
+def test_lm_eval_as_typed(installed, tmp_path, plain):
+    """In a process of its own; costs are in what it logs and saves."""
     options = f"pretrained={reference_path()},scheme=kitty,boost_ratio=0.2,dtype=float32"
     ran = subprocess.run(
         [
-            *(installed, "--model", "hf-kvq", "--model_args", options, "--device", "cpu", "--batch_size", "2"),
-            *("--include_path", task_folder(), "--tasks", "ref_recall", "--limit", "2"),
+            *([sys.executable, "-m", "hfkvq.lm_eval"] if plain else [installed]),
+            *("--model", "hf-kvq", "--model_args", options, "--device", "cpu", "--batch_size", "2"),
+            *("--include_path", TASKS, "--tasks", "ref_recall", "--limit", "2"),
             *("--output_path", tmp_path, "--log_samples"),
         ],
         capture_output=True,
         text=True,
         check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    # In the table that lm-eval prints, between its own metrics.
-    assert "|total_bits" in ran.stdout
+    assert re.search(r"ref_recall: [0-9.]+ total bits, [0-9.]+ bits of codes, largest cache [0-9,]+ bytes", ran.stderr)
     [file] = tmp_path.rglob("results_*.json")
     found = json.loads(file.read_text(encoding="utf-8"))
-    row, kvq = found["results"]["ref_recall"], found["config"]["kvq"]
+    kvq = found["config"]["kvq"]
     assert kvq["scheme"]["boost_ratio"] == 0.2
-    assert 2 < row["code_bits,none"] < row["total_bits,none"] < 16
-    assert row["total_bits,none"] == kvq["total_bits"] == kvq["tasks"]["ref_recall"]["total_bits"]
-    assert row["peak_cache_bytes,none"] == kvq["peak_cache_bytes"] > 0
+    assert 2 < kvq["code_bits"] < kvq["total_bits"] < 16
+    assert kvq["total_bits"] == kvq["tasks"]["ref_recall"]["total_bits"]
+    assert kvq["peak_cache_bytes"] > 0
     assert kvq["requests"] == 2
 
 
@@ -106,40 +111,15 @@ def test_start_files_name_the_module():
     assert (START / "hfkvq_lm_eval.start").read_text() == "_hfkvq_lm_eval:install\n"
 
 
-@pytest.mark.parametrize(
-    ("given", "added"),
-    [
-        (["run", "--tasks", "ref_recall"], ["--include_path", str(task_folder())]),
-        (["run", "--include_path", "mine"], []),
-        (["run", "--include_path=mine"], []),
-        ([], []),
-        (["--help"], []),
-    ],
-)
-def test_plain_road_knows_the_tasks(monkeypatch, given, added):
-    seen = []
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *given])
-    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: seen.extend(sys.argv[1:]))
-    plain_road.main()
-    assert seen == [*given, *added]
-
-
-def test_bill_of_an_evaluation():
-    """Two runs of one model: each has its own bill, in results, table and config."""
+def test_costs_of_evaluations():
+    """Of all evaluations since a scheme was chosen."""
     lm = hfkvq.lm_eval.model.HFKVQ(pretrained=str(reference_path()), device="cpu", scheme="kivi-2", batch_size=2)
-    manager = TaskManager(include_path=str(task_folder()), include_defaults=False)
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
     requests = []
-    for limit in (2, 1):
-        found = lm_eval_run(lm, manager, limit)
+    for limit, scheme in ((2, None), (1, None), (1, "kivi-4")):
+        if scheme is not None:
+            lm.use(scheme)
+        found = simple_evaluate(lm, tasks=["ref_recall"], limit=limit, task_manager=manager, bootstrap_iters=0)
         requests.append(found["config"]["kvq"]["requests"])
-    assert requests == [2, 1]
-    row = found["results"]["ref_recall"]
-    assert row["code_bits,none"] == 2
-    assert found["higher_is_better"]["ref_recall"]["total_bits"] is False
-    assert "total_bits" in make_table(found)
-
-
-def lm_eval_run(lm, manager, limit):
-    from lm_eval import simple_evaluate
-
-    return simple_evaluate(lm, tasks=["ref_recall"], limit=limit, task_manager=manager, bootstrap_iters=0)
+    assert requests == [2, 3, 1]
+    assert found["config"]["kvq"]["code_bits"] == 4

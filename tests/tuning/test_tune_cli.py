@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ import torch
 from hfkvq import MixedKVCache, get_scheme
 from hfkvq.caches import Preset, get_preset
 from hfkvq.kernels import dispatch
-from hfkvq.lm_eval import task_folder
 from hfkvq.measure.divergence import measure
 from hfkvq.measure.reference import load_reference
 from hfkvq.tuning.objectives import Custom, LmEvalTasks, ReferenceTasks, TextKLD, Timed
@@ -137,8 +137,9 @@ def test_lm_eval_tasks(subject):
 
     model, tokenizer = subject
     lm = HFKVQ(pretrained=model, tokenizer=tokenizer, batch_size=2, max_length=2048)
-    manager = TaskManager(include_path=str(task_folder()), include_defaults=False)
-    objective = LmEvalTasks(lm, ["ref_recall_24"], [0, 1, 2], task_manager=manager, parts=2)
+    folder = str(Path(__file__).resolve().parents[2] / "evals" / "tasks")
+    manager = TaskManager(include_path=folder, include_defaults=False, metadata={"ref_size": 24})
+    objective = LmEvalTasks(lm, ["ref_recall"], [0, 1, 2], task_manager=manager, parts=2)
     seen = []
     score = objective(get_preset("kivi-2"), lambda step, value: seen.append(step))
     assert seen == [0, 1]
@@ -146,7 +147,7 @@ def test_lm_eval_tasks(subject):
     assert score.code_bits == 2
     assert lm.cache_arguments.preset == get_preset("kivi-2")
     with pytest.raises(ValueError, match="has no metric 'speed'; it has exact_match,none"):
-        LmEvalTasks(lm, ["ref_recall_24:speed"], [0], task_manager=manager)(get_preset("full"))
+        LmEvalTasks(lm, ["ref_recall:speed"], [0], task_manager=manager)(get_preset("full"))
     with pytest.raises(ValueError, match="tasks, samples: got 0 and 1"):
         LmEvalTasks(lm, [], [0])
 

@@ -52,7 +52,7 @@ class KVarN(Scheme):
     presets = {
         "kvarn": Entry(
             "4-bit keys, 2-bit values: made for keys with outlier tokens and outlier channels.",
-            lists=("leaderboard", "fit"),
+            lists=("fit",),
         ),
         "kvarn-k4v2": Entry("Another name for kvarn.", {"key_bits": 4, "value_bits": 2}),
         "kvarn-k4v4": Entry("KVarN with 4-bit values: less loss, for one bit more.", {"key_bits": 4, "value_bits": 4}),

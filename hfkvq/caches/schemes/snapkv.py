@@ -41,7 +41,7 @@ class SnapKV(TokenEviction):
     presets = {
         "snapkv": Entry(
             "Long prompts: keeps the tokens that the end of the prompt attends to.",
-            lists=("leaderboard", "fit"),
+            lists=("fit",),
             group="eviction",
         )
     }

@@ -83,7 +83,7 @@ class TriAxial(Scheme):
     presets = {
         "triaxial": Entry(
             "Agents with tools and images: 2 or 4 bits by a token's age, modality and role.",
-            lists=("leaderboard", "fit"),
+            lists=("fit",),
         ),
     }
 

@@ -1,4 +1,4 @@
-"""A measurement from a model's name and texts to its record: what `hfkvq kld`, `leaderboard` and `recommend` share."""
+"""A measurement from a model's name and texts to its record: what `hfkvq kld` and `recommend` share."""
 
 from __future__ import annotations
 
