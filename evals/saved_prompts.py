@@ -62,15 +62,11 @@ def row(model: Any, scheme: str, ids: torch.Tensor, folder: Path) -> dict[str, A
     held = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     copied, found["copy_s"] = timed(lambda: copy.deepcopy(cache), device)
     found["copy_bytes"] = torch.cuda.memory_allocated() - held if device.type == "cuda" else None
-    second, found["second_copy_s"] = timed(lambda: copy.deepcopy(cache), device)
-    found["second_copy_bytes"] = torch.cuda.memory_allocated() - held if device.type == "cuda" else None
-    if device.type == "cuda":
-        found["second_copy_bytes"] -= found["copy_bytes"]
     store, found["store_s"] = timed(lambda: PrefixStore(folder / "store", model, scheme), device)
     _, found["put_s"] = timed(lambda: store.put(cache, ids), device)
     match, found["match_s"] = timed(lambda: store.match(torch.cat([ids, ids[:, :1]], dim=1)), device)
     found["matched"] = match.tokens
-    others = [answer(each) for each in (loads[0][0], copied, second, match.cache)]
+    others = [answer(each) for each in (loads[0][0], copied, match.cache)]
     own = answer(cache)
     found["same"] = [other == own for other in others]
     return found

@@ -79,8 +79,6 @@ class MemoryReport:
             ("tables", format_bytes(parts.tables)),
             ("  of these reserved", format_bytes(parts.reserved)),
         ]
-        if parts.shared:
-            rows.append(("  shared with copies", format_bytes(parts.shared)))
         if self.offloaded:
             rows.append(("  offloaded", format_bytes(self.offloaded)))
         if self.staged:

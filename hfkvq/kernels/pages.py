@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -366,14 +366,12 @@ class RunView:
         pos: i32 (B, n*G): row position of each token of the run, or None where the run is ordered.
         keys: tensors of the key format, in the order of ``PageFormat.names``.
         values: tensors of the value format.
-        lease: what the run has of pages that others have as well; None where all pages are its own. Ops need not know.
     """
 
     table: Tensor
     pos: Tensor | None
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
-    lease: Any = None
 
     def __post_init__(self) -> None:
         """Keeps tuples."""

@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from hfkvq import kernels
 from hfkvq.caches import Scheme
 from hfkvq.caches.smoothing import KeySmoothing
-from hfkvq.caches.store.pool import as_bytes
+from hfkvq.caches.store.state import as_bytes
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import hadamard, saturated
 from hfkvq.kernels.pages import SIDES, PageFormat

@@ -52,13 +52,6 @@ def filled(model, name, capacity, rows=3):
     return cache
 
 
-def alone(model, cache):
-    """A copy that shares no page, so that what is done to it takes as many operations as it does with another."""
-    new = pickle.loads(pickle.dumps(cache))
-    new.config = model.config
-    return new
-
-
 def bits(cache):
     """What each layer holds once nothing is left to do, bit for bit."""
     cache = copy.deepcopy(cache)
@@ -143,14 +136,14 @@ def check_forward(model, name, capacity, tokens, most):
     """Fails a forward anywhere: layers are whole, and the cache is even, or says that it is not and can be mended."""
     whole = filled(model, name, capacity)
     seen, ids = whole.get_seq_length(), prompt(3, tokens, seed=3)
-    before, done = bits(whole), alone(model, whole)
+    before, done = bits(whole), copy.deepcopy(whole)
     with torch.no_grad(), FailAt() as counted:
         model(ids, past_key_values=done)
     after = bits(done)
     # What weighs by queries, or evicts by them, depends on whether they were shown.
     exact = not whole.scheme.needs and not whole.scheme.evicts
     for n in samples(counted.count, most):
-        cache = alone(model, whole)
+        cache = copy.deepcopy(whole)
         with pytest.raises(Fault), torch.no_grad(), FailAt(n):
             model(ids, past_key_values=cache)
         # Of a step over buffers, the device may know more.

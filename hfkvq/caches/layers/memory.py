@@ -25,8 +25,6 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     """Exact memory of layers: every tensor that they hold is counted (asks the device for the rows' lengths).
 
-    Of tensors in which deep copies share pages, the pages that only others hold are left out.
-
     Args:
         pieces: layers of a cache, and the recurrent states of those with attention beside.
         seen: logical tokens of the cache.
@@ -50,7 +48,7 @@ def memory_of(pieces: Sequence[Any], seen: int) -> MemoryReport:
     buffers = [x for layer in layers if layer.buffer is not None for x in layer.buffer.memory()]
     ours = [*(x for store in stores for x in store.tensors()), *small.values(), *buffers]
     # What steps need for themselves, statistics, and memory of which tensors show a part.
-    parts += StoreBytes(tables=held_bytes(ours) - parts.total - parts.foreign)
+    parts += StoreBytes(tables=held_bytes(ours) - parts.total)
     states = [place.tensor for place in places_of([layer for layer in pieces if isinstance(layer, RecurrentLayer)])]
     stock = [layer for layer in pieces if not isinstance(layer, (KVLayer, RecurrentLayer))]
     # Windows with recurrent states beside them keep these in dicts.

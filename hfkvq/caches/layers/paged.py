@@ -59,9 +59,6 @@ class PagedLayer(LayerBase):
     fuses_steps = True
     """Whether a step may be one call of the kernels, in place of `begin`, `attend` and `finish`."""
 
-    shares_pages = True
-    """Whether a deep copy shares full pages, if the layer grows; not where the bytes of a single layer are planned."""
-
     def __init__(
         self,
         scheme: Scheme,
@@ -221,7 +218,7 @@ class PagedLayer(LayerBase):
     # Copies.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
-        """An independent layer, which shares the scheme, and full pages if the layer grows.
+        """An independent layer, which shares the scheme.
 
         What it knows of other layers is of copies.
         """
@@ -234,10 +231,7 @@ class PagedLayer(LayerBase):
         vars(new).update(vars(self))
         new.kept = None
         if self.store is not None:
-            buffered = self.buffer is not None and self.buffer.tensor is not None
-            # A fixed capacity has its own room for all; what copies share is arranged on the device.
-            shares = self.shares_pages and self.capacity is None and not self.offloaded and not self.window
-            new.store = self.store.shared_copy(buffered) if shares else copy.deepcopy(self.store, memo)
+            new.store = copy.deepcopy(self.store, memo)
         new.tags, new.queries = copy.deepcopy(self.tags, memo), copy.deepcopy(self.queries, memo)
         new.reader = memo.setdefault(id(self.reader), PaddingReader())  # type: ignore[assignment]
         if self.staged is not None:

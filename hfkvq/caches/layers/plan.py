@@ -10,7 +10,7 @@ from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState
 
 from ..headwise import HeadwiseStore
 from ..scheme import Layout, Scheme
-from ..store import SIDES, Home, KVStore
+from ..store import SIDES, KVStore
 from .base import LayerBase
 from .eviction import Eviction
 
@@ -123,13 +123,7 @@ def _blocks_ahead(store: KVStore, new: int, most: int, before: StepPlan | None, 
 
 
 def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
-    """Copies a store's tensors into a buffer's, where they are not those already, and gives the store the latter.
-
-    Pages that copies share with the store stay theirs, so that it can go back there.
-    """
-    home, runs = store.state.home, store.runs
-    if any(view.lease is not None and view.lease.common() != (0, 0) for view in runs):
-        home = Home(runs, store.counters.clone())
+    """Copies a store's tensors into a buffer's, where they are not those already, and gives the store the latter."""
     if store.counters is not state.counters:
         state.counters.copy_(store.counters)
         store.replace(counters=state.counters)
@@ -155,5 +149,3 @@ def move_into(store: KVStore, state: StepState, plan: StepPlan) -> None:
             slots = min(own.pos.shape[1], new.pos.shape[1])
             new.pos[:, :slots].copy_(own.pos[:, :slots])
         store.replace(runs=[*store.runs[:i], new, *store.runs[i + 1 :]])
-    if home is not None:
-        store.replace(home=home)

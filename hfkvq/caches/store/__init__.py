@@ -19,7 +19,6 @@ Outside of the kernels of steps, pages are quantized by one function, `sealing.w
 - `windows`: tokens come into sink and tail. `growth`: room in tails and pages.
 - `sealing`: tokens leave the tail, or a prompt, for pages; `rules`: by which kernels.
 - `requantize`: the operation; `moves`: which tokens stay, come and go; `columns`: tokens of pages, bit for bit.
-- `pool`: pages that deep copies share.
 - `cropping`: the newest tokens are taken back. `rows`: rows are reordered, shared and dropped.
 - `reading`: dense tensors. `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: whether all that
   contradicts itself.
@@ -29,7 +28,7 @@ from .accounting import StoreBytes
 from .growth import EVICTING_GROWTH, GROWTH, MAX_STEP
 from .kvstore import KVStore
 from .sealing import clipped
-from .state import SIDES, Home, StoreState
+from .state import SIDES, StoreState
 from .view import StoreView
 from .windows import Padding
 
@@ -38,7 +37,6 @@ __all__ = [
     "GROWTH",
     "MAX_STEP",
     "SIDES",
-    "Home",
     "KVStore",
     "Padding",
     "StoreBytes",

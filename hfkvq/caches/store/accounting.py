@@ -25,8 +25,6 @@ class StoreBytes:
         windows: sink and tail.
         tables: page tables, positions and counters.
         reserved: the part of codes and metadata in pages that hold no token yet.
-        shared: the part of codes and metadata that deep copies hold as well, in the same memory.
-        foreign: what only deep copies hold of the tensors in which pages are shared; counted nowhere else.
     """
 
     codes: int = 0
@@ -34,8 +32,6 @@ class StoreBytes:
     windows: int = 0
     tables: int = 0
     reserved: int = 0
-    shared: int = 0
-    foreign: int = 0
 
     @property
     def total(self) -> int:
@@ -49,32 +45,27 @@ class StoreBytes:
 
 def nbytes(state: StoreState) -> StoreBytes:
     """Exact bytes by kind (asks the device for the rows' lengths)."""
-    codes = metadata = tables = shared = elsewhere = 0
+    codes = metadata = tables = 0
     reserved = 0.0
-    home = () if state.home is None else state.home.runs
-    for i, (view, formats) in enumerate(zip((*state.runs, *home), state.format.runs * 2, strict=False)):
+    for i, (view, formats) in enumerate(zip(state.runs, state.format.runs, strict=True)):
         tables += view.table.nbytes + (0 if view.pos is None else view.pos.nbytes)
         size, pages = 0, view.keys[0].shape[0]
-        common, foreign = (0, 0) if view.lease is None else view.lease.common()
         for fmt, parts in zip(formats, (view.keys, view.values), strict=True):
             for name, part in zip(fmt.names, parts, strict=True):
-                own = part.nbytes // max(pages, 1) * (pages - foreign)
                 size += part.nbytes
                 if name in ("codes", "high", "full"):
-                    codes += own
+                    codes += part.nbytes
                 else:
-                    metadata += own
-        shared += size // max(pages, 1) * common
-        elsewhere += size // max(pages, 1) * foreign
-        if pages and i < len(state.runs):
+                    metadata += part.nbytes
+        if pages:
             held = torch.maximum(run_count(state.counters, i, "keys"), run_count(state.counters, i, "values"))
             blocks = -(-held // formats[0].page_size)
             inside = torch.arange(view.table.shape[1], device=state.counters.device) < blocks[:, None]
             used = view.table[inside].unique().numel()
-            reserved += size * (pages - foreign - used) / pages
+            reserved += size * (pages - used) / pages
     windows = sum(window.nbytes for window in state.windows)
-    tables += state.counters.nbytes * (2 if home else 1) + state.dropped.nbytes
-    return StoreBytes(codes, metadata, windows, tables, round(reserved), shared, elsewhere)
+    tables += state.counters.nbytes + state.dropped.nbytes
+    return StoreBytes(codes, metadata, windows, tables, round(reserved))
 
 
 class TokenShares(NamedTuple):

@@ -13,8 +13,7 @@ from hfkvq.kernels.decode import column_positions
 from hfkvq.kernels.pages import PageFormat, RunView, Side
 from hfkvq.kernels.quantize import dequantize_pages
 
-from .pool import as_bytes
-from .state import SIDES, StoreState
+from .state import SIDES, StoreState, as_bytes
 
 if TYPE_CHECKING:
     from .view import StoreView

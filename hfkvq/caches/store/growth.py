@@ -13,7 +13,6 @@ from hfkvq.kernels.pages import Side, StoreFormat
 
 from ..lasting import lasting
 from ..scheme import Layout
-from .pool import Pages, backed
 from .state import SIDES, StoreState, in_turn
 
 MAX_STEP = 16
@@ -41,22 +40,7 @@ def grow(state: StoreState, run: int, blocks: int, factor: float = GROWTH) -> St
         blocks: pages that each row needs.
         factor: by which a run that has pages grows at least.
     """
-    if blocks > state.runs[run].table.shape[1]:
-        state = _grown(state, run, blocks, factor)
-    lease = state.runs[run].lease
-    return state if lease is None or blocks <= lease.backed else _backed(state, run, blocks)
-
-
-@lasting
-def _backed(state: StoreState, run: int, blocks: int) -> StoreState:
-    view = backed(state.runs[run], blocks, fresh_pages(state, run))
-    return state.replace(runs=[*state.runs[:run], view, *state.runs[run + 1 :]])
-
-
-def fresh_pages(state: StoreState, run: int) -> Pages:
-    """What makes pages of a run."""
-    sides = list(zip(SIDES, state.format.runs[run], strict=True))
-    return lambda count: [part for side, fmt in sides for part in state.pages(fmt, side, count)]
+    return state if blocks <= state.runs[run].table.shape[1] else _grown(state, run, blocks, factor)
 
 
 @lasting
@@ -72,13 +56,9 @@ def _grown(state: StoreState, run: int, blocks: int, factor: float) -> StoreStat
         state = enlarge(state, run, ids.numel()) if ids.numel() else state
         pages = torch.cat([view.table[:, :have], ids.view(state.batch, -1)], 1)
         return state.with_run(run, table=in_turn(pages, blocks))
-    if view.lease is None:
-        first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
-        ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)
-        state = enlarge(state, run, extra)
-    else:
-        # Pages come one by one from those that copies share.
-        ids = view.table.new_zeros(state.batch, blocks - have)
+    first, extra = view.keys[0].shape[0], state.batch * (blocks - have)
+    ids = torch.arange(first, first + extra, dtype=torch.int32, device=state.device).view(state.batch, -1)
+    state = enlarge(state, run, extra)
     table, pos = torch.cat([view.table, ids], 1) if have else ids, view.pos
     if pos is not None:
         more = pos.new_zeros(state.batch, (blocks - have) * state.format.runs[run][0].page_size)
@@ -88,9 +68,12 @@ def _grown(state: StoreState, run: int, blocks: int, factor: float) -> StoreStat
 
 def enlarge(state: StoreState, run: int, pages: int) -> StoreState:
     """Adds so many pages to a run, which belong to no row yet."""
-    view, extra = state.runs[run], fresh_pages(state, run)(pages)
-    grown = [_joined(x, more) for x, more in zip((*view.keys, *view.values), extra, strict=True)]
-    return state.with_run(run, keys=grown[: len(view.keys)], values=grown[len(view.keys) :])
+    view, formats = state.runs[run], state.format.runs[run]
+    keys, values = (
+        [_joined(x, more) for x, more in zip(parts, state.pages(fmt, side, pages), strict=True)]
+        for side, fmt, parts in zip(SIDES, formats, (view.keys, view.values), strict=True)
+    )
+    return state.with_run(run, keys=keys, values=values)
 
 
 def _joined(x: Tensor, more: Tensor) -> Tensor:

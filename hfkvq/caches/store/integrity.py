@@ -59,7 +59,7 @@ def contradictions(state: StoreState, columns: int) -> Iterator[str]:
     if state.writes:
         yield "pages are still to be written"
     counted = nbytes(state)
-    if counted.total + counted.foreign != sum(x.nbytes for x in state.tensors()):
+    if counted.total != sum(x.nbytes for x in state.tensors()):
         yield "bytes are miscounted"
 
 
@@ -74,9 +74,9 @@ def _stand_once(state: StoreState, at: int) -> bool:
 
 
 def _wrong_pages(state: StoreState, run: int) -> Iterator[str]:
-    """Pages of a run that are not there, or are written to by one row or copy and read by another."""
-    view, page, lease = state.runs[run], state.format.runs[run][0].page_size, state.runs[run].lease
-    pages, blocks = view.keys[0].shape[0], view.table.shape[1] if lease is None else lease.backed
+    """Pages of a run that are not there, or are written to by one row and read by another."""
+    view, page = state.runs[run], state.format.runs[run][0].page_size
+    pages, blocks = view.keys[0].shape[0], view.table.shape[1]
     if any(part.shape[0] != pages for part in (*view.keys, *view.values)):
         yield f"run {run}: keys and values have different numbers of pages"
     if not blocks:
@@ -95,7 +95,5 @@ def _wrong_pages(state: StoreState, run: int) -> Iterator[str]:
     used = torch.bincount(table.flatten(), minlength=pages)
     if bool((used[table] > 1).logical_and(is_open).any()):
         yield f"run {run}: rows share a page that is not full"
-    if lease is not None:
-        yield from (f"run {run}: {what}" for what in lease.contradictions(table, is_open))
     if any(row.unique().numel() < table.shape[1] for row in table):
         yield f"run {run}: a row has a page twice"

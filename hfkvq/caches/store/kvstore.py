@@ -2,8 +2,7 @@
 
 Invariants, each with a test:
 
-1. Full pages never change. Reordering rows moves tables and copies windows and open pages only. Deep copies share them
-   (see `hfkvq.caches.store.pool`).
+1. Full pages never change. Reordering rows moves tables and copies windows and open pages only.
 2. Everything in a store is in the rotated basis: rotated at the door, queries once, outputs once.
 3. Keys and values of a run share one page table and name the same tokens in the same order.
 4. ``length`` counts tokens stored; ``start + length`` is the number of logical columns, padding included. A row that
@@ -42,10 +41,9 @@ from ..row_states import forecast, row_states
 from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
-from .pool import LOCK
-from .rows import brought_home, copied, reordered, selected
+from .rows import reordered, selected
 from .sealing import seal
-from .state import EMPTY, SIDES, Home
+from .state import EMPTY, SIDES
 from .view import StoreView
 from .windows import Padding, fill_windows
 
@@ -291,7 +289,7 @@ class KVStore(StoreView):
         self.counters.zero_()
         self.dropped.zero_()
         known = HostCounters.empty(self.counters, EMPTY) if "tags" in self.scheme.needs else None
-        state = self.state.unshared()
+        state = self.state
         # No row's pages are another's, or lie behind those of a batch that was larger.
         runs = [replaced(view, table=state.own_table(view.table.shape[1])) for view in state.runs]
         self.replace(states=EMPTY, host_counters=known, wide_bound=(0, 0), settled=0, runs=runs, writes=())
@@ -300,22 +298,8 @@ class KVStore(StoreView):
         """Moves every tensor."""
         self.state = self.state.map(lambda x: x.to(device, non_blocking=non_blocking))
 
-    def shared_copy(self, buffered: bool) -> KVStore:
-        """An independent store that has the same full pages: see `hfkvq.caches.store.pool`. Asks the device.
-
-        Args:
-            buffered: whether this store lies in a buffer of captured steps, and has to stay there.
-        """
-        new = copy.copy(self)
-        new.tail_limit = dict(self.tail_limit)
-        # Or two threads might share the pages in two ways.
-        with LOCK:
-            own, new.state = copied(brought_home(self.state) if buffered else self.state)
-            self.state = self.state.replace(home=Home(own.runs, own.counters)) if buffered else own
-        return new
-
     def __deepcopy__(self, memo: dict[int, object]) -> KVStore:
         """Independent tensors, outside of any buffer, shared layout and scheme."""
         new = copy.copy(self)
-        new.tail_limit, new.state = dict(self.tail_limit), brought_home(self.state)
+        new.tail_limit, new.state = dict(self.tail_limit), self.state.map(torch.clone)
         return new

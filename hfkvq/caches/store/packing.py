@@ -18,8 +18,7 @@ from hfkvq.kernels.pages import PageFormat, RunView, Side, StoreFormat
 from ..lasting import lasting
 from ..routing import read_counters
 from ..row_states import RowState
-from .pool import as_bytes
-from .state import SIDES, StoreState, own_table
+from .state import SIDES, StoreState, as_bytes, own_table
 
 Packed = tuple[dict[str, Any], dict[str, Tensor]]
 """Plain data, and tensors by name."""

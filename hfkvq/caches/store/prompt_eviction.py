@@ -23,9 +23,8 @@ from ..row_states import RowState, forecast
 from ..scheme import Layout, Scheme
 from .growth import grow_tail, pages_for
 from .moves import STAY
-from .pool import as_bytes
 from .requantize import Requantized, requantized
-from .state import SIDES, StoreState
+from .state import SIDES, StoreState, as_bytes
 from .view import StoreView
 from .windows import copy_to_windows
 

@@ -298,7 +298,7 @@ def _rebuilt(
     if state.format.ordered:
         return RunView(table, None, *sides)
     pos = pad(plan.to.gather(1, order), (0, max(blocks * page - order.shape[1], 0)))[:, : blocks * page].contiguous()
-    made = RunView(table, pos, *sides, lease=grown.lease if stays else None)
+    made = RunView(table, pos, *sides)
     return _pages_in_order(made, own[0][0], page) if whole else made
 
 

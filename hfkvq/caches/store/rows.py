@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace as replaced
-
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hfkvq.kernels.decode import RUNS, run_count
+from hfkvq.kernels.decode import run_count
+from hfkvq.kernels.pages import RunView
 
-from ..lasting import lasting
-from ..routing import read_counters
 from ..scheme import Layout
-from .growth import enlarge, fresh_pages
-from .pool import as_bytes, backed, shared, taken
-from .state import PageWrite, StoreState, in_turn
+from .growth import enlarge
+from .state import PageWrite, StoreState, as_bytes, in_turn
 
 
 def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
@@ -25,7 +20,7 @@ def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
     """
     if state.format.ring:
         return selected(state, rows)
-    state, grown, slack = state.unshared(), rows.shape[0] - state.batch, _slack(layout)
+    grown, slack = rows.shape[0] - state.batch, _slack(layout)
     for run in range(len(state.runs)):
         if grown > 0:
             state = enlarge(state, run, grown * state.runs[run].table.shape[1])
@@ -40,7 +35,7 @@ def part_pages(state: StoreState, layout: Layout) -> StoreState:
     """The state in which every page that is not full is of one row only."""
     if state.format.ring:
         return state
-    state, rows, slack = state.unshared(), torch.arange(state.batch, device=state.device), _slack(layout)
+    rows, slack = torch.arange(state.batch, device=state.device), _slack(layout)
     for run in range(len(state.runs)):
         state = share_pages(state, run, rows, slack)
     return state
@@ -50,58 +45,13 @@ def selected(state: StoreState, rows: Tensor) -> StoreState:
     """The state of rows ``rows`` (i64 (B',)) only, without the other rows' pages."""
     runs = []
     for view in state.runs:
-        blocks = view.table.shape[1]
-        own = taken(replaced(view, table=view.table[:, : state.format.pages(blocks)]), rows)
-        runs.append(replaced(own, table=in_turn(own.table, blocks)))
+        blocks, pos = view.table.shape[1], None if view.pos is None else view.pos[rows].clone()
+        pages = view.table[:, : state.format.pages(blocks)][rows]
+        ids = pages.flatten().long()
+        keys, values = ([as_bytes(part)[ids].view(part.dtype) for part in parts] for parts in (view.keys, view.values))
+        table = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device).view(pages.shape)
+        runs.append(RunView(in_turn(table, blocks), pos, keys, values))
     return take_rows(state.replace(runs=runs), rows)
-
-
-def _blocks(state: StoreState, counters: Tensor) -> list[tuple[list[int], list[int]]]:
-    """By run, each row's blocks that are full, and those that hold any token, by counters of the state."""
-    told, found = read_counters(counters), []
-    for run, (fmt, _) in enumerate(state.format.runs):
-        pairs = list(zip(*told[RUNS + 2 * run : RUNS + 2 * run + 2], strict=True))
-        found.append(([min(x) // fmt.page_size for x in pairs], [-(-max(x) // fmt.page_size) for x in pairs]))
-    return found
-
-
-@lasting
-def brought_home(state: StoreState) -> StoreState:
-    """The state of a buffer in tensors of its own, or where copies share its pages; only then it asks the device."""
-    home = state.home
-    if home is None:
-        return state.map(torch.clone)
-    before, now, runs = _blocks(state, home.counters), _blocks(state, state.counters), []
-    for run, (view, old) in enumerate(zip(state.runs, home.runs, strict=True)):
-        width, last = view.table.shape[1], max(now[run][1])
-        if old.lease is None or old.lease.backed > width:
-            runs.append(taken(view))
-            continue
-        table = pad(old.table, (0, max(width - old.table.shape[1], 0)))[:, :width]
-        own = replaced(old, table=table, pos=None if view.pos is None else view.pos.clone())
-        if last > old.lease.backed:
-            own = backed(own, last, fresh_pages(state, run))
-        pairs = zip(before[run][0], now[run][1], strict=True)
-        places = [(row, block) for row, (full, used) in enumerate(pairs) for block in range(full, used)]
-        if places:
-            rows, blocks = torch.tensor(places, device=state.device).T
-            target, source = (each.table[rows, blocks].long() for each in (own, view))
-            for new, part in zip((*own.keys, *own.values), (*view.keys, *view.values), strict=True):
-                as_bytes(new)[target] = as_bytes(part)[source]
-        runs.append(own)
-    return state.replace(runs=()).map(torch.clone).replace(runs=runs)
-
-
-@lasting
-def copied(state: StoreState) -> tuple[StoreState, StoreState]:
-    """What a state is to be from now on, and a copy of it that reads the same full pages. Asks the device."""
-    own, theirs = [], []
-    for run, (view, (full, used)) in enumerate(zip(state.runs, _blocks(state, state.counters), strict=True)):
-        pair = shared(view, full, used, fresh_pages(state, run)) if any(full) else (view, taken(view))
-        own.append(pair[0])
-        theirs.append(pair[1])
-    copy = state.replace(runs=()).map(torch.clone)
-    return state.replace(runs=own), copy.replace(runs=theirs)
 
 
 def _slack(layout: Layout) -> int:

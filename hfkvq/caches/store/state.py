@@ -19,7 +19,6 @@ from ..routing import Counters, HostCounters
 from ..row_states import RowState, WindowSizes, forecast
 from ..scheme import Layout
 from .host import check_device, hosted
-from .pool import as_bytes, taken
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
@@ -27,6 +26,11 @@ EMPTY = frozenset({RowState(0, 0, 0)})
 """The states of rows that hold nothing."""
 
 _TENSORS = frozenset({"counters", "windows", "runs"})
+
+
+def as_bytes(part: Tensor) -> Tensor:
+    """The same tensor, fp8 viewed as bytes: PyTorch indexes fp8 on some devices only, and cannot unpickle it."""
+    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
 
 
 def own_table(store: StoreFormat, rows: int, blocks: int, device: torch.device) -> Tensor:
@@ -50,18 +54,6 @@ class PageWrite(NamedTuple):
     pages: Tensor
 
 
-class Home(NamedTuple):
-    """Where a state that lies in a buffer of captured steps comes from, and goes back to: runs that copies share.
-
-    Attributes:
-        runs: as they were.
-        counters: i32 (2 + 2*runs, B), likewise: what was full then still stands there.
-    """
-
-    runs: tuple[RunView, ...]
-    counters: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class StoreState:
     """What a store holds. Steps and seals write into the tensors; all else goes by `replace`.
@@ -81,7 +73,6 @@ class StoreState:
             runs where they are not in order.
         writes: what is to be written before anything is read: until then, the pages are those of the state before, so
             that an operation which fails in another layer can be taken back.
-        home: of a state in a buffer, until its runs are arranged anew; None without.
         offloaded: whether pages lie in the host's memory, wherever an operation has made them.
     """
 
@@ -96,7 +87,6 @@ class StoreState:
     wide_bound: tuple[int, int] = (0, 0)
     settled: int = 0
     writes: tuple[PageWrite, ...] = ()
-    home: Home | None = None
     offloaded: bool = False
     _held: StepTensors | None = field(default=None, repr=False)
 
@@ -162,10 +152,8 @@ class StoreState:
         for name in ("windows", "runs"):
             if name in changes:
                 changes[name] = tuple(changes[name])
-                if name == "runs":
-                    changes.setdefault("home", None)
-                    if self.offloaded:
-                        changes["runs"] = tuple(map(hosted, changes["runs"]))
+                if name == "runs" and self.offloaded:
+                    changes["runs"] = tuple(map(hosted, changes["runs"]))
         if widest is not None:
             states = changes.get("states", self.states)
             longest = max(state.length for state in states)
@@ -187,12 +175,6 @@ class StoreState:
         """The same with other parts of one run."""
         return self.replace(runs=[*self.runs[:run], replaced(self.runs[run], **parts), *self.runs[run + 1 :]])
 
-    def unshared(self) -> StoreState:
-        """The same with tensors of its own where copies share pages."""
-        if all(view.lease is None for view in self.runs):
-            return self
-        return self.replace(runs=[view if view.lease is None else taken(view) for view in self.runs])
-
     def written(self) -> StoreState:
         """The same with its pages written; may be repeated if it was interrupted."""
         for part, target, pages in self.writes:
@@ -201,10 +183,9 @@ class StoreState:
 
     @lasting
     def map(self, change: Callable[[Tensor], Tensor]) -> StoreState:
-        """The same with every tensor changed; pages that copies share are this state's own then."""
+        """The same with every tensor changed."""
 
         def run(view: RunView) -> RunView:
-            view = view if view.lease is None else taken(view)
             pos = None if view.pos is None else change(view.pos)
             return RunView(change(view.table), pos, [change(x) for x in view.keys], [change(x) for x in view.values])
 
@@ -221,12 +202,7 @@ class StoreState:
         held = self._held
         if held is None:
             runs = [tensor for run in self.runs for tensor in run.flat()]
-            held = StepTensors(self.counters, self.windows, runs, self.format)
-            lease = self.runs[0].lease
-            if lease is not None:
-                # What else the table names is not to be written to.
-                held.blocks = min(held.blocks, lease.backed)
-            self.__dict__["_held"] = held
+            held = self.__dict__["_held"] = StepTensors(self.counters, self.windows, runs, self.format)
         return held
 
     @property
@@ -272,8 +248,7 @@ class StoreState:
 
     def tensors(self) -> Sequence[Tensor]:
         """All of them."""
-        home = () if self.home is None else (self.home.counters, *(x for run in self.home.runs for x in run.flat()))
-        return [self.counters, self.dropped, *self.windows, *self.held.runs, *home]
+        return [self.counters, self.dropped, *self.windows, *self.held.runs]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is remembered of tensors' addresses, with fp8 as bytes: PyTorch cannot unpickle it."""

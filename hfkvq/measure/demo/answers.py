@@ -56,9 +56,6 @@ class _PromptEnd(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
         if self.copy is None:
             self.done = clock(self.device)
-            for layer in self.cache.layers:
-                # Its bytes are told: a copy that shared pages would have it set room aside.
-                vars(layer)["shares_pages"] = False
             self.copy = copy.deepcopy(self.cache)
             self.resumed = clock(self.device)
         self.logits.append(scores[: self.rows].to(torch.float32, copy=True))

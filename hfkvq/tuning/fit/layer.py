@@ -88,7 +88,6 @@ class _Kind:
     def fresh(self) -> KVLayer:
         """An empty layer."""
         layer = KVLayer(self.scheme, PaddingReader(), recordable=self.captured, window=self.window)
-        layer.shares_pages = False
         if layer.eviction is not None:
             layer.eviction.place = self.place
             return layer
