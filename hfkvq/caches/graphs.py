@@ -21,7 +21,6 @@ from torch.nn.modules import module as torch_module
 from hfkvq.kernels import dispatch
 from hfkvq.kernels.step import MAX_STEP
 
-from .buffers import BufferPool, BufferSet, Recording
 from .callers import asked_to_compile, calling_model
 from .capture import RECORDERS
 from .layers.base import ROLLBACK, LayerBase
@@ -29,7 +28,7 @@ from .layers.followed import MASK_SIZES_BIAS
 from .layers.group import DeviceSync
 from .model_calls import CallInterceptor, forward_parameters, inside_call, intercept, is_inside_call
 from .once import say_once
-from .placement import Placement
+from .placement import BufferSet, Placement, Recording, SpareBuffers
 from .recorded import recording
 
 if TYPE_CHECKING:
@@ -92,10 +91,11 @@ class StepGraphs:
         self._failed: dict[Any, str] = {}
         self._preset = repr(preset)
         offloaded = [member.layer.offloaded for member in sync.members]
-        pool = BufferPool.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
-        self.placement = Placement(sync, pool, headroom, cache.states)
-        release = weakref.finalize(cache, Placement.release, self.placement)
-        release.atexit = False
+        spare = SpareBuffers.of(cache.config, repr((preset, offloaded)))
+        self.placement = Placement(sync, spare, headroom, cache.states)
+        if sync.first.layer.capacity is None:
+            release = weakref.finalize(cache, Placement.release, self.placement)
+            release.atexit = False
 
     @property
     def headroom(self) -> float:
@@ -249,7 +249,8 @@ class StepGraphs:
             return False, None
         states = self.placement.states
         runs = buffers.runs[key] = buffers.runs.get(key, 0) + 1
-        if runs > 1 or (self._preset, key) in interceptor.captured:
+        # A cache may be given one prompt of a few tokens, which is a step of several, and never another.
+        if runs > 1 or (step.tokens == 1 and (self._preset, key) in interceptor.captured):
             recorded = self._capture(model, interceptor, cache, tensors, step)
             if recorded is not None:
                 buffers.recordings[key] = recorded

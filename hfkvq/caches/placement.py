@@ -1,19 +1,28 @@
-"""Where the layers of a cache lie while its steps are replayed: in which buffers, and how they come there."""
+"""Buffers in which the layers of a cache lie while its steps are replayed, and the graphs that were captured over them.
+
+A graph writes to addresses, so a cache owns its buffers and graphs together. An empty cache takes over those that the
+last cache of its kind has left; every other cache makes its own.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .buffers import BufferPool, BufferSet
+from hfkvq.kernels.decode import LENGTH, START
+from hfkvq.kernels.step import Ahead, Allocation, buffer_bytes, copied_runs
+
 from .layers.buffer import StepBuffer
 from .layers.group import DeviceSync
 from .layers.states import StatePlaces
 from .once import say_once
+from .store import KVStore
+from .store.host import pinned
 
 LEAST_HEADROOM = 128
 """Tokens by which a buffer is ahead of need at the least: short contexts are not captured again at every page."""
@@ -32,117 +41,213 @@ def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float) -> int
     return need + max(LEAST_HEADROOM, min(share, MOST_HEADROOM))
 
 
+class Recording(NamedTuple):
+    """A captured step.
+
+    Attributes:
+        graph: runs it; see `hfkvq.caches.capture.CapturedGraph`.
+        inputs: what the graph reads, by argument.
+        model: whose step it is, weakly.
+        fingerprint: of the model when it was captured; see `hfkvq.caches.model_calls.CallInterceptor.fingerprint`.
+    """
+
+    graph: Any
+    inputs: dict[str, Tensor]
+    model: weakref.ref[Any]
+    fingerprint: Any
+
+    def replay(self, given: dict[str, Tensor], cache: Any) -> Any:
+        """One step with these arguments: what the model would return."""
+        if given:
+            own = [self.inputs[name] for name in given]
+            torch._foreach_copy_(own, list(given.values()))  # pyright: ignore[reportPrivateImportUsage]
+        return self.graph.replay(cache)
+
+
+class BufferSet:
+    """Buffers of all layers of a cache, and what was captured over them.
+
+    Args:
+        buffers: of the layers.
+        states: recurrent ones, of all layers: tensors that steps write into.
+
+    Attributes:
+        allocations: of the layers, in their order.
+        states: see there.
+        room: most logical columns.
+        recordings: captured steps.
+        runs: how often each step has run in Python, or failed to be captured.
+        last: thread and stream of the last step.
+    """
+
+    def __init__(self, buffers: Sequence[StepBuffer], states: Sequence[Tensor] = ()) -> None:
+        self.states = list(states)
+        self.allocations = [buffer.allocation for buffer in buffers]
+        self.room = buffers[0].room
+        self.recordings: dict[Any, Recording] = {}
+        self.runs: dict[Any, int] = {}
+        self.last: Any = None
+        if buffers[0].layer.capacity is None:
+            # All of a buffer is copied, and those of a fixed capacity may be nearly empty.
+            _fetch_ahead([each for each in self.allocations if each.pages is not None])
+        # i32 (B,) in all layers, parts of the buffers.
+        self.lengths = [each.state.counters[LENGTH] for each in self.allocations]
+        self._visible: tuple[Any, Tensor, bool] | None = None
+        self._shown: Tensor | None = None
+
+    def is_of(self, buffers: Sequence[StepBuffer]) -> bool:
+        """Whether all these layers lie here."""
+        return all(own.tensor is each.tensor for own, each in zip(buffers, self.allocations, strict=True))
+
+    def suits(self, keys: Tensor) -> bool:
+        """Whether empty layers that are about to get keys (B, H, T, D) have room here, and waste little of it."""
+        tensor, _, _, plan = self.allocations[0]
+        rows, heads, tokens, dim = keys.shape
+        alike = plan.rows == rows * plan.fold and plan.heads == heads // plan.fold and plan.key_dim == dim
+        alike = alike and plan.dtype == str(keys.dtype) and tensor.device == keys.device
+        return alike and tokens < self.room <= 2 * (tokens + 1) + 512 and self.last == _where(keys.device)
+
+    def all_shown(self, batch: int) -> Tensor:
+        """A padding mask, bool (B, room), that hides nothing; the same tensor every time."""
+        if self._shown is None:
+            self._shown = torch.ones((batch, self.room), dtype=torch.bool, device=self.allocations[0].tensor.device)
+        return self._shown
+
+    def hides_padding_only(self, mask: Tensor, store: KVStore, edition: int) -> tuple[bool, bool]:
+        """Whether a mask hides nothing but leading padding, and whether any row has such padding. Asks the device.
+
+        Args:
+            mask: (B, L).
+            store: of the first layer.
+            edition: of the first layer, by which what was found before is good.
+        """
+        known, kind = self._visible, (edition, mask.device)
+        if known is None or known[0] != kind:
+            # Tokens that have been evicted are before a row's start, as padding is.
+            start = (store.counters[START] - store.dropped)[:: self.allocations[0].plan.fold].to(mask.device)
+            column = torch.arange(self.room, dtype=torch.int32, device=mask.device)
+            known = self._visible = (kind, column >= start[:, None], bool((start > 0).any()))
+        _, visible, padded = known
+        shown = mask if mask.dtype == torch.bool else mask != 0
+        return torch.equal(shown, visible[:, : mask.shape[1]]), padded
+
+
+def _fetch_ahead(offloaded: Sequence[Allocation]) -> None:
+    """Gives layers whose pages are offloaded memory on the device, to which captured steps copy them a layer ahead."""
+    if len({each.tensor.device for each in offloaded}) != 1:
+        # None, or on several devices: then pages are read in place.
+        return
+    device, size = offloaded[0].tensor.device, max(buffer_bytes(each.plan, True) for each in offloaded)
+    try:
+        with torch.inference_mode(False):
+            memory = [torch.empty(size, dtype=torch.uint8, device=device) for _ in offloaded[:2]]
+            mark = torch.zeros(1, device=device)
+    except torch.OutOfMemoryError:
+        # Pages are read in place.
+        return
+    before = None
+    for i, (_, pages, state, plan) in enumerate(offloaded):
+        assert pages is not None, "of layers that are offloaded"
+        source, target = pinned(pages), memory[i % 2][: pages.numel()]
+        state.ahead = Ahead(source, target, copied_runs(state, plan, target), mark, before is None)
+        if before is not None:
+            before.following = weakref.ref(state.ahead)
+        before = state.ahead
+
+
+class SpareBuffers:
+    """Buffers that the last of several caches of one config and preset has left, for the next empty one.
+
+    The caches keep this, so the buffers go with the last cache.
+
+    Attributes:
+        left: the buffers; None if no cache has left any.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = weakref.ref(config)
+        self.left: BufferSet | None = None
+
+    @classmethod
+    def of(cls, config: Any, kind: str) -> SpareBuffers:
+        """The one of all caches of this kind over this config."""
+        found = _SPARE.get((id(config), kind))
+        if found is None or found._config() is not config:
+            found = _SPARE[id(config), kind] = cls(config)
+        return found
+
+
+_SPARE: weakref.WeakValueDictionary[tuple[int, str], SpareBuffers] = weakref.WeakValueDictionary()
+
+
 class Placement:
     """Buffers for the layers of one cache.
 
     Args:
         sync: of the layers.
-        buffers: of the layers.
-        pool: of caches that may take over each other's buffers.
+        spare: buffers of caches of the same kind that are gone.
         headroom: share of what is needed by which buffers of a cache that grows are ahead.
         states: recurrent ones, of the cache.
-
-    Attributes:
-        moved: whether another cache has taken over what this one lay in: its next buffers are its own.
-        last: thread and stream of the last step.
     """
 
-    def __init__(self, sync: DeviceSync, pool: BufferPool, headroom: float, states: StatePlaces) -> None:
-        self.sync, self.pool, self.headroom, self.states = sync, pool, headroom, states
-        self.moved = False
-        self.last: Any = None
-        pool.caches += 1
+    def __init__(self, sync: DeviceSync, spare: SpareBuffers, headroom: float, states: StatePlaces) -> None:
+        self.sync, self.spare, self.headroom, self.states = sync, spare, headroom, states
 
     @property
     def buffers(self) -> list[StepBuffer]:
         """Of the layers, in the model's order."""
         return [steps.buffer for steps in self.sync.members]
 
+    def before_prompt(self, keys: Tensor) -> None:
+        """Lets an empty cache that is about to be filled take over the spare buffers; they are freed otherwise."""
+        found, self.spare.left = self.spare.left, None
+        if found is not None and self.sync.buffers is None and found.suits(keys):
+            for buffer, allocation in zip(self.buffers, found.allocations, strict=True):
+                buffer.take_over(allocation, found.room)
+            # Padding of the cache that lay there.
+            found._visible = None
+            self.sync.buffers = found
+
     def release(self) -> None:
-        """The cache is gone."""
-        self.pool.caches -= 1
+        """Leaves the buffers of a cache that is gone to the next one."""
         if self.sync.buffers is not None:
-            self.sync.buffers.last = self.last
-        self.pool.vacate(self.sync.buffers)
+            self.spare.left = self.sync.buffers
 
     def find_room(self, tokens: int) -> BufferSet | None:
         """Buffers with room for so many tokens more; None where layers hold what no buffer has room for."""
         sync = self.sync
         sync.prepare(tokens)
-        buffers = self.buffers
-        need, found = sync.seen + tokens, sync.buffers
-        self.last = _where(buffers[0].layer.device)
-        if found is not None and need <= found.room and found.is_of(buffers) and self.states.move_in(found.states):
-            return found
-        sync.settle()
-        sync.buffers = found = None
-        # Of a fixed capacity, or what beams, say, have left.
-        if any(buffer.tensor is None for buffer in buffers) or need > buffers[0].room:
-            found = self._move(buffers, need)
-        elif len({buffer.room for buffer in buffers}) == 1:
-            found = BufferSet(buffers, self.states.tensors())
+        buffers, found = self.buffers, sync.buffers
+        need = sync.seen + tokens
+        if found is None or need > found.room or not found.is_of(buffers) or not self.states.move_in(found.states):
+            sync.settle()
+            # Buffers that have no use any more free their memory for others.
+            sync.buffers = found = self.spare.left = None
+            found = sync.buffers = self._made(buffers, need)
         if found is not None:
-            sync.buffers = found
-            self.pool.occupy(found, self)
+            found.last = _where(buffers[0].layer.device)
         return found
 
-    def _move(self, buffers: list[StepBuffer], need: int) -> BufferSet | None:
-        if buffers[0].layer.capacity is None:
-            found = None if self.moved else self._find(buffers, need)
-            if found is not None:
-                for buffer, allocation in zip(buffers, found.allocations, strict=True):
-                    buffer.move_in(allocation, found.room)
-                self.states.move_in(found.states)
-                return found
-            room = room_ahead(buffers, need, self.headroom)
+    def _made(self, buffers: list[StepBuffer], need: int) -> BufferSet | None:
+        # A fixed capacity has its buffers from the first update on, and beams, say, have left them.
+        grows = buffers[0].layer.capacity is None
+        if any(buffer.tensor is None for buffer in buffers) or need > buffers[0].room:
+            room = room_ahead(buffers, need, self.headroom) if grows else 0
             try:
                 for buffer in buffers:
-                    buffer.make_room(room)
+                    if grows:
+                        buffer.make_room(room)
+                    else:
+                        buffer.bind()
             except torch.OutOfMemoryError:
+                if not grows:
+                    raise
                 for buffer in buffers:
                     buffer.leave()
                 say_once("There is not enough memory for the buffers of captured steps; this step runs without graphs.")
                 return None
-        else:
-            for buffer in buffers:
-                buffer.bind()
-        lost = any(buffer.tensor is None for buffer in buffers)
+        lost = any(buffer.tensor is None for buffer in buffers) or len({buffer.room for buffer in buffers}) > 1
         return None if lost else BufferSet(buffers, self.states.tensors())
-
-    def _find(self, buffers: list[StepBuffer], need: int) -> BufferSet | None:
-        """Buffers of another cache of this thread and stream that is not in use, made vacant."""
-        vacant = self.pool.take_vacant()
-        for found in [*([] if vacant is None else [vacant]), *self.pool.used]:
-            owner = None if found.owner is None else found.owner()
-            if owner is self or (owner is not None and (owner.last != self.last or owner.moved)):
-                continue
-            if (owner is None and found.last != self.last) or not found.suits(buffers, need):
-                continue
-            if not self.states.fit(found.states):
-                continue
-            if owner is not None:
-                owner.give_up()
-            return found
-        return None
-
-    def give_up(self) -> None:
-        """Another cache takes over the buffers: tokens leave them."""
-        self.moved = True
-        self.sync.catch_up()
-        for buffer in self.buffers:
-            buffer.leave()
-        self.states.leave()
-
-    def before_prompt(self, keys: Tensor) -> None:
-        """An empty cache is about to be filled: it moves into what another one has left, or that is given up."""
-        sync, found, buffers = self.sync, self.pool.take_vacant(), self.buffers
-        if found is None or found.last != _where(keys.device):
-            return
-        if sync.buffers is None and buffers[0].layer.capacity is None and found.suits_empty(keys):
-            for buffer, allocation in zip(buffers, found.allocations, strict=True):
-                buffer.take_over(allocation, found.room)
-            sync.buffers = found
-            self.pool.occupy(found, self)
 
 
 def _where(device: torch.device) -> tuple[int, int]:

@@ -153,7 +153,7 @@ def test_positions_from_the_mask_alone():
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_one_capture_serves_reset_copies_and_new_caches():
+def test_one_capture_serves_a_reset_cache_and_the_next_one():
     model = build("llama")
     cache = MixedKVCache(model.config, SCHEMES["kitty"])
     expected = steps(model, MixedKVCache(model.config, SCHEMES["kitty"], graphs=False), 20)
@@ -163,15 +163,15 @@ def test_one_capture_serves_reset_copies_and_new_caches():
         cache.reset()
         assert cache.get_seq_length() == 0
         torch.testing.assert_close(steps(model, cache, 20), expected, rtol=1e-4, atol=1e-4)
-    # Another one of the same shape, while the first is there; which goes on as if nothing had been.
+    # A second cache beside the first one has buffers and graphs of its own.
     other = MixedKVCache(model.config, SCHEMES["kitty"])
     torch.testing.assert_close(steps(model, other, 20), expected, rtol=1e-4, atol=1e-4)
-    assert PythonGraph.made == 1
+    assert PythonGraph.made == 2
     token = torch.tensor([[5]])
     with torch.no_grad():
         one, two = (model(token, past_key_values=c).logits for c in (cache, other))
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
-    # One that is made before the last of them goes.
+    # A cache that is made before the last one goes takes over its buffers.
     new = MixedKVCache(model.config, SCHEMES["kitty"])
     made = PythonGraph.made
     del cache, other
@@ -180,7 +180,7 @@ def test_one_capture_serves_reset_copies_and_new_caches():
 
 
 def test_a_step_that_was_captured_before_is_captured_at_once():
-    """By another cache, which has left nothing: no step runs in Python first. Of another preset, one does."""
+    """By another cache, which has left nothing: no step runs in Python first. With another preset, one does."""
     model = build("llama")
     found = []
     for name in ("full", "full", "kitty", "full"):
@@ -278,7 +278,7 @@ def test_inference_mode_and_then_no_grad():
     torch.testing.assert_close(steps(model, new, 20), want, rtol=1e-4, atol=1e-4)
 
 
-def test_copies_of_a_prefix_share_a_capture():
+def test_copies_of_a_prefix_have_graphs_of_their_own():
     model, ids = build("llama"), prompt(1, 30)
     prefix = MixedKVCache(model.config, SCHEMES["mixkvq"])
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_copies_of_a_prefix_share_a_capture():
         with torch.no_grad():
             model(ids, past_key_values=want)
         assert torch.equal(got, _generate(model, want, question, max_new_tokens=30))
-    assert PythonGraph.made == 1
+    assert PythonGraph.made == 3
     assert prefix.get_seq_length() == 30
 
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels import warm
-from hfkvq.kernels.step import MAX_STEP, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
+from hfkvq.kernels.step import MAX_STEP, Allocation, StepPlan, StepState, buffer_bytes, settle, views_of_buffer
 
-from ..buffers import Allocation
 from ..capture import RECORDERS
 from ..lasting import lasting
 from ..store import SIDES
@@ -119,10 +118,6 @@ class StepBuffer(Part):
     def _plan_for(self, room: int, before: StepPlan | None) -> StepPlan | None:
         return make_plan(self.layer, room, before, self.eviction, self.queries_per_head)
 
-    def fits(self, plan: StepPlan, room: int) -> bool:
-        """Whether what is stored could lie in a buffer of this plan, for so many logical columns."""
-        return self._plan_for(room, plan) == plan
-
     def bind(self) -> None:
         """Brings what the store holds into the buffer, wherever an operation has left it; makes the buffer if need be.
 
@@ -216,23 +211,21 @@ class StepBuffer(Part):
         self._release()
         self.room, self.sync.buffers = self.layer.capacity or 0, None
 
+    @property
+    def allocation(self) -> Allocation:
+        """The buffer with its views and layout."""
+        if self.tensor is None or self.state is None or self.plan is None:
+            raise AssertionError("asked of a layer that has a buffer")
+        return Allocation(self.tensor, self.pages, self.state, self.plan)
+
     def take_over(self, allocation: Allocation, room: int) -> None:
-        """Takes over a buffer, for what is about to be stored; nothing of its last owner's steps is left pending."""
+        """Takes over the buffer of a layer that is gone, for an empty layer; nothing of its last step is pending."""
         tensor, _, state, plan = allocation
         for part in (state.new, state.sealed, state.flag, state.sums, state.counts, state.weight, state.query):
             part.zero_()
         self.tensor, self.pages, self.state, self.plan = allocation
         self.spec, self.room = plan.spec, room
         OWNERS[tensor.data_ptr()] = self
-
-    def move_in(self, allocation: Allocation, room: int) -> None:
-        """Takes over a buffer that no layer uses, and brings there what is stored; see `hfkvq.caches.buffers`."""
-        store = self.layer.held()
-        self.take_over(allocation, room)
-        for side in SIDES:
-            store.grow_tail(side, allocation.plan.tails[side == "values"])
-        move_into(store, allocation.state, allocation.plan)
-        self._write_queries()
 
     def close(self) -> None:
         """Lets the device's counters count what the last step has sealed; asks it nothing."""

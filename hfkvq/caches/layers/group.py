@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..buffers import BufferSet
 from ..first_prompt import first_tiers
 from ..scheme import Scheme
 from .base import uneven
@@ -126,7 +125,8 @@ class DeviceSync(_Group["DeviceSteps"]):
         peak: the most that ``ahead`` has been; what was taken back since may have been sealed for.
         ready: whether every row has a token that is no padding; from then on a step needs no mask.
         holes: whether columns within a row are padding, which are stored: from then on every step needs one.
-        buffers: of all layers, with the graphs that were captured over them, or None.
+        buffers: of all layers, with the graphs that were captured over them: a `BufferSet`; None without, and once a
+            layer has another buffer.
         warmed: schemes whose kernels are being compiled, or are there; whether for steps of several tokens, and for
             which window.
         compiling: those that are on their way.
@@ -136,7 +136,7 @@ class DeviceSync(_Group["DeviceSteps"]):
 
     def __init__(self, members: Sequence[DeviceSteps]) -> None:
         super().__init__(members)
-        self.buffers: BufferSet | None = None
+        self.buffers: Any = None
         self.warmed: list[tuple[Scheme, bool, int]] = []
         self.compiling: list[Beside] = []
         self.waits = self.captured = False

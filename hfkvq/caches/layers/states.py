@@ -174,29 +174,18 @@ class StatePlaces:
             return "the model keeps recurrent states in its own modules"
         return None
 
-    def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors are of the states' shapes, dtypes and devices."""
-        own = self.tensors()
-        return len(own) == len(tensors) and all(map(_alike, own, tensors))
-
     def move_in(self, tensors: Sequence[Tensor]) -> bool:
         """Brings all states into these tensors; False, and nothing is changed, if they do not fit."""
         if self.lie_in(tensors):
             return True
-        if not self.fit(tensors):
-            return False
         places = places_of(self.layers)
+        if len(places) != len(tensors) or not all(_alike(x.tensor, y) for x, y in zip(places, tensors, strict=True)):
+            return False
         moved = [(own, place) for own, place in zip(tensors, places, strict=True) if place.tensor is not own]
         torch._foreach_copy_([own for own, _ in moved], [place.tensor for _, place in moved])  # pyright: ignore[reportPrivateImportUsage]
         for own, place in moved:
             place.held[place.number] = own
         return True
-
-    @lasting
-    def leave(self) -> None:
-        """States leave the tensors in which recorded steps look for them."""
-        for place in places_of(self.layers):
-            place.held[place.number] = place.tensor.clone()
 
     def lie_in(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the states are these tensors."""

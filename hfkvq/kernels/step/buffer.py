@@ -115,6 +115,22 @@ class StepState:
         return found
 
 
+class Allocation(NamedTuple):
+    """A buffer with its views and layout.
+
+    Attributes:
+        tensor: u8 (buffer_bytes(plan),).
+        pages: u8 (buffer_bytes(plan, True),), where offloaded pages lie; None where they lie in ``tensor``.
+        state: the views.
+        plan: the layout.
+    """
+
+    tensor: Tensor
+    pages: Tensor | None
+    state: StepState
+    plan: StepPlan
+
+
 def side_by_side(tail: Tensor, batch: int) -> Tensor:
     """The tails of all rows as every row's columns: a view (batch, H, L, D) of a tail (N, H, W, D).
 
