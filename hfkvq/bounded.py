@@ -1,4 +1,4 @@
-"""JSON from files and people, within bounds: plain data comes back, or a ValueError, whatever was given."""
+"""JSON from files and people: plain data comes back, or a ValueError, whatever was given."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ MOST_BYTES = 2**30
 """Of a file; samples of a long evaluation have some hundred MB."""
 
 MOST_LEVELS = 64
-"""Of lists and objects within each other."""
-
-MOST_DIGITS = 300
-"""Of a whole number: more do not fit into a float."""
+"""Of lists and objects within each other: readers copy and write what they read, level by level."""
 
 DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, AssertionError)
 """What reading plain data that is not of the expected shape raises; readers make a ValueError of it."""
@@ -41,10 +38,10 @@ def parse_json(text: str) -> Any:
     """What JSON says.
 
     Raises:
-        ValueError: it is none, nested too deeply, or has a number of too many digits.
+        ValueError: it is none, or nested too deeply.
     """
     try:
-        found = json.loads(text, parse_int=_whole)
+        found = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested deeper than {MOST_LEVELS} levels") from None
     level = [found]
@@ -54,9 +51,3 @@ def parse_json(text: str) -> Any:
             return found
         level = [x for part in parts for x in part]
     raise ValueError(f"nested deeper than {MOST_LEVELS} levels")
-
-
-def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits, allowed {MOST_DIGITS}")
-    return int(digits)

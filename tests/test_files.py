@@ -16,7 +16,6 @@ from hfkvq.bounded import MOST_LEVELS, parse_json
 from hfkvq.caches import get_preset
 from hfkvq.caches.bit_table import BitTable, Origin
 from hfkvq.caches.preset import Preset
-from hfkvq.caches.spelling import parse_value
 from hfkvq.caches.tags import ChatFormat
 from hfkvq.kernels.triton import configs
 from hfkvq.measure.bench import kernels
@@ -193,8 +192,5 @@ def test_deep_toml(tmp_path):
 
 def test_bounds():
     assert parse_json("[" * MOST_LEVELS + "]" * MOST_LEVELS) is not None
-    for text in ("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1), "1" * 400, "[1, -" + "2" * 400 + "]"):
-        with pytest.raises(ValueError, match=r"nested deeper|digits"):
-            parse_json(text)
-    # What people type on the command line stays text then.
-    assert parse_value("1" * 400) == "1" * 400
+    with pytest.raises(ValueError, match="nested deeper"):
+        parse_json("[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1))

@@ -19,8 +19,7 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from .saved_file import CPU, PART, Digests, opened, read_file, write_file
-from .transfer import Reader
+from .saved_file import CPU, PART, Digests, read_file, write_file
 
 logger = logging.getLogger(__name__)
 
@@ -68,22 +67,9 @@ def read(path: Path, device: torch.device = CPU) -> tuple[Any, dict[str, Tensor]
     """
     with _or_missing(path):
         description, tensors = read_file(path, device)
-        _check_name(path, description)
+        if description.get("name") != path.name:
+            raise ValueError(f"path: {path} was another file ({description.get('name')}).")
     return description, tensors
-
-
-def read_page(path: Path, reader: Reader, out: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """A small file by one thread, some tensors into what is given; raises what `read` does."""
-    with _or_missing(path), opened(path) as file:
-        found = {name: file.read(name, reader, out.get(name)) for name in file.places}
-        description = file.description({name: digest for name, (_, digest) in found.items()})
-        _check_name(path, description)
-    return description, {name: x for name, (x, _) in found.items()}
-
-
-def _check_name(path: Path, description: Any) -> None:
-    if description.get("name") != path.name:
-        raise ValueError(f"path: {path} was another file ({description.get('name')}).")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -16,10 +17,10 @@ from hfkvq.kernels.decode import RUNS
 
 from .layers.layer import KVLayer
 from .saved import SavedCache
+from .saved_file import THREADS
 from .store import KVStore
 from .store.growth import MAX_STEP
 from .store.packing import Packed
-from .transfer import in_groups
 
 Tensors = dict[str, Tensor]
 
@@ -124,7 +125,7 @@ def cut_pages(cache: SavedCache, tensors: Mapping[str, Tensor]) -> tuple[list[Pi
     return runs, rest
 
 
-Read = Callable[[int, Mapping[str, Tensor]], tuple[str, Tensors]]
+Read = Callable[[int], tuple[str, Tensors]]
 
 
 def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], device: torch.device) -> Tensors:
@@ -132,8 +133,8 @@ def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], de
 
     Args:
         counts: pieces of each run.
-        read: gives layout and tensors of a piece, by its number among those of all runs, and puts tensors into what it
-            is given for them; called by several threads.
+        read: gives layout and tensors of a piece, on the CPU, by its number among those of all runs; called by several
+            threads.
         rest: everything else.
         device: of all tensors.
 
@@ -142,7 +143,7 @@ def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], de
     """
     joined, start = dict(rest), 0
     for count in filter(None, counts):
-        found, beside = read(start, {})
+        found, beside = read(start)
         parts, first = [Part(*part) for part in parse_json(found)], beside.pop(PAGES)
         if first.dtype != torch.uint8 or first.dim() != 1 or -(-sum(map(_part_bytes, parts)) // 8) * 8 != len(first):
             raise ValueError(f"pages of {found} in {first.dtype} of {tuple(first.shape)}")
@@ -150,21 +151,20 @@ def join_pages(counts: Sequence[int], read: Read, rest: Mapping[str, Tensor], de
             for layer in part.layers:
                 key = f"{layer}.{part.own}"
                 joined[key] = _with_room(part, count, rest.get(key), device)
-        pieces = Pieces(count, parts, joined)
-        pieces.scatter(range(1), first[None])
-        groups = [range(group.start + (not group.start), group.stop) for group in pieces.groups()]
-        # Where two groups are read: into one while the other is taken apart.
-        room = [torch.empty(len(group), len(first), dtype=torch.uint8, device=device) for group in pieces.groups()[:2]]
 
-        def one(item: tuple[int, Tensor], at: int = start, known: Any = found) -> None:
-            other, _ = read(at + item[0], {PAGES: item[1]})
-            if other != known:
+        def one(at: int, known: tuple[Any, ...] = (found, first.shape, first.dtype)) -> Tensor:
+            layout, tensors = read(at)
+            row = tensors[PAGES]
+            if (layout, row.shape, row.dtype) != known:
                 raise ValueError("pages of one run are unlike each other")
+            return row
 
-        items = (zip(group, room[i % 2], strict=False) for i, group in enumerate(groups))
-        for i, _ in enumerate(in_groups(one, items, device)):
-            pieces.scatter(groups[i], room[i % 2][: len(groups[i])])
-        joined |= beside
+        pieces = Pieces(count, parts, joined)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for group in pieces.groups():
+                rows = torch.stack(list(pool.map(one, range(start + group.start, start + group.stop))))
+                pieces.scatter(group, rows.to(device))
+        joined |= {name: x.to(device) for name, x in beside.items()}
         start += count
     return joined
 

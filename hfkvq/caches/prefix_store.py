@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +24,13 @@ from .prefix_files import Missing, path_of
 from .prefix_pages import PAGES, Pieces, cut_pages, first_border, gives_back, join_pages, packed_at, sinks_of
 from .preset import Preset, get_preset
 from .saved import device_of
-from .saved_file import checksum, digest_of
+from .saved_file import THREADS, checksum, digest_of
 from .scheme import Scheme
 from .smoothing import digest_of_model, is_smoothed_by
 from .tags import placeholders
-from .transfer import Reader, in_groups
 from .triaxial import TriAxialCache
 
-FORMAT = [2, 1]
+FORMAT = 3
 """Of the store's files, and of files of caches: those of another format are in another folder."""
 
 DEFAULT_BYTES = 2**35
@@ -170,7 +170,7 @@ class PrefixStore:
             borders = [border[0] + border[1] * (i + 1) for i in range(runs[0].count)]
             found = _digests(ids, borders)
             names = [f"{a}-{b}-{found[b]}" for a, b in zip([0, *borders], borders, strict=False)]
-            sinks = sinks_of(rest)
+            sinks = {name: x.detach().contiguous().cpu() for name, x in sinks_of(rest).items()}
         size = sum(run.count * (run.nbytes + _HEADER + 2 * len(run.layout)) for run in runs) + _HEADER
         size += sum(x.nbytes + _LINE for x in [*rest.values(), *sinks.values()])
         if size > self.max_bytes:
@@ -179,27 +179,23 @@ class PrefixStore:
                 "a scheme of fewer bits."
             )
 
-        def store(item: tuple[Pieces, Tensor | None, int]) -> tuple[str, int]:
+        def store(run: Pieces, at: int, row: Tensor | None) -> tuple[str, int]:
             """Writes a piece, if it is not there; its name, and bytes written."""
-            run, row, at = item
             if row is None:
                 return names[at], 0
-            held = {name: x.detach().contiguous().cpu() for name, x in ({} if at else sinks).items()}
-            held[PAGES] = row.cpu()
+            held = {PAGES: row} if at else {**sinks, PAGES: row}
             digests = {name: digest_of(name, x) for name, x in held.items()}
             name = names[at] if names else checksum(run.layout, digests)
             path = path_of(self._pages, name)
             return name, 0 if path.exists() else files.write(path, {"layout": run.layout}, held, digests)
 
-        def groups() -> Iterator[Iterable[tuple[Pieces, Tensor | None, int]]]:
+        stored: list[tuple[str, int]] = []
+        with ThreadPoolExecutor(THREADS) as pool:
             for run in runs:
                 for group in run.groups():
-                    if names and all(path_of(self._pages, names[at]).exists() for at in group):
-                        yield [(run, None, at) for at in group]
-                    else:
-                        yield [(run, row, at) for row, at in zip(run.gather(group, device), group, strict=True)]
-
-        stored = [found for group in in_groups(store, groups(), device) for found in group]
+                    there = names and all(path_of(self._pages, names[at]).exists() for at in group)
+                    rows = [None] * len(group) if there else run.gather(group, device).cpu().unbind()
+                    stored += pool.map(store, [run] * len(group), group, rows)
         pages = [path_of(self._pages, name) for name, _ in stored]
         end = path_of(self._ends, f"{len(ids)}-{_digests(ids, [len(ids)])[len(ids)]}")
         about = {
@@ -296,12 +292,11 @@ class PrefixStore:
     def _read(self, found: _Found, bad: set[Path]) -> tuple[Any, dict[str, Tensor], list[Path]]:
         """What a cache has packed, and its files."""
         device = device_of(self.model)
-        reader = Reader(device)
 
         def joined(paths: Sequence[Path], counts: Sequence[int], rest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            def read(at: int, out: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+            def read(at: int) -> tuple[Any, dict[str, Tensor]]:
                 try:
-                    about, tensors = files.read_page(paths[at], reader, out)
+                    about, tensors = files.read(paths[at])
                 except Missing:
                     bad.add(paths[at])
                     raise

@@ -14,10 +14,10 @@ from hfkvq.version import __version__
 
 from .bit_table import config_hash
 from .lasting import lasting
-from .layers.packing import OlderFormat, packed_layer, unpack_layer
+from .layers.packing import packed_layer, unpack_layer
 from .layers.states import RecurrentLayer
 from .preset import Preset, get_preset
-from .saved_file import VERSION, read_file, write_file
+from .saved_file import read_file, write_file
 from .store.packing import Packed
 from .whole import WholeCache
 
@@ -126,7 +126,7 @@ class SavedCache(WholeCache):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file is not a saved cache, is damaged, or comes from another model or a later version.
+            ValueError: the file is not a saved cache, is damaged, or comes from another model or version.
         """
         device = device_of(model_or_config) if device is None else torch.device(device)
         description, tensors = read_file(path, device)
@@ -143,12 +143,7 @@ class SavedCache(WholeCache):
         except torch.OutOfMemoryError:
             raise
         except (*DAMAGE, RuntimeError) as error:
-            number, release = description["written"]
-            reason = str(error).rstrip(".")
-            if number < VERSION and isinstance(error, OlderFormat):
-                raise ValueError(
-                    f"path: {path} was written by an older hfkvq, format {number} of {VERSION}: {reason}; save it anew."
-                ) from error
+            release, reason = description["written"], str(error).rstrip(".")
             other = "" if release == __version__ else f" (hfkvq {release} wrote it, and this is {__version__})"
             raise ValueError(f"path: {path} cannot be loaded: {reason}{other}.") from error
         return made

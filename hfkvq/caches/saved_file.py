@@ -2,58 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import math
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hfkvq.bounded import DAMAGE, parse_json
 from hfkvq.version import __version__
 
 from .lasting import lasting
-from .transfer import Reader, side_by_side
 
-KIND, VERSION = "hfkvq cache", 4
-"""What the head begins with. A file of a later version is refused: it may hold what is unknown here."""
-
-NEEDS = {"states": 2, "window": 3, "smoothing": 4}
-"""The first version that can hold a layer with recurrent states, a sliding window in pages, or smoothed keys.
-
-Files say the least version that holds what they have, so that older releases read what they can, and say of the rest
-that it is newer.
-"""
+KIND, VERSION = "hfkvq cache", 5
+"""What a file says that it is. A file of another version is refused."""
 
 FIELD = "hfkvq"
-"""Of safetensors' metadata: where the description is."""
+"""The one field of safetensors' metadata, as JSON: several fields are written in another order each time."""
 
 PART = ".part"
 """How names of files end that are being written."""
 
 CPU = torch.device("cpu")
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Of tensors, by safetensors' names."""
+THREADS = min(os.cpu_count() or 1, 8)
+"""Threads that hash tensors or read files; more of them wait for each other's calls."""
 
 Digests = Mapping[str, bytes]
 """sha256 of each tensor with its name, dtype and shape."""
@@ -62,14 +42,14 @@ Digests = Mapping[str, bytes]
 def write_file(
     path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor], digests: Digests | None = None
 ) -> int:
-    """Writes a file whole, or leaves what was there.
+    """Writes a file whole, or leaves what was there. The same contents give the same bytes.
 
     Several processes and threads may write the same file: each has a part of its own, and the last one stays.
 
     Args:
         path: of the file; another file of this name is replaced.
         description: plain data.
-        tensors: on one device; contiguous and on the CPU where ``digests`` are given.
+        tensors: by name.
         digests: by `digest_of`, if they are known.
 
     Returns:
@@ -78,181 +58,76 @@ def write_file(
     Raises:
         OSError: there is no room for it, or no such folder.
     """
-    path, held = Path(path), dict(tensors)
-    if digests is None:
-        held, digests = _on_host(tensors)
-    text = json.dumps(description)
-    head = {"kind": KIND, "version": version_of(description), "hfkvq": __version__, "sha256": checksum(text, digests)}
+    path, text = Path(path), json.dumps(description)
+    # Copies: safetensors refuses tensors that share memory.
+    held = {name: tensors[name].detach().contiguous().to(CPU, copy=True) for name in sorted(tensors)}
+    whole = checksum(text, _digests_of(held) if digests is None else digests)
+    head = {"kind": KIND, "version": VERSION, "hfkvq": __version__, "sha256": whole, "description": text}
     part = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_native_id()}{PART}")
     try:
-        write_safetensors(part, held, {FIELD: json.dumps(head), "description": text})
+        part.touch()
+        mode = part.stat().st_mode
+        save_file(held, part, metadata={FIELD: json.dumps(head)})
+        # Safetensors makes files that other users cannot read.
+        part.chmod(mode)
         size = part.stat().st_size
         os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"path: {path} cannot be written: {error}") from None
     finally:
         part.unlink(missing_ok=True)
     return size
-
-
-def version_of(description: Mapping[str, Any]) -> int:
-    """The least version that can hold a cache, or the end of one in a prefix store."""
-    layers = description.get("cache", description).get("layers", ())
-    return max((number for key, number in NEEDS.items() if any(key in layer for layer in layers)), default=1)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes contiguous tensors of the CPU. Safetensors' own writer has metadata in another order every time."""
-    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    kinds = {dtype: name for name, dtype in _DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name in names:
-        end = at + tensors[name].nbytes
-        header[name] = {
-            "dtype": kinds[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [at, end],
-        }  # fmt: skip
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(_bytes_of(tensors[name]))
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Digests]:
-    """Tensors on the CPU, and their digests: one is hashed while another comes from the device."""
-
-    def one(name: str) -> tuple[Tensor, bytes]:
-        held = tensors[name].detach().contiguous().cpu()
-        return held, digest_of(name, held)
-
-    device = next((x.device for x in tensors.values() if not x.is_cpu), CPU)
-    found = dict(zip(tensors, side_by_side(one, tensors, device), strict=True))
-    return {name: x for name, (x, _) in found.items()}, {name: digest for name, (_, digest) in found.items()}
-
-
-class Place(NamedTuple):
-    """Where a tensor is in a file, and what it is."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """A file that is open: its header has been read.
-
-    Attributes:
-        path: of the file.
-        descriptor: to read from.
-        sha256: that it should have, by its header.
-        written: its version, and the release that wrote it.
-        text: description.
-        places: by name.
-    """
-
-    path: Path
-    descriptor: int
-    sha256: str
-    written: tuple[int, str]
-    text: str
-    places: dict[str, Place]
-
-    def read(self, name: str, reader: Reader, out: Tensor | None = None) -> tuple[Tensor, bytes]:
-        """A tensor, in memory of its own or in what is given, and its digest."""
-        dtype, shape, start = self.places[name]
-        if out is None:
-            out = torch.empty(shape, dtype=dtype, device=reader.device)
-        if (out.dtype, out.shape) != (dtype, shape):
-            raise ValueError(f"path: {self.path} has {name} of {dtype} and {shape}, not {out.dtype} and {out.shape}.")
-        digest = _begun(name, dtype, shape)
-        reader.fill(out, self.descriptor, start, digest)
-        return out, digest.digest()
-
-    def description(self, digests: Digests) -> Any:
-        """The description, with "written" beside, if all tensors are what was written; ValueError if not."""
-        if checksum(self.text, digests) != self.sha256:
-            raise ValueError(f"path: {self.path} is damaged (its checksum differs); save it again.")
-        return {**parse_json(self.text), "written": self.written}
 
 
 @lasting
 def read_file(path: str | Path, device: torch.device = CPU) -> tuple[Any, dict[str, Tensor]]:
     """Description and tensors, each in memory of its own, of a file that `write_file` wrote.
 
+    "written" in the description is the hfkvq release that wrote the file.
+
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is another kind of file, of a later version, cut off or changed.
+        ValueError: it is another kind of file, of another version, cut off or changed.
     """
-    with opened(path) as file:
-        reader = Reader(device)
-        # The largest first, so that no thread is left with one at the end.
-        names = sorted(file.places, key=lambda name: -_nbytes(file.places[name]))
-        # By one thread: what a thread that ends has freed, others find again only by chance.
-        room = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in file.places.items()}
-        read = side_by_side(lambda name: file.read(name, reader, room[name]), names, device)
-        found = dict(zip(names, read, strict=True))
-        description = file.description({name: digest for name, (_, digest) in found.items()})
-    return description, {name: x for name, (x, _) in found.items()}
-
-
-@contextlib.contextmanager
-def opened(path: str | Path) -> Iterator[SavedFile]:
-    """A file that `write_file` wrote; raises what `read_file` does, also for what is read from it within."""
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"path: there is no file {path}.")
     try:
-        while True:
-            with path.open("rb", buffering=0) as file, safe_open(path, framework="pt") as header:
-                # Or another process has replaced it between the two.
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    yield _header(path, file.fileno(), header)
-                    return
+        with safe_open(path, framework="pt") as file:
+            head = _head(path, (file.metadata() or {}).get(FIELD, "{}"))
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no other iterator
+            if checksum(head["description"], _digests_of(mapped)) != head["sha256"]:
+                raise ValueError(f"path: {path} is damaged (its checksum differs); save it again.")
+            found = {name: x.to(device, copy=True) for name, x in mapped.items()}
+    except FileNotFoundError:
+        raise FileNotFoundError(f"path: there is no file {path}.") from None
+    except PermissionError as error:
+        # Saving it again would not help.
+        raise ValueError(f"path: {path} cannot be read ({error}); see to it, and load it again.") from None
     except (SafetensorError, OSError) as error:
-        if getattr(error, "errno", None):
-            # The system's word, not the file's: nobody has to save it again.
-            raise ValueError(f"path: {path} cannot be read ({error}); see to it, and load it again.") from None
         raise ValueError(f"path: {path} is not a saved cache, or is truncated ({error}); save it again.") from None
-    except KeyError as error:
-        raise ValueError(f"path: {path} is damaged (it lacks {error}); save it again.") from None
+    return {**parse_json(head["description"]), "written": head["hfkvq"]}, found
 
 
-def _header(path: Path, descriptor: int, header: Any) -> SavedFile:
-    metadata = header.metadata() or {}
-    if FIELD not in metadata:
-        raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
-    head = parse_json(metadata[FIELD])
-    number = _check_head(path, head)
-    # Safetensors has checked that tensors follow each other without gaps, up to the end of the file.
-    at, places = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little"), {}
-    for name in header.offset_keys():
-        found = header.get_slice(name)
-        places[name] = Place(_DTYPES[found.get_dtype()], tuple(found.get_shape()), at)
-        at += _nbytes(places[name])
-    written = number, str(head.get("hfkvq"))
-    return SavedFile(path, descriptor, head["sha256"], written, metadata["description"], places)
-
-
-def _nbytes(place: Place) -> int:
-    return math.prod(place.shape) * place.dtype.itemsize
-
-
-def _check_head(path: Path, head: Any) -> int:
-    """Its version."""
+def _head(path: Path, text: str) -> dict[str, Any]:
+    """The field of metadata, checked."""
     try:
-        kind, number = head["kind"], int(head["version"])
-    except DAMAGE:
-        kind, number = None, 0
-    if kind != KIND or number < 1:
+        head = parse_json(text)
+        kind, version, release = head.get("kind"), int(head.get("version", 0)), str(head.get("hfkvq"))
+    except DAMAGE as error:
+        raise ValueError(f"path: {path} is damaged ({error}); save it again.") from None
+    if kind != KIND:
         raise ValueError(f"path: {path} is not a saved cache; cache.save(path) writes one.")
-    if number > VERSION:
+    if version > VERSION:
         raise ValueError(
-            f"path: {path} is of version {number}, and this hfkvq ({__version__}) reads up to {VERSION}; install "
-            f"hfkvq {head.get('hfkvq')} or newer, or save it again."
+            f"path: {path} is of version {version}, and this hfkvq ({__version__}) reads {VERSION}; install hfkvq "
+            f"{release} or newer, or save it again."
         )
-    return number
+    if version < VERSION:
+        raise ValueError(
+            f"path: {path} was written by an older hfkvq ({release}), format {version} of {VERSION}; save it again."
+        )
+    if not all(isinstance(head.get(name), str) for name in ("sha256", "description")):
+        raise ValueError(f"path: {path} is damaged (it lacks a description or a checksum); save it again.")
+    return {**head, "hfkvq": release}
 
 
 def checksum(text: str, digests: Digests) -> str:
@@ -264,15 +139,14 @@ def checksum(text: str, digests: Digests) -> str:
 
 
 def digest_of(name: str, tensor: Tensor) -> bytes:
-    """Of a tensor's name, dtype, shape and bytes, on the CPU."""
-    found = _begun(name, tensor.dtype, tensor.shape)
-    found.update(_bytes_of(tensor))
+    """Of the name, dtype, shape and bytes of a contiguous tensor on the CPU."""
+    found = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.digest()
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _begun(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Any:
-    return hashlib.sha256(f"{name} {dtype} {tuple(shape)}".encode())
+def _digests_of(tensors: Mapping[str, Tensor]) -> Digests:
+    if len(tensors) == 1:
+        return {name: digest_of(name, x) for name, x in tensors.items()}
+    with ThreadPoolExecutor(THREADS) as pool:
+        return dict(zip(tensors, pool.map(digest_of, tensors, tensors.values()), strict=True))

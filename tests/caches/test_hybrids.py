@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 import pickle
 
 import pytest
@@ -448,20 +447,6 @@ class TestFiles:
             for i in range(4):
                 pair = [model(ids[:, i : i + 1], past_key_values=x).logits for x in (cache, loaded)]
                 torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6)
-
-    def test_versions(self, tmp_path):
-        """Files without states are of the version that earlier releases read."""
-        self.saved("qwen3_next", tmp_path / "states")
-        model = model_of("llama")
-        cache = MixedKVCache(model, small("kitty-pro"))
-        with torch.no_grad():
-            model(prompt(1, 20) % 100, past_key_values=cache)
-        cache.save(tmp_path / "none")
-        heads = []
-        for name in ("states", "none"):
-            with saved_file.opened(tmp_path / name) as file, saved_file.safe_open(file.path, framework="pt") as header:
-                heads.append(json.loads(header.metadata()[saved_file.FIELD])["version"])
-        assert heads == [2, 1]
 
     def rewritten(self, path, change):
         """The file with other contents, and the checksum of these."""

@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from hfkvq import MixedKVCache, PrefixStore, get_scheme
-from hfkvq.caches import prefix_files, prefix_pages, saved_file, transfer
+from hfkvq.caches import prefix_files, prefix_pages, saved_file
 from hfkvq.caches.fingerprint import weights_hash
 from tests.caches.driver import small
 from tests.caches.models import build, prompt
@@ -87,7 +87,6 @@ def test_files_of_the_same_prompt_are_equal(name, model, tmp_path, monkeypatch):
 def test_pages_that_are_moved_in_several_groups(name, group, device, model, tmp_path, monkeypatch):
     """One by one, or a few at a time; every layer has memory of its own afterwards."""
     monkeypatch.setattr(prefix_pages, "_GROUP_BYTES", group)
-    monkeypatch.setattr(transfer, "CHUNK", 1000)
     scheme, ids = small(name), prompt(1, 300)
     cache = filled_with(model, ids, scheme)
     PrefixStore(tmp_path / "store", model, scheme).put(cache, ids)
@@ -438,18 +437,18 @@ def test_what_writers_have_left_behind_goes(model, store):
 
 
 def test_a_full_disk(model, store, monkeypatch):
-    ids, scheme, write = prompt(1, 150), store.preset.scheme, saved_file.write_safetensors
+    ids, scheme, write = prompt(1, 150), store.preset.scheme, saved_file.save_file
     store.put(filled_with(model, ids[:, :60], scheme), ids[:, :60])
     written = []
 
-    def full(path, tensors, metadata):
+    def full(tensors, path, metadata):
         if len(written) == 2:
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
         written.append(path)
-        write(path, tensors, metadata)
+        write(tensors, path, metadata)
 
-    monkeypatch.setattr(saved_file, "write_safetensors", full)
+    monkeypatch.setattr(saved_file, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         store.put(filled_with(model, ids, scheme), ids)
     assert store.match(ids).tokens == 60

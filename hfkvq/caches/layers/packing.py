@@ -15,10 +15,6 @@ from .layer import KVLayer
 Parts = Mapping[str, Tensor]
 
 
-class OlderFormat(ValueError):
-    """A layer is as files of an earlier version have it."""
-
-
 def packed_layer(layer: KVLayer) -> Packed:
     """What a settled layer holds; of an empty one nothing."""
     if layer.store is None:
@@ -52,7 +48,7 @@ def unpack_layer(layer: KVLayer, found: Mapping[str, Any], tensors: Parts, devic
         ValueError: it does not fit.
     """
     if "came" in found:
-        raise OlderFormat("a layer with a sliding window was not held in pages then")
+        raise ValueError("a layer that is held in pages here was not in the file")
     if "store" not in found:
         return
     rows, heads, *dims = map(int, found["shape"])
