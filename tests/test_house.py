@@ -23,6 +23,9 @@ LAYERS = (
     "hfkvq.tuning",
 )
 
+# Kernels are compiled by a process that is asked for them in the module that it imports.
+CIRCLES = (["hfkvq.kernels.triton.warm", "hfkvq.kernels.triton.worker"],)
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -74,26 +77,14 @@ def test_imports_point_one_way():
     assert {name: others for name, others in found.items() if others} == {}
 
 
-def runs_when_imported(node: ast.AST) -> Iterator[ast.AST]:
-    """The statements that run when a module is imported: not those of functions, nor what only type checkers read."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (*FUNCTIONS, ast.Lambda)):
-            continue
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            yield from (each for other in child.orelse for each in (other, *runs_when_imported(other)))
-            continue
-        yield child
-        yield from runs_when_imported(child)
-
-
 def loads(name: str, tree: ast.Module, is_package: bool, known: set[str]) -> set[str]:
-    """The modules of `known` that module `name` names when it is imported.
+    """The modules of `known` that module `name` imports: also within functions, and for type checkers alone.
 
     `from a import b` names module a.b where there is one, and otherwise a. That importing a.b runs a's ``__init__``
     first does not count: a package may gather what its modules define.
     """
     found = set()
-    for node in runs_when_imported(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -135,7 +126,7 @@ def test_no_imports_go_in_a_circle():
     packages = {module_name(path) for path in MODULES if path.name == "__init__.py"}
     known = trees()
     graph = {name: loads(name, tree, name in packages, set(known)) for name, tree in known.items()}
-    assert circles(graph) == []
+    assert [circle for circle in circles(graph) if circle not in CIRCLES] == []
 
 
 def test_circles_are_found():

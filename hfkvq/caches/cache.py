@@ -321,9 +321,6 @@ class MixedKVCache(SavedCache, Cache):
         with torch.no_grad():
             return model(input_ids=input_ids, past_key_values=self, use_cache=True, **kwargs)
 
-    def note_step(self, input_ids: torch.Tensor | None) -> None:
-        """Takes note of the tokens of a step that is about to be replayed."""
-
     @property
     def scheme(self) -> Scheme:
         """The scheme of every layer that has none of its own."""

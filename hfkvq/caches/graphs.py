@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from .model_calls import CallInterceptor, forward_parameters, inside_call, inter
 from .once import say_once
 from .placement import BufferSet, Placement, Recording, SpareBuffers
 from .recorded import recording
-
-if TYPE_CHECKING:
-    from .cache import MixedKVCache
+from .whole import WholeCache
 
 TRIES = 2
 """Captures of a step that may fail before it stays in Python: the first may fail for what it finds unprepared."""
@@ -82,7 +80,7 @@ class StepGraphs:
         headroom: share of what is needed by which buffers of a cache that grows are ahead.
     """
 
-    def __init__(self, cache: MixedKVCache, preset: Any, sync: DeviceSync, headroom: float) -> None:
+    def __init__(self, cache: WholeCache, preset: Any, sync: DeviceSync, headroom: float) -> None:
         self.sync = sync
         sync.captured = True
         # Of the last capture that has failed.
@@ -203,7 +201,7 @@ class StepGraphs:
             return None
         return Step(tokens, tensors, mask, rest)
 
-    def _run(self, model: Any, interceptor: CallInterceptor, cache: MixedKVCache, step: Step) -> tuple[bool, Any]:
+    def _run(self, model: Any, interceptor: CallInterceptor, cache: WholeCache, step: Step) -> tuple[bool, Any]:
         sync = self.sync
         if sync.waits:
             # Nobody waits for the compiler.
@@ -288,7 +286,7 @@ class StepGraphs:
         self._failed[kind] = reason
         say_once(f"{type(model).__name__}: steps are not captured, since {reason}; they run without graphs.")
 
-    def _first(self, model: Any, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step) -> Any:
+    def _first(self, model: Any, cache: WholeCache, tensors: dict[str, Tensor], step: Step) -> Any:
         """A step in Python, over the buffers: what graphs need is compiled and loaded by it."""
 
         def run() -> Any:
@@ -298,7 +296,7 @@ class StepGraphs:
         with self.placement.states.undone_on_error():
             return self._whole(cache, tensors, step, run)
 
-    def _whole(self, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
+    def _whole(self, cache: WholeCache, tensors: dict[str, Tensor], step: Step, run: Callable[[], Any]) -> Any:
         """Runs a step and counts it; if it is interrupted, its tokens are in no layer."""
         sync = self.sync
         before = sync.seen
@@ -311,12 +309,12 @@ class StepGraphs:
             sync.stale = False
         except BaseException:
             sync.stale = True
-            cache._level(before)
+            cache.level_pages(before)
             raise
         return out
 
     def _capture(
-        self, model: Any, interceptor: CallInterceptor, cache: MixedKVCache, tensors: dict[str, Tensor], step: Step
+        self, model: Any, interceptor: CallInterceptor, cache: WholeCache, tensors: dict[str, Tensor], step: Step
     ) -> Recording | None:
         device = next(iter(tensors.values())).device
         with torch.inference_mode(False), torch.no_grad():
@@ -348,7 +346,7 @@ class StepGraphs:
         held = [steps.layer.device for steps in self.sync.members]
         return list(dict.fromkeys([first, *held, *(x.device for x in self.placement.states.tensors())]))
 
-    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: MixedKVCache, step: Step) -> Any:
+    def _replay(self, recorded: Recording, tensors: dict[str, Tensor], cache: WholeCache, step: Step) -> Any:
         with self.placement.states.spoiled_on_error():
             return self._whole(cache, tensors, step, lambda: recorded.replay(tensors, cache))
 

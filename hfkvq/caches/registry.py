@@ -5,10 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .scheme import Scheme
+from typing import Any
 
 LISTS = ("demo", "kld", "bench kernels", "fit")
 """Commands that show presets, by the name of the list that each shows unless it is told otherwise."""
@@ -43,7 +40,7 @@ class Entry:
             raise ValueError(f"group: got {self.group!r}, allowed {', '.join(map(repr, GROUPS))}.")
 
 
-_PRESETS: dict[str, tuple[type[Scheme], Entry]] = {}
+_PRESETS: dict[str, tuple[type[Any], Entry]] = {}
 
 
 def nearest(name: str, known: list[str]) -> str:
@@ -53,8 +50,8 @@ def nearest(name: str, known: list[str]) -> str:
     return f"{hint}Known: {', '.join(known)}."
 
 
-def register(scheme: type[Scheme]) -> None:
-    """Takes a scheme's name, which stands for its defaults, and its presets; a name can be taken once.
+def register(scheme: type[Any]) -> None:
+    """Takes the name of a `Scheme`, which stands for its defaults, and its presets; a name can be taken once.
 
     Raises:
         ValueError: a name is another scheme's. Then nothing is taken.
@@ -78,7 +75,7 @@ def presets() -> list[str]:
     return list(_PRESETS)
 
 
-def entry_of(name: str) -> tuple[type[Scheme], Entry]:
+def entry_of(name: str) -> tuple[type[Any], Entry]:
     """The class and the declaration of a preset; of "snapkv+kitty-pro" those of "snapkv" over pages of "kitty-pro".
 
     Raises:

@@ -39,7 +39,6 @@ class SavedCache(WholeCache):
     """
 
     preset: Preset
-    config: Any
     _known_architecture: dict[str, str] | None = None
     saved_ids: Tensor | None = None
 

@@ -18,10 +18,12 @@ class WholeCache:
     """Operations of a `Cache` over all of its layers.
 
     Attributes:
+        config: of the model's decoder.
         layers: in the model's order.
         graphs: of captured steps; None where none are.
     """
 
+    config: Any
     layers: Any
     graphs: Any
     _capacity: int | None
@@ -91,9 +93,13 @@ class WholeCache:
         """
         if self.states.tensors():
             raise NotImplementedError("level: tokens cannot be taken out of recurrent states; call reset().")
-        self._level(seen)
+        self.level_pages(seen)
 
-    def _level(self, seen: int | None = None) -> None:
+    def note_step(self, input_ids: Tensor | None) -> None:
+        """Takes note of the tokens of a step that is about to be replayed."""
+
+    def level_pages(self, seen: int | None = None) -> None:
+        """Takes tokens out again as `level` does, whatever recurrent states have."""
         self._catch_up()
         counting = [self.layers[i] for i in self._counting]
         least = min((seen_by(layer) or 0 for layer in counting), default=0) if seen is None else seen

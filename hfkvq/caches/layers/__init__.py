@@ -8,8 +8,8 @@ and rows change in all layers of a cache or in none, in `changes`.
 """
 
 from .base import ROLLBACK
-from .eviction import Eviction
-from .group import DeviceSync, EvictingGroup
+from .eviction import EvictingGroup, Eviction
+from .group import DeviceSync
 from .hybrid import HybridLayer
 from .layer import KVLayer
 from .padding import PaddingReader

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from ..scheme import Scheme
 from ..smoothing import KeySmoothing
 from ..store import KVStore, Padding
 from .padding import PaddingReader
-
-if TYPE_CHECKING:
-    from .buffer import StepBuffer
 
 ROLLBACK = 64
 """Newest tokens that stay unsealed while tokens may be taken back (assisted decoding)."""
@@ -69,7 +66,6 @@ class LayerBase:
         follows: the model's type, where its own attention's arithmetic on handles is followed; else empty.
         hides_by_tensor: where that attention is known to hide tokens by a value that lies on the device.
         edition: grows whenever the layer changes, by which handles know whether they are good.
-        buffer: what gives the store fixed addresses; None where no step is recorded.
         offloaded: whether pages lie in the host's memory.
         window: tokens that a query sees; 0 for all.
         newest: tokens of the last update, until they are taken back or graphs have run on.
@@ -82,7 +78,6 @@ class LayerBase:
     device: torch.device
     heads: int
     batch_size: int
-    buffer: StepBuffer | None
     latents = holds_latents = smooths_by_prompt = False
     follows = ""
     hides_by_tensor: frozenset[tuple[str, int, bool]] = frozenset()
@@ -206,6 +201,14 @@ class LayerBase:
 
     def settle(self, commit: bool = True) -> None:
         """Does what is left of the last update; see `KVLayer.settle`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Lets the counters count what the last step has sealed; see `KVLayer.close`."""
+        raise NotImplementedError
+
+    def bind(self) -> None:
+        """Brings what the layer holds to where recorded steps look for it; see `KVLayer.bind`."""
         raise NotImplementedError
 
     def gathers(self, tokens: int = 0) -> bool:

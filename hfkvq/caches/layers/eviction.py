@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -17,10 +18,13 @@ from ..observe import Observation
 from ..store import MAX_STEP
 from ..store.packing import Packed
 from .base import LayerBase, Part, unchanged_on_error
-from .group import EvictingGroup
+from .group import Group
 from .queries import QueryStatistics
 
+logger = logging.getLogger(__name__)
+
 S = TypeVar("S", bound=EvictionScheme)
+E = TypeVar("E", bound="Eviction[Any]")
 
 
 class Eviction(Part, Generic[S]):
@@ -225,3 +229,32 @@ class Eviction(Part, Generic[S]):
         """What it holds."""
         by_row, by_head = self.notes()
         return [*by_row, *by_head]
+
+
+class EvictingGroup(Group[E]):
+    """The layers of a cache that evict in one way.
+
+    Attributes:
+        warned: whether it has been said that attention hides its queries.
+    """
+
+    def __init__(self, members: Sequence[E]) -> None:
+        super().__init__(members)
+        self.warned = False
+        for member in members:
+            member.group = self
+
+    def warn_unseen(self, scheme: str) -> None:
+        """Says once that attention hides its queries."""
+        if not self.warned:
+            self.warned = True
+            logger.warning(
+                "%s: the cache did not see the queries, so nothing can be evicted and the budget is exceeded; use the "
+                "'hfkvq' attention (attach=True) or sdpa.",
+                scheme,
+            )
+
+    def settle(self) -> None:
+        """Layers that wait with sealing do what is due before the rows of any of them move."""
+        for member in self.members:
+            member.layer.settle()

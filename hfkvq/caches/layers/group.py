@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..first_prompt import first_tiers
 from ..scheme import Scheme
-from .base import uneven
+from .base import LayerBase, uneven
 
 if TYPE_CHECKING:
     from hfkvq.kernels.triton.ahead import Beside
 
-    from .eviction import Eviction
-    from .steps import DeviceSteps
-
-    # Ruff does not look for names in a base's brackets.
-    from .tiers import TierEvictor  # noqa: F401
-
-logger = logging.getLogger(__name__)
-
 M = TypeVar("M")
-E = TypeVar("E", bound="Eviction[Any]")
 
 
-class _Group(Generic[M]):
+class Group(Generic[M]):
     """Parts of layers, known weakly: they keep their group, and nothing may keep a layer whose cache is gone."""
 
     def __init__(self, members: Sequence[M]) -> None:
@@ -64,54 +53,32 @@ class _Group(Generic[M]):
         self.__dict__.update(state, _members=[weakref.ref(member) for member in state["_members"]])
 
 
-class EvictingGroup(_Group[E]):
-    """The layers of a cache that evict in one way.
+class SyncedSteps(Protocol):
+    """What `DeviceSync` asks of each layer's `DeviceSteps`."""
 
-    Attributes:
-        warned: whether it has been said that attention hides its queries.
-    """
+    sync: DeviceSync
+    leads: bool
 
-    def __init__(self, members: Sequence[E]) -> None:
-        super().__init__(members)
-        self.warned = False
-        for member in members:
-            member.group = self
+    @property
+    def layer(self) -> LayerBase: ...
 
-    def warn_unseen(self, scheme: str) -> None:
-        """Says once that attention hides its queries."""
-        if not self.warned:
-            self.warned = True
-            logger.warning(
-                "%s: the cache did not see the queries, so nothing can be evicted and the budget is exceeded; use the "
-                "'hfkvq' attention (attach=True) or sdpa.",
-                scheme,
-            )
+    @property
+    def is_bound(self) -> bool: ...
 
-    def settle(self) -> None:
-        """Layers that wait with sealing do what is due before the rows of any of them move."""
-        for member in self.members:
-            member.layer.settle()
+    def note_steps(self, tokens: int, peak: int) -> None: ...
+
+    def device_counts(self) -> list[Tensor]: ...
+
+    def learn(self, numbers: list[int]) -> bool: ...
+
+    def finish_update(self) -> None: ...
+
+    def wants_host(self, bound: int) -> bool: ...
+
+    def between_steps(self) -> None: ...
 
 
-class TierGroup(EvictingGroup["TierEvictor"]):
-    """Those that compare their strengths."""
-
-    def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
-        """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
-        known = [x.strength.to(device) for x in self.members if x.strength is not None and x.prompts == prompts]
-        return torch.stack(known).amax(0) if known else None
-
-    def report(self, prompts: int) -> None:
-        """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
-        members = self.members
-        if all(member.prompts == prompts for member in members):
-            waiting = [member.waiting() for member in members]
-            most = self.greatest_strength(prompts, members[0].layer.device) if any(waiting) else None
-            for member, tiers in zip(members, first_tiers(waiting, most), strict=True):
-                member.assign(tiers)
-
-
-class DeviceSync(_Group["DeviceSteps"]):
+class DeviceSync(Group[SyncedSteps]):
     """What the host knows of steps that did not pass through Python.
 
     Steps of CUDA graphs are counted here and told to the layers only when one of them is asked for more than its
@@ -134,7 +101,7 @@ class DeviceSync(_Group["DeviceSteps"]):
         captured: whether steps are captured, so that they go without kernels that are not there yet.
     """
 
-    def __init__(self, members: Sequence[DeviceSteps]) -> None:
+    def __init__(self, members: Sequence[SyncedSteps]) -> None:
         super().__init__(members)
         self.buffers: Any = None
         self.warmed: list[tuple[Scheme, bool, int]] = []
@@ -212,7 +179,7 @@ class DeviceSync(_Group["DeviceSteps"]):
         self.stale, self.steps = False, 0
         self.ahead = self.peak = 0
         bound = [member for member in self.members if member.is_bound]
-        by_device: dict[torch.device, list[DeviceSteps]] = {}
+        by_device: dict[torch.device, list[SyncedSteps]] = {}
         for member in bound:
             by_device.setdefault(member.layer.device, []).append(member)
         lost = False

@@ -21,8 +21,7 @@ from ..store.columns import positions
 from ..store.packing import Packed
 from ..store.requantize import keep_tokens
 from .base import LayerBase
-from .eviction import Eviction
-from .group import EvictingGroup
+from .eviction import EvictingGroup, Eviction
 from .incoming import store_tokens
 from .queries import QueryStatistics
 

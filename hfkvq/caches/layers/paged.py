@@ -105,8 +105,7 @@ class PagedLayer(LayerBase):
             `dense` keys and values, which hold the new tokens as they came.
         """
         steps, eviction = self.steps, self.eviction
-        if steps is not None:
-            steps.buffer.close()
+        self.close()
         asks = eviction is not None and eviction.before_begin()
         pages = push_staged(self, mask, queries, self.waits)
         if eviction is not None and asks:
@@ -151,13 +150,12 @@ class PagedLayer(LayerBase):
         Args:
             commit: whether what is due of a step is sealed, and a budget kept.
         """
-        eviction, buffer = self.eviction, self.buffer
+        eviction = self.eviction
         left = self.staged is not None or self.uncommitted or (eviction is not None and eviction.pending is not None)
         if self.store is None or not left:
             return
         self.kept = None
-        if buffer is not None:
-            buffer.close()
+        self.close()
         try:
             if eviction is None:
                 store_tokens(self, self.queries, self.tags, commit)
@@ -168,6 +166,11 @@ class PagedLayer(LayerBase):
         finally:
             # Nothing is left of a step, and what it has sealed the next one counts.
             self.bind()
+
+    def close(self) -> None:
+        """Lets the device's counters count what the last recorded step has sealed; asks it nothing."""
+        if self.buffer is not None:
+            self.buffer.close()
 
     def bind(self) -> None:
         """Brings what the layer holds to where recorded steps look for it."""
@@ -190,8 +193,7 @@ class PagedLayer(LayerBase):
         return self.smoothing.raw(found, start)
 
     def _dense(self, side: Side) -> Tensor:
-        if self.buffer is not None:
-            self.buffer.close()
+        self.close()
         store = self.held()
         new = None if self.staged is None else self.staged[side == "values"]
         before = self.columns - self.staged_length

@@ -58,10 +58,9 @@ class TokenTags:
         tags = self.renewed(layer)
         if tags is None:
             return
-        if layer.buffer is not None:
-            layer.buffer.close()
-        if requantize_by_tags(layer.held(), tags) and layer.buffer is not None:
-            layer.buffer.bind()
+        layer.close()
+        if requantize_by_tags(layer.held(), tags):
+            layer.bind()
 
     def tensors(self) -> list[Tensor]:
         """What the record holds."""

@@ -12,7 +12,7 @@ from hfkvq.kernels.decode import LENGTH
 
 from ..eviction import TieredEviction
 from ..evidence import Evidence, prompt_evidence
-from ..first_prompt import Waiting, older_that_stay
+from ..first_prompt import Waiting, first_tiers, older_that_stay
 from ..headwise import HeadwiseStore
 from ..observe import Observation, stored_evidence, token_order
 from ..store import SIDES
@@ -21,8 +21,7 @@ from ..store.packing import Packed
 from ..store.prompt_eviction import Cut, Tiers, store_best, store_tiers
 from .base import LayerBase
 from .budget import Budget
-from .eviction import Eviction
-from .group import TierGroup
+from .eviction import EvictingGroup, Eviction
 from .queries import QueryStatistics
 from .trim import trim
 
@@ -192,8 +191,7 @@ class TierEvictor(Eviction[TieredEviction]):
         self.provisional = self.first_cut = None
         if not self.policy.remembers:
             self.scores = None
-        if layer.buffer is not None:
-            layer.buffer.bind()
+        layer.bind()
 
     def _trim(self, scores: Tensor, prompt: Tensor, rows: Tensor | None, where: Tensor, order: Tensor) -> None:
         """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,)).
@@ -253,3 +251,21 @@ class TierEvictor(Eviction[TieredEviction]):
         by_row, by_head = super().notes()
         by_row += [] if self.strength is None else [self.strength]
         return by_row, by_head + ([] if self.provisional is None else [self.provisional])
+
+
+class TierGroup(EvictingGroup[TierEvictor]):
+    """Those that compare their strengths."""
+
+    def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
+        """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
+        known = [x.strength.to(device) for x in self.members if x.strength is not None and x.prompts == prompts]
+        return torch.stack(known).amax(0) if known else None
+
+    def report(self, prompts: int) -> None:
+        """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
+        members = self.members
+        if all(member.prompts == prompts for member in members):
+            waiting = [member.waiting() for member in members]
+            most = self.greatest_strength(prompts, members[0].layer.device) if any(waiting) else None
+            for member, tiers in zip(members, first_tiers(waiting, most), strict=True):
+                member.assign(tiers)
