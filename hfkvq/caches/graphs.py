@@ -89,7 +89,7 @@ class StepGraphs:
         self._failed: dict[Any, str] = {}
         self._preset = repr(preset)
         offloaded = [member.layer.offloaded for member in sync.members]
-        spare = SpareBuffers.of(cache.config, repr((preset, offloaded)))
+        spare = SpareBuffers.of(cache.config, repr((preset, sync.first.layer.capacity, offloaded)))
         self.placement = Placement(sync, spare, headroom, cache.states)
         if sync.first.layer.capacity is None:
             release = weakref.finalize(cache, Placement.release, self.placement)
