@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..scheme import Scheme
-from .base import LayerBase, uneven
+from .base import uneven
 
 if TYPE_CHECKING:
     from hfkvq.kernels.triton.ahead import Beside
@@ -53,32 +53,7 @@ class Group(Generic[M]):
         self.__dict__.update(state, _members=[weakref.ref(member) for member in state["_members"]])
 
 
-class SyncedSteps(Protocol):
-    """What `DeviceSync` asks of each layer's `DeviceSteps`."""
-
-    sync: DeviceSync
-    leads: bool
-
-    @property
-    def layer(self) -> LayerBase: ...
-
-    @property
-    def is_bound(self) -> bool: ...
-
-    def note_steps(self, tokens: int, peak: int) -> None: ...
-
-    def device_counts(self) -> list[Tensor]: ...
-
-    def learn(self, numbers: list[int]) -> bool: ...
-
-    def finish_update(self) -> None: ...
-
-    def wants_host(self, bound: int) -> bool: ...
-
-    def between_steps(self) -> None: ...
-
-
-class DeviceSync(Group[SyncedSteps]):
+class DeviceSync(Group[Any]):
     """What the host knows of steps that did not pass through Python.
 
     Steps of CUDA graphs are counted here and told to the layers only when one of them is asked for more than its
@@ -101,7 +76,7 @@ class DeviceSync(Group[SyncedSteps]):
         captured: whether steps are captured, so that they go without kernels that are not there yet.
     """
 
-    def __init__(self, members: Sequence[SyncedSteps]) -> None:
+    def __init__(self, members: Sequence[Any]) -> None:
         super().__init__(members)
         self.buffers: Any = None
         self.warmed: list[tuple[Scheme, bool, int]] = []
@@ -179,7 +154,7 @@ class DeviceSync(Group[SyncedSteps]):
         self.stale, self.steps = False, 0
         self.ahead = self.peak = 0
         bound = [member for member in self.members if member.is_bound]
-        by_device: dict[torch.device, list[SyncedSteps]] = {}
+        by_device: dict[torch.device, list[Any]] = {}
         for member in bound:
             by_device.setdefault(member.layer.device, []).append(member)
         lost = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..store.integrity import contradictions
-from .base import LayerBase
 from .paged import PagedLayer
 
 
@@ -43,9 +42,9 @@ def _contradictions(layer: PagedLayer) -> Iterator[str]:
         yield "the buffer of recorded steps does not hold what the layer does"
 
 
-def _is_elsewhere(layer: LayerBase) -> bool:
+def _is_elsewhere(layer: PagedLayer) -> bool:
     """Whether there is a buffer, and a settled layer's tensors are not those in it."""
-    state = getattr(layer.buffer, "state", None)
+    state = None if layer.buffer is None else layer.buffer.state
     if state is None or layer.store is None or layer.staged is not None or layer.uncommitted:
         return False
     held = [layer.store.counters, *layer.store.windows]
