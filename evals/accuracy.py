@@ -24,11 +24,10 @@ import typer
 from hfkvq.caches import Scheme, get_scheme
 from hfkvq.caches.preset import get_preset
 from hfkvq.measure.charts import BITS, KLD, Column, Mark, save_chart, share
-from hfkvq.measure.demo import Settings, run_demo
+from hfkvq.measure.demo import Settings, choose_schemes, run_demo
 from hfkvq.measure.demo.prompts import load
-from hfkvq.measure.demo.report import as_json
-from hfkvq.measure.demo.run import BASELINE, Result, choose_schemes
-from hfkvq.measure.demo.schemes import describe
+from hfkvq.measure.presets import describe
+from hfkvq.measure.records import BASELINE
 
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
@@ -76,11 +75,13 @@ def _chosen(names: Sequence[str]) -> dict[str, Scheme]:
     return {name: known[name] if name in known else get_preset(name).scheme for name in names or known}
 
 
-def _measure(settings: Settings, device: str, outliers: float | None, schemes: dict[str, Scheme]) -> Result:
+def _measure(settings: Settings, device: str, outliers: float | None, schemes: dict[str, Scheme]) -> dict[str, Any]:
     return run_demo(load(None, device=torch.device(device), outliers=outliers), settings, None, schemes)
 
 
-def measure(settings: Settings, device: str, outliers: float | None, jobs: int, only: Sequence[str] = ()) -> Result:
+def measure(
+    settings: Settings, device: str, outliers: float | None, jobs: int, only: Sequence[str] = ()
+) -> dict[str, Any]:
     """All presets and options (or only some), by processes: one model's steps hardly keep a GPU, or cores, busy."""
     schemes = _chosen(only)
     names = list(schemes)
@@ -88,10 +89,8 @@ def measure(settings: Settings, device: str, outliers: float | None, jobs: int, 
     with ProcessPoolExecutor(len(shares), mp_context=get_context("spawn")) as pool:
         work = [pool.submit(_measure, settings, device, outliers, share) for share in shares]
         results = [each.result() for each in work]
-    rows = {row.name: row for result in results for row in result.rows}
-    first = results[0]
-    first.rows = [rows[name] for name in (BASELINE, *names)]
-    return first
+    rows = {row["name"]: row for result in results for row in result["rows"]}
+    return results[0] | {"rows": [rows[name] for name in (BASELINE, *names)]}
 
 
 def joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def measure_slice() -> dict[str, dict[str, Any]]:
     """The slice on the CPU: by preset, what the table has, plain and with outliers."""
     found: dict[str, dict[str, Any]] = {}
     for kind, factor in (("plain", None), ("outliers", OUTLIERS)):
-        for row in as_json(_measure(SLICE, "cpu", factor, _schemes(False)))["rows"]:
+        for row in _measure(SLICE, "cpu", factor, _schemes(False))["rows"]:
             right = sum(task["right"] for task in row["tasks"].values())
             total = sum(task["total"] for task in row["tasks"].values())
             kept = {"right": right, "total": total, "kl_mean": row["kl_mean"], "total_bits": row["total_bits"]}
@@ -209,8 +208,7 @@ def main(
         if names:
             measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))
         for kind, factor in (("plain", None), ("outliers", OUTLIERS)):
-            result = measure(settings, where, factor, jobs, names)
-            found = without_speeds(as_json(result))
+            found = without_speeds(measure(settings, where, factor, jobs, names))
             if names:
                 for row in found["rows"]:
                     row["commit"] = commit

@@ -15,7 +15,7 @@ from typing import Any
 from evals.figures import as_it_was
 from hfkvq.caches import Scheme
 from hfkvq.caches.preset import get_preset
-from hfkvq.measure.demo.schemes import describe, long_context_bits
+from hfkvq.measure.presets import describe, long_context_bits
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"

@@ -39,7 +39,7 @@ from evals.shapes import POSITIONS, build
 from hfkvq import MixedKVCache
 from hfkvq.caches import get_scheme
 from hfkvq.caches.model_config import latent_dims
-from hfkvq.measure.demo.schemes import page_bits
+from hfkvq.measure.presets import page_bits
 from hfkvq.measure.records import clock, commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 from hfkvq.tuning.fit import cache_bytes

@@ -38,8 +38,8 @@ from hfkvq.kernels.pages import Side
 from hfkvq.kernels.quantize import quantize_pages
 from hfkvq.kernels.seal import channel_widths
 from hfkvq.measure.capture import capture
-from hfkvq.measure.demo.schemes import page_bits
 from hfkvq.measure.models import find_model, load_model, load_tokenizer
+from hfkvq.measure.presets import page_bits
 
 OF_SIDES = {"local", "unit", "rotate", "signs", "balance", "clip"}
 WHOLE = {"bits": 16, "axis": "token", "raised": (), "normed": False, "fit": 0, "exact": 0, "group_size": 1}

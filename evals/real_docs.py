@@ -12,7 +12,7 @@ from typing import Any
 from evals.shapes import get_config
 from hfkvq.caches import get_scheme
 from hfkvq.caches.cache import DEFAULT_SCHEME
-from hfkvq.measure.demo.schemes import describe
+from hfkvq.measure.presets import describe
 from hfkvq.measure.tables import markdown_table, small_number
 from hfkvq.tuning.fit import cache_bytes
 

@@ -39,12 +39,9 @@ from hfkvq.warm_cli import app as warm_app
 
 # torch and Transformers are imported inside the commands, so that help comes at once.
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from hfkvq.caches.tags import ChatFormat
-    from hfkvq.measure.demo.prompts import Subject
-    from hfkvq.measure.demo.run import Result, Row, Settings
 
 app = typer.Typer(
     help="Compressed KV caches for Hugging Face Transformers.", no_args_is_help=True, add_completion=False
@@ -90,70 +87,29 @@ def schemes(
 ) -> None:
     """List all presets with bits, loss, speed and description. With a NAME, explain that preset and its options."""
     from hfkvq.caches.preset import get_preset
-    from hfkvq.measure.demo import preset_page, schemes
+    from hfkvq.measure import presets
 
     if name is not None:
         if as_markdown:
             fail("markdown: it is the table of all presets; leave the name out.")
         try:
-            item = preset_page.explain(name, get_preset(name))
+            item = presets.explain(name, get_preset(name))
         except ValueError as error:
             fail(error)
         if as_json:
             typer.echo(json.dumps(item, indent=2))
         else:
-            make_console().print(preset_page.preset_page(item))
+            make_console().print(presets.preset_page(item))
         return
     if as_markdown:
-        typer.echo(f"{schemes.schemes_markdown()}\n\n{schemes.eviction_markdown()}")
+        typer.echo(f"{presets.schemes_markdown()}\n\n{presets.eviction_markdown()}")
         return
     if as_json:
-        typer.echo(json.dumps(schemes.describe_all(), indent=2))
+        typer.echo(json.dumps(presets.describe_all(), indent=2))
         return
     console = make_console(piped=160)
-    console.print(preset_page.schemes_table(console.width))
-    print_notes(console, preset_page.schemes_notes())
-
-
-def _pick_device(name: str) -> torch.device:
-    try:
-        return pick_device(name)
-    except ValueError as error:
-        fail(error)
-
-
-def _load(model: str | None, device: torch.device, dtype: torch.dtype | None, outliers: float | None) -> Subject:
-    from transformers.utils import logging
-
-    from hfkvq.measure.demo.prompts import load
-
-    logging.disable_progress_bar()
-    try:
-        return load(model, device=device, dtype=dtype, outliers=outliers)
-    except (OSError, ValueError) as error:
-        fail(error)
-
-
-def _run(subject: Subject, settings: Settings, console: Console) -> Result:
-    """Prints each row as soon as it is measured."""
-    from hfkvq.measure.demo import choose_schemes, run_demo
-    from hfkvq.measure.demo.report import Lines
-    from hfkvq.measure.records import BASELINE
-
-    lines: list[Lines] = []
-
-    def print_row(row: Row) -> None:
-        if not lines:
-            names = BASELINE, *choose_schemes(settings.schemes)
-            lines.append(Lines(row, names, wide=console.width >= 118))
-            console.print()
-        console.print(lines[0].of(row))
-
-    words = "nothing is saved, and the same command starts over; fewer --samples, --tasks or --schemes take less time."
-    with stoppable(words), progress_bar(console) as show:
-        return run_demo(
-            subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share), on_row=print_row
-        )
+    console.print(presets.schemes_table(console.width))
+    print_notes(console, presets.schemes_notes())
 
 
 @app.command()
@@ -193,11 +149,13 @@ def demo(
         fail(f"outliers: got {outliers:g}, allowed a positive factor, e.g. 8.")
 
     import torch
+    from transformers.utils import logging
 
-    from hfkvq.measure.demo import Settings
-    from hfkvq.measure.demo.prompts import default_tasks
-    from hfkvq.measure.demo.report import as_json, next_steps, notes, save_picture
+    from hfkvq.measure.demo import Settings, report, run_demo
+    from hfkvq.measure.demo.prompts import default_tasks, load
 
+    logging.disable_progress_bar()
+    words = "nothing is saved, and the same command starts over; fewer --samples, --tasks or --schemes take less time."
     try:
         settings = Settings(
             tasks=default_tasks(model) if tasks is None else split(tasks),
@@ -207,29 +165,27 @@ def demo(
             max_new_tokens=max_new_tokens,
             seed=seed,
         )
-    except ValueError as error:
+        where = pick_device(device)
+        kind = None if dtype is DType.auto else getattr(torch, dtype.value)
+        subject = load(model, device=where, dtype=kind, outliers=outliers)
+        if subject.reference and where.type == "cpu":
+            # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
+            torch.set_num_threads(1)
+        with stoppable(words), progress_bar() as show:
+            record = run_demo(subject, settings, lambda cache, task, share: show(f"{cache:<13} {task:<13}", share))
+    except (OSError, ValueError) as error:
         fail(error)
-    where = _pick_device(device)
-    kind = None if dtype is DType.auto else getattr(torch, dtype.value)
-    subject = _load(model, where, kind, outliers)
-    if subject.reference and where.type == "cpu":
-        # Its operations are so small that several threads gain little, and on a busy machine wait for each other.
-        torch.set_num_threads(1)
     console = make_console()
-    try:
-        result = _run(subject, settings, console)
-    except ValueError as error:
-        fail(error)
+    console.print(report.table(record, wide=console.width >= 118))
+    print_notes(console, report.notes(record))
     console.print()
-    print_notes(console, notes(result))
-    console.print()
-    steps = next_steps(result)
+    steps = report.next_steps(record)
     width = max(len(command) for command, _ in steps)
-    for command, what in steps:
-        console.print(f"{command:<{width}}  {what}", highlight=False)
-    save_json(console, as_json(result), json_file)
+    for command, use in steps:
+        console.print(f"{command:<{width}}  {use}", highlight=False)
+    save_json(console, record, json_file)
     if png_file is not None:
-        save_picture(result, png_file)
+        report.save_picture(record, png_file)
         print_saved(console, png_file)
 
 

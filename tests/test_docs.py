@@ -18,7 +18,7 @@ from hfkvq import caches
 from hfkvq.caches import get_scheme, list_schemes, placement, registry
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.cli import app
-from hfkvq.measure.demo.schemes import describe, eviction_markdown, schemes_markdown
+from hfkvq.measure.presets import describe, eviction_markdown, schemes_markdown
 from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
 from hfkvq.tuning.fit.layer import Arrival, layer_bytes
 

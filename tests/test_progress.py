@@ -1,9 +1,11 @@
 """How far a command is, without a terminal, and what Ctrl-C says."""
 
+import time
+
 import pytest
 import typer
 
-from hfkvq.progress import PlainLines, duration, progress_bar, status_line, stop, stoppable
+from hfkvq.progress import duration, progress_bar, stop, stoppable
 
 
 @pytest.mark.parametrize(
@@ -14,42 +16,19 @@ def test_durations(seconds, words):
     assert duration(seconds) == words
 
 
-def lines_of(calls, known=True):
-    """Lines of (time, words, share) each."""
-    now, lines = [0.0], []
-    show = PlainLines(lines.append, lambda: now[0], known)
-    for time, *call in calls:
-        now[0] = time
-        show(*call)
-    return lines
-
-
-def test_plain_lines():
-    calls = [(0, "first    ", 0.0), (5, "second", 0.1), (10, "third", 0.25), (40, "last", 0.5)]
-    assert lines_of(calls) == [
-        "first, 0 %",
-        # The second came too soon.
-        "third, 25 %, 10 s, about 30 s left",
-        "last, 50 %, 40 s, about 40 s left",
-    ]
-
-
-def test_what_an_earlier_run_has_done_took_no_time():
-    assert lines_of([(0, "3 of 4", 0.75), (60, "4 of 5", 0.8)])[-1] == "4 of 5, 80 %, 1 min 00 s, about 4 min 00 s left"
-
-
-def test_long_runs_say_less_often():
-    assert len(lines_of([(t, "x", t / 4000) for t in range(4000)])) < 100
-    assert lines_of([(0, "making weights"), (20, "decode")], known=False) == ["making weights", "decode, 20 s"]
-
-
-def test_lines_go_to_standard_error(capsys):
+def test_plain_lines_go_to_standard_error(capsys, monkeypatch):
+    """Where no terminal is: at most one every ten seconds, with the time left."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with progress_bar() as show:
-        show("kitty", 0.0)
-    with status_line("making weights") as tell:
-        tell("too soon for another line")
+        for seconds, name, share in ((0, "first    ", 0.0), (5, "second", 0.1), (10, "third", 0.25), (40, "last", 0.5)):
+            now[0] = 100.0 + seconds
+            show(name, share)
     found = capsys.readouterr()
-    assert (found.out, found.err) == ("", "kitty, 0 %\nmaking weights\n")
+    assert found.out == ""
+    lines = found.err.splitlines()
+    assert [line.partition(", about")[0] for line in lines] == ["first, 0 %", "third, 25 %", "last, 50 %"]
+    assert lines[-1].endswith("about 40 s left")
 
 
 def test_stops(capsys):

@@ -18,8 +18,8 @@ from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.hadamard import rotation
 from hfkvq.measure.bench.cases import default_formats
 from hfkvq.measure.demo.run import choose_schemes
-from hfkvq.measure.demo.schemes import costly_choices, describe, page_bits, schemes_markdown, widest_first
 from hfkvq.measure.divergence.naming import parse_schemes
+from hfkvq.measure.presets import costly_choices, describe, page_bits, schemes_markdown, widest_first
 from tests.caches.driver import DIM, Row, assert_close, attention, feed, feed_as_is, forward, make, row
 
 # Kitty.

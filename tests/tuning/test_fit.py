@@ -27,7 +27,7 @@ from hfkvq.caches import get_preset, placement
 from hfkvq.caches.store import KVStore
 from hfkvq.caches.token_record import TokenRecord
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.measure.demo.outline import outline
+from hfkvq.measure.models.outline import outline
 from hfkvq.measure.reference import load_reference
 from hfkvq.sizes import parse_size
 from hfkvq.tuning.fit import cache_bytes, fits, layer, plan, weights_of

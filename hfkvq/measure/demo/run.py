@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,23 +17,16 @@ from hfkvq.caches.scheme import Scheme, get_scheme, list_schemes
 from hfkvq.caches.warm import compile_ahead
 from hfkvq.kernels import await_kernels
 
-from ..records import BASELINE
-from .answers import (
-    Memory,
-    Written,
-    answer,
-    kl_divergence,
-    make_cache,
-    predictions,
-    read_memory,
-    texts,
-)
+from ..records import BASELINE, device_name, finite, versions
+from .answers import Written, answer, kl_divergence, make_cache, predictions, read_memory, texts
 from .prompts import CHAT_TASKS, SIZES, Batch, Subject, full_name, is_right, make_batches
+
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run.
+    """Sizes and choices of a demo.
 
     Attributes:
         tasks: names, see `hfkvq.measure.demo.prompts.full_name`.
@@ -55,115 +49,18 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Checks everything that can be checked without a model."""
-        for name in ("samples", "batch_size", "kl_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, allowed 1 or more.")
+        for name, least in (("samples", 1), ("batch_size", 1), ("kl_tokens", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed {least} or more.")
         if self.max_new_tokens is not None and self.max_new_tokens < 2:
             raise ValueError(
                 f"max_new_tokens: got {self.max_new_tokens}, allowed 2 or more; the first token reads no cache."
             )
-        if self.seed < 0:
-            raise ValueError(f"seed: got {self.seed}, allowed 0 or more.")
         if not self.tasks:
             raise ValueError(f"tasks: got none, allowed {', '.join(SIZES)}.")
         for task in self.tasks:
             full_name(task)
         choose_schemes(self.schemes)
-
-
-@dataclass
-class TaskScore:
-    """How one cache did on one task.
-
-    Attributes:
-        right: examples answered rightly.
-        total: examples.
-        agreeing: generated tokens that are the baseline's, from the second of each answer.
-        compared: tokens of the baseline's answers, from the second of each.
-        kl: KL divergence to the baseline at each position that was measured, f64 (N,).
-    """
-
-    right: int = 0
-    total: int = 0
-    agreeing: int = 0
-    compared: int = 0
-    kl: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float64))
-
-
-@dataclass
-class Row:
-    """Everything measured for one cache.
-
-    Attributes:
-        name: preset name, or "DynamicCache".
-        scheme: None for the baseline.
-        tasks: scores by full task name.
-        memory: after the answers of the batch with the longest prompt.
-        prompt_tokens: prompt tokens without padding, of all batches.
-        prompt_seconds: until each batch's first answer token.
-        decode_tokens: answer tokens from the second on.
-        decode_seconds: their time.
-    """
-
-    name: str
-    scheme: Scheme | None
-    tasks: dict[str, TaskScore] = field(default_factory=dict)
-    memory: Memory | None = None
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-    @property
-    def accuracy(self) -> float:
-        """Share of right answers, of all examples."""
-        return sum(task.right for task in self.tasks.values()) / sum(task.total for task in self.tasks.values())
-
-    @property
-    def agreement(self) -> float:
-        """Share of tokens that are the baseline's."""
-        compared = sum(task.compared for task in self.tasks.values())
-        return sum(task.agreeing for task in self.tasks.values()) / compared if compared else math.nan
-
-    @property
-    def kl(self) -> torch.Tensor:
-        """KL divergence at each measured position of all tasks, f64 (N,)."""
-        return torch.cat([task.kl for task in self.tasks.values()])
-
-    @property
-    def prompt_speed(self) -> float:
-        """Prompt tokens a second, all rows of a batch together."""
-        return self.prompt_tokens / self.prompt_seconds
-
-    @property
-    def decode_speed(self) -> float:
-        """Answer tokens a second, all rows of a batch together."""
-        return self.decode_tokens / self.decode_seconds if self.decode_tokens else math.nan
-
-
-@dataclass
-class Result:
-    """A finished run.
-
-    Attributes:
-        settings: what was asked for.
-        model: its name.
-        dtype: of the model, e.g. "bfloat16".
-        device: kind of device, "cpu" or "cuda".
-        rows: the baseline first.
-        memory_task: task whose first batch the memory was read on.
-        memory_rows: rows of that batch.
-        seconds: whole run without loading.
-    """
-
-    settings: Settings
-    model: str
-    dtype: str
-    device: str
-    rows: list[Row]
-    memory_task: str
-    memory_rows: int
-    seconds: float
 
 
 def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
@@ -179,31 +76,13 @@ def choose_schemes(names: Sequence[str] = ()) -> dict[str, Scheme]:
     return {name: scheme for scheme, name in distinct.items()}
 
 
-def _score(subject: Subject, batch: Batch, mine: Written, baseline: Written, score: TaskScore) -> None:
-    written = texts(subject, mine)
-    score.right += sum(is_right(subject, x, text) for x, text in zip(batch.examples, written, strict=True))
-    score.total += len(batch.examples)
-    for got, want, length in zip(mine.ids.tolist(), baseline.ids.tolist(), baseline.lengths, strict=True):
-        # An answer may have ended early; what is missing does not agree.
-        score.agreeing += sum(a == b for a, b in zip(got[1:length], want[1:length], strict=False))
-        score.compared += length - 1
-
-
-@dataclass
-class _Expected(Written):
-    """What the baseline made of one batch, without its cache; logits f32 (N, vocabulary), see `predictions`."""
-
-    logits: torch.Tensor
-
-
 @await_kernels()
 def run_demo(
     subject: Subject,
     settings: Settings,
     on_progress: Callable[[str, str, float], Any] | None = None,
     schemes: Mapping[str, Scheme] | None = None,
-    on_row: Callable[[Row], Any] | None = None,
-) -> Result:
+) -> Record:
     """Runs every cache on every task, one cache after the other.
 
     Args:
@@ -212,88 +91,140 @@ def run_demo(
         on_progress: called before each batch with the cache's name, the task and the share of the work done, and while
             kernels are compiled.
         schemes: by name, in place of the settings' presets.
-        on_row: called with each row when it is complete, the baseline's first.
+
+    Returns:
+        A record that JSON takes: model, settings, and in ``rows`` for each cache, the baseline first, bits and bytes,
+        ``accuracy``, ``agreement`` with the baseline's tokens, KL divergence, speeds, and scores by task.
 
     Raises:
         ValueError: the model cannot hold a task's prompts, or a scheme cannot hold its heads.
     """
     begin = time.perf_counter()
-    model = subject.model
-    batches: list[Batch] = []
-    for task in dict.fromkeys(map(full_name, settings.tasks)):
-        batches += make_batches(
-            subject, task, settings.samples, settings.batch_size, settings.seed, settings.max_new_tokens
-        )
-    longest = max(range(len(batches)), key=lambda i: batches[i].ids.shape[1])
+    model, device = subject.model, subject.model.device
+    sizes = (settings.samples, settings.batch_size, settings.seed, settings.max_new_tokens)
+    tasks = dict.fromkeys(map(full_name, settings.tasks))
+    batches = [batch for task in tasks for batch in make_batches(subject, task, *sizes)]
+    longest = max(batches, key=lambda batch: batch.ids.shape[1]).task
     # The first batch of that task, which is a full one.
-    longest = next(i for i, batch in enumerate(batches) if batch.task == batches[longest].task)
+    measured = next(batch for batch in batches if batch.task == longest)
     own = choose_schemes(settings.schemes) if schemes is None else schemes
-    rows = [
-        Row(name, scheme, {batch.task: TaskScore() for batch in batches})
-        for name, scheme in {BASELINE: None, **own}.items()
-    ]
-    for row in rows:
+    caches: dict[str, Scheme | None] = {BASELINE: None, **own}
+    for scheme in caches.values():
         # Refused heads are told before the first batch is run.
-        make_cache(subject, row.scheme)
-
-    def tell(what: str, task: str = "") -> None:
-        if on_progress is not None:
-            on_progress(what, task, done / total)
-
+        make_cache(subject, scheme)
     work = [batch.ids.numel() + 8 * batch.ids.shape[0] * batch.limit for batch in batches]
-    total, done = sum(work) * len(rows), 0
+    total, done = sum(work) * len(caches), 0
+
+    def tell(name: str, task: str = "") -> None:
+        if on_progress is not None:
+            on_progress(name, task, done / total)
+
     counts = _kl_rows(batches, settings.kl_tokens)
     compile_ahead(model, map(get_preset, own.values()), tell=tell)
-    expected: dict[int, _Expected] = {}
-    for row in rows:
-        for index, batch in enumerate(batches):
-            tell(row.name, batch.task)
+    expected: list[tuple[Written, torch.Tensor]] = []
+    rows: list[Record] = []
+    for name, scheme in caches.items():
+        scores: dict[str, _Score] = {batch.task: _Score() for batch in batches}
+        spent = torch.zeros(4, dtype=torch.float64)
+        memory = None
+        for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+            tell(name, batch.task)
             if index == 0:
-                _warm_up(subject, batch, row.scheme)
-            expected[index], memory = _run_batch(subject, batch, row, counts[index], expected.get(index))
-            row.memory = memory if index == longest else row.memory
+                _warm_up(subject, batch, scheme)
+            mine = answer(subject, batch, make_cache(subject, scheme), count)
+            base = mine if scheme is None else expected[index][0]
+            logits = predictions(subject, batch, mine, base) if count else torch.empty(0, 0)
+            if scheme is None:
+                # Logits on the host: all tasks' of a large vocabulary would be a burden to the device.
+                expected.append((Written(mine.ids, mine.lengths), logits.cpu()))
+            scores[batch.task].add(subject, batch, mine, base)
+            scores[batch.task].kl.append(kl_divergence(expected[index][1], logits))
+            answered = sum(mine.lengths) - len(mine.lengths)
+            spent += torch.tensor([int(batch.mask.sum()), mine.prompt_seconds, answered, mine.decode_seconds])
+            if batch is measured:
+                memory = read_memory(mine.cache, batch.mask)
             done += work[index]
-        if on_row is not None:
-            on_row(row)
-    return Result(
-        settings,
-        subject.name,
-        str(model.dtype).removeprefix("torch."),
-        model.device.type,
-        rows,
-        batches[longest].task,
-        batches[longest].ids.shape[0],
-        time.perf_counter() - begin,
-    )
+        assert memory is not None
+        prompt_tokens, prompt_seconds, decode_tokens, decode_seconds = spent.tolist()
+        compared = sum(score.compared for score in scores.values())
+        mean, high = _kl([kl for score in scores.values() for kl in score.kl])
+        rows.append(
+            {
+                "name": name,
+                "scheme": scheme.to_dict() if scheme else None,
+                "total_bits": memory.total_bits,
+                "code_bits": finite(memory.code_bits),
+                "held_bytes": memory.held,
+                "bf16_bytes": memory.bf16,
+                "ratio": memory.bf16 / memory.held,
+                "context_tokens": memory.tokens,
+                "accuracy": sum(x.right for x in scores.values()) / sum(x.total for x in scores.values()),
+                "agreement": sum(x.agreeing for x in scores.values()) / compared if compared else None,
+                "kl_mean": finite(mean),
+                "kl_999": finite(high),
+                "kl_positions": sum(len(kl) for score in scores.values() for kl in score.kl),
+                "prompt_tokens_per_second": prompt_tokens / prompt_seconds,
+                "decode_tokens_per_second": decode_tokens / decode_seconds if decode_tokens else None,
+                "tasks": {task: score.described() for task, score in scores.items()},
+            }
+        )
+    return {
+        "model": subject.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": device_name(device),
+        "device_type": device.type,
+        "threads": torch.get_num_threads(),
+        "settings": dataclasses.asdict(settings),
+        "memory": {"task": longest, "rows": measured.ids.shape[0]},
+        "seconds": time.perf_counter() - begin,
+        "versions": versions("torch", "transformers"),
+        "rows": rows,
+    }
+
+
+class _Score:
+    """Right answers of a cache on a task, and tokens that are the baseline's, from the second of each answer."""
+
+    def __init__(self) -> None:
+        self.right = self.total = self.agreeing = self.compared = 0
+        self.kl: list[torch.Tensor] = []
+
+    def add(self, subject: Subject, batch: Batch, mine: Written, baseline: Written) -> None:
+        written = texts(subject, mine)
+        self.right += sum(is_right(subject, x, text) for x, text in zip(batch.examples, written, strict=True))
+        self.total += len(batch.examples)
+        for got, want, length in zip(mine.ids.tolist(), baseline.ids.tolist(), baseline.lengths, strict=True):
+            # An answer may have ended early; missing tokens do not agree.
+            self.agreeing += sum(a == b for a, b in zip(got[1:length], want[1:length], strict=False))
+            self.compared += length - 1
+
+    def described(self) -> Record:
+        kl = torch.cat(self.kl)
+        return {
+            "right": self.right,
+            "total": self.total,
+            "agreeing_tokens": self.agreeing,
+            "compared_tokens": self.compared,
+            "kl_mean": float(kl.mean()) if len(kl) else None,
+            "kl_positions": len(kl),
+        }
+
+
+def _kl(parts: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Mean and 99.9 % quantile; NaN if nothing was measured."""
+    kl = torch.cat(list(parts))
+    # Rounding makes a few of the smallest negative.
+    return (max(0.0, float(kl.mean())), max(0.0, float(kl.quantile(0.999)))) if len(kl) else (math.nan, math.nan)
 
 
 def _kl_rows(batches: Sequence[Batch], tokens: int) -> list[int]:
-    """Of each batch the rows whose divergence is measured: until each task has so many positions, about."""
+    """Rows of each batch whose divergence is measured: until each task has so many positions, about."""
     left = {batch.task: tokens for batch in batches}
     counts = []
     for batch in batches:
         counts.append(min(len(batch.ids), -(-max(left[batch.task], 0) // batch.limit)))
         left[batch.task] -= counts[-1] * batch.limit
     return counts
-
-
-def _run_batch(
-    subject: Subject, batch: Batch, row: Row, count: int, expected: _Expected | None
-) -> tuple[_Expected, Memory]:
-    """Adds a batch to a row; without what is expected of it, the row is the baseline's and its answers are that."""
-    mine = answer(subject, batch, make_cache(subject, row.scheme), count)
-    logits = predictions(subject, batch, mine, expected or mine) if count else torch.empty(0, 0)
-    if expected is None:
-        # On the host: what all tasks expect of a large vocabulary would be a burden to the device.
-        expected = _Expected(mine.ids, mine.lengths, logits.cpu())
-    score = row.tasks[batch.task]
-    _score(subject, batch, mine, expected, score)
-    score.kl = torch.cat([score.kl, kl_divergence(expected.logits, logits)])
-    row.prompt_tokens += int(batch.mask.sum())
-    row.prompt_seconds += mine.prompt_seconds
-    row.decode_tokens += sum(mine.lengths) - len(mine.lengths)
-    row.decode_seconds += mine.decode_seconds
-    return expected, read_memory(mine.cache, batch.mask)
 
 
 def _warm_up(subject: Subject, batch: Batch, scheme: Scheme | None) -> None:

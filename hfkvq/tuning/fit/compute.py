@@ -13,9 +13,9 @@ from hfkvq.caches.model_config import latent_dims, text_config
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import listed
 from hfkvq.caches.scheme import latent_layout
-from hfkvq.measure.demo.outline import Outline, checkpoint_bytes, outline
-from hfkvq.measure.demo.schemes import widest_first
 from hfkvq.measure.models import find_model, read_config
+from hfkvq.measure.models.outline import Outline, checkpoint_bytes, outline
+from hfkvq.measure.presets import widest_first
 from hfkvq.sizes import parse_size
 from hfkvq.terminal import split
 

@@ -17,7 +17,7 @@ from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.scheme import Scheme
 from hfkvq.caches.token_record import room_for_columns
 from hfkvq.caches.window import in_window
-from hfkvq.measure.demo.outline import Outline, outline
+from hfkvq.measure.models.outline import Outline, outline
 from hfkvq.sizes import parse_size
 
 from .layer import Arrival, layer_bytes

@@ -11,9 +11,9 @@ from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.caches.preset import Preset, get_preset
 from hfkvq.caches.registry import entry_of, in_order
 from hfkvq.caches.scheme import get_scheme
-from hfkvq.measure.demo.schemes import long_context_bits, widest_first
 from hfkvq.measure.doctor import UNSAFE, row_verdict
 from hfkvq.measure.figures import figure
+from hfkvq.measure.presets import long_context_bits, widest_first
 
 from .compute import Computed
 from .model import Plan

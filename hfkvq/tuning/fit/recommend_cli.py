@@ -199,7 +199,7 @@ def _table(done: Computed, rows: list[Row], users: int | None, choice: Choice | 
     from rich.markup import escape
 
     from hfkvq.caches.memory_report import format_bytes
-    from hfkvq.measure.demo.schemes import bits_words
+    from hfkvq.measure.presets import bits_words
     from hfkvq.measure.tables import new_table, number
 
     about = done.about

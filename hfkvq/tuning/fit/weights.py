@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hfkvq.measure.demo.outline import Outline
+from hfkvq.measure.models.outline import Outline
 
 _METHOD_BITS = {"fp8": 8, "fbgemm_fp8": 8, "finegrained_fp8": 8, "mxfp4": 4.25, "bitnet": 2, "eetq": 8}
 """Bits of a weight where a quantization config names none."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfkvq.measure.demo.run import BASELINE
+from hfkvq.measure.records import BASELINE
 
 EVALS = Path(__file__).parents[3] / "evals"
 

@@ -10,8 +10,8 @@ import pytest
 
 import hfkvq
 from hfkvq.caches.registry import in_order
-from hfkvq.measure.demo.schemes import describe
 from hfkvq.measure.figures import figure
+from hfkvq.measure.presets import describe
 from tests.command import assert_refused, invoke
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hfkvq import get_scheme
-from hfkvq.progress import PlainLines
 from tests.command import assert_refused, flat, invoke
 
 run = partial(invoke, "kld")
@@ -68,11 +68,11 @@ def test_ctrl_c(stand_in: Path, text: Path, tmp_path: Path, monkeypatch: pytest.
     def stop_at(call: int) -> str:
         left = iter(range(call))
 
-        def tell(self: PlainLines, what: str, share: float = 0.0) -> None:
+        def tell(name: str, share: float) -> None:
             if next(left, None) is None:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(PlainLines, "__call__", tell)
+        monkeypatch.setattr("hfkvq.measure.divergence.cli.progress_bar", lambda: contextlib.nullcontext(tell))
         done = run(*arguments)
         assert done.exit_code == 130, done.output
         return flat(done.output)
