@@ -145,7 +145,7 @@ def demo(
     check_files("png", json_file, png_file)
     if outliers is not None and model not in (None, "reference"):
         fail("outliers: only the reference model can be given outliers; leave --model out.")
-    if outliers is not None and not 0 < outliers < float("inf"):
+    if outliers is not None and outliers <= 0:
         fail(f"outliers: got {outliers:g}, allowed a positive factor, e.g. 8.")
 
     import torch
