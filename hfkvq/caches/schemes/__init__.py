@@ -1,4 +1,4 @@
-"""The schemes, one file and one line each. Importing this package registers them."""
+"""Schemes, one file and one line each; importing this package registers them."""
 
 from .arkv import Arkv as Arkv
 from .expected import ExpectedAttention as ExpectedAttention

@@ -1,4 +1,4 @@
-"""ARKV: a token is kept whole, kept in few bits, or evicted."""
+"""ARKV keeps a token in 16 bits, keeps it in few bits, or evicts it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..registry import Entry
 from ..scheme import Layout, SideLayout, knob
 
 SEAL_UNIT = 16
-"""Tokens that leave the tail together: fewer, longer steps, and nothing else, since they stay whole."""
+"""Tokens that leave the tail together, for fewer seals; values do not depend on it, since these tokens stay whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arkv(TieredEviction):
-    """A budget of tokens per layer and KV head: the best stay whole, the next in few bits, the others are evicted.
+    """Budget of tokens per layer and KV head: the best stay whole, the next in few bits, the others are evicted.
 
     Layout: the newest ``window`` tokens always stay, whole. Older ones are ranked by the attention that the newest
     queries pay them, each KV head for itself, when a row outgrows its budget. How many of those that stay are whole is
@@ -47,11 +47,11 @@ class Arkv(TieredEviction):
         tau_entropy: τ1, root of the entropy in a layer's strength.
         tau_variance: τ2, the same for the variance.
         tau_kurtosis: τ3, the same for the kurtosis.
-        stats: which statistics, and which variance in eq. (9): those of the released code, for which γ and τ were
+        stats: statistics, and variance in eq. (9): those of the released code, for which γ and τ were
             tuned, or those of the paper's equations. Both use the window's attention to older tokens (eq. 2).
-        tiers: which kept tokens stay in full precision: "mixed" some, "origin" all (ρ = 1, only eviction), "quant" none
+        tiers: kept tokens that stay in full precision: "mixed" some, "origin" all (ρ = 1, only eviction), "quant" none
             (ρ = 0).
-        score: what ranks tokens: "attention", or "recency" (the newest stay; a baseline).
+        score: ranking of tokens: by "attention", or by "recency" (the newest stay; a baseline).
         low_bits: width of the low tier: 8 (fp8 e4m3, one scale per token) or 4 (INT4, one scale per 32 channels).
         beta: share of a token's earlier score in its new one; 0 uses only the newest queries, as published. Above 0,
             every step computes scores, which takes about as long as attention.
@@ -80,7 +80,7 @@ class Arkv(TieredEviction):
     }
 
     alpha: float = knob(0.75, low=0.0, high=1.0, search=(0.05, 1.0))
-    # The released code's defaults: found by search, on the code's statistics.
+    # Defaults of the released code, found by search on the code's statistics.
     gamma: float = knob(263.8108280337562, low=0.0, search=(1.0, 1000.0))
     tau_entropy: float = knob(7.774380648611771, low=1e-3, search=(1.0, 20.0))
     tau_variance: float = knob(5.407015096778621, low=1e-3, search=(1.0, 20.0))
@@ -127,25 +127,23 @@ class Arkv(TieredEviction):
 
     @property
     def rounds_keys(self) -> bool:
-        """Whether any token is to be rounded."""
+        """True unless all tokens stay whole."""
         return self.tiers != "origin"
 
     @property
     def smooths_keys(self) -> bool:
-        """``smooth_keys``, if any token is to be rounded."""
+        """Knob ``smooth_keys``, unless all tokens stay whole."""
         return self.smooth_keys and self.rounds_keys
 
-    # How many tokens stay.
-
     def kept(self, past: Tensor, share: Tensor, costs: tuple[int, int], prompt: Tensor) -> Tensor:
-        """Older tokens that a trim keeps: b = floor(α * past) (eq. 10), but never more than the budget has room for."""
+        """Number of older tokens that a trim keeps: b = floor(α * past) (eq. 10), at most the room in the budget."""
         if self.budget_bytes is None:
             room = torch.full_like(past, self.tokens - self.window)
             base = past
         else:
             low, whole = costs
             each = share.double() * whole + (1 - share.double()) * low
-            # A token less: whole counts are rounded.
+            # Room for one token less: counts of whole tokens are rounded.
             left = self.budget_bytes - self.window * whole - (whole - low)
             room = (left / each).floor().long().clamp(min=0)
             base = torch.minimum(room, past)
@@ -153,30 +151,28 @@ class Arkv(TieredEviction):
         return torch.minimum(torch.where(prompt, room, step), torch.minimum(room, past))
 
     def whole(self, kept: Tensor, share: Tensor) -> Tensor:
-        """Tokens of those kept that stay whole: B_o = round(ρ b), half up: i64 (...,)."""
+        """Number of kept tokens that stay whole: B_o = round(ρ b), half up: i64 (...,)."""
         return (share.double() * kept + 0.5).floor().long()
-
-    # What attention says.
 
     @property
     def evidence(self) -> frozenset[Kind]:
-        """Attention, unless tokens go by age and tiers are fixed."""
+        """Attention, unless tokens are ranked by age and tiers are fixed."""
         return frozenset() if self.score == "recency" and self.tiers != "mixed" else frozenset({"attention"})
 
     @property
     def remembers(self) -> bool:
-        """Whether β gives earlier scores a say."""
+        """True if β counts earlier scores."""
         return self.beta > 0
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """Eq. (9), or the token's age."""
+        """Scores by eq. (9), or by age: f32 (N, n)."""
         if self.score == "recency":
             return evidence.rank.float()
         assert evidence.attention is not None, "it is asked for"
         return token_scores(evidence.attention, evidence.past(self.window), self.gamma, self.stats == "paper")
 
     def merge(self, old: Tensor, new: Tensor) -> Tensor:
-        """``β old + (1 - β) new``."""
+        """Score ``β old + (1 - β) new``."""
         return self.beta * old + (1 - self.beta) * new
 
     def layer_statistics(self, seen: Attention, past: Tensor) -> Tensor:
@@ -184,13 +180,13 @@ class Arkv(TieredEviction):
         return (code_statistics if self.stats == "code" else paper_statistics)(seen, past)
 
     def strength(self, statistics: Tensor) -> Tensor:
-        """Eq. (6): ``o = E^(1/τ1) V^(1/τ2) κ^(1/τ3)`` of each row: f32 (B,) from (B, H, 3)."""
+        """Strength of a layer (eq. 6), ``o = E^(1/τ1) V^(1/τ2) κ^(1/τ3)`` of each row: f32 (B,) from (B, H, 3)."""
         joined = (statistics.sum(1) if self.stats == "code" else statistics.mean(1)).clamp(min=0).double()
         roots = (1 / self.tau_entropy, 1 / self.tau_variance, 1 / self.tau_kurtosis)
         return torch.stack([joined[:, i] ** root for i, root in enumerate(roots)]).prod(0).float()
 
     def share(self, own: Tensor, most: Tensor) -> Tensor:
-        """Eq. (7): ``ρ = o / max o`` over the layers, 1 where no layer shows any; 1 or 0 where the tiers are fixed."""
+        """Share ``ρ = o / max o`` over the layers (eq. 7), 1 where all are 0; 1 or 0 where the tiers are fixed."""
         if self.tiers != "mixed":
             return torch.full_like(own, float(self.tiers == "origin"))
         return torch.where(most > 0, own / most, 1.0)

@@ -1,4 +1,4 @@
-"""Expected Attention: the tokens that coming queries are expected to look at."""
+"""Expected Attention keeps the tokens that future queries are expected to attend to."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..scheme import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(TokenEviction):
-    """Keeps the tokens that future queries, taken to be normal like the newest ones, would attend to and read.
+    """Keeps the tokens that future queries are expected to attend to, if they are normal like the newest ones.
 
-    Layout: that of ``pages``. What is generated stays; each KV head has its own tokens.
+    Layout: that of ``pages``. Generated tokens stay; each KV head has its own tokens.
 
     Paper: Devoto et al., arXiv:2510.00636, section 3: ``E[exp(q·k/√d)] = exp(μ·k/√d + kᵀΣk/2d)`` for normal queries,
     times the norm of the value; `ranking.expected_attention`.
     Differs from the paper: μ and Σ are of the newest ``recent`` queries as attention saw them, positions included. The
     paper takes all queries, without positions, and turns μ and Σ by the mean rotation of the 512 positions to come. So
-    coming queries are here taken to stand where the newest do, and what positions add is part of Σ.
+    future queries are here taken to have the positions of the newest, and the variance by positions is part of Σ.
     Differs from the released code: as above; scores of padded rows are those of the rows alone.
 
     Attributes:
@@ -56,16 +56,16 @@ class ExpectedAttention(TokenEviction):
 
     @property
     def evidence(self) -> frozenset[Kind]:
-        """The newest queries, keys and values."""
+        """Newest queries, keys and values."""
         return frozenset({"queries", "keys", "values"})
 
     @property
     def queries(self) -> int:
-        """Those that μ and Σ are taken of."""
+        """Number of newest queries from which μ and Σ are computed."""
         return self.recent
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """``(E + ε) |v|`` with E averaged over query heads."""
+        """Scores ``(E + ε) |v|`` with E averaged over query heads: f32 (N, n)."""
         query, real = evidence.of("queries").float(), evidence.of("real")
         place = evidence.length[:, None] - torch.arange(query.shape[2], 0, -1, device=query.device)
         weight = (real & (place >= self.sink_length))[:, None, :, None].float()

@@ -1,4 +1,4 @@
-"""Lossless pages: the control every other scheme is measured against."""
+"""Lossless pages, the control that every other scheme is measured against."""
 
 from __future__ import annotations
 

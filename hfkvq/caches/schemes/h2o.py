@@ -1,4 +1,4 @@
-"""H2O: the tokens that have received most attention so far."""
+"""H2O keeps the tokens that have received most attention so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..scheme import knob
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(TokenEviction):
-    """Keeps the newest tokens, and of the others those that all queries together have attended to most.
+    """Keeps the newest tokens, and older ones that all queries together have attended to most.
 
     Layout: that of ``pages``. Prompts and steps are trimmed; each KV head has its own tokens.
 
@@ -31,7 +31,7 @@ class H2O(TokenEviction):
         window: newest tokens that always stay; the paper takes half of the budget.
         sink_length: first tokens that always stay (0 in the paper).
         trim_every: see `TokenEviction`. If steps are trimmed, each one needs its attention weights and cannot be
-            captured; with 0 steps are like any other scheme's.
+            captured; with 0, steps are like any other scheme's.
         pages: the scheme in whose pages the kept tokens are stored.
     """
 
@@ -57,13 +57,13 @@ class H2O(TokenEviction):
 
     @property
     def remembers(self) -> bool:
-        """Attention adds up."""
+        """True, since attention adds up."""
         return True
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """``Σ_q A``, averaged over query heads."""
+        """Scores ``Σ_q A``, averaged over query heads: f32 (N, n)."""
         return evidence.of("received").mean(1)
 
     def merge(self, old: Tensor, new: Tensor) -> Tensor:
-        """The sum."""
+        """Sum of both."""
         return old + new

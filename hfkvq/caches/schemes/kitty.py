@@ -1,4 +1,4 @@
-"""Kitty: 2-bit pages whose strongest key channels get 4 bits."""
+"""Kitty gives the strongest key channels of 2-bit pages 4 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..registry import Entry
 from ..scheme import Layout, Scheme, SideLayout, knob
 
 _BEST = {"boost_ratio": 0.25, "score": "q_error", "fit": 4, "rotate_values": True, "key_local_length": 128}
-# Of SmolLM2's 30 layers the nineteenth loses nearly as much as all others together: it has 4 bits.
+# Layer 19 of SmolLM2's 30 loses nearly as much as all others together: it has 4 bits.
 _HEAVY = {"wide_from": 0.6, "wide_to": 0.63, "wide_keys_from": 0.6, "wide_keys_to": 0.63}
 _BY_QUERIES = ("qk_abs", "q_error")
 
@@ -33,7 +33,7 @@ class Kitty(Scheme):
 
     Attributes:
         boost_ratio: share of key channels raised to 4 bits, per page and KV head. Kitty 0.125, Kitty-Pro 0.25.
-        score: what ranks channels: mean |K| of the page ("k_abs", the paper's), its variance, mean |K| times mean |Q|
+        score: ranking of channels: mean |K| of the page ("k_abs", the paper's), its variance, mean |K| times mean |Q|
             of the queries seen since the last seal ("qk_abs"), the squared error that the channel would have at 2 bits
             ("error"), or that times the square of mean |Q| ("q_error"). "random" is Figure 4's baseline: each channel
             of a page and KV head has a random score, of ``seed``.
@@ -119,7 +119,7 @@ class Kitty(Scheme):
     exact_keys: int = knob(0, low=0, high=MOST_EXACT)
 
     def __post_init__(self) -> None:
-        """Checks each knob, and those that depend on one another."""
+        """Checks each knob, and knobs that depend on one another."""
         super().__post_init__()
         for side in ("wide", "wide_keys"):
             begin, end = (getattr(self, f"{side}_{name}") for name in ("from", "to"))
@@ -149,7 +149,7 @@ class Kitty(Scheme):
         return int(self.boost_ratio * head_dim + 0.5)
 
     def in_layer(self, layer: int, layers: int) -> Kitty:
-        """With values or keys of 4 bits, if the layer's middle lies between the shares of the depth that have them."""
+        """Scheme with values or keys of 4 bits, if the layer's middle is between the shares of depth that have them."""
         place = (layer + 0.5) / layers
         values = 4 if self.wide_from <= place < self.wide_to else self.value_bits
         own = replace(self, value_bits=values, wide_from=0.0, wide_to=0.0, wide_keys_from=0.0, wide_keys_to=0.0)
@@ -173,7 +173,7 @@ class Kitty(Scheme):
 
     @property
     def channel_rule(self) -> str:
-        """Eq. (2): the channels of greatest mean |K| over the page get 4 bits; or of another score."""
+        """Rule of eq. (2): the channels of greatest mean |K| over the page, or of another score, get 4 bits."""
         if self.score == "random":
             return random_rule(self.seed)
         return {"qk_abs": "k_abs", "q_error": "error"}.get(self.score, self.score)

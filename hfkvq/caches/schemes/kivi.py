@@ -1,4 +1,4 @@
-"""KIVI: keys per channel, values per token, each of one width."""
+"""KIVI quantizes keys per channel and values per token, each to one width."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kivi(Scheme):
 
     Paper: Liu et al., arXiv:2402.02750, section 3.2 and Algorithm 1 (G = 32, R = 128).
     Differs from the paper: nothing known.
-    Differs from the released code: scale and minimum are f16 whatever the model's dtype, and codes are computed against
+    Differs from the released code: scale and minimum are f16 for any model dtype, and codes are computed against
     them as stored; rounds half up.
 
     Attributes:
@@ -107,7 +107,7 @@ class Kivi(Scheme):
 
     @property
     def smooths_keys(self) -> bool:
-        """``smooth_keys``."""
+        """Knob ``smooth_keys``."""
         return self.smooth_keys
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:

@@ -1,4 +1,4 @@
-"""KVarN: rotate, even out tokens and channels, then round as KIVI does."""
+"""KVarN rotates, evens out tokens and channels, then rounds as KIVI does."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ..scheme import Layout, Scheme, SideLayout, knob
 
 @dataclass(frozen=True, kw_only=True)
 class KVarN(Scheme):
-    """Hadamard rotation and two-way scaling, which between them spread outlier channels and outlier tokens.
+    """Hadamard rotation and two-way scaling, which together spread outlier channels and outlier tokens.
 
-    Layout: keys and values are rotated and wait until ``page_size`` of them are there. Keys are quantized per channel
-    over the page, and each token has a factor beside; values per token over the head, and each channel of a page has
-    one. The first ``sink_length`` tokens and the newest, which fill no page, stay whole. At D = 128 and with pages of
-    128 tokens scales, minima and factors take 0.375 bits per element.
+    Layout: keys and values are rotated, and sealed ``page_size`` tokens at a time. Keys are quantized per channel
+    over the page, with a factor for each token; values per token over the head, with a factor for each channel of a
+    page. The first ``sink_length`` tokens, and the newest, which fill no page, stay whole. At D = 128 and with pages of
+    128 tokens, scales, minima and factors take 0.375 bits per element.
 
     Paper: KVarN, arXiv 2606.03458.
     Differs from the paper: root mean squares are divided out, not standard deviations, rows before columns, and beside
-    a page of mean square 1. Kept is the round of which `kernels.page_norms` expects the least error, or none, not that
+    a page of mean square 1. The round of least error by `kernels.page_norms` is kept, or none, not the round
     of least imbalance. One round, not 16: on the reference model 8 gain nothing. ``balance="deviation"`` with
     ``rounds=16`` is the authors' balancing.
-    Differs from the released code: as above. Also with its balancing the factors' mean is 1, and codes are computed
-    against scale, minimum and factor as stored in f16, so that a few are the next code to the released code's.
+    Differs from the released code: as above. With its balancing too, the factors' mean is 1, and codes are computed
+    against scale, minimum and factor as stored in f16, so that a few codes differ by one.
 
     Attributes:
         key_bits: width of keys, 2 or 4.
         value_bits: width of values, 2 or 4.
-        rotate: what is rotated, in blocks of up to 128 channels: "both", "keys", "values" or "none".
-        rounds: how often rows and columns of a page are balanced in turn; 0 balances nothing, the authors use 16.
-        balance: how a page is balanced: "error" for the least expected error, "deviation" as KVarN's authors do.
+        rotate: rotated sides, in blocks of up to 128 channels: "both", "keys", "values" or "none".
+        rounds: number of times that rows and columns of a page are balanced in turn; the authors use 16.
+        balance: rule by which a page is balanced: "error" for the least expected error, "deviation" as KVarN's authors.
         sink_length: first tokens kept in full precision.
         page_size: tokens per page.
         fit: 0 takes scale and minimum of keys from the extremes of each group, as in the paper; 2, 3 or 4 chooses
@@ -74,7 +74,7 @@ class KVarN(Scheme):
 
     @property
     def smooths_keys(self) -> bool:
-        """``smooth_keys``."""
+        """Knob ``smooth_keys``."""
         return self.smooth_keys
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:

@@ -14,7 +14,7 @@ from ..scheme import Layout, Scheme, SideLayout, knob
 
 @dataclass(frozen=True, kw_only=True)
 class Latent(Scheme):
-    """Token-wise latents of 4 or 8 bits, rotated where they have 4, beside rotary parts of 8 or 16.
+    """Token-wise latents of 4 or 8 bits, rotated if they have 4, beside rotary parts of 8 or 16 bits.
 
     Layout: the key side holds latents, the value side rotary parts. The first and the newest tokens are kept whole; the
     others are sealed one by one, as they leave the window.
@@ -27,7 +27,7 @@ class Latent(Scheme):
     Attributes:
         bits: of latents: 4 (integers), 8 (e4m3) or 16.
         rope_bits: of rotary parts: 8 (e4m3) or 16.
-        group_size: channels of a latent that share a scale, where they have 4 bits; None for all of them.
+        group_size: channels of a latent of 4 bits that share a scale; None for all of them.
         block: h, order of the Hadamard blocks by which latents of 4 bits are rotated, a power of two; 0 for none, None
             for the largest.
         sink_length: first tokens kept in full precision.

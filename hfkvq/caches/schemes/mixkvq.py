@@ -1,4 +1,4 @@
-"""MixKVQ: key channels in three widths, by how much their error would show to the queries."""
+"""MixKVQ gives key channels one of three widths, by the effect of their error on the queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _sum_channels(x: Tensor) -> Tensor:
 
 
 def _divide(x: Tensor, by: float) -> Tensor:
-    # By a tensor: CUDA divides by a number by multiplying with its rounded reciprocal.
+    # Divisors are tensors: CUDA divides by a number by multiplying with its rounded reciprocal.
     return x / torch.full_like(x, by)
 
 
@@ -43,35 +43,35 @@ def _tuned(model: str, tau_bf16: float, tau_int4: float, most_bf16: float, most_
 class MixKVQ(Scheme):
     """2-bit KV cache in which the key channels whose error the queries would see most get 4 or 16 bits.
 
-    Layout: the first ``sink_length`` tokens stay whole; all others wait unquantized until ``page_size`` of them are
-    there, and are sealed together, keys per channel and ``group_size`` tokens, values 2 bits per token and
-    ``group_size`` channels. Every page of a KV head has room for so many raised key channels: of D channels
-    ``most_bf16`` and ``most_int4``, rounded up to multiples of eight. The room is paid for whether it is used or not:
+    Layout: the first ``sink_length`` tokens stay whole; the others are sealed ``page_size`` tokens at a time, keys per
+    channel and ``group_size`` tokens, values in 2 bits per token and ``group_size`` channels. Every page of a KV head
+    has a capacity (*room*) for raised key channels: shares ``most_bf16`` and ``most_int4`` of the D channels, rounded
+    up to multiples of eight. Unused room takes memory too:
     eight channels of 128 cost one bit per element of keys at 16 bits, an eighth at 4 bits. With the default room keys
     take 4.52 bits, values 3, at D = 128, scales and indices included; ``code_bits`` of a cache takes the room as used,
     ``used_bits`` does not, and ``key_bits`` is equation 17.
-    Room at 4 bits buys more: on the reference model none at 16 and half the channels at 4 bits (3.52 bits in all) lost
-    a third of what the default (3.76) did.
+    Room at 4 bits buys more: on the reference model, no room at 16 and half the channels at 4 bits (3.52 bits in all)
+    lost a third of the default's loss (at 3.76).
 
     Paper: Zhang et al., arXiv:2512.19206. I of eq. (6) is ``q_abs``, which the layer averages over the queries since
     the last seal and the query heads of a KV head; eq. (7) is `sensitivity`; eq. (8) is `salience_of`; section 4.2's
     three tiers are `channel_bits`; appendix D.1's buffer of R tokens is `layout`.
     Differs from the paper: room is bounded, and does not follow thresholds by itself; `hfkvq.tuning.fit_room`
-    measures what they need. Channels above a bound go down a tier, the most salient stay; of equal ones the lower
-    channel stays. ``select="fractions"`` has no thresholds. Which units the paper's thresholds have it
-    does not say: see ``salience``. A first prompt's queries all count, for each of its pages. B of eq. (7) is 2.
+    measures the room that thresholds need. Channels above a bound go down a tier, the most salient stay; of equal ones
+    the lower channel stays. ``select="fractions"`` has no thresholds. The paper gives no units of its thresholds:
+    see ``salience``. All queries of a first prompt count, for each of its pages. B of eq. (7) is 2.
     Attention that does not show its queries gets ``error_only`` with ``fractions``, and a warning.
     Differs from the released code: none is released.
 
     Attributes:
-        select: "thresholds" raises what exceeds ``tau_bf16`` or ``tau_int4``; "fractions" fills the room with the most
-            salient channels of each page and head, except those of salience 0. It is the default because thresholds
-            are specific to a model (the paper's raise almost nothing in the reference model), and because unused room
-            takes memory, too.
-        salience: what A is. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, so that one pair of
+        select: "thresholds" raises channels above ``tau_bf16`` or ``tau_int4``; "fractions" fills the room with the
+            most salient channels of each page and head, except those of salience 0. It is the default because
+            thresholds are specific to a model (the paper's raise almost nothing in the reference model), and because
+            unused room takes memory, too.
+        salience: definition of A. "raw_logit": I * S / sqrt(D), about the error of a logit in nats, so that one pair of
             thresholds can serve several models. "raw": I * S. "zscore": I * S less its mean over the head's channels,
             in standard deviations. "error_only": S, the paper's ablation (Table 6).
-        accumulate: whether I averages all queries so far, like the running accumulator of appendix D.2, which is never
+        accumulate: I averages all queries so far, like the running accumulator of appendix D.2, which is never
             reset. By default it averages those since the last seal, the "current window" of section 4.2.
         tau_bf16: channels with A above this get 16 bits; checked first. The paper searches 0.1 to 2.
         tau_int4: other channels with A above this get 4 bits. From ``tau_bf16`` on, that tier holds only channels
@@ -103,7 +103,7 @@ class MixKVQ(Scheme):
             "MixKVQ by quantization error alone, for attention that does not expose its queries.",
             {"salience": "error_only"},
         ),
-        # Appendix C; the room is chosen by the paper's bits of key codes: 2.7, 3.4, 2.3 and 2.3.
+        # Thresholds of appendix C; the room is chosen by the paper's bits of key codes: 2.7, 3.4, 2.3 and 2.3.
         "mixkvq-r1-llama-8b": _tuned("R1-Llama-8B", 1.44, 0.79, 0.0625, 0.125),
         "mixkvq-r1-qwen-7b": _tuned("R1-Qwen-7B", 0.63, 0.41, 0.125, 0.125),
         "mixkvq-r1-qwen-14b": _tuned("R1-Qwen-14B", 1.52, 1.60, 0.0625, 0.0625),
@@ -127,18 +127,18 @@ class MixKVQ(Scheme):
     fit_values: int = knob(0, choices=POWERS, search=[0, 4])
 
     def __post_init__(self) -> None:
-        """Checks the knobs, and what they are to each other."""
+        """Checks each knob, and knobs that depend on one another."""
         super().__post_init__()
         if self.most_bf16 + self.most_int4 > 1:
             raise ValueError(
                 f"most_bf16, most_int4: got {self.most_bf16} and {self.most_int4}, allowed shares of the channels that "
                 "are 1 or less together."
             )
-        # R and G must be such that a page can be made.
+        # Page formats check R and G.
         PageFormat(2, "channel", self.group_size, self.page_size)
 
     def searched(self) -> dict[str, tuple[float, float] | list[Any]]:
-        """Thresholds, or the room where fractions fill it."""
+        """Ranges to search: thresholds, or the room if fractions fill it."""
         unused = ("tau_bf16", "tau_int4") if self.select == "fractions" else ("most_bf16", "most_int4", "salience")
         return {name: search for name, search in super().searched().items() if name not in unused}
 
@@ -150,17 +150,17 @@ class MixKVQ(Scheme):
         return frozenset({"query", "history"}) if self.accumulate else frozenset({"query"})
 
     def room(self, head_dim: int) -> tuple[int, int]:
-        """Channels that a page has room for at 16 and at 4 bits: multiples of eight, as far as there are channels."""
+        """Room of a page, in channels at 16 and at 4 bits: multiples of eight, at most all channels."""
 
         def channels(share: float, left: int) -> int:
-            # A product a rounding error above a multiple of eight is that multiple.
+            # Products within a rounding error of a multiple of eight are that multiple.
             return min(math.ceil(share * head_dim / RAISED_STEP - 1e-6) * RAISED_STEP, left)
 
         wide = channels(self.most_bf16, head_dim)
         return wide, channels(self.most_int4, head_dim - wide)
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """Sink, 2-bit pages with raised key channels; both sides wait for R tokens (appendix D.1)."""
+        """Sink, 2-bit pages with raised key channels; both sides are sealed R tokens at a time (appendix D.1)."""
         wide, middle = self.room(key_dim)
         raised = tuple((width, count) for width, count in ((4, middle), (16, wide)) if count)
         group = next(g for g in range(min(self.group_size, value_dim), 0, -1) if value_dim % g == 0)
@@ -172,15 +172,15 @@ class MixKVQ(Scheme):
 
     @staticmethod
     def sensitivity(keys: Tensor) -> Tensor:
-        """Eq. (7): ``S = (max - min) / (2^B - 1)`` of each channel over its page, B = 2.
+        """Sensitivity (eq. 7), ``S = (max - min) / (2^B - 1)`` of each channel over its page, B = 2.
 
-        As where pages are quantized, what is not finite in f16 is left out.
+        Values that are not finite in f16 are left out, as in quantized pages.
 
         Args:
             keys: (B, H, n, G, D), any float dtype.
 
         Returns:
-            f32 (B, H, n, D), in the keys' units; 0 where nothing is left.
+            f32 (B, H, n, D), in the keys' units; 0 for a channel without finite values.
         """
         finite = keys.abs() <= F16_MAX
         low = torch.where(finite, keys, torch.inf).amin(-2).float()
@@ -188,15 +188,15 @@ class MixKVQ(Scheme):
         return _divide((high - low).clamp(min=0.0), 3.0)
 
     def _product(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
-        """I * S, which orders the channels of a head as every reading does; S where I is None or not asked for."""
+        """Product I * S, in the order of every definition of A; S if I is None or not used: f32 (B, H, n, D)."""
         score = self.sensitivity(keys)
         if "query" in self.needs and q_abs is not None:
             score = score * q_abs.float()[:, :, None]
-        # NaN compares false with everything.
+        # NaN compares false with any number.
         return torch.where(score > 0, score, 0.0).clamp(max=SCORE_MAX)
 
     def salience_of(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
-        """Eq. (8): ``A = I * S``, as ``salience`` reads it.
+        """Salience (eq. 8), ``A = I * S`` as the knob ``salience`` defines it.
 
         Args:
             keys: (B, H, n, G, D), any float dtype.
@@ -215,7 +215,7 @@ class MixKVQ(Scheme):
         return score
 
     def step_rule(self, head_dim: int) -> str | None:
-        """`channel_bits` as a rule of the sealing kernel; None for "zscore", which needs the mean of all channels."""
+        """Rule of the sealing kernel for `channel_bits`; None for "zscore", which needs the mean of all channels."""
         if self.select == "fractions":
             return range_rule()
         if self.salience == "zscore":
@@ -224,21 +224,21 @@ class MixKVQ(Scheme):
         return range_rule(self.tau_bf16, min(self.tau_bf16, self.tau_int4), divisor)
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor | None:
-        """Section 4.2: 16 bits where ``A > tau_bf16``, else 4 where ``A > tau_int4``, else 2; as far as there is room.
+        """Bits by section 4.2: 16 where ``A > tau_bf16``, else 4 where ``A > tau_int4``, else 2; within the room.
 
         Args:
             keys: (B, H, n, G, D), whole pages, in the model's dtype.
             q_abs: f32 (B, H, D), or None if attention has shown no query: then A is S, and ``select`` "fractions".
 
         Returns:
-            u8 (B, H, n, D), the same on every device; None if there is no room at all.
+            u8 (B, H, n, D), the same on every device; None without any room.
         """
         wide, middle = self.room(keys.shape[-1])
         if not wide + middle:
             return None
         unseen = "query" in self.needs and q_abs is None
         if unseen:
-            # Python shows a warning once for each place it comes from.
+            # Warnings are shown once for each line that they come from.
             warnings.warn(
                 f"{self.name}: this model's attention does not expose its queries to the cache, so key channels are "
                 "raised by their quantization error alone. Load the model with attn_implementation='sdpa', or choose a "
@@ -249,7 +249,7 @@ class MixKVQ(Scheme):
             score, above = self._product(keys, q_abs), (0.0, 0.0)
         else:
             score, above = self.salience_of(keys, q_abs), (self.tau_bf16, min(self.tau_bf16, self.tau_int4))
-        # Stable, so that of equal channels the lower one comes first.
+        # Stable sorting puts the lower of equal channels first.
         order = score.argsort(dim=-1, descending=True, stable=True)
         ranked, place = score.gather(-1, order), torch.arange(keys.shape[-1], device=keys.device)
         full = (ranked > above[0]) & (place < wide)

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV's tokens, more of them in lower layers."""
+"""PyramidKV keeps SnapKV's tokens, more of them in lower layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..scheme import knob
 class PyramidKV(TokenEviction):
     """SnapKV's choice of tokens, with budgets that fall evenly from the first layer to the last.
 
-    Layout: that of ``pages``. What is generated stays.
+    Layout: that of ``pages``. Generated tokens stay.
 
     Paper: Cai et al., arXiv:2406.02069, section 3.2: budgets are an arithmetic sequence over the layers whose mean is
     the budget, and whose least is a part 1/β of it; `budget`. Scores are SnapKV's.
@@ -47,7 +47,7 @@ class PyramidKV(TokenEviction):
     kernel: int = knob(5, choices=(1, 3, 5, 7, 9, 11, 13))
 
     def budget(self, given: Tensor, layer: int, layers: int) -> Tensor:
-        """``b_l = b_0 - l (b_0 - b_{m-1}) / (m - 1)`` with ``b_{m-1} = b / β``; b_0 at most what there is to choose."""
+        """Budget ``b_l = b_0 - l (b_0 - b_{m-1}) / (m - 1)`` with ``b_{m-1} = b / β``; b_0 at most the older tokens."""
         mean = super().budget(given, layer, layers)
         older, even = (given - self.window).double(), mean.double()
         least = even / self.beta
@@ -63,5 +63,5 @@ class PyramidKV(TokenEviction):
         return frozenset({"attention"})
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """SnapKV's."""
+        """Scores of SnapKV: f32 (N, n)."""
         return window_scores(evidence, self.window, self.kernel)

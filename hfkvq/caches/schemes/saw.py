@@ -1,4 +1,4 @@
-"""SAW-INT4: rotate, then token-wise INT4."""
+"""SAW-INT4 rotates, then quantizes token by token to INT4."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SawInt4(Scheme):
     variables.
 
     Attributes:
-        rotate: what is rotated: "keys", "both", or "none" (plain token-wise INT4, a baseline).
+        rotate: rotated sides: "keys", "both", or "none" (plain token-wise INT4, a baseline).
         block: h, order of the Hadamard blocks, a power of two that divides head_dim; None takes the largest up to 128.
         signs: seed of the random signs given to channels before their block is rotated (the paper's randomised
             Hadamard transform); 0 for none, as in the released code.
@@ -92,12 +92,12 @@ class SawInt4(Scheme):
 
     @property
     def smooths_keys(self) -> bool:
-        """``smooth_keys``."""
+        """Knob ``smooth_keys``."""
         return self.smooth_keys
 
     @property
     def shared(self) -> Scheme:
-        """Without first tokens in 16 bits, unless a number of them was asked for: requests can share prefixes then."""
+        """Scheme without first tokens in 16 bits, unless the user set their number; requests then share prefixes."""
         return replace(self, sink_length=0) if self.sink_length == type(self).sink_length else self
 
     @property

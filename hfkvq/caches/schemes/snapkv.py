@@ -1,4 +1,4 @@
-"""SnapKV: the tokens that a prompt's last queries look at."""
+"""SnapKV keeps the tokens that a prompt's last queries attend to."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..scheme import knob
 class SnapKV(TokenEviction):
     """Keeps the tokens of a prompt that its last queries attend to, and their neighbours; each KV head its own.
 
-    Layout: that of ``pages``, "full" or any other scheme's. What is generated stays.
+    Layout: that of ``pages``, "full" or any other scheme's. Generated tokens stay.
 
     Paper: Li et al., arXiv:2404.14469, section 4: the votes of an observation window, pooled, then the best and the
     window itself; `scores`.
@@ -55,5 +55,5 @@ class SnapKV(TokenEviction):
         return frozenset({"attention"})
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """``avgpool(mean_q A)`` over the tokens before the window, averaged over query heads."""
+        """Scores ``avgpool(mean_q A)`` of the tokens before the window, averaged over query heads: f32 (N, n)."""
         return window_scores(evidence, self.window, self.kernel)

@@ -1,4 +1,4 @@
-"""StreamingLLM: the first tokens and the newest ones."""
+"""StreamingLLM keeps the first tokens and the newest ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..scheme import knob
 class StreamingLLM(TokenEviction):
     """Keeps a window over the newest tokens, and the first few tokens (the attention sink).
 
-    Layout: that of ``pages``. Prompts and steps are trimmed; all KV heads hold the same tokens, and nobody is asked.
+    Layout: that of ``pages``. Prompts and steps are trimmed; all KV heads hold the same tokens, without scores.
 
     Paper: Xiao et al., arXiv:2309.17453, section 3.2: four initial tokens and a rolling window.
     Differs from the paper: keys keep the positions that they came with (there positions are those within the cache), so
@@ -50,5 +50,5 @@ class StreamingLLM(TokenEviction):
     trim_every: int = knob(64, low=0, high=65536)
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """The newest are best."""
+        """Ranks by age, the newest best: f32 (N, n)."""
         return evidence.rank.float()

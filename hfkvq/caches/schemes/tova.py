@@ -1,4 +1,4 @@
-"""TOVA: the tokens that the newest query attends to."""
+"""TOVA keeps the tokens that the newest query attends to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TOVA(TokenEviction):
     Attributes:
         budget_tokens: tokens per row and layer; 1024 if unset.
         budget_share: the same as a share of the tokens given.
-        window: newest tokens that always stay. Only the newest query ranks tokens, whatever the window.
+        window: newest tokens that always stay. Only the newest query ranks tokens, with any window.
         sink_length: first tokens that always stay (0 in the paper).
         trim_every: see `TokenEviction`.
         pages: the scheme in whose pages the kept tokens are stored.
@@ -54,9 +54,9 @@ class TOVA(TokenEviction):
 
     @property
     def queries(self) -> int:
-        """The newest."""
+        """One query, the newest."""
         return 1
 
     def scores(self, evidence: Evidence) -> Tensor:
-        """``A`` of the newest query, averaged over query heads; KV heads are averaged by the layer."""
+        """Attention of the newest query, averaged over query heads; the layer averages over KV heads: f32 (N, n)."""
         return evidence.of("attention").mean(1)

@@ -1,4 +1,4 @@
-"""TriAxialKV: each token's width follows from its turn, its modality and its role in the conversation."""
+"""TriAxialKV gives each token a width by its turn, its modality and its role in the conversation."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _default() -> Iterator[tuple[str, int]]:
 
 
 DEFAULT_TABLE: tuple[tuple[str, int], ...] = tuple(sorted(_default()))
-"""Tags of 2 bits where nothing was calibrated: images (most of a computer-use context, and of little effect each), and
-tool results and thoughts two or more turns back, to which attention has decayed (the paper's 3.1 and 4.4). What must be
-reproduced to the letter keeps 4 bits: instructions, tool schemas, requests, calls."""
+"""Tags of 2 bits without a calibration: images (most of a computer-use context, and of little effect each), and tool
+results and thoughts two or more turns back, to which attention has decayed (the paper's 3.1 and 4.4). Instructions,
+tool schemas, requests and calls, which must be reproduced to the letter, keep 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class TriAxial(Scheme):
     """Tokens in 2 or 4 bits, by a tag that is read from the chat template: turn x modality x role.
 
     Layout: two runs. 2-bit keys are quantized per channel over ``group_size`` tokens of 2 bits, in order of position
-    whatever their tags; 2-bit values, and keys and values of 4 bits, per token in groups of ``group_size`` channels.
-    Tokens of 2 bits that do not fill a page get 4. The first tokens are whole; there is no local window unless asked
-    for; fewer than ``seal_unit`` of the newest tokens are whole, so that a step of generation asks the device nothing
-    but when a unit is full.
+    across tags; 2-bit values, and keys and values of 4 bits, per token in groups of ``group_size`` channels.
+    Tokens of 2 bits that do not fill a page get 4. The first tokens are whole; there is no local window by default;
+    fewer than ``seal_unit`` of the newest tokens are whole, so that a decode step asks the device only when a unit is
+    full.
 
     Paper: Shen et al., arXiv:2605.17170. Section 3.2.1 is `layout`; the map b* of section 3.2.3 is ``table`` and
     `token_bits`; section 3.1.3 makes tables (`hfkvq.tuning`).
@@ -50,8 +50,8 @@ class TriAxial(Scheme):
     Differs from the released code: no code was released.
 
     Tags age as a conversation goes on, and a token keeps the bits of its first seal. With ``requantize_on_turn_end`` a
-    new prompt asks the table again for all that is cached, generated tokens included, and tokens of 4 bits that it now
-    gives 2 are quantized again, from what is stored of them; none gets more bits. It saves bytes, and costs a pass over
+    new prompt looks up all cached tokens again, generated ones included, and tokens of 4 bits whose tag now has 2 are
+    quantized again, from their stored values; none gets more bits. It saves bytes, and costs a pass over
     the tokens that have aged and their second rounding.
 
     Attributes:
@@ -59,7 +59,7 @@ class TriAxial(Scheme):
             in it, padding within a row, and tokens without a tag (generated ones) get 4 bits.
         group_size: g, elements that share a scale.
         seal_unit: number of tokens sealed together. It is smaller than a page, so that no decode step can fill a page
-            of 2 bits. Steps then need not ask where their tokens go, and can be captured.
+            of 2 bits. Steps then need not ask for the run of their tokens, and can be captured.
         sink_length: first tokens kept in full precision (0 in the paper). Models attend to the first token more than to
             any other, and its key is like no other.
         local_length: newest tokens kept in full precision (0 in the paper).
@@ -105,11 +105,11 @@ class TriAxial(Scheme):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Tags of the tokens, anew with every turn if asked to."""
+        """Tags of the tokens; with ``requantize_on_turn_end`` turns too."""
         return frozenset({"tags", "turns"}) if self.requantize_on_turn_end else frozenset({"tags"})
 
     def layout(self, key_dim: int, value_dim: int) -> Layout:
-        """Section 3.2.1: INT2 keys per channel, all else per token."""
+        """Layout of section 3.2.1: INT2 keys per channel, the others per token."""
         group, page = self.group_size, self.page_size
         fit, fit_values = self.fit, self.fit_values
         keys = PageFormat(2, "channel", group, page, fit=fit), PageFormat(4, "token", group, page, fit=fit)
@@ -121,23 +121,23 @@ class TriAxial(Scheme):
         )
 
     def token_bits(self, keys: Tensor, values: Tensor, position: Tensor, tags: Tensor | None = None) -> Tensor | None:
-        """Section 3.2.3: ``b*(s(t))``, 4 bits where the table says nothing."""
+        """Bits ``b*(s(t))`` of section 3.2.3, 4 for tags that the table lacks: u8 (B, m)."""
         return None if tags is None else self.tag_bits(tags)
 
     @property
     def smooths_keys(self) -> bool:
-        """``smooth_keys``."""
+        """Knob ``smooth_keys``."""
         return self.smooth_keys
 
     @property
     def untagged_is_wide(self) -> bool:
-        """By tags alone, unless a subclass has other ideas."""
+        """True unless a subclass has its own `token_bits` or `tag_bits`."""
         own = type(self)
         return own.token_bits is TriAxial.token_bits and own.tag_bits is TriAxial.tag_bits
 
     @property
     def reads_tokens(self) -> bool:
-        """Tags alone, unless a subclass has other ideas."""
+        """False unless a subclass has its own `token_bits`."""
         return type(self).token_bits is not TriAxial.token_bits
 
     def tag_bits(self, tags: Tensor) -> Tensor:

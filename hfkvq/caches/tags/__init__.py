@@ -1,4 +1,4 @@
-"""Triaxial tags: what each token of a conversation is, read from its ids alone."""
+"""Triaxial tags of the tokens of a conversation, read from their ids alone."""
 
 from .axes import MODAL, PAD, SEMANTIC, TAGS, TEMPORAL, age_tags, parse_tag, tag_axes, tag_number
 from .formats import FORMATS, find_format, get_format

@@ -8,12 +8,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-# TriAxialKV, section 3.1 and Table 1.
+# Axes of TriAxialKV, section 3.1 and Table 1.
 TEMPORAL = ("older", "turn_m2", "turn_m1", "current")
 MODAL = ("text", "image")
 SEMANTIC = ("inst", "user", "assistant", "reasoning", "tool_call", "obs", "delim")
 
-# Modal and semantic together: what a token is, whichever turn it stands in.
+# Kinds of tokens: modal and semantic together, in any turn.
 KINDS = len(MODAL) * len(SEMANTIC)
 
 TAGS = (*("|".join(axes) for axes in product(TEMPORAL, MODAL, SEMANTIC)), "pad")
@@ -66,11 +66,11 @@ def tag_axes(number: int) -> tuple[str, str, str] | None:
 
 
 def age_tags(tags: Tensor, turns: int | Tensor) -> Tensor:
-    """``older ← turn_m2 ← turn_m1 ← current``, a step for each turn that has begun; the rest stays, and so does `PAD`.
+    """Tags one step older for each turn that has begun, ``older ← turn_m2 ← turn_m1 ← current``; `PAD` stays.
 
     Args:
         tags: (B, T) or (T,) tag numbers, uint8.
-        turns: How many turns began since: one number, or (B,) of any integer type for tags of (B, T).
+        turns: Number of turns that began since: one, or (B,) of any integer type for tags of (B, T).
 
     Returns:
         Tensor: New tags, of the shape and dtype of ``tags``.

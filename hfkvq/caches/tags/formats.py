@@ -1,4 +1,4 @@
-"""The chat formats that are known by name."""
+"""Chat formats that are known by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .templates import ChatFormat, Opening, Span
 _THINK = Span("<think>", "</think>", "reasoning")
 _TOOL_CALL = Span("<tool_call>", "</tool_call>", "tool_call")
 _TOOL_RESPONSE = Span("<tool_response>", "</tool_response>", "obs", within=("obs",))
-# Qwen writes tool results as messages of the user.
+# Tool results of Qwen are messages of the user.
 _FROM_TOOL = Opening("user", "<tool_response>", "obs")
 
-# InternVL puts these into the formats of its language models, Qwen's and gpt-oss.
+# Placeholders that InternVL puts into the formats of its language models, Qwen's and gpt-oss.
 _INTERNVL = ("<img>", "<IMG_CONTEXT>", "</img>")
 
 _ROLES = {
@@ -89,7 +89,7 @@ HARMONY = ChatFormat(
     start="<|start|>",
     header_end="<|message|>",
     roles={"system": "inst", "developer": "inst", "user": "user", "assistant": "assistant"},
-    # Tools answer under their own names.
+    # Roles of tool results are the tools' own names.
     other_role="obs",
     channel="<|channel|>",
     # Commentary without a recipient is a preamble that the user reads.
@@ -151,7 +151,7 @@ FALCON3 = ChatFormat(
 DEEPSEEK = ChatFormat(
     name="deepseek",
     detect=("<｜User｜>",),
-    # Later results of one round come without the marker that begins them all.
+    # Results of one round have one marker before the first of them.
     markers={
         "<｜User｜>": "user",
         "<｜Assistant｜>": "assistant",
@@ -164,7 +164,7 @@ DEEPSEEK = ChatFormat(
     delims=("<｜begin▁of▁sentence｜>", "<｜tool▁output▁end｜>"),
 )
 
-# The first that fits is taken, so what is part of another comes after it.
+# Formats are tried in this order, so a format whose markers are part of another's comes after it.
 FORMATS = {
     known.name: known
     for known in (HARMONY, PHI4, CHATML, LLAMA3, LLAMA4, GEMMA, GLM4, DEEPSEEK, MISTRAL, PHI3, FALCON3)
@@ -172,7 +172,7 @@ FORMATS = {
 
 
 def find_format(template: str, tokens: Container[str] = ()) -> ChatFormat:
-    """The format that a chat template writes, by the markers in its text, else by the tokens the tokenizer has.
+    """Format of a chat template, by the markers in its text, else by the tokens of the tokenizer.
 
     Args:
         template: Source of the chat template.
@@ -193,10 +193,10 @@ def find_format(template: str, tokens: Container[str] = ()) -> ChatFormat:
 
 
 def get_format(name: str) -> ChatFormat:
-    """The format of that name.
+    """Format of a name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No format has that name.
     """
     if name not in FORMATS:
         near = get_close_matches(name, FORMATS, n=1)

@@ -13,13 +13,13 @@ from .templates import ChatFormat, Span
 
 Value = TypeVar("Value")
 
-# What may stand beside a marker that is no token of its own: tokens that span its edge count to the marker.
+# Neighbours of a marker that is no token of its own: tokens that span its edge count to the marker.
 _AROUND = ("", "\n", "\n\n", " ")
 _AFTER = (*_AROUND, "{", '{"', "[", '"', "a")
 
 
 class Match(NamedTuple):
-    """What begins at a position: value and length, None and 0 for nothing; ``open`` if more tokens could change it."""
+    """Value and length of the sequence at a position, else None and 0; ``open`` if more tokens could change it."""
 
     value: Any
     length: int
@@ -27,7 +27,7 @@ class Match(NamedTuple):
 
 
 class Sequences(Generic[Value]):
-    """Values by token sequence; the longest sequence counts."""
+    """Values by token sequence; of several that fit, the longest counts."""
 
     def __init__(self, entries: Iterable[tuple[tuple[int, ...], Value]] = ()) -> None:
         self.by_first: dict[int, list[tuple[tuple[int, ...], Value]]] = {}
@@ -41,7 +41,7 @@ class Sequences(Generic[Value]):
         }
 
     def match(self, ids: list[int], at: int) -> Match:
-        """What begins at ``ids[at]``."""
+        """Match of the sequence that begins at ``ids[at]``."""
         if (alone := self.alone.get(ids[at])) is not None:
             return alone
         unfinished = False
@@ -55,7 +55,7 @@ class Sequences(Generic[Value]):
 
 @dataclass
 class Event:
-    """What a marker may mean; where it means nothing it is text."""
+    """Meanings of a marker; a marker without a meaning at its place is text."""
 
     start: bool = False
     header_end: bool = False
@@ -86,7 +86,7 @@ class Encoder:
     def forms(
         self, text: str, before: Sequence[str] = _AROUND, after: Sequence[str] = _AFTER, whole: bool = True
     ) -> set[tuple[int, ...]]:
-        """All sequences that ``text`` can be among such neighbours; not ``whole`` omits tokens that reach past it."""
+        """Token sequences of ``text`` among such neighbours; not ``whole`` omits tokens that reach past it."""
         if text in self.added:
             return {(self.added[text],)}
         found = {tuple(self.encode(text))}
@@ -101,13 +101,13 @@ class Encoder:
         return {form for form in found if form}
 
     def blanks(self) -> set[int]:
-        """Tokens of nothing but white space."""
+        """Tokens of white space alone."""
         return {
             number for token, number in self.vocab.items() if token in _BYTES or (token and not token.strip(_BLANK))
         }
 
     def newlines(self) -> set[int]:
-        """Those of `blanks` that begin with a newline."""
+        """Tokens of `blanks` that begin with a newline."""
         names = self.tokenizer.convert_ids_to_tokens(sorted(self.blanks()))
         return {self.vocab[name] for name in names if name[0] in _NEWLINE or name in _BYTES[:2]}
 
@@ -119,11 +119,11 @@ _BYTES = ("<0x0A>", "<0x0D>", "<0x09>", "<0x20>")
 
 
 class Grammar:
-    """A `ChatFormat` in token ids: what the scan looks up.
+    """A `ChatFormat` in token ids, for the scan.
 
     Args:
         tokenizer: A Transformers tokenizer.
-        chat_format: What its template writes.
+        chat_format: Format of its chat template.
         images: Ids of placeholders of images, beside those that the format names.
 
     Raises:
@@ -167,7 +167,7 @@ class Grammar:
 
 
 def _events(form: ChatFormat) -> dict[str, Event]:
-    """What each marker text may mean."""
+    """Meanings by marker text."""
     events: dict[str, Event] = {}
 
     def event(text: str) -> Event:
@@ -195,14 +195,14 @@ def _optional(encoder: Encoder, text: str) -> set[tuple[int, ...]]:
 
 
 def _stable(encoder: Encoder, text: str) -> tuple[int, ...]:
-    """The tokens that ``text`` begins with whatever follows it."""
+    """Tokens at the beginning of ``text`` that are the same before any continuation."""
     ways = [encoder.encode(text + name) for name in ("functions.f", "python", "browser.open", "assistant", "repo_x.y")]
     count = next((i for i, column in enumerate(zip(*ways, strict=False)) if len(set(column)) > 1), min(map(len, ways)))
     return tuple(ways[0][:count])
 
 
 def _table(numbers: set[int]) -> np.ndarray:
-    """Truth by token id, up to the largest; the last entry stands for all beyond."""
+    """Table of truth by token id, up to the largest; the last entry stands for all beyond."""
     table = np.zeros(max(numbers, default=-1) + 2, dtype=bool)
     table[list(numbers)] = True
     return table

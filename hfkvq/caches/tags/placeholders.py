@@ -12,7 +12,7 @@ _KINDS = ("image", "video")
 
 
 def placeholders(source: Any, kinds: Iterable[str] = _KINDS) -> list[int]:
-    """Ids that stand for images and for frames of videos in a model's prompts, as its config or processor says."""
+    """Ids of images and of video frames in a model's prompts, as its config or processor says."""
     names = [f"{kind}_token_{what}" for kind in kinds for what in ("id", "index")]
     found = {getattr(source, name, None) for name in names}
     return sorted(x for x in found if isinstance(x, int))
@@ -20,10 +20,10 @@ def placeholders(source: Any, kinds: Iterable[str] = _KINDS) -> list[int]:
 
 @dataclass(frozen=True)
 class ImageTokens:
-    """How many tokens images and videos take in a model's prompts.
+    """Tokens of images and videos in a model's prompts.
 
-    A chat template writes one placeholder for an image, and a processor makes as many of it as the image has features.
-    Where nobody did, a single token would be tagged as the image, and the features have nowhere to go.
+    A chat template writes one placeholder for an image, and a processor repeats it for each feature of the image.
+    Without the processor, a single token would be tagged as the image, and the features would have no place.
 
     Attributes:
         ids: of placeholders.
@@ -39,7 +39,7 @@ class ImageTokens:
 
     @classmethod
     def of(cls, config: Any) -> ImageTokens:
-        """What a model's config says."""
+        """Tokens as a model's config describes them."""
         vision = getattr(config, "vision_config", None)
         merged, frames = getattr(vision, "spatial_merge_size", None), getattr(vision, "temporal_merge_size", None)
         numbers = [getattr(config, name, None) for name in ("mm_tokens_per_image", "image_seq_length")]
@@ -48,12 +48,12 @@ class ImageTokens:
         return cls(tuple(placeholders(config)), merged, each, frames if isinstance(frames, int) else 1)
 
     def check(self, input_ids: Tensor, inputs: Mapping[str, Any]) -> None:
-        """Whether placeholders were expanded.
+        """Raises if placeholders were not expanded.
 
         Args:
             input_ids: (B, t) token ids.
-            inputs: what else the model is given with them, as its processor made it: pixels, or what its vision tower
-                made of them. What is none of that is passed over.
+            inputs: the model's other inputs, as its processor made them: pixels, or features of its vision tower.
+                Other entries are passed over.
 
         Raises:
             ValueError: there are fewer placeholders than features, and at most one for each image.
@@ -63,7 +63,7 @@ class ImageTokens:
         if not wanted:
             return
         found = sum(int((input_ids == token).sum()) for token in self.ids)
-        # More than one for each: expanded, if to another number, then the model knows better.
+        # Placeholders of more than one an image were expanded; the model checks their number.
         if found < wanted and found <= shown:
             raise ValueError(
                 f"input_ids: got {found} placeholders (token {' or '.join(map(str, self.ids))}), but the images and "
@@ -76,7 +76,7 @@ class ImageTokens:
         """(Images, tokens they take), as far as inputs tell."""
         encoded = inputs.get("mm_encoder_outputs")
         if isinstance(encoded, Mapping):
-            # What `generate` makes ahead of the first forward: features by image.
+            # Features by image, which `generate` makes ahead of the first forward.
             for kind in _KINDS:
                 features = getattr(encoded.get(kind), "pooler_output", None)
                 parts = list(features) if isinstance(features, (Tensor, tuple, list)) else []

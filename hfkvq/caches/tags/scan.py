@@ -1,4 +1,4 @@
-"""The scan: kinds of tokens and the beginnings of turns, from one marker to the next."""
+"""Scan of token ids: kinds of tokens and the beginnings of turns, from one marker to the next."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ INST, USER, ASSISTANT, TOOL_CALL, DELIM = (
 )
 _IMAGE = len(SEMANTIC)
 
-# A header that has not ended after so many tokens is none: somebody wrote its first marker as text.
+# Tokens after which a header without an end counts as text.
 _HEADER_LIMIT = 256
 
 
 class Place(NamedTuple):
-    """Where a scan stands between two tokens.
+    """State of a scan between two tokens.
 
     Attributes:
         turns: Turns that have begun.
         message: Semantic of the message, None between messages.
         span: The span inside it.
-        scaffold: Whether a marker stands before this place, to which newlines belong; between messages, spaces too.
+        scaffold: True behind a marker, to which newlines belong; between messages, spaces too.
         header: Position of the header whose message has no token yet and so may turn out to be another, else None.
     """
 
@@ -43,9 +43,9 @@ class Scan:
     Attributes:
         kinds: (T,) uint8, ``modal · 7 + semantic``.
         beginnings: Settled positions at which turns begin, in order.
-        settled: Tokens before this one keep their kind and turn whatever comes.
-        settled_place: Where the scan stood there.
-        place: Where it stands at the end, should nothing come.
+        settled: Number of tokens whose kind and turn no further token can change.
+        settled_place: State of the scan behind them.
+        place: State of the scan behind all tokens, if none follow.
     """
 
     def __init__(self, grammar: Grammar, place: Place, ids: np.ndarray) -> None:
@@ -54,7 +54,7 @@ class Scan:
         self.kinds = np.full(len(ids), DELIM, dtype=np.uint8)
         self.beginnings: list[int] = []
         self.settled, self.settled_place = len(ids), place
-        # Place before the header that is still open.
+        # State before the header that is still open.
         self._before = place
         self._unsettled = False
         self._run(np.flatnonzero(look_up(grammar.candidates, ids)).tolist())
@@ -62,14 +62,14 @@ class Scan:
             self._unsettle(self.place.header, self._before)
         if not self._unsettled:
             self.settled_place = self.place
-        # A turn counts once nothing can take it back, for a tag that has aged grows no younger.
+        # Turns count once they are settled: a tag that has aged cannot become younger.
         self.beginnings = [at for at in self.beginnings if at < self.settled]
         self.kinds[look_up(grammar.images, ids)] += _IMAGE
 
     def _run(self, candidates: list[int]) -> None:
         at = 0
         for candidate in candidates:
-            # Inside a marker of several tokens, or a header, there are no markers.
+            # Candidates inside a header, or a marker of several tokens, are no markers.
             if candidate < at:
                 continue
             self._fill(at, candidate)
@@ -83,7 +83,7 @@ class Scan:
     def _fill(self, begin: int, end: int) -> None:
         """Text between markers."""
         if self.place.scaffold:
-            # Inside a message a space may be the text's own.
+            # Spaces inside a message may belong to its text.
             blank = self.grammar.blanks if self.place.message is None else self.grammar.newlines
             while begin < end and self.ids[begin] in blank:
                 begin += 1
@@ -96,7 +96,7 @@ class Scan:
             self.kinds[begin:end] = INST if inside is None else inside
 
     def _begin(self, header: int, message: int, before: Place) -> None:
-        """A message whose header begins at ``header``; whose it is may depend on its first token."""
+        """Begins a message whose header is at ``header``; its role may depend on its first token."""
         self._before = before
         self.place = Place(before.turns, message, None, True, header)
         if message not in self.grammar.openings:
@@ -105,14 +105,14 @@ class Scan:
     def _settle_message(self, message: int) -> None:
         header, turns = self.place.header, self.place.turns
         assert header is not None
-        # An answer without a question: the user's message was cut off, but the turn is there.
+        # Answers without a question begin a turn: the user's message was cut off.
         if message == USER or (message != INST and turns == 0):
             self.beginnings.append(header)
             turns += 1
         self.place = self.place._replace(turns=turns, message=message, header=None)
 
     def _decide(self, at: int) -> None:
-        """What the message is, now that its first token is known."""
+        """Settles the role of a message by its first token."""
         place = self.place
         if place.header is None or place.message is None:
             return
@@ -122,7 +122,7 @@ class Scan:
         self._settle_message(place.message if found.value is None else found.value)
 
     def _marker(self, at: int) -> int:
-        """What stands at a candidate; returns the position after it."""
+        """Reads the marker, or the text, at a candidate; returns the position after it."""
         found = self.grammar.events.match(self.ids, at)
         if found.open:
             self._unsettle(self.place.header if self.place.header is not None else at, self._before_open())
@@ -148,7 +148,7 @@ class Scan:
         return self._before if self.place.header is not None else self.place
 
     def _closed(self, at: int) -> Place:
-        """The place after the present message, which ends here."""
+        """State behind the present message, which ends here."""
         if self.place.header is not None:
             self._decide(at)
         return Place(self.place.turns)
@@ -169,11 +169,11 @@ class Scan:
             if semantic in span.within:
                 self.place = place._replace(span=span)
                 return True
-        # The opening one was cut off, or stood in a prompt that is not here.
+        # Closing markers count alone: the opening one was cut off.
         return any(semantic in span.within for span in event.closes)
 
     def _header(self, at: int, begin: int) -> int:
-        """A header with its role written out, from its first marker at ``at``; returns the position after it."""
+        """Reads a header with its role written out, from its first marker at ``at``; returns the position after it."""
         before = self._closed(at)
         ids, grammar = self.ids, self.grammar
         if begin == len(ids):
@@ -190,7 +190,7 @@ class Scan:
             return begin + role.length
         end = self._header_end(begin)
         if end is None:
-            # Too long for a header, or another marker came first.
+            # Headers that are too long, or broken by another marker, have no role.
             self._begin(at, other, before)
             return begin
         if end < 0:
@@ -215,7 +215,7 @@ class Scan:
         return -1 if begin + _HEADER_LIMIT > len(ids) else None
 
     def _channel(self, begin: int, end: int) -> int:
-        """What a message of the assistant is by the rest of its header."""
+        """Semantic of an assistant's message by the rest of its header."""
         header, grammar = self.ids[begin:end], self.grammar
         if any(grammar.recipient.match(header, at).value for at in range(len(header))):
             return TOOL_CALL

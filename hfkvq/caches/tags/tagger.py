@@ -23,13 +23,13 @@ _CURRENT = len(TEMPORAL) - 1
 
 
 class Row(NamedTuple):
-    """How far a row is: a place that nothing to come can change, and the few tokens after it.
+    """State of a row: the settled part of its scan, and the few tokens after it.
 
     Attributes:
-        place: Where the scan goes on.
+        place: State of the scan behind the settled tokens.
         ids: (N,) int64 tokens given after that place.
-        columns: (N,) int64, the columns they stand in.
-        started: Whether the row had a token yet, or only padding.
+        columns: (N,) int64, the columns of these tokens.
+        started: False while the row has only padding.
     """
 
     place: Place = Place()
@@ -40,10 +40,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class TagState:
-    """Where the scan of a growing conversation stands. It is never changed, so one may go on from it twice.
+    """State of the scan of a growing conversation. It is never changed, so one may go on from it twice.
 
     Attributes:
-        rows: How far each row of the batch is.
+        rows: State of each row of the batch.
         seen: Columns given so far, padding included.
     """
 
@@ -51,22 +51,22 @@ class TagState:
     seen: int = 0
 
     def reorder(self, indices: Sequence[int]) -> TagState:
-        """The state whose row ``i`` is this one's row ``indices[i]``, as a cache reorders its beams."""
+        """State whose row ``i`` is this one's row ``indices[i]``, as a cache reorders its beams."""
         return TagState(tuple(self.rows[i] for i in indices), self.seen)
 
 
 @dataclass(frozen=True)
 class Extension:
-    """What new tokens bring: their own tags, and what becomes of those before.
+    """Tags of new tokens, and changes of the tags before them.
 
     Attributes:
-        state: Goes into the next call of `Tagger.extend`.
+        state: Argument of the next call of `Tagger.extend`.
         tags: (B, T) uint8 tags of the new tokens.
-        aged: (B,) int64, how many turns began among them: by so many the older tokens aged, see `age_tags`.
-        revised_rows: (N,) int64, rows of older tokens whose tag is another now. They are few: what they are was still
-            open, as with a message header that the last call ended in.
+        aged: (B,) int64, turns that began among them, by which the older tokens age, see `age_tags`.
+        revised_rows: (N,) int64, rows of older tokens whose tag is another now. They are few: their role was still
+            open, as with a message header at the end of the last call.
         revised_columns: (N,) int64, their columns, counted from the first token of the conversation.
-        revised_tags: (N,) uint8, their tags now; they are not to be aged again.
+        revised_tags: (N,) uint8, their tags now; they must not be aged again.
     """
 
     state: TagState
@@ -87,8 +87,8 @@ class Tagger:
     """Gives every token of a prompt a tag ``temporal|modal|semantic`` (TriAxialKV, section 3.1 and Table 1).
 
     A turn runs from one user message up to the next; the last is ``current``, those before it ``turn_m1``, ``turn_m2``
-    and ``older``. What stands before the first turn is ``older``, so that the tags of a shared system prompt never
-    change. Tool results never begin a turn, whichever role they are written under. An answer before any user message
+    and ``older``. Tokens before the first turn are ``older``, so that the tags of a shared system prompt never
+    change. Tool results never begin a turn, under any role. An answer before any user message
     begins one: its question was cut off. A header at the end of the ids whose message may still turn out to be a tool
     result belongs to the turn before it.
 
@@ -98,18 +98,18 @@ class Tagger:
     ``image``, with the semantic of the message they stand in: those that the format names, and those of the model's
     config.
 
-    What the ids cannot tell: markers that a user types are markers if the tokenizer makes them so. Inside a user's or
+    Limits of the ids: markers that a user types are markers if the tokenizer makes them so. Inside a user's or
     the system's message this is harmless for brackets, which count in an assistant's message only, but ends of messages
     and headers count everywhere, and so does ``<tool_response>`` at the beginning of a user's message. Formats without
     a system role (Gemma, Llama 3 with tools, Mistral before v7) write instructions into a user message, where they are
     ``user``. Bare JSON calls (Llama 3) are known by their first key alone.
 
     Args:
-        grammar: What to look for, in token ids; None for no chat format: all is ``current|text|user``, and
+        grammar: Markers in token ids; None for no chat format: all is ``current|text|user``, and
             ``current|image|user`` at placeholders.
         pad_id: Token that counts as padding at the left where no attention mask is given.
         bos_id: Token that begins a text. Where it is the padding token too, the last at the left is no padding.
-        images: Placeholders of images, for want of a grammar.
+        images: Placeholders of images, used without a grammar.
     """
 
     names: tuple[str, ...] = TAGS
@@ -127,13 +127,13 @@ class Tagger:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat_format: ChatFormat | str | None = None, config: Any = None) -> Tagger:
-        """A tagger for what a tokenizer's chat template writes; without a template, all is ``current|text|user``.
+        """Tagger of a tokenizer's chat template; without a template, all tags are ``current|text|user``.
 
         Args:
             tokenizer: A Transformers tokenizer, or a processor that holds one.
-            chat_format: The format, or its name in `FORMATS`, instead of finding it out.
-            config: The model's, which names the placeholders of images and videos (``image_token_id``); a processor
-                names them too.
+            chat_format: Format, or its name in `FORMATS`, in place of the one that the template is recognized as.
+            config: Config of the model, which names the placeholders of images and videos (``image_token_id``); a
+                processor names them too.
 
         Raises:
             ValueError: No known format fits the chat template, or none has that name.
@@ -144,10 +144,10 @@ class Tagger:
         if isinstance(chat_format, str):
             chat_format = get_format(chat_format)
         if chat_format is None and template:
-            # Some tokenizers have several templates by name, e.g. one for tools.
+            # Templates of some tokenizers are several by name, e.g. one for tools.
             text = template if isinstance(template, str) else "\n".join(template.values())
             chat_format = find_format(text, tokenizer.get_added_vocab())
-        # A processor takes the unknown token's id for a placeholder that its tokenizer does not have.
+        # Processors give the unknown token's id for a placeholder that their tokenizer does not have.
         named = set(placeholders(processor)) - {getattr(tokenizer, "unk_token_id", None)}
         images = sorted({*placeholders(config), *named})
         grammar = None if chat_format is None else Grammar(tokenizer, chat_format, images)
@@ -158,8 +158,7 @@ class Tagger:
 
         Args:
             input_ids: (B, T) or (T,) token ids, on any device.
-            attention_mask: (B, T) or (T,), 0 where there is padding. Without it padding is what `pad_id` stands at the
-                left of a row.
+            attention_mask: (B, T) or (T,), 0 at padding. Without it, `pad_id` at the left of a row is padding.
 
         Returns:
             Tensor: (B, T) uint8 tag numbers on the CPU, see `TAGS`.
@@ -172,10 +171,10 @@ class Tagger:
     def extend(
         self, state: TagState | None, input_ids: Ids, attention_mask: Tensor | Sequence[Any] | None = None
     ) -> Extension:
-        """Goes on with a conversation; ``append_to`` of the result is what `tag` gives for all ids at once.
+        """Tags the next tokens of a conversation; ``append_to`` of the result equals `tag` of all ids at once.
 
         Args:
-            state: Of the last extension; None at the beginning.
+            state: State of the last extension; None at the beginning.
             input_ids: (B, T) or (T,) ids of the new tokens alone.
             attention_mask: (B, T) or (T,), of the new tokens alone.
 
@@ -195,7 +194,7 @@ class Tagger:
             raise ValueError(f"input_ids: got {len(ids)} rows, but the state has {len(state.rows)}.")
         tags = np.full(ids.shape, PAD, dtype=np.uint8)
         rows, aged = [], []
-        # Begins with nothing, for a batch of no rows.
+        # Empty arrays come first, for a batch of no rows.
         revised = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint8))]
         for i, row in enumerate(state.rows):
             real = self._real(ids[i], row.started) if mask is None else mask[i]
@@ -219,7 +218,7 @@ class Tagger:
         )
 
     def _real(self, ids: np.ndarray, started: bool) -> np.ndarray:
-        """(T,) where there is no padding, without a mask to say so."""
+        """Real tokens (T,), told from padding without a mask."""
         real = np.ones(len(ids), dtype=bool)
         if started or self.pad_id is None:
             return real
@@ -231,7 +230,7 @@ class Tagger:
         return real
 
     def _tag_row(self, place: Place, ids: np.ndarray) -> tuple[Place, np.ndarray, int]:
-        """The place up to which all is settled, (T,) tags, and how many tokens lie before it."""
+        """State of the scan behind the settled tokens, tags (T,), and the number of settled tokens."""
         if self.grammar is None:
             image, text = (parse_tag(f"current|{modal}|user") for modal in ("image", "text"))
             return place, np.where(np.isin(ids, self.images), image, text).astype(np.uint8), len(ids)

@@ -1,4 +1,4 @@
-"""Chat formats, described: which markers a chat template writes, and what stands between them."""
+"""Chat formats: the markers of a chat template, and the semantic of the text between them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Span:
     """A bracketed part of a message.
 
     Attributes:
-        open: Marker that it begins with.
-        close: Marker that it ends with; empty for "the rest of the message".
-        semantic: What stands inside. Markers inside it, other than its own closing one, are text.
+        open: Marker at its beginning.
+        close: Marker at its end; empty for "the rest of the message".
+        semantic: Semantic of the text inside. Markers inside it, other than its own closing one, are text.
         within: Semantics of the messages it may stand in. Elsewhere its markers are text: a system prompt may explain
             ``<tool_call>`` and a user may type it.
     """
@@ -33,12 +33,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Opening:
-    """A message that is not what its header says, known by how it begins.
+    """A message whose beginning gives it another semantic than its header.
 
     Attributes:
         role: Semantic that the header gives the message.
-        text: What it begins with, newlines aside.
-        semantic: What the message is then.
+        text: Text at its beginning, newlines aside.
+        semantic: Semantic of the message then.
     """
 
     role: str
@@ -48,30 +48,30 @@ class Opening:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    r"""What a chat template writes around and inside messages.
+    r"""Markers that a chat template writes around and inside messages.
 
     A message begins either with ``start``, a role written out as text and ``header_end``, or with one of ``markers``;
     it ends with one of ``ends`` or where the next begins. A string need not be one token of the tokenizer.
 
     Attributes:
-        name: For error messages and for choosing it by name.
-        detect: Strings by which a chat template is known to write this format; all must occur in it.
+        name: Name, for error messages and for choosing it.
+        detect: Strings of a chat template of this format; all must occur in it.
         start: Marker of a header whose role follows as text, e.g. ``<|im_start|>``; empty if there is none.
-        header_end: Marker that ends this header; ``\n`` if there is none but newlines.
+        header_end: Marker at the end of this header; ``\n`` if it ends with its line.
         roles: Semantic by role name, as written in the header.
         other_role: Semantic of a role that ``roles`` does not name.
         channel: Marker before the name of a channel inside the header; empty if there are none.
         channels: Semantic of an assistant's message by channel name.
         recipient: Text inside an assistant's header that makes the message a tool call, e.g. `` to=``.
-        markers: Headers that are complete in themselves, and the semantic of what follows, e.g. ``<|user|>``.
+        markers: Headers that are complete in themselves, with the semantic of their message, e.g. ``<|user|>``.
         ends: Markers that end a message.
         spans: Brackets inside messages.
-        openings: Messages known by how they begin.
-        delims: Markers that are scaffolding wherever they stand and change nothing, e.g. the token that begins a text.
+        openings: Messages whose beginning gives them another semantic.
+        delims: Markers that are ``delim`` anywhere and change nothing, e.g. the token that begins a text.
         images: Placeholders of images and of video frames; those the tokenizer does not know are passed over.
 
     Raises:
-        ValueError: A semantic is none, nothing begins a message, or a string stands where several belong.
+        ValueError: An unknown semantic, no marker that begins a message, or a string in place of several.
     """
 
     name: str
@@ -96,7 +96,7 @@ class ChatFormat:
         if self.start and not self.roles:
             raise ValueError(f"chat format {self.name!r}: roles is empty; name the roles that follow {self.start!r}.")
         for name in ("detect", "ends", "delims", "images"):
-            # A string would be taken for its letters.
+            # Strings would be taken for their letters.
             if isinstance(value := getattr(self, name), str):
                 raise ValueError(f"chat format {self.name!r}: got {name} = {value!r}, allowed a tuple of strings.")
         given = [self.other_role, *self.roles.values(), *self.channels.values(), *self.markers.values()]
@@ -109,7 +109,7 @@ class ChatFormat:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> ChatFormat:
-        """From plain data, as JSON or TOML give it: lists for tuples, one mapping each for a span or an opening.
+        """Makes a format of plain data, as JSON or TOML give it: lists for tuples, a mapping for a span or an opening.
 
         Raises:
             ValueError: A field is unknown or missing, or has a value that is not allowed.
@@ -127,7 +127,7 @@ class ChatFormat:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ChatFormat:
-        """From a ``.json`` file, or a ``.toml`` file where Python is 3.11 or newer.
+        """Reads a ``.json`` file, or with Python 3.11 or newer a ``.toml`` file.
 
         Raises:
             ValueError: The file holds no chat format, or ends in neither.
