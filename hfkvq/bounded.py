@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2**30
-"""Of a file; samples of a long evaluation have some hundred MB."""
+"""Bytes of the largest file that is read; samples of a long evaluation have some hundred MB."""
 
 MOST_LEVELS = 64
-"""Of lists and objects within each other: readers copy and write what they read, level by level."""
+"""Levels of lists and objects within each other: readers copy and write data by recursion."""
 
 DAMAGE = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, AssertionError)
-"""What reading plain data that is not of the expected shape raises; readers make a ValueError of it."""
+"""Errors raised by reading plain data of an unexpected shape; readers make a ValueError of them."""
 
 
 def read_bounded(path: str | Path) -> str:
@@ -30,12 +30,12 @@ def read_bounded(path: str | Path) -> str:
 
 
 def load_json(path: str | Path) -> Any:
-    """What a file of JSON holds; see `read_bounded` and `parse_json`."""
+    """Plain data from a file of JSON; see `read_bounded` and `parse_json`."""
     return parse_json(read_bounded(path))
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says.
+    """Plain data from JSON.
 
     Raises:
         ValueError: it is none, or nested too deeply.

@@ -25,16 +25,16 @@ from .store import KVStore
 from .store.host import pinned
 
 LEAST_HEADROOM = 128
-"""Tokens by which a buffer is ahead of need at the least: short contexts are not captured again at every page."""
+"""Least number of tokens by which a buffer is ahead of need: short contexts are not captured again at every page."""
 
 MOST_HEADROOM = 4096
-"""Tokens by which it is ahead at the most: so many steps take half a minute, and capturing a fraction of a second."""
+"""Greatest number of such tokens: so many steps take half a minute, and capturing a fraction of a second."""
 
 
 def room_ahead(buffers: Sequence[StepBuffer], need: int, headroom: float) -> int:
-    """Columns that buffers of a cache that grows are made for when so many need a place.
+    """Columns of the buffers of a growing cache that needs ``need`` of them.
 
-    Ahead by a share of what is held: of a long prompt that was evicted to a small budget, that is little.
+    Buffers are ahead by a share of the tokens held: few, where a long prompt was evicted to a small budget.
     """
     held = [buffer.layer.held().longest for buffer in buffers if buffer.evicts_prompts_alone]
     share = int(max(held, default=need) * headroom)
@@ -45,8 +45,8 @@ class Recording(NamedTuple):
     """A captured step.
 
     Attributes:
-        graph: runs it; see `hfkvq.caches.capture.CapturedGraph`.
-        inputs: what the graph reads, by argument.
+        graph: runs the step; see `hfkvq.caches.capture.CapturedGraph`.
+        inputs: tensors that the graph reads, by argument.
         model: whose step it is, weakly.
         fingerprint: of the model when it was captured; see `hfkvq.caches.model_calls.CallInterceptor.fingerprint`.
     """
@@ -65,7 +65,7 @@ class Recording(NamedTuple):
 
 
 class BufferSet:
-    """Buffers of all layers of a cache, and what was captured over them.
+    """Buffers of all layers of a cache, and the steps that were captured over them.
 
     Args:
         buffers: of the layers.
@@ -88,7 +88,7 @@ class BufferSet:
         self.runs: dict[Any, int] = {}
         self.last: Any = None
         if buffers[0].layer.capacity is None:
-            # All of a buffer is copied, and those of a fixed capacity may be nearly empty.
+            # Buffers are copied whole, and those of a fixed capacity may be nearly empty.
             _fetch_ahead([each for each in self.allocations if each.pages is not None])
         # i32 (B,) in all layers, parts of the buffers.
         self.lengths = [each.state.counters[LENGTH] for each in self.allocations]
@@ -135,7 +135,7 @@ class BufferSet:
 def _fetch_ahead(offloaded: Sequence[Allocation]) -> None:
     """Gives layers whose pages are offloaded memory on the device, to which captured steps copy them a layer ahead."""
     if len({each.tensor.device for each in offloaded}) != 1:
-        # None, or on several devices: then pages are read in place.
+        # Pages are read in place if no layer is offloaded, or layers lie on several devices.
         return
     device, size = offloaded[0].tensor.device, max(buffer_bytes(each.plan, True) for each in offloaded)
     try:
@@ -204,7 +204,7 @@ class Placement:
         if found is not None and self.sync.buffers is None and found.suits(keys):
             for buffer, allocation in zip(self.buffers, found.allocations, strict=True):
                 buffer.take_over(allocation, found.room)
-            # Padding of the cache that lay there.
+            # The padding noted is that of the deleted cache.
             found._visible = None
             self.sync.buffers = found
 
@@ -229,7 +229,7 @@ class Placement:
         return found
 
     def _made(self, buffers: list[StepBuffer], need: int) -> BufferSet | None:
-        # A fixed capacity has its buffers from the first update on, and beams, say, have left them.
+        # Caches of fixed capacity have buffers from the first update on, unless an operation on rows has left them.
         grows = buffers[0].layer.capacity is None
         if any(buffer.tensor is None for buffer in buffers) or need > buffers[0].room:
             room = room_ahead(buffers, need, self.headroom) if grows else 0

@@ -22,13 +22,13 @@ from hfkvq.version import __version__
 from .lasting import lasting
 
 KIND, VERSION = "hfkvq cache", 5
-"""What a file says that it is. A file of another version is refused."""
+"""Kind and format version of a file; a file of another version is refused."""
 
 FIELD = "hfkvq"
 """The one field of safetensors' metadata, as JSON: several fields are written in another order each time."""
 
 PART = ".part"
-"""How names of files end that are being written."""
+"""Suffix of files that are being written."""
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ Digests = Mapping[str, bytes]
 def write_file(
     path: str | Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor], digests: Digests | None = None
 ) -> int:
-    """Writes a file whole, or leaves what was there. The same contents give the same bytes.
+    """Writes a file whole; after an error the file that was there is unchanged. Equal contents give equal bytes.
 
     Several processes and threads may write the same file: each has a part of its own, and the last one stays.
 
@@ -108,7 +108,7 @@ def read_file(path: str | Path, device: torch.device = CPU) -> tuple[Any, dict[s
 
 
 def _head(path: Path, text: str) -> dict[str, Any]:
-    """The field of metadata, checked."""
+    """Reads the field of metadata, and checks it."""
     try:
         head = parse_json(text)
         kind, version, release = head.get("kind"), int(head.get("version", 0)), str(head.get("hfkvq"))
@@ -131,7 +131,7 @@ def _head(path: Path, text: str) -> dict[str, Any]:
 
 
 def checksum(text: str, digests: Digests) -> str:
-    """Of a description and tensors, from what `digest_of` gave for each: many threads hash faster than one."""
+    """Checksum of a description and of tensors, from the digests of `digest_of`: many threads hash faster than one."""
     whole = hashlib.sha256(text.encode())
     for name in sorted(digests):
         whole.update(digests[name])
@@ -139,7 +139,7 @@ def checksum(text: str, digests: Digests) -> str:
 
 
 def digest_of(name: str, tensor: Tensor) -> bytes:
-    """Of the name, dtype, shape and bytes of a contiguous tensor on the CPU."""
+    """Digest of the name, dtype, shape and bytes of a contiguous tensor on the CPU."""
     found = hashlib.sha256(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
     found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.digest()
