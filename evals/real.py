@@ -15,6 +15,8 @@ The report counts, question by question, what each cache lost and gained against
 from __future__ import annotations
 
 import argparse
+import gc
+import gzip
 import hashlib
 import json
 import os
@@ -25,19 +27,57 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from filelock import FileLock, Timeout
 
-from evals.real_bench import Part, job_file, serve, text_files, write
-from evals.real_report import STOCK, Job, Record, read_jobs, summary, tables
+from evals.compare import judge, main_metrics
 from hfkvq.caches.preset import get_preset
-from hfkvq.measure.models import Source, find_model, read_config
+from hfkvq.caches.switched import restore
+from hfkvq.measure.models import Source, find_model, load_tokenizer, read_config
 from hfkvq.measure.models.gguf_files import file_sha256
+from hfkvq.measure.records import commit, device_name, now, versions
+from hfkvq.measure.tables import NOTHING, markdown_table, number, small_number
+
+Record = dict[str, Any]
+Job = tuple[str, str]
+"""Part and preset."""
+
+STOCK = "none"
+"""Transformers' own cache, `DynamicCache`, which all others are compared with."""
+
+
+MAIN = {"kvq_gsm8k_cot": "exact_match,strict-match"}
+"""Metric by which a task is judged, where it is not the first: behind "The answer is 18." models go on with questions
+of their own, and `flexible-extract` takes the last number of all."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the set; those without tasks are KL divergence.
+
+    Attributes:
+        batch: prompts, or windows, run together: for 1.5 billion parameters, 80 GB and four processes a GPU.
+        limit: questions of each task, or windows; None is all.
+        tasks: lm-eval's names.
+        prompt: tokens of a window's prompt; of tasks those that the model must have room for.
+        scored: tokens of a window that are scored.
+    """
+
+    batch: int
+    limit: int | None
+    tasks: tuple[str, ...] = ()
+    prompt: int = 0
+    scored: int = 0
+
+
+MANY = 8
+"""Tokens of a window that are fed at a time behind its prompt."""
 
 PRESETS = """none full best-4.3 best-3.4 best-2.8 best-2.5 mixkvq kvarn-k4v2 kitty-pro kitty kivi-2 kvarn-k2v2 arkv int4
 saw-int4 saw-int4-kv triaxial""".split()
@@ -116,6 +156,171 @@ def is_done(out: Path, job: Job, settings: Record) -> bool:
     return True
 
 
+def shapes(given: argparse.Namespace, room: int | None) -> dict[str, Part]:
+    """The parts as they are asked for: with limits and sizes, and without those that the model has no room for."""
+    limits, batches = by_part(given.limit), by_part(given.batch_size)
+    found = {}
+    for name, part in PARTS.items():
+        if name == "longbench":
+            files = (Path(given.data) / "longbench").glob("*.jsonl*") if given.data else ()
+            part = replace(part, tasks=tuple(sorted(part.tasks[0] + path.name.split(".")[0] for path in files)))
+            if not part.tasks:
+                continue
+        if part.scored:
+            part = replace(part, prompt=part.prompt // given.shrink, scored=part.scored // given.shrink)
+        if not room or part.prompt + part.scored <= room:
+            found[name] = replace(part, limit=limits.get(name, part.limit), batch=batches.get(name, part.batch))
+    return found
+
+
+# A process: it loads the model once and does one job after another.
+
+
+def write(path: Path, content: Any) -> None:
+    """Writes JSON, whole or not at all."""
+    scratch = path.with_suffix(".part")
+    scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def job_file(out: Path, job: Job) -> Path:
+    """Where a job's figures are."""
+    preset = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in Path(job[1]).name)
+    return out / f"{job[0]}-{preset}.json"
+
+
+def text_files(data: str | None) -> list[Path] | None:
+    """Texts of a data folder; None where it has none."""
+    return sorted((Path(data) / "texts").glob("*.*")) or None if data else None
+
+
+class Bench:
+    """One process's model, and what it does with it."""
+
+    def __init__(self, setup: Record) -> None:
+        from transformers.utils import logging
+
+        from hfkvq.lm_eval.model import HFKVQ
+
+        logging.disable_progress_bar()
+        self.source, self.data = Source(**setup["source"]), setup["data"]
+        options = {"device": setup["device"], "dtype": setup["dtype"], "batch_size": 1, "truncate": "middle"}
+        # Tasks generate token by token: kernels for chunks of tokens need not be compiled.
+        self.lm: Any = HFKVQ(pretrained=self.source.path, scheme=STOCK, ll_chunk=1, **options)
+        self.manager: Any = None
+
+    def about(self) -> Record:
+        """What all figures of this process depend on."""
+        packages = versions("torch", "triton", "transformers", "lm_eval")
+        about = {"model": self.source.name, "model_file": self.source.origin or None, "versions": packages}
+        return {**about, "commit": os.environ.get("HFKVQ_COMMIT") or commit(), "device": device_name(self.lm.device)}
+
+    def do(self, job: Job, part: Part, settings: Record, out: Path) -> None:
+        """Does a job, with half the batch where memory runs out, and writes its file."""
+        preset = None if job[1] == STOCK else get_preset(job[1])
+        start = time.perf_counter()
+        while True:
+            try:
+                found = self.answers(job, part, preset, out) if part.tasks else self.divergence(part, preset, job[1])
+                break
+            except torch.OutOfMemoryError:
+                if part.batch == 1:
+                    raise
+                part = replace(part, batch=-(-part.batch // 2))
+            finally:
+                # The next job begins as the first did.
+                restore(self.lm.model.config)
+                gc.collect()
+                torch.cuda.empty_cache()
+        cost = {"seconds": round(time.perf_counter() - start, 1), "batch_size": part.batch, "date": now()}
+        head = {"part": job[0], "preset": job[1], "settings": settings, "about": self.about(), **cost}
+        write(job_file(out, job), {**head, **found})
+
+    def divergence(self, part: Part, preset: Any, name: str) -> Record:
+        """Distance from `DynamicCache`; of the baseline itself its perplexity."""
+        from hfkvq.measure.divergence import measure, report
+        from hfkvq.measure.divergence.windows import cut, find_texts
+
+        tokenizer = load_tokenizer(self.source)
+        texts = find_texts(text_files(self.data), None, "", "text", self.source.reference, 0)
+        given = cut(texts, tokenizer, part.prompt + part.scored, part.limit or 16)
+        chosen = {} if preset is None else {name: preset}
+        options = {"prefill": part.prompt, "chunk": MANY, "batch_size": part.batch, "tokenizer": tokenizer}
+        record = report.as_record(measure(self.lm.model, given.tokens, chosen, **options), 0, {}, given.names)
+        kept = {key: record[key] for key in ("windows", "tokens", "bootstrap", "baseline")}
+        return {**kept, "tokens_sha256": given.sha256, **dict(zip(("row",), record["rows"], strict=False))}
+
+    def answers(self, job: Job, part: Part, preset: Any, out: Path) -> Record:
+        """A part's tasks: which questions are right, and what the cache held."""
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        if self.manager is None:
+            # Reads thousands of files.
+            known = {"pretrained": self.source.path, "data_dir": str(Path(self.data).resolve())}
+            self.manager = TaskManager(
+                include_path=str(Path(__file__).parent / "tasks"), metadata=known if self.data else {}
+            )
+        self.lm.use(preset)
+        self.lm.batch_size_per_gpu = part.batch
+        self.lm.compile_ahead([] if preset is None else [preset], print)
+        evaluate: Any = lm_eval.simple_evaluate
+        options = {"limit": part.limit, "bootstrap_iters": 0, "confirm_run_unsafe_code": True}
+        arguments = {"pretrained": self.source.name, "scheme": job[1]}
+        found = evaluate(self.lm, model_args=arguments, tasks=list(part.tasks), task_manager=self.manager, **options)
+        folder = out / "samples"
+        folder.mkdir(exist_ok=True)
+        with gzip.open(folder / f"{job_file(out, job).stem}.jsonl.gz", "wt", encoding="utf-8") as file:
+            for task, rows in found["samples"].items():
+                said = {row["doc_id"]: row["resps"][0][0] for row in rows}
+                file.writelines(json.dumps({"task": task, "doc_id": at, "answer": said[at]}) + "\n" for at in said)
+        bill = found["config"]["kvq"]
+        names = ("total_bits", "code_bits", "peak_cache_bytes", "tokens_per_second", "context_tokens")
+        tasks = {task: task_record(rows) for task, rows in found["samples"].items()}
+        return {"tasks": tasks, "bill": {name: bill.get(name) for name in names}}
+
+
+def task_record(rows: Iterable[Record]) -> Record:
+    """Right and wrong of lm-eval's samples, by metric, the main one first, and a hash of what was asked."""
+    ordered = sorted(rows, key=lambda row: row["doc_id"])
+    asked = dict.fromkeys((row["doc_hash"], row["prompt_hash"]) for row in ordered)
+    values: dict[str, list[float]] = {}
+    for row in ordered:
+        for metric in row["metrics"]:
+            # Scores from 0 to 100 are those of LongBench and RULER.
+            share = float(row[metric]) / (100 if metric == "score" else 1)
+            values.setdefault(f"{metric},{row['filter']}", []).append(share)
+    digest = hashlib.sha256(json.dumps(list(asked)).encode()).hexdigest()
+    return {"asked_sha256": digest, "values": {key: pack(values[key]) for key in main_metrics(values)}}
+
+
+def serve(setup: Record) -> None:
+    """Does jobs as they come on standard input, one JSON line each, and answers each with a line."""
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # What libraries print is for the log.
+    os.dup2(2, 1)
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        # Whoever gave the jobs is gone, or done.
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    bench = Bench(setup)
+    while True:
+        told = json.loads(lines.get())
+        part = Part(**{**told["shape"], "tasks": tuple(told["shape"]["tasks"])})
+        error = None
+        try:
+            bench.do(tuple(told["job"]), part, told["settings"], Path(setup["out"]))
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            sys.excepthook(type(failure), failure, failure.__traceback__)
+        print(json.dumps({"error": error}), file=reply, flush=True)
+
+
 class Crew:
     """Processes that take jobs from one queue; one that dies is replaced.
 
@@ -182,21 +387,117 @@ class Crew:
             return subprocess.Popen(self.command, env=environment, start_new_session=True, **pipes)
 
 
-def shapes(given: argparse.Namespace, room: int | None) -> dict[str, Part]:
-    """The parts as they are asked for: with limits and sizes, and without those that the model has no room for."""
-    limits, batches = by_part(given.limit), by_part(given.batch_size)
-    found = {}
-    for name, part in PARTS.items():
-        if name == "longbench":
-            files = (Path(given.data) / "longbench").glob("*.jsonl*") if given.data else ()
-            part = replace(part, tasks=tuple(sorted(part.tasks[0] + path.name.split(".")[0] for path in files)))
-            if not part.tasks:
+def places(given: argparse.Namespace) -> list[dict[str, str]]:
+    """The environment of each process: the GPUs in turns, and its share of the cores."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = [name for name in (seen if given.gpus is None else given.gpus).split(",") if name]
+    count = given.workers or (4 if gpus else 1)
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (count * max(1, len(gpus)))))}
+    return [{**threads, "CUDA_VISIBLE_DEVICES": gpu} for _ in range(count) for gpu in gpus or [""]]
+
+
+# The report.
+
+
+def main_values(name: str, task: Record) -> list[float]:
+    """A task's values by question, by its main metric."""
+    return unpack(task["values"].get(MAIN.get(name, ""), next(iter(task["values"].values()))))
+
+
+def pack(values: Sequence[float]) -> str | list[float]:
+    """Values of questions, in little room: right and wrong as ``0110``, shares as they are."""
+    return "".join(f"{x:.0f}" for x in values) if set(values) <= {0.0, 1.0} else [round(x, 4) for x in values]
+
+
+def unpack(values: str | Sequence[float]) -> list[float]:
+    """Inverse of `pack`."""
+    return [float(x) for x in values]
+
+
+def read_jobs(out: Path, parts: Sequence[str], presets: Sequence[str]) -> dict[Job, Record]:
+    """The jobs that are there, in the order of these parts and presets, and others behind them."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("*-*.json")]
+    jobs = {(job["part"], job["preset"]): job for job in found}
+
+    def rank(job: Job) -> tuple[int, int, str]:
+        part, preset = job
+        return parts.index(part), presets.index(preset) if preset in presets else len(presets), preset
+
+    return {job: jobs[job] for job in sorted(jobs, key=rank)}
+
+
+def compare(base: Record, other: Record) -> Record:
+    """What a cache lost and gained in a part, question by question, its main metric alone."""
+    first: list[float] = []
+    second: list[float] = []
+    for task, one in base["tasks"].items():
+        same = other["tasks"][task]
+        if one["asked_sha256"] != same["asked_sha256"]:
+            raise ValueError(f"{task}: {other['preset']} was asked other questions than {base['preset']}.")
+        first += main_values(task, one)
+        second += main_values(task, same)
+    found = judge(first, second)
+    return {name: found[name] for name in ("lost", "gained", "p", "interval")}
+
+
+def score(job: Record) -> float:
+    """Mean of a part's tasks, each by its main metric, of 100."""
+    means = [sum(x := main_values(name, task)) / len(x) for name, task in job["tasks"].items()]
+    return 100 * sum(means) / len(means)
+
+
+def summary(jobs: Mapping[Job, Record]) -> Record:
+    """All jobs in one record, with what they share said once."""
+    rows: dict[str, Record] = {}
+    for (part, preset), job in jobs.items():
+        row = {key: value for key, value in job.items() if key not in ("part", "preset", "about", "settings")}
+        if "tasks" in job:
+            row["score"] = score(job)
+            if preset != STOCK and (part, STOCK) in jobs:
+                row["against_none"] = compare(jobs[part, STOCK], job)
+        rows.setdefault(preset, {})[part] = row
+    about, settings = (
+        [json.loads(x) for x in dict.fromkeys(json.dumps(job[key]) for job in jobs.values())]
+        for key in ("about", "settings")
+    )
+    return {"kind": "hfkvq real", "date": now(), "about": about, "settings": settings, "rows": rows}
+
+
+def tables(record: Record) -> str:
+    """The summary for a reader: divergence, then tasks."""
+    rows, found = record["rows"], []
+    # A part's rows are all of divergence, or all of tasks.
+    shown = {part: "tasks" in one for row in rows.values() for part, one in row.items()}
+    for part in (part for part, asks in shown.items() if not asks):
+        lines = []
+        for preset, row in rows.items():
+            if part not in row:
                 continue
-        if part.scored:
-            part = replace(part, prompt=part.prompt // given.shrink, scored=part.scored // given.shrink)
-        if not room or part.prompt + part.scored <= room:
-            found[name] = replace(part, limit=limits.get(name, part.limit), batch=batches.get(name, part.batch))
-    return found
+            base, own = row[part]["baseline"], row[part].get("row")
+            if own is None:
+                lines.append((preset, number(16.0, 2), *[NOTHING] * 5, f"{base['perplexity']:.3f}"))
+                continue
+            kld, interval = own["kld"], own["kld"]["interval"] or (None, None)
+            change = 100 * (own["perplexity_ratio"]["value"] - 1)
+            ends = " to ".join(number(end, 4) for end in interval)
+            figures = (number(own["total_bits"], 2), small_number(kld["mean"]), ends, small_number(kld["median"]))
+            lines.append((preset, *figures, f"{kld['p999']:.3f}", f"{own['top1']['share']:.3f}", f"{change:+.2f} %"))
+        head = ("cache", "total bits", "KLD", "95 %", "median", "99.9 %", "top-1", "perplexity")
+        found.append(f"## {part}\n\n{markdown_table(head, lines)}")
+    tasks = [part for part, asks in shown.items() if asks]
+    if tasks:
+        lines = []
+        for preset, row in rows.items():
+            cells = []
+            for part in tasks:
+                one = row.get(part)
+                against = (one or {}).get("against_none")
+                pairs = f" ({against['lost']}/{against['gained']})" if against else ""
+                cells.append(f"{one['score']:.1f}{pairs}" if one else "")
+            if any(cells):
+                lines.append((preset, *cells))
+        found.append(f"## tasks: score (lost/gained)\n\n{markdown_table(('cache', *tasks), lines)}")
+    return "\n\n".join(found)
 
 
 def report(out: Path) -> None:
@@ -204,6 +505,9 @@ def report(out: Path) -> None:
     record = summary(read_jobs(out, list(PARTS), PRESETS))
     write(out / "summary.json", record)
     print(tables(record))
+
+
+# The command.
 
 
 def arguments() -> argparse.Namespace:
@@ -227,15 +531,6 @@ def arguments() -> argparse.Namespace:
     if given.serve is None and (given.out is None or not (given.report or given.model)):
         parser.error("--out is needed, and --model or --report")
     return given
-
-
-def places(given: argparse.Namespace) -> list[dict[str, str]]:
-    """The environment of each process: the GPUs in turns, and its share of the cores."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = [name for name in (seen if given.gpus is None else given.gpus).split(",") if name]
-    count = given.workers or (4 if gpus else 1)
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (count * max(1, len(gpus)))))}
-    return [{**threads, "CUDA_VISIBLE_DEVICES": gpu} for _ in range(count) for gpu in gpus or [""]]
 
 
 def main() -> None:

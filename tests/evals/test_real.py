@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from evals import real
-from evals.real_bench import Part, task_record
-from evals.real_report import compare, pack, read_jobs, summary, tables, unpack
+from evals.real import Part, compare, pack, read_jobs, summary, tables, task_record, unpack
 
 
 def test_order_of_jobs():
