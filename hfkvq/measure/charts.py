@@ -13,7 +13,7 @@ from .records import BASELINE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Colours of Okabe and Ito, which the colour-blind can tell apart.
 BLUE, ORANGE, GREEN, RED, PINK = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 GREY, BLACK = "#999999", "#222222"
 
@@ -96,7 +96,7 @@ def save_chart(
         columns: those without marks are left out.
         title: of the picture.
         path: of the file.
-        grey: names of what the others are compared with.
+        grey: names of the caches that the others are compared with.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -119,7 +119,7 @@ def save_chart(
 
 
 def _own(name: str) -> bool:
-    """Whether a preset is hfkvq's own, which stands out among published methods."""
+    """True for hfkvq's own presets, which stand out among published methods."""
     return name.startswith("best-")
 
 
@@ -131,13 +131,13 @@ def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]
         found = {at: mark for at, mark in found.items() if mark.value > 0}
     values = [mark.value for mark in found.values()] or [1.0]
     highest = max(*values, *(mark.high or mark.value for mark in found.values())) if found else 1.0
-    # Within so little, a logarithmic axis has no round number to write.
+    # Logarithmic axes over so small a range have no round number to write.
     if column.logarithmic and len(found) > 1 and highest < 2 * min(values):
         axes.xaxis.set_major_locator(MaxNLocator(3))
     elif column.logarithmic:
         axes.set_xscale("log")
         if highest < 100 * min(values):
-            # Powers of ten alone would leave an axis with one number.
+            # Ticks at 1, 2 and 5: powers of ten alone would leave an axis with one number.
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:,g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
@@ -148,7 +148,7 @@ def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]
         color = GREY if names[at] in grey else RED if _own(names[at]) else BLUE
         axes.plot(mark.value, at, "o", color=color, markersize=5.5, zorder=3)
         if mark.low is not None and mark.high is not None:
-            # Nothing has no place on a logarithmic axis: the bar goes on to its edge.
+            # Bars down to 0 go on to the edge of a logarithmic axis.
             low = max(mark.low, least / 10) if column.logarithmic else mark.low
             axes.plot((low, mark.high), (at, at), color=color, linewidth=1.6, alpha=0.55)
     if column.line is not None:
@@ -161,7 +161,7 @@ def _draw(axes: Any, names: Sequence[str], column: Column, grey: Collection[str]
     axes.spines["left"].set_visible(False)
     axes.grid(alpha=0.25)
     axes.set_axisbelow(True)
-    # Numbers stand right of the axes, where no dot is.
+    # Numbers stand right of the axes, beside the dots.
     for at, mark in found.items():
         where = axes.get_yaxis_transform()
         axes.text(1.02, at, column.form.format(mark.value), transform=where, va="center", fontsize=8, color="0.3")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .study import load_study, tune
     from .trials import TuningStudy
 
-# Each is loaded when it is asked for: commands import this package for their help, and Optuna and SciPy come with the
-# extra ``hfkvq[tune]``. No name may be a module's, too: once imported, the module would stand in its place.
+# Names are loaded at their first use: commands import this package for their help, and Optuna and SciPy come with the
+# extra ``hfkvq[tune]``. No name may be a module's, too: once imported, the module would replace it.
 _HOMES = {
     **dict.fromkeys(("allocate", "make_table", "sweep"), "allocation"),
     "calibrate": "calibration",

@@ -1,4 +1,4 @@
-"""Bits under a budget: which tags get 4 bits and which 2 (TriAxialKV, section 3.1.3 and Algorithm 1)."""
+"""Allocation of 2 or 4 bits to tags under a budget (TriAxialKV, section 3.1.3 and Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hfkvq.caches.bit_table import BitTable
 from .sensitivity import Sensitivity
 
 ENUMERABLE = 22
-"""Most tags of which all allocations are tried (section 3.1.3)."""
+"""Largest number of tags of which all allocations are tried (section 3.1.3)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Something that gets one width: a tag, or several that share theirs.
+    """A tag, or several that share their width.
 
     Attributes:
-        gain: ``D(2) - D(4)``, what 4 bits spare.
-        cost: ``2 N``, what 4 bits cost.
+        gain: ``D(2) - D(4)``, distortion that 4 bits spare.
+        cost: ``2 N``, bits that 4 bits a token cost beyond 2.
     """
 
     gain: float
@@ -29,7 +29,7 @@ class Choice:
 
 
 def allocate_exact(choices: Sequence[Choice], room: float) -> list[bool]:
-    """Which to give 4 bits: ``max Σ gain s.t. Σ cost <= room``, eq. (3), by trying everything.
+    """Choices that get 4 bits: ``max Σ gain s.t. Σ cost <= room``, eq. (3), by trying all sets.
 
     Args:
         choices: at most `ENUMERABLE`.
@@ -45,7 +45,7 @@ def allocate_exact(choices: Sequence[Choice], room: float) -> list[bool]:
         raise ValueError(f"choices: got {len(choices)}, allowed {ENUMERABLE}; use allocate_greedy.")
     gain, cost = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     for choice in choices:
-        # Bit k of an index tells whether choice k is in.
+        # Bit k of an index is set if choice k gets 4 bits.
         gain, cost = torch.cat([gain, gain + choice.gain]), torch.cat([cost, cost + choice.cost])
     gain = gain.masked_fill(cost > room * (1 + 1e-12), -torch.inf)
     best = int(cost.masked_fill(gain < gain.max(), torch.inf).argmin())
@@ -53,9 +53,9 @@ def allocate_exact(choices: Sequence[Choice], room: float) -> list[bool]:
 
 
 def allocate_greedy(choices: Sequence[Choice], room: float) -> list[bool]:
-    """Which to give 4 bits, by falling ``ρ = gain / cost``, eq. (4), as long as there is room (Algorithm 1).
+    """Choices that get 4 bits, by falling ``ρ = gain / cost``, eq. (4), within the room (Algorithm 1).
 
-    What gains nothing stays at 2 bits, which the paper's text leaves open.
+    Choices without a gain stay at 2 bits, which the paper's text leaves open.
 
     Args:
         choices: any number; costs are positive.
@@ -75,7 +75,7 @@ def allocate_greedy(choices: Sequence[Choice], room: float) -> list[bool]:
 def allocate(
     distortion: Mapping[str, tuple[float, float]], counts: Mapping[str, float], budget: float
 ) -> dict[str, int]:
-    """``min Σ D_k(b_k) s.t. Σ N_k b_k <= B Σ N_k``, eq. (3): exact up to 22 tags, greedy above.
+    """Bits by tag, ``min Σ D_k(b_k) s.t. Σ N_k b_k <= B Σ N_k``, eq. (3): exact up to 22 tags, greedy above.
 
     Args:
         distortion: (D_k(2), D_k(4)) by tag.
@@ -100,10 +100,10 @@ def allocate(
 
 
 def make_table(sensitivity: Sensitivity, budget: float, without: str | None = None) -> BitTable:
-    """The table of a budget.
+    """Table of bits under a budget.
 
     Args:
-        sensitivity: what was measured.
+        sensitivity: of `hfkvq.tuning.calibrate`.
         budget: B, mean code bits of a token.
         without: "temporal", "modal" or "semantic": give one width to tags that differ on that axis only (the paper's
             ablation, Table 4). Their distortions are added up, as eq. (2) adds those of tags.
@@ -132,7 +132,7 @@ class Point:
     """One budget of a sweep.
 
     Attributes:
-        budget: B that was asked for.
+        budget: B.
         bits: mean code bits per token, ``Σ N_k b_k / Σ N_k``.
         narrow: share of tokens in 2 bits.
         distortion: ``Σ D_k(b_k)``.
@@ -147,7 +147,7 @@ class Point:
 
 
 def sweep(sensitivity: Sensitivity, budgets: Iterable[float], without: str | None = None) -> list[Point]:
-    """Tables of several budgets, to choose the smallest that a task still bears (section 3.1.4)."""
+    """Tables of several budgets, to choose the smallest that a task tolerates (section 3.1.4)."""
     points = []
     for budget in budgets:
         table = make_table(sensitivity, budget, without)

@@ -1,4 +1,4 @@
-"""Calibration of TriAxialKV: what quantizing the tokens of one tag does to the attention's output (section 3.1.4)."""
+"""Calibration of TriAxialKV: error of the attention's output if the tokens of one tag are quantized (section 3.1.4)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = (2, 4)
 
 
 def distortion(captured: Capture, columns: Tensor, exact: Tensor, bits: int, group_size: int = 32) -> Tensor:
-    """``E_i ||o_i - õ_i||²`` of each head, eq. (1), when only these tokens are held in ``bits``.
+    """Distortion ``E_i ||o_i - õ_i||²`` of each head, eq. (1), if only these tokens are held in ``bits``.
 
     Args:
         captured: one layer of one request.
@@ -45,12 +45,12 @@ def distortion(captured: Capture, columns: Tensor, exact: Tensor, bits: int, gro
 
 
 def aggregate(raw: Tensor) -> float:
-    """``D_k(b)`` of raw distortions (L, R, Hq): max over heads, mean over requests, sum over layers."""
+    """Distortion ``D_k(b)`` of raw ones (L, R, Hq): max over heads, mean over requests, sum over layers."""
     return float(raw.amax(-1).mean(-1).sum())
 
 
 def count_tokens(counts: Mapping[str, Sequence[int]], shared_inst: bool = True) -> dict[str, float]:
-    """``N_k`` of token counts by tag and request: the sum, and for instructions the median (section 3.1.3).
+    """Counts ``N_k`` of tokens by tag and request: the sum, and for instructions the median (section 3.1.3).
 
     Args:
         counts: tokens of each tag in each request; requests without the tag may be left out or 0.
@@ -82,8 +82,8 @@ def calibrate(
 ) -> Sensitivity:
     """Measures D_k(2), D_k(4) and N_k of every tag on a model's own prefills.
 
-    Each conversation is one request: what was said up to its last answer. The queries are those of the new tokens, that
-    is of what follows the answer before; earlier ones would be in the cache by then.
+    Each conversation is one request: its messages up to the last answer. The queries are those of the new tokens,
+    behind the answer before; earlier tokens would be in the cache by then.
 
     Args:
         model: a causal language model of Transformers.
@@ -91,15 +91,15 @@ def calibrate(
             their tokens.
         conversations: a few percent of a workload (the paper: 5 %).
         tagger: in place of the tokenizer's.
-        layers: how many layers are measured, evenly spread over those that a cache compresses (the paper: four to six).
+        layers: number of layers measured, evenly spread over those that a cache compresses (the paper: four to six).
         shared_inst: see `count_tokens`.
         all_queries: measure at every position of the prompt, not at the new ones only.
         max_tokens: leave out requests that are longer; None takes all.
         group_size: elements that share a scale.
-        progress: called with the share that is done.
+        progress: called with the finished share.
 
     Returns:
-        The sensitivities, with what they were measured on. Requests in which a tag does not occur count as 0 in the
+        Sensitivities with their origin. Requests in which a tag does not occur count as 0 in the
         mean over requests, so that the D_k of all tags are of the same requests.
 
     Raises:

@@ -19,7 +19,7 @@ from hfkvq.terminal import (
     tokens_option,
 )
 
-# torch and Transformers are imported inside the commands, so that help comes at once.
+# Imports of torch and Transformers are inside the commands, so that help is fast.
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 

@@ -15,14 +15,14 @@ from torch import Tensor
 from hfkvq.bounded import parse_json, read_bounded
 from hfkvq.caches.tags import placeholders
 
-# Where agent frameworks keep the messages of a trace, and ShareGPT its roles.
+# Fields of agent frameworks for the messages of a trace, and roles of ShareGPT.
 _FIELDS = ("messages", "conversation", "conversations", "trajectory", "history")
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What was said.
+    """Messages and tools of a conversation.
 
     Attributes:
         messages: as chat templates take them, each with at least "role".
@@ -34,7 +34,7 @@ class Conversation:
 
     @property
     def images(self) -> int:
-        """How many images and videos the messages show beside their text."""
+        """Number of images and videos in the messages."""
         contents = [message.get("content") for message in self.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         return sum(isinstance(part, Mapping) and part.get("type") in ("image", "video") for part in parts)
@@ -42,12 +42,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt as a model is sent it, just before it answers.
+    """Prompt that a model is sent before an answer.
 
     Attributes:
         ids: token ids.
         first_new: tokens that came in earlier requests of the same conversation, and would be in the cache.
-        inputs: what else the model is given, by name: the pixels of images, and where they stand.
+        inputs: other inputs of the model by name: pixels of images, and their positions.
     """
 
     ids: tuple[int, ...]
@@ -136,7 +136,7 @@ def _call(given: Any) -> Any:
             try:
                 part["arguments"] = parse_json(part["arguments"])
             except ValueError:
-                # Some agents write arguments that are no JSON; templates take strings too.
+                # Arguments of some agents are no JSON; templates take strings too.
                 continue
     return call if function is None else {**call, "function": function}
 
@@ -150,7 +150,7 @@ def data_hash(conversations: Iterable[Conversation]) -> str:
     """Sixteen hex digits of the conversations' content."""
 
     def plain(thing: Any) -> str:
-        # An image that is no file: its name in Python would be another each time.
+        # Images in memory are hashed by their pixels: their names in Python change from run to run.
         return hashlib.sha256(thing.tobytes()).hexdigest() if hasattr(thing, "tobytes") else str(thing)
 
     text = json.dumps([[x.messages, x.tools] for x in conversations], sort_keys=True, default=plain)
@@ -158,10 +158,10 @@ def data_hash(conversations: Iterable[Conversation]) -> str:
 
 
 def encode(conversation: Conversation, tokenizer: Any, prompt: bool = True) -> tuple[list[int], dict[str, Any]]:
-    """Token ids of a conversation, and what else the model is given: pixels of images, and where they stand.
+    """Token ids of a conversation, and other inputs of the model: pixels of images, and their positions.
 
     Args:
-        conversation: what was said.
+        conversation: messages and tools.
         tokenizer: with a chat template; for images the model's processor, which loads them, and knows how many tokens
             each takes.
         prompt: end with the header of the next answer.
@@ -176,7 +176,7 @@ def encode(conversation: Conversation, tokenizer: Any, prompt: bool = True) -> t
             f"tokenizer: got a {type(tokenizer).__name__}, which makes no tokens from a conversation's images; "
             "pass the model's processor, AutoProcessor.from_pretrained(...)."
         )
-    # Processors write into the messages that they are given.
+    # Messages are copied, since processors write into them.
     messages = copy.deepcopy(list(conversation.messages))
     options = {
         "tools": list(conversation.tools) if conversation.tools else None,
@@ -189,7 +189,7 @@ def encode(conversation: Conversation, tokenizer: Any, prompt: bool = True) -> t
             return getattr(tokenizer, "tokenizer", tokenizer)(text, add_special_tokens=False).input_ids, {}
         inputs = dict(tokenizer.apply_chat_template(messages, **options, return_dict=True, return_tensors="pt"))
     except Exception as error:
-        # Templates raise whatever Jinja does, and images whatever their file or address does.
+        # Errors of Jinja, files and addresses have many types.
         raise ValueError(f"data: the chat template does not take these messages: {error}") from error
     inputs.pop("attention_mask", None)
     ids = inputs.pop("input_ids")[0]
@@ -203,10 +203,9 @@ def encode(conversation: Conversation, tokenizer: Any, prompt: bool = True) -> t
 
 
 def make_request(conversation: Conversation, tokenizer: Any) -> Request | None:
-    """The request that the conversation's last answer was given to; None if there is no such answer.
+    """Request before the conversation's last answer; None if there is no answer.
 
-    ``first_new`` is where what the previous answer ended with is followed by something new: what a cache kept from turn
-    to turn would not hold yet.
+    ``first_new`` is the first token behind the previous answer: a cache kept from turn to turn would not hold it yet.
 
     Raises:
         ValueError: see `encode`.
@@ -221,5 +220,5 @@ def make_request(conversation: Conversation, tokenizer: Any) -> Request | None:
     same = next(
         (i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), min(len(whole), len(before))
     )
-    # Something must be new, if only the last token.
+    # One token must be new, if only the last.
     return Request(tuple(whole), min(same, len(whole) - 1), inputs)

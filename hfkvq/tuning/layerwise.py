@@ -46,7 +46,7 @@ class LayerCell:
 
     Attributes:
         layer: of the decoder.
-        candidate: name of what the layer was changed to.
+        candidate: name of the layer's scheme in this cell.
         score: of the whole cache.
     """
 
@@ -62,7 +62,7 @@ class LayerStep:
     Attributes:
         changes: (layer, candidate) pairs: one, two where one layer pays for another, or those of all layers.
         gain: how much better the value became, measured at this step; negative where bits had to be saved.
-        noise: what a gain had to exceed.
+        noise: bound that a gain had to exceed.
         score: after the step.
         reason: "raise", "exchange", "uniform", or "lower" where the base was over the budget.
     """
@@ -97,17 +97,17 @@ class LayerPlan:
 
     Attributes:
         preset: the choice, for `MixedKVCache`, the command line and lm-eval.
-        base: what it began with.
+        base: start of the search.
         layers: layers of the decoder, those included that are not compressed.
         candidates: schemes that layers could get, by name.
         objective: name of the value.
         direction: of the value.
-        cost: what the budget limits.
+        cost: limited by the budget.
         limit: the budget, or None.
         start: score of the base.
         table: the base with one layer changed, for each layer and candidate.
-        steps: what was accepted, in order.
-        stopped: why no further step was made.
+        steps: accepted changes, in order.
+        stopped: reason why no further step was made.
         compared: the plan, the base and the naive rule.
         origin: versions, date and the like.
     """
@@ -129,7 +129,7 @@ class LayerPlan:
 
     @property
     def score(self) -> Score:
-        """Of the choice, on the samples that the search used."""
+        """Score of the choice, on the samples that the search used."""
         return self.steps[-1].score if self.steps else self.start
 
     @property
@@ -142,7 +142,7 @@ class LayerPlan:
         return next((x.score for x in self.table if (x.layer, x.candidate) == (layer, candidate)), None)
 
     def gain(self, score: Score) -> float:
-        """How much better than the base a score is."""
+        """Gain of a score over the base's, positive if it is better."""
         difference = score.value - self.start.value
         return -difference if self.direction == "minimize" else difference
 
@@ -160,7 +160,7 @@ class LayerPlan:
 
     @staticmethod
     def load(path: str | Path) -> LayerPlan:
-        """Reads what `save` wrote.
+        """Reads a plan that `save` wrote.
 
         Raises:
             ValueError: there is no such file, or it holds something else.
@@ -225,13 +225,13 @@ class _Trial:
 
 
 Rank = Callable[[float, float], tuple[float, float]]
-"""What a change is worth, by its gain and its cost."""
+"""Worth of a change, by its gain and its cost."""
 
 _RANKS: Mapping[str, Rank] = {
-    # A change without cost goes first.
+    # Changes without cost come first.
     "ratio": lambda gain, cost: (gain / cost if cost > 0 else math.inf, gain),
     "gain": lambda gain, cost: (gain, -cost),
-    # The least loss per cost saved.
+    # Loss per cost saved, the least first.
     "saving": lambda gain, cost: (gain / -cost, -cost),
 }
 
@@ -256,7 +256,7 @@ class _Search:
         self.state = dict.fromkeys(self.places, 0)
         # Scores, and the values of parts of the samples as far as the objective reported them.
         self.known: dict[Preset, tuple[Score, list[float]]] = {}
-        # The best change that was turned down since the last that was not.
+        # Best change that was refused since the last accepted one.
         self.refused: _Trial | None = None
         # Gain and cost of each option of a layer, as last measured. Costs add up over layers; gains need not.
         self.brings = {layer: [(0.0, 0.0)] * len(schemes) for layer, schemes in self.options.items()}
@@ -295,11 +295,11 @@ class _Search:
 
     @property
     def room(self) -> float:
-        """What is left of the budget. Costs are sums, and an exact budget is not to fail by rounding."""
+        """Rest of the budget. Costs are sums, and an exact budget must not fail by rounding."""
         return self.limit * (1 + 1e-9) - self.spent()
 
     def expected(self, move: Move) -> tuple[float, float]:
-        """Gain and cost of a change, by what was measured last."""
+        """Gain and cost of a change, by its layers' last measurements."""
         pairs = [(self.brings[layer][option], self.brings[layer][self.state[layer]]) for layer, option in move]
         return sum(new[0] - old[0] for new, old in pairs), sum(new[1] - old[1] for new, old in pairs)
 
@@ -314,7 +314,7 @@ class _Search:
             self.brings[layer][option] = (now_gain + gain, now_cost + cost)
         noise = self.noise
         if noise is None and len(old) == len(new) >= PAIRED:
-            # The same samples both times: what makes one harder than another drops out.
+            # Differences between samples cancel: both measurements are of the same ones.
             gains = [self.sign * (b - a) for a, b in zip(old, new, strict=True)]
             interval = mean_interval(gains)
             noise = None if interval is None else max(0.0, math.fsum(gains) / len(gains) - interval[0])
@@ -366,7 +366,7 @@ class _Search:
         found: _Trial | None = None
         for move in sorted(ranks, key=lambda move: ranks[move], reverse=True)[: self.top]:
             if found is not None and rank(found.gain, found.cost) >= ranks[move]:
-                # No other promises as much as this one has kept.
+                # Other changes promise less than this one has gained.
                 break
             tried = self.attempt(move)
             if not free and (tried.gain <= tried.noise or tried.cost > room):
@@ -379,7 +379,7 @@ class _Search:
     def next(self) -> tuple[_Trial | None, str]:
         """The next change and its reason; None if nothing more is changed."""
         singles = self.singles()
-        # Noise may hide the cheap changes; what gains most is asked before the search ends.
+        # Noise may hide the gains of cheap changes, so those of greatest gain are tried before the search ends.
         if trial := self.best(singles, "ratio") or self.best(singles, "gain"):
             return trial, "raise"
         if trial := self.best(self.exchanges(), "gain"):
@@ -398,7 +398,7 @@ class _Search:
         return "done: no change gains anything"
 
     def naive(self) -> list[Compared]:
-        """The first and the last layers whole: as many as cost at least what the search has chosen."""
+        """First and last layers in 16 bits: as many as cost at least as much as the search's choice."""
         full, found = get_scheme("full"), []
         for count in range(1, (len(self.places) + 1) // 2 + 1):
             own = list(self.own)
@@ -433,7 +433,7 @@ def tune_layers(
     The base is measured, then the base with each layer changed to each candidate, one at a time. From there the change
     of greatest gain per bit is made, again and again, until nothing more fits into the budget or gains more than noise.
     Where a change does not fit, another layer may pay for it with a cheaper candidate. Where one candidate for all
-    layers fits and would be better than what the steps have led to, they go on from there. A base over the budget is
+    layers fits and would be better than the steps' result, they go on from there. A base over the budget is
     first lowered to it, at the least loss per bit.
 
     An objective that reports at least four parts (`TextKLD(..., parts=4)`) is compared part by part, on the same
@@ -442,14 +442,14 @@ def tune_layers(
 
     Args:
         base: of every layer; it may have layers of its own.
-        candidates: what a layer may get instead; names of presets, schemes, or these by names of your own.
+        candidates: alternatives of a layer: names of presets, schemes, or these by names of your own.
         objective: measures presets, e.g. `hfkvq.tuning.objectives.TextKLD`.
         layers: of the decoder.
         max_total_bits: most bits per element, every byte counted, at the length that the objective measures.
         max_bytes: instead, most bytes of the cache, there.
         compressed: layers that a cache compresses (`hfkvq.measure.capture.compressed_layers`); others, such as sliding
             windows, are skipped. None takes all.
-        noise: what a gain must exceed, in place of the objective's intervals.
+        noise: bound that a gain must exceed, in place of the objective's intervals.
         top: changes that are measured again before one of them is made.
         held_out: the same objective on other samples, to compare the result on.
         compare: measure the naive rule as well: the first and the last layers whole, two of each, and more of them
@@ -461,7 +461,7 @@ def tune_layers(
             the least possible), two budgets, or an objective that returns NaN.
     """
     for name, value in (("layers", layers), ("top", top)):
-        # type(), because True is an int.
+        # Booleans are ints, but no numbers of layers.
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}: got {value!r}, allowed 1 or more.")
     if max_total_bits is not None and max_bytes is not None:
@@ -490,7 +490,7 @@ def tune_layers(
         )
 
     if first.cost(cost) > most and len({own[layer] for layer in places}) == 1:
-        # The error comes before the table is measured, where it can be known.
+        # Errors that can be known come before the table is measured.
         whole = [tuple((layer, k) for layer in places) for k in range(1, len(named) + 1)]
         least = min(first.cost(cost), *(search.measure(move)[0].cost(cost) for move in whole))
         if least > most:
@@ -516,7 +516,7 @@ def tune_layers(
         changes = tuple((layer, ["base", *named][k]) for layer, k in trial.move)
         steps.append(LayerStep(changes, trial.gain, trial.noise, trial.score, reason))
         tell(steps[-1])
-    # Before the naive rule and the held-out samples are measured: neither is a change that was turned down.
+    # Reason of the stop, taken before the naive rule is measured.
     stopped, chosen, score = search.stopped(), search.preset(), search.measure()[0]
     compared = [Compared("plan", chosen, score), Compared("base", start, first)]
     if compare:

@@ -33,7 +33,7 @@ class TextKLD:
         chunk: tokens fed at a time.
         batch_size: windows run together.
         tokenizer: for schemes that read roles.
-        parts: how many times a trial reports; the windows are divided evenly.
+        parts: number of reports in a trial; the windows are divided evenly.
     """
 
     name = "KLD"
@@ -88,7 +88,7 @@ class LmEvalTasks:
         tasks: names, with the metric where it is not the task's first: ``"gsm8k:exact_match,strict-match"``.
         samples: numbers of the documents, the same for every task.
         task_manager: of lm-eval, for tasks of other folders.
-        parts: how many times a trial reports.
+        parts: number of reports in a trial.
         **options: of lm-eval's `simple_evaluate`, e.g. ``num_fewshot``.
     """
 
@@ -115,7 +115,7 @@ class LmEvalTasks:
         """Tasks count alike; the interval is over samples."""
         import lm_eval
 
-        # Its decorator hides what it takes.
+        # Arguments of `simple_evaluate` are hidden by its decorator.
         evaluate: Any = lm_eval.simple_evaluate
         self.model.use(preset)
         right: dict[str, list[float]] = {task: [] for task in self.metrics}
@@ -215,14 +215,14 @@ class ReferenceTasks:
 
 
 class Timed:
-    """Another objective, with the milliseconds of a step of generation beside it.
+    """Another objective, with the milliseconds of a decode step beside it.
 
     Args:
         objective: the other.
         model: that is timed, on its device.
         context: tokens before the steps.
         batch: rows.
-        steps: how many; the median counts.
+        steps: number of steps, of whose times the median counts.
         tokenizer: for schemes that read roles.
     """
 
@@ -250,7 +250,7 @@ class Timed:
         )
         self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         times = []
-        # The first steps capture graphs.
+        # Steps before the fifth capture graphs.
         for step in range(self.steps + 4):
             begin = clock(device)
             self.model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)

@@ -29,7 +29,7 @@ _TENSORS = {4: ("high_index", "high"), 16: ("full_index", "full")}
 
 
 def raised_channels(cache: MixedKVCache) -> dict[int, dict[int, Tensor]]:
-    """How often each key channel was raised.
+    """Shares of the pages in which each key channel was raised.
 
     Args:
         cache: that has seen tokens.
@@ -102,7 +102,7 @@ def layer_sensitivity(plan: LayerPlan) -> Figure:
     layers, names = plan.measured_layers, list(plan.candidates)
     cells = [[plan.cell(layer, name) for layer in layers] for name in names]
     gains = [[float("nan") if score is None else plan.gain(score) for score in row] for row in cells]
-    # A loss may grow by any factor, which would leave the other cells without colour.
+    # Colours end at the base's loss: losses may grow by any factor, and would leave the gains pale.
     most = max((abs(gain) for row in gains for gain in row if gain == gain), default=0.0) or 1.0
     most = min(most, plan.start.value) if plan.direction == "minimize" and plan.start.value > 0 else most
     figure, grid = new_figure(2.6 + max(5.0, 0.4 * len(layers)), 1.7 + 0.55 * len(names))
@@ -165,7 +165,7 @@ def tag_sensitivity(sensitivity: Sensitivity, bits: Mapping[str, int] | None = N
     left.hlines(names, wide, narrow, color=GREY, zorder=1)
     left.plot(narrow, names, "o", color=ORANGE, label="in 2 bits")
     left.plot(wide, names, "s", color=BLUE, label="in 4 bits")
-    # A symmetric logarithm has a place for zero.
+    # Symmetric logarithms have a place for zero.
     left.set_xscale("symlog", linthresh=min((x for x in (*narrow, *wide) if x > 0), default=1.0))
     left.set_xlabel("distortion D of the attention's output, sum over layers")
     left.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)

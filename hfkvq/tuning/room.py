@@ -18,15 +18,15 @@ from hfkvq.caches.schemes import MixKVQ
 from hfkvq.kernels.pages import RAISED_STEP
 
 COVERAGE = 0.99
-"""Share of pages for which there is room, unless said otherwise."""
+"""Default share of pages in which all raised channels fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Counting(MixKVQ):
-    """Raises whatever its thresholds say, without a bound, and counts it.
+    """MixKVQ without a bound on raised channels, which it counts.
 
     Attributes:
-        layer: which it is of.
+        layer: its number.
         found: by layer, i32 (n, 3) for each pass: of each page and head, channels above ``tau_bf16``, others above
             ``tau_int4``, and the rest.
     """
@@ -38,15 +38,15 @@ class _Counting(MixKVQ):
     found: dict[int, list[Tensor]] = field(default_factory=dict, compare=False)
 
     def in_layer(self, layer: int, layers: int) -> _Counting:
-        """The same, which knows its layer."""
+        """Scheme of a layer, with its number."""
         return dataclasses.replace(self, layer=layer)
 
     def room(self, head_dim: int) -> tuple[int, int]:
-        """All at 16 bits."""
+        """Room for all channels at 16 bits."""
         return head_dim, 0
 
     def channel_bits(self, keys: Tensor, q_abs: Tensor | None) -> Tensor:
-        """16 bits for all that is raised."""
+        """Bits of channels, 16 for all raised ones: u8 (B, H, n, D)."""
         if "query" in self.needs and q_abs is None:
             raise ValueError(
                 "model: its attention does not expose its queries, so thresholds cannot be applied; load it with "
@@ -62,7 +62,7 @@ class _Counting(MixKVQ):
 
 @dataclass(frozen=True)
 class LayerRoom:
-    """What thresholds raise in a layer, and the room for it.
+    """Channels that thresholds raise in a layer, and the room for them.
 
     Attributes:
         layer: its number.
@@ -82,16 +82,16 @@ class LayerRoom:
 
 
 def raises_by_threshold(preset: Preset) -> bool:
-    """Whether `fit_room` has something to do for a preset."""
+    """True for presets that `fit_room` takes."""
     return isinstance(preset.scheme, MixKVQ) and preset.scheme.select == "thresholds"
 
 
 def measure_room(
     model: Any, preset: Preset | Scheme | str, tokens: Tensor, *, coverage: float = COVERAGE, batch_size: int = 8
 ) -> list[LayerRoom]:
-    """Room that a layer needs for what MixKVQ's thresholds raise in it.
+    """Room that a layer needs for the channels that MixKVQ's thresholds raise in it.
 
-    Three quarters of a window are its prompt; what comes behind is fed a page at a time, so that both kinds of pages
+    Three quarters of a window are its prompt; the rest is fed a page at a time, so that both kinds of pages
     are counted: those of a prompt, by all its queries, and those of later windows, by their own.
 
     Args:
@@ -103,7 +103,7 @@ def measure_room(
         batch_size: windows run together.
 
     Returns:
-        What each layer of the main scheme needs.
+        Room of each layer of the main scheme.
 
     Raises:
         ValueError: another scheme, a coverage out of range, windows in which no page fills, or a model whose
@@ -139,7 +139,7 @@ def _layer_room(layer: int, counts: Tensor, coverage: float) -> LayerRoom:
         middle = _enough(counts[:, 1] + demoted, coverage, head_dim - wide)
         return middle, demoted, (counts[:, 1] + demoted - middle).clamp(min=0)
 
-    # Some pages may need the one, others the other, and both together be more than there are channels.
+    # Pages may differ, so that both rooms together exceed the channels; less room at 16 bits is tried then.
     rooms = range(_enough(counts[:, 0], coverage, head_dim), -1, -RAISED_STEP)
     wide = min(rooms, key=lambda room: int(sum(each.sum() for each in of(room)[1:])))
     middle, *lost = of(wide)

@@ -1,4 +1,4 @@
-"""What a trial measures, and what measures it."""
+"""Scores of caches, and the interface of objectives."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ COSTS: tuple[Cost, ...] = ("total_bits", "cache_bytes", "milliseconds", "key_bit
 
 @dataclass(frozen=True)
 class Score:
-    """How good a cache is, and what it costs; all measured in the same run.
+    """Value and costs of a cache, measured in the same run.
 
     Attributes:
         value: the objective's: an accuracy, or a KL divergence.
         total_bits: bits per element, every byte counted.
         code_bits: payload bits per element of sealed pages.
         cache_bytes: held at the end of a sample, or None.
-        milliseconds: of a step of generation, or None.
-        samples: how many, independent of each other.
+        milliseconds: of a decode step, or None.
+        samples: number of independent samples.
         low: end of the value's 95 % interval, or None.
         high: its other end.
         key_bits: mean width of the keys' channels as raised, without scales (MixKVQ's B_eff, equation 17), or None.
@@ -40,7 +40,7 @@ class Score:
     key_bits: float | None = None
 
     def cost(self, name: Cost) -> float:
-        """One of the costs.
+        """Cost of that name.
 
         Raises:
             ValueError: the objective does not measure it.
@@ -54,7 +54,7 @@ class Score:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain fields; NaN becomes None, which JSON knows."""
+        """Fields as JSON has them; NaN becomes None."""
         fields = asdict(self)
         return {name: None if isinstance(x, float) and math.isnan(x) else x for name, x in fields.items()}
 
@@ -65,12 +65,12 @@ class Score:
 
 
 Report = Callable[[int, float], None]
-"""Told, after each part of the samples, how many parts are done and the value so far; raises to stop early."""
+"""Function that takes the number of the part just measured and the value so far; raises to stop early."""
 
 
 @runtime_checkable
 class Objective(Protocol):
-    """What is searched for. Any callable with these attributes will do; `hfkvq.tuning.objectives` has some.
+    """Measure of a cache: any callable with these attributes, such as those in `hfkvq.tuning.objectives`.
 
     Attributes:
         name: of the value, e.g. "KLD".

@@ -1,4 +1,4 @@
-"""What `hfkvq tune` does: loads a model, divides the samples, searches, confirms, and picks."""
+"""Steps of `hfkvq tune`: load a model, divide the samples, search, confirm, and pick."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ BUDGETS = tuple(round(2 + step / 5, 1) for step in range(11))
 
 @dataclass(frozen=True)
 class Plan:
-    """What is searched, on what.
+    """A search: a scheme, and objectives on samples.
 
     Attributes:
-        preset: what is not searched.
+        preset: knobs that are not searched.
         objective: on the samples of the search.
-        held_out: the same on others.
-        model: its name, for the record.
-        about: the rest of the record.
+        held_out: on other samples.
+        model: name of the model, for the record.
+        about: rest of the record.
         cost: the second objective.
         tables: of TriAxialKV, by budget.
         fit: gives MixKVQ the room that its thresholds need, or None.
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def measured_on(self) -> dict[str, Any]:
-        """What scores depend on. The seed chooses the reference tasks' questions; elsewhere it is the sampler's."""
+        """Conditions of the scores. The seed is one with the reference tasks, whose questions it chooses."""
         fixed = {name: x for name, x in self.about.items() if name != "seed" or self.about["objective"] == "reference"}
         return {"model": self.model, **fixed}
 
@@ -95,7 +95,7 @@ def make_plan(
     """Checks the arguments of the command, and loads the model.
 
     Raises:
-        ValueError: what the arguments' own checks say.
+        ValueError: arguments that are not allowed, or do not go together.
     """
     check_scipy("tune")
     preset = get_preset(scheme)
@@ -260,7 +260,7 @@ def _published(plan: Plan) -> dict[str, Preset]:
     found: dict[Any, str] = {}
     for name, scheme in list_schemes().items():
         if type(scheme) is type(plan.preset.scheme):
-            # The last name says most.
+            # Later names of a scheme say more.
             found[scheme] = name
     presets = {name: get_preset(scheme) for scheme, name in found.items()}
     if plan.fit is None:
@@ -269,7 +269,7 @@ def _published(plan: Plan) -> dict[str, Preset]:
 
 
 def save(plan: Plan, study: TuningStudy, picked: Point, path: Path) -> None:
-    """Writes the preset with what it was chosen by."""
+    """Writes the preset with its origin."""
     score = picked.held_out
     origin = {
         "by": f"hfkvq tune, hfkvq {__version__}",

@@ -25,7 +25,7 @@ from hfkvq.terminal import (
     tokens_option,
 )
 
-# torch, Transformers and Optuna are imported inside the command, so that help comes at once.
+# Imports of torch, Transformers and Optuna are inside the command, so that help is fast.
 if TYPE_CHECKING:
     from collections.abc import Sequence
 

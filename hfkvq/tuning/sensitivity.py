@@ -1,4 +1,4 @@
-"""What a calibration measured: the distortion D_k(b) and the token count N_k of every tag."""
+"""Result of a calibration: the distortion D_k(b) and the token count N_k of every tag."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Sensitivity:
     """Result of a calibration (TriAxialKV, section 3.1.4), from which tables are made for any budget.
 
     Attributes:
-        distortion: (D_k(2), D_k(4)) by tag: what quantizing that tag's tokens alone does to the attention's output.
+        distortion: (D_k(2), D_k(4)) by tag: error of the attention's output if that tag's tokens alone are quantized.
         counts: N_k by tag, tokens.
         origin: model, chat template and data.
-        shared_inst: whether N_k of instructions is a median, as where requests share one copy of them.
+        shared_inst: True if N_k of instructions is a median, for requests that share one copy of them.
     """
 
     distortion: Mapping[str, tuple[float, float]]
@@ -33,7 +33,7 @@ class Sensitivity:
     shared_inst: bool = True
 
     def __post_init__(self) -> None:
-        """Checks that the numbers are such as can be allocated."""
+        """Checks tags and numbers."""
         if self.distortion.keys() != self.counts.keys():
             odd = sorted(self.distortion.keys() ^ self.counts.keys())
             raise ValueError(f"counts: must have the same tags as distortion; only one of them has {', '.join(odd)}.")
@@ -69,7 +69,7 @@ class Sensitivity:
 
     @staticmethod
     def load(path: str | Path) -> Sensitivity:
-        """Reads what `save` wrote.
+        """Reads a result that `save` wrote.
 
         Raises:
             ValueError: there is no such file, or it holds something else.

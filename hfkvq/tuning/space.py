@@ -1,4 +1,4 @@
-"""What is searched: the knobs of a scheme, as Optuna's distributions."""
+"""Search spaces: the knobs of a scheme, as Optuna's distributions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Space = dict[str, BaseDistribution]
 
 
 def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None, *, optional: bool = False) -> Space:
-    """The search space of a scheme: each knob that names a range to search (``knob(..., search=...)``).
+    """Search space of a scheme: each knob that names a range to search (``knob(..., search=...)``).
 
     Args:
         scheme: its other knobs stay as they are.
@@ -50,7 +50,7 @@ def space_of(scheme: Scheme, ranges: Mapping[str, Sequence[Any]] | None = None, 
     space = {name: _distribution(name, chosen[name], fields[name]) for name in fields if name in chosen}
     for name, distribution in space.items():
         for value in _ends(distribution):
-            # The scheme itself knows what a knob may be.
+            # Schemes check their own knobs.
             get_scheme(scheme, **{name: value})
     return space
 
@@ -89,12 +89,12 @@ def suggest(trial: Trial, name: str, distribution: BaseDistribution) -> None:
 
 
 def describe(space: Space) -> dict[str, Any]:
-    """Plain description, to compare spaces by."""
+    """Distributions as plain data, to compare spaces."""
     return {name: json.loads(distribution_to_json(distribution)) for name, distribution in space.items()}
 
 
 def published(scheme: Scheme, space: Space) -> list[dict[str, Any]]:
-    """What presets of the scheme, and itself, say of the knobs searched: where a search begins.
+    """Values of the searched knobs in the scheme and its presets: the first trials of a search.
 
     Presets that differ in other knobs as well, or lie outside the space, are left out.
     """
@@ -111,7 +111,7 @@ def published(scheme: Scheme, space: Space) -> list[dict[str, Any]]:
 
 
 def _fits(distribution: BaseDistribution, value: Any) -> bool:
-    """Whether a value lies in a distribution."""
+    """True if a value is in a distribution."""
     if isinstance(distribution, CategoricalDistribution):
         return value in distribution.choices
     assert isinstance(distribution, (FloatDistribution, IntDistribution))

@@ -1,4 +1,4 @@
-"""Where studies are kept: memory, a database, or a journal file."""
+"""Storages of studies: memory, a database, or a journal file."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def open_storage(where: str | None) -> BaseStorage | None:
         hint = " pip install 'hfkvq[postgres]' brings one." if where.startswith("postgres") else ""
         raise ValueError(f"storage: {hidden(where)!r} needs a driver that is not installed: {error}.{hint}") from None
     except Exception as error:
-        # SQLAlchemy's errors have many names, and chains of causes.
+        # Errors of SQLAlchemy have many types, and chains of causes.
         reason = str(error.__cause__ or error).splitlines()[0]
         raise ValueError(f"storage: {hidden(where)!r} cannot be reached: {reason}") from None
 
 
 def hidden(where: str) -> str:
-    """A storage's name for the reader, without its password."""
+    """Storage's name without its password."""
     try:
         return make_url(where).render_as_string(hide_password=True) if "://" in where else where
     except ArgumentError:
@@ -73,7 +73,7 @@ def hidden(where: str) -> str:
 
 
 def _with_driver(url: str) -> str:
-    """PostgreSQL's usual prefixes stand for an old driver in SQLAlchemy, or for nothing."""
+    """URL with the installed driver of PostgreSQL, whose usual prefixes SQLAlchemy takes for an old one."""
     scheme, _, rest = url.partition("://")
     old = importlib.util.find_spec("psycopg2") is not None
     return f"postgresql{'' if old else '+psycopg'}://{rest}" if scheme in ("postgres", "postgresql") else url
@@ -83,7 +83,7 @@ def _database(url: str) -> RDBStorage:
     for attempt in range(10):
         try:
             with warnings.catch_warnings():
-                # Optuna calls heartbeats experimental since 2.9.
+                # Heartbeats are experimental in Optuna since 2.9.
                 warnings.simplefilter("ignore", ExperimentalWarning)
                 return RDBStorage(
                     url,

@@ -1,4 +1,4 @@
-"""`tune` searches a scheme's knobs for the best caches at each cost; `load_study` reads a search that was made."""
+"""`tune` searches a scheme's knobs for the best caches at each cost; `load_study` reads an earlier search."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def tune(
         limits: most of a cost, by its name; trials beyond are measured and count as infeasible.
         single: the value alone, under ``limits``; unpromising trials are stopped early where the objective reports.
         tables: bits of tags by budget, for TriAxialKV (see `sweep`): the budget is searched beside the knobs.
-        fit: makes of a trial's preset the one that is measured and kept, where something in it follows from the model:
-            MixKVQ's room from its thresholds (`hfkvq.tuning.fit_room`).
-        measured_on: model, samples and whatever else scores depend on, as JSON has it. A study keeps it, and refuses to
-            go on with other: its trials could not be compared.
+        fit: completes a trial's preset by the model before it is measured and kept: MixKVQ's room by its thresholds
+            (`hfkvq.tuning.fit_room`).
+        measured_on: model, samples and other conditions of the scores, as JSON has them. A study keeps them, and
+            refuses others, whose trials could not be compared.
         storage: an SQLAlchemy URL (``sqlite:///tuning.db``), or the path of a journal file (``tuning.log``) on a file
             system that the processes share. None keeps the study in memory.
         name: of the study in the storage; the scheme's by default.
-        warm_start: begin with what presets say.
+        warm_start: begin with the presets' knobs.
         on_trial: told the study when it begins, with None, and after each trial of this process.
 
     Raises:
@@ -100,7 +100,7 @@ def tune(
         "measured_on": dict(measured_on or {}),
         "tables": None if tables is None else {str(budget): dict(table) for budget, table in tables.items()},
     }
-    # As JSON has it, which is what comes back from a storage.
+    # Tuples and keys become those that a storage gives back.
     setup = json.loads(json.dumps(setup))
     study, created = _open(storage, name or preset.scheme.name, setup)
     # Processes with the same seed would ask for the same trials.
@@ -127,14 +127,14 @@ def tune(
 
 
 def _open(storage: str | None, name: str, setup: Mapping[str, Any]) -> tuple[optuna.Study, bool]:
-    """The study, and whether it is new."""
+    """Study, and True if it is new."""
     opened = open_storage(storage)
     directions = [setup["direction"]] if setup["single"] else [setup["direction"], "minimize"]
     try:
         study = optuna.create_study(study_name=name, storage=opened, directions=directions)
         study.set_user_attr(SETUP, dict(setup))
         with warnings.catch_warnings():
-            # Experimental since 3.2; its plots and dashboard show the names.
+            # Names of metrics, which plots and dashboards show, are experimental since 3.2.
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             study.set_metric_names([setup["objective"]] if setup["single"] else [setup["objective"], setup["cost"]])
         return study, True
@@ -213,7 +213,7 @@ def _run(
         try:
             preset = study.preset_of(trial.params)
         except ValueError as error:
-            # Each value is legal, together they are not.
+            # Knobs may be legal each, and not together.
             trial.set_user_attr("hfkvq:refused", str(error))
             raise optuna.TrialPruned from None
         known = _recorded(study, trial)
@@ -232,5 +232,5 @@ def _run(
 
 
 def _recorded(study: TuningStudy, trial: Trial) -> Point | None:
-    """An earlier trial with the same knobs: measuring again would find the same."""
+    """Earlier trial with the same knobs, whose score holds for this one."""
     return next((other for other in study.points() if other.knobs == trial.params), None)

@@ -1,4 +1,4 @@
-"""`TuningStudy`: what a search of knobs has measured, its Pareto front, and the choice of a point on it."""
+"""`TuningStudy`: trials of a search, their Pareto front, and the choice of a point on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETUP, SCORE, HELD_OUT = "hfkvq:setup", "hfkvq:score", "hfkvq:held_out"
 REFERENCE = "hfkvq:reference"
 
 FITTED = "hfkvq:fitted"
-"""What was measured in place of the preset that a trial's knobs make, where something in it follows from the model."""
+"""Preset that was measured in place of the one of a trial's knobs, completed by the model."""
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 """States of trials that count: measured, or stopped early by the pruner."""
@@ -34,8 +34,8 @@ class Point:
 
     Attributes:
         number: of the trial.
-        knobs: what was searched.
-        preset: the whole of it.
+        knobs: values of the searched knobs.
+        preset: whole preset.
         score: on the samples that the search used.
         held_out: on others, if it was confirmed.
     """
@@ -48,16 +48,16 @@ class Point:
 
     @property
     def best_known(self) -> Score:
-        """Held-out figures where there are any: those the search has not chosen by."""
+        """Held-out score, by which the search has not chosen, or else the search's."""
         return self.held_out or self.score
 
 
 class TuningStudy:
-    """A search that was made, or is being made by others.
+    """A finished search, or one that is still running.
 
     Attributes:
         optuna: Optuna's study, for its plots and dashboards.
-        preset: what is not searched.
+        preset: knobs that are not searched.
         space: Optuna's distributions by knob.
         cost: the second objective, or the constraint's.
         direction: of the first objective.
@@ -91,7 +91,7 @@ class TuningStudy:
             self.optuna.set_user_attr(f"{REFERENCE}:{name}", pair)
 
     def references(self) -> dict[str, tuple[Score, Score | None]]:
-        """Scores, and held-out ones, of what `refer` measured."""
+        """Scores, and held-out ones, of the presets that `refer` measured."""
         found = {}
         for key, pair in self.optuna.user_attrs.items():
             if key.startswith(f"{REFERENCE}:"):
@@ -122,7 +122,7 @@ class TuningStudy:
         )
 
     def better(self, one: float, other: float) -> bool:
-        """Whether a value is better than another."""
+        """True if a value is better than another."""
         return one < other if self.direction == "minimize" else one > other
 
     def pareto(self) -> list[Point]:
@@ -146,7 +146,7 @@ class TuningStudy:
             The candidates, best held-out value first.
         """
         front = [point for point in self.pareto() if is_within(point.score, limits or {})]
-        # Along a front the value gets better with the cost: the last ones are the best.
+        # Values get better along a front with the cost: the last ones are the best.
         confirmed = []
         for point in front[-most:]:
             if point.held_out is None:
@@ -227,7 +227,7 @@ class TuningStudy:
 
 
 def is_within(score: Score, limits: Mapping[Cost, float]) -> bool:
-    """Whether a score exceeds none of the limits."""
+    """True if a score exceeds none of the limits."""
     return all(score.cost(name) <= limit for name, limit in limits.items())
 
 

@@ -1,4 +1,4 @@
-"""What `hfkvq tune` shows: the Pareto front, the published presets beside it, and what is recommended."""
+"""Output of `hfkvq tune`: the Pareto front, the published presets beside it, and the recommended point."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def table(study: TuningStudy, picked: Point) -> Table:
 
 
 def notes(plan: Plan, study: TuningStudy, picked: Point) -> Iterator[str]:
-    """What the table's figures are."""
+    """Notes on the table's figures."""
     score = picked.score
     yield (
         f"{plan.model}: {len(study.points())} trials measured on {score.samples} samples each, the best ones on "

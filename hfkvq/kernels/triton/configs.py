@@ -1,4 +1,4 @@
-"""Launch parameters by GPU and format: looked up, never searched for while somebody waits for a token.
+"""Launch parameters by GPU and format: measured before and looked up, never searched during generation.
 
 Later layers win: the defaults, what is shipped for a kind of GPU and for a GPU (`SHIPPED`), the file that ``hfkvq bench
 tune`` saved on this machine, and the candidates that it tries.
@@ -34,7 +34,7 @@ DEFAULTS: Mapping[str, Knobs] = {
     # of a turn of the page loop, 0 for what suits the format. loose: tokens of a block of what no page holds, which are
     # in shared memory in 16 bits: 32, or 16 where there is little of it.
     "decode": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
-    # Integer products, of codes of so many bits. Of 2 bits they want three programs on each part of a multiprocessor:
+    # Integer products of codes of so many bits. Those of 2 bits need three programs on each part of a multiprocessor:
     # with two they wait longer than f16 products.
     "digits-2": {"programs_per_sm": 12, "stages": 5, "max_registers": 168, "step": 0, "loose": 32},
     "digits-4": {"programs_per_sm": 8, "stages": 5, "max_registers": 0, "step": 0, "loose": 32},
@@ -50,7 +50,7 @@ MOST: Knobs = {"loose": 32}
 """Greatest legal value, where there is one."""
 
 ANY = "*"
-"""Stands for every key in what is shipped."""
+"""Key that stands for every key in `SHIPPED`."""
 
 SHIPPED = Path(__file__).with_name("parameters.json")
 """What comes with the package: {GPU: {kernel: {key: knobs}}}, "*" for all keys.
@@ -64,7 +64,7 @@ of what an H200 does, and others with 100 KB a third or less. Those of latents o
 `evals/parameters.py`.
 """
 
-# The interpreter runs one program after the other.
+# Programs run one after the other in the interpreter.
 _INTERPRETER: Mapping[str, Knobs] = {
     "decode": {"programs_per_sm": 4, "stages": 1},
     "digits-2": {"programs_per_sm": 4, "stages": 1},
@@ -137,15 +137,12 @@ def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 
 def gpu_key(name: str) -> str:
-    """What the tuning file files a GPU's findings under: another Triton may generate other code."""
+    """Key of a GPU in the tuning file, with the version of Triton, which may generate other code."""
     return f"{name}, Triton {version('triton')}"
 
 
-# The file of this machine.
-
-
 def tuning_file() -> Path | None:
-    """Where tuned parameters lie: ``$HFKVQ_TUNING``, else ``hfkvq/tuning.json`` in the user's cache folder.
+    """Path of the tuning file: ``$HFKVQ_TUNING``, else ``hfkvq/tuning.json`` in the user's cache folder.
 
     None if there is no home to look in.
     """
@@ -165,7 +162,7 @@ def reload() -> None:
 
 
 def _problem(kernel: str, knobs: object) -> str | None:
-    """What is wrong with a kernel's knobs, or None."""
+    """Problem of a kernel's knobs in words, or None."""
     if not isinstance(knobs, dict):
         return f"{kernel}: got {knobs!r}, expected knobs by name."
     for name, value in knobs.items():
@@ -207,7 +204,7 @@ def _saved(path: Path | None) -> Mapping[str, Mapping[str, Mapping[str, Knobs]]]
     try:
         return _parse(path) if path is not None and path.exists() else {}
     except (OSError, ValueError) as error:
-        # Tuning makes attention faster, not right: a file that cannot be used must not stop it.
+        # Attention goes on without a file that cannot be used: tuning makes it faster, not right.
         logger.warning(
             "The tuning file %s is ignored: %s Delete it, or run `hfkvq bench tune` anew elsewhere.", path, error
         )
@@ -231,7 +228,7 @@ def save(device: torch.device, found: Mapping[str, Mapping[str, Knobs]]) -> Path
     for kernel, keys in found.items():
         own.setdefault(kernel, {}).update({key: dict(knobs) for key, knobs in keys.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Another process may be reading: it sees the old file or the new one.
+    # Replacing the file leaves other processes the old one or the new one.
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
         file.write(json.dumps(data, indent=2, sort_keys=True) + "\n")
     os.replace(file.name, path)

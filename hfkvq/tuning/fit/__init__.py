@@ -1,4 +1,4 @@
-"""What fits into memory: weights and caches by arithmetic, from a model's config alone."""
+"""Bytes of weights and caches by arithmetic, from a model's config alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .model import Plan, cache_bytes, fits, outline_of, plan
     from .weights import Weights, weights_of
 
-# Loaded when asked for: commands import this package for their help.
+# Names are loaded at their first use: commands import this package for their help.
 _HOMES = {
     **dict.fromkeys(("Plan", "cache_bytes", "fits", "outline_of", "plan"), "model"),
     **dict.fromkeys(("Weights", "weights_of"), "weights"),

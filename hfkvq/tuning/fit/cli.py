@@ -10,7 +10,7 @@ import typer
 
 from hfkvq.terminal import DType, fail, make_console, number_option, tokens_option
 
-# torch and Transformers are imported inside the command, so that help comes at once.
+# Imports of torch and Transformers are inside the command, so that help is fast.
 if TYPE_CHECKING:
     from rich.table import Table
 

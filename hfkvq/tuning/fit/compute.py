@@ -1,4 +1,4 @@
-"""What fits, from a model's name and sizes as they are typed: what `hfkvq fit` and `hfkvq recommend` share."""
+"""Plans of caches from a model's name and sizes as typed, for `hfkvq fit` and `hfkvq recommend`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ STOCK = ("bf16", "none")
 
 @dataclass(frozen=True)
 class Computed:
-    """What fits.
+    """Plans of caches on a model and a GPU.
 
     Attributes:
-        about: model, memory and how tokens come, as plain values.
-        found: the model.
-        weights: of it.
+        about: model, memory and lengths, as plain values.
+        found: outline of the model.
+        weights: bytes of its weights.
         presets: by name; None is Transformers' own cache.
         plans: of the presets, in their order.
         most: longest context that was looked for.
@@ -49,7 +49,7 @@ class Computed:
 
     @property
     def latents(self) -> bool:
-        """Whether the model's attention is over latents."""
+        """True if the model's attention is over latents."""
         return latent_dims(text_config(self.found.config)) is not None
 
 
@@ -77,11 +77,11 @@ def compute(
         batch: rows.
         generated: tokens of the context that are generated.
         prefill_chunk: tokens of a piece of the prompt; 0 is a prompt in one piece.
-        schemes: names, with commas; None takes the stock cache, and of ``default`` what can hold the model's heads.
+        schemes: names, with commas; None takes the stock cache, and those of ``default`` that can hold the heads.
         dtype: of weights and cache; None is the checkpoint's.
-        overhead: what else is on the device.
+        overhead: other bytes on the device.
         narrow: see `cache_bytes`.
-        beyond: whether a context may be longer than the model has positions.
+        beyond: allow a context longer than the model's positions.
         default: names, of which latents are offered those that attend to them as they are stored; None for a preset
             or two of each scheme.
 
@@ -148,7 +148,7 @@ def _no_room(memory: int, weights: Weights, spare: int) -> str:
 def presets_for(
     found: Outline, schemes: str | None = None, default: Sequence[str] | None = None
 ) -> dict[str, Preset | None]:
-    """Presets by name; those that nobody named only if they can hold the heads."""
+    """Presets by name; defaults only if they can hold the heads."""
     chosen: dict[str, Preset | None] = {}
     latents = latent_dims(text_config(found.config)) is not None
     usual = widest_first(listed("fit")) if default is None else default
@@ -166,7 +166,7 @@ def presets_for(
             if schemes is not None:
                 raise ValueError(f"{name}: {error}") from None
             continue
-        # Others are dequantized in each step.
+        # Latents in other formats are dequantized in each step.
         suits = default is None or not latents or preset is None or _attends(preset, found)
         if schemes is not None or suits:
             chosen[name] = preset
@@ -174,7 +174,7 @@ def presets_for(
 
 
 def _attends(preset: Preset, found: Outline) -> bool:
-    """Whether steps attend to latents as the preset stores them."""
+    """True if steps attend to latents as the preset stores them."""
     dims = latent_dims(text_config(found.config))
     return dims is None or all(
         latent_layout(scheme, *dims) is not None for scheme in preset.by_layer(len(found.layers))

@@ -1,4 +1,4 @@
-"""Bytes that one layer will hold: the layer itself is fed, over a store whose tokens have no heads."""
+"""Bytes that one layer will hold: a layer is fed over a store whose tokens have no heads."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from hfkvq.kernels.step import buffer_bytes
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How tokens come to a cache.
+    """Lengths of prompt, chunks and generated tokens of a cache.
 
     Attributes:
         prompt: tokens that come before any is generated.
         generated: tokens that come one by one, behind the prompt.
         chunk: tokens of a piece of the prompt; None for one piece. A store that grows has room to spare.
         narrow: share of the prompt's tokens that get the narrow width, where a scheme gives tokens widths by tags.
-        headroom: share of what is needed by which the buffers of captured steps are ahead of need; None where steps
-            are not captured.
+        headroom: share by which buffers of captured steps are larger than needed; None if steps are not captured.
     """
 
     prompt: int
@@ -43,16 +42,16 @@ class Arrival:
     headroom: float | None = None
 
     def ends(self) -> list[int]:
-        """Tokens of the prompt that have come after each of its pieces."""
+        """Numbers of the prompt's tokens after each of its chunks."""
         step = max(self.prompt if self.chunk is None else self.chunk, 1)
         return [min(at + step, self.prompt) for at in range(0, self.prompt, step)]
 
 
 class _Rooms(KVStore):
-    """A store of one row without heads: it makes room, counts and routes as any does, and has nothing to write."""
+    """Store of one row without heads: it grows, counts and routes like any store, and writes nothing."""
 
     def skip(self, tokens: int) -> int:
-        """Takes up to so many steps at once for which nothing has to grow, and returns how many those are."""
+        """Takes up to so many steps at once, as long as nothing has to grow, and returns their number."""
         sizes, view = self.sizes, self.runs[-1]
         if any(x.shape[2] < sum(own) for x, own in zip(self.windows[2:], zip(*sizes[1:], strict=True), strict=True)):
             return 0
@@ -65,7 +64,7 @@ class _Rooms(KVStore):
 
 @dataclass(frozen=True)
 class _Kind:
-    """All that a layer follows from, but for its number of heads and the tokens that come."""
+    """Properties that determine a layer's bytes, except its heads and its tokens."""
 
     scheme: Any
     key_dim: int
@@ -81,7 +80,7 @@ class _Kind:
         return self.scheme.evicts
 
     def tokens(self, count: int) -> list[Tensor]:
-        """Keys and values of one row: of one head where tokens are judged, else of none, which is free."""
+        """Keys and values of one row: with one head for schemes that evict, else without heads and bytes."""
         own, dtype = int(self.evicts), {2: torch.bfloat16, 4: torch.float32}[self.itemsize]
         return [torch.zeros(1, own, count, dim, dtype=dtype, device="cpu") for dim in (self.key_dim, self.value_dim)]
 
@@ -98,10 +97,10 @@ class _Kind:
         layer.dtype, layer.device, layer.heads, layer.batch_size = keys.dtype, keys.device, 0, 1
         layer.is_initialized = True
         for side in SIDES if self.captured else ():
-            # As such layers do on a GPU.
+            # Tails of captured layers have their final size from the beginning.
             store.grow_tail(side, store.tail_limit[side], True)
         if layer.tags is not None:
-            # Nothing is tagged here but by `_tagged`.
+            # Tags come from `_tagged` alone.
             layer.tags.record = TokenRecord(None)  # type: ignore[arg-type]
         return layer
 
@@ -111,14 +110,14 @@ class _Kind:
         layer.update(keys, values)
         layer.begin(None, count)
         if self.evicts:
-            # The newest query is enough: how many tokens stay does not depend on what attention says.
+            # One query is enough: the number of kept tokens does not depend on attention.
             layer.finish(keys[:, :, -1:], AttentionArguments(1.0))
         else:
-            # Seals; nobody asks for what queries have shown.
+            # Cropping nothing seals due tokens.
             layer.crop(0)
 
     def feed_prompt(self, layer: KVLayer, count: int) -> None:
-        """The same with a prompt, or a piece of one."""
+        """Gives a layer a prompt, or a chunk of one."""
         if self.narrow and layer.tags is not None and layer.tags.record is not None:
             layer.tags.record.write(
                 torch.zeros(1, count, dtype=torch.int32), self._tagged(layer.seen, count), layer.seen
@@ -126,7 +125,7 @@ class _Kind:
         self.feed(layer, count)
 
     def _tagged(self, seen: int, count: int) -> Tensor:
-        """Tags u8 (1, count) of which a share is narrow, evenly spread, if the scheme has a tag for that."""
+        """Tags u8 (1, count), an evenly spread share of them narrow if the scheme has such a tag."""
         codes = torch.arange(UNTAGGED + 1, dtype=torch.uint8)[None]
         some = torch.zeros(1, 1, codes.shape[1], 1)
         bits = self.scheme.token_bits(some, some, torch.zeros_like(codes, dtype=torch.int32), codes)
@@ -136,7 +135,7 @@ class _Kind:
         return torch.where(at > 0, found[0] if found else UNTAGGED, UNTAGGED).to(torch.uint8)
 
     def shortened(self, come: Arrival) -> int:
-        """Tokens of a prompt that leaves as much under a budget as the whole one; some pieces may be missing."""
+        """Length of a shorter prompt that leaves the same bytes under a budget; whole chunks are left out."""
         if not isinstance(self.scheme, (TieredEviction, TokenEviction)):
             return come.prompt
         layout = self.scheme.layout(self.key_dim, self.value_dim)
@@ -145,7 +144,7 @@ class _Kind:
             every = torch.tensor([come.prompt]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)
             kept = int(self.scheme.kept(*every))
         elif self.scheme.budget_share is None:
-            # PyramidKV's budgets are the same from twice their mean on.
+            # Budgets of PyramidKV are the same from twice their mean on.
             kept = 2 * self.scheme.tokens
         else:
             return come.prompt
@@ -154,7 +153,7 @@ class _Kind:
         return come.prompt - max(come.prompt - enough - piece, 0) // piece * piece
 
     def steps(self, layer: KVLayer, come: Arrival) -> Iterator[None]:
-        """Feeds generated tokens; stops where the layer may be fullest."""
+        """Feeds generated tokens; yields at each moment when the layer may be fullest."""
         left, trims = come.generated, 0
         while left and trims < 3:
             count = left
@@ -163,7 +162,7 @@ class _Kind:
                     layer.buffer.make_room(room_ahead([layer.buffer], layer.seen + 1, come.headroom))
                 count = min(left, layer.buffer.room - layer.seen)
             if layer.eviction is not None and (layer.steps is None or layer.eviction.trims_steps):
-                # Up to a trim; from the third one on it repeats itself.
+                # Steps up to a trim; from the third trim on, bytes repeat.
                 at = layer.eviction.full_at
                 count = min(count, MAX_STEP, max(at - 1 - layer.seen, 1))
                 self.feed(layer, count)
@@ -194,7 +193,7 @@ class _Kind:
             held = buffer_bytes(plan) + rows * store.dropped.nbytes
         else:
             own = 1 if self.evicts else heads
-            # What has more than two axes has the heads in the second one.
+            # Tensors of more than two axes have the heads in the second.
             shapes = [
                 (x.itemsize, (*x.shape[:1], own, *x.shape[2:]) if x.dim() > 2 else x.shape) for x in store.tensors()
             ]
@@ -207,7 +206,7 @@ class _Kind:
 
 @lru_cache(maxsize=256)
 def _notes(scheme: Scheme, heads: int, key_dim: int) -> int:
-    """Bytes of what a layer remembers of the queries of a row."""
+    """Bytes of a row's query statistics in a layer."""
     if "query" not in scheme.needs:
         return 0
     statistics = QueryStatistics()
@@ -216,14 +215,14 @@ def _notes(scheme: Scheme, heads: int, key_dim: int) -> int:
 
 
 class _Prompts:
-    """Layers of a kind that have had a prompt in pieces of ``chunk`` tokens; longer prompts begin as shorter ones."""
+    """Layers of a kind after prompts in chunks of ``chunk`` tokens; a longer prompt goes on from a shorter one."""
 
     def __init__(self, kind: _Kind, chunk: int) -> None:
         self.kind, self.chunk = kind, chunk
         self._after: dict[int, KVLayer] = {}
 
     def layer(self, prompt: int) -> KVLayer:
-        """A layer that has had a prompt, the caller's own."""
+        """Layer after a prompt, the caller's own."""
         whole, rest = divmod(prompt, self.chunk)
         near = max((pieces for pieces in self._after if pieces <= whole), default=0)
         layer = self._after.pop(near, None) or self.kind.fresh()
@@ -232,7 +231,7 @@ class _Prompts:
             self.kind.feed_prompt(layer, self.chunk)
         self._after[whole] = copy.deepcopy(layer)
         while len(self._after) > 3:
-            # The one that was asked for least recently: whoever bisects comes back to the others.
+            # Layers used least recently go first: a bisection comes back to the others.
             del self._after[next(iter(self._after))]
         if rest:
             self.kind.feed_prompt(layer, rest)
@@ -257,7 +256,7 @@ def layer_bytes(
 ) -> int:
     """Bytes that one layer holds when all tokens have come: pages, windows, tables and notes.
 
-    Of schemes that evict, with the greatest share of whole tokens that the scheme allows, and at the fullest moment
+    Schemes that evict are counted with the greatest share of whole tokens that they allow, and at the fullest moment
     between two trims if tokens are generated. Rows are taken to be equally long.
 
     Args:

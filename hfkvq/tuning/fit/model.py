@@ -24,7 +24,7 @@ from .layer import Arrival, layer_bytes
 from .weights import Weights, peak
 
 MOST_TOKENS = 1 << 24
-"""No context beyond this is looked for."""
+"""Longest context that is looked for."""
 
 
 _EACH = 4096
@@ -112,7 +112,7 @@ def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
     """A layer of the model in whose place each may be counted: the first of the same budgets for all contexts."""
     count, found = len(schemes), []
     first: dict[Any, tuple[int, int]] = {}
-    # Budgets differ most where most tokens were given; millions of contexts need not be compared one by one.
+    # Contexts beyond the first are sampled: budgets differ most at the longest.
     given = torch.arange(1, min(context, _EACH) + 1)
     given = torch.cat([given, torch.linspace(1, context, _EACH, dtype=torch.float64).long()])
     for i, scheme in enumerate(schemes):
@@ -125,11 +125,11 @@ def _places(schemes: Sequence[Scheme], context: int) -> list[tuple[int, int]]:
 
 
 def _is_captured(model: Outline, preset: Preset) -> bool:
-    """Whether steps of such a cache are captured on a GPU, as the cache itself says."""
+    """True if steps of such a cache are captured on a GPU, by the cache's own rule."""
     if not any(layer.compressed or layer.window for layer in model.layers):
         return False
     if preset not in model.captured:
-        # A cache leaves its mark on the config that it is made from.
+        # Configs are copied: a cache changes the one that it is made from.
         model.captured[preset] = MixedKVCache(copy.deepcopy(model.config), preset, graphs=True).graphs is not None
     return model.captured[preset]
 
@@ -163,7 +163,7 @@ def fits(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cache leaves of a memory.
+    """Bytes of a cache, and of the memory beside it.
 
     Attributes:
         name: of the cache.
@@ -171,7 +171,7 @@ class Plan:
         peak: estimated bytes of the prompt's last piece, beside the cache.
         left: bytes left, negative if it does not fit.
         batch: largest at the context asked for, 0 if none.
-        context: longest of one row, 0 if none; `MOST_TOKENS` stands for as many as one likes.
+        context: longest of one row, 0 if none; `MOST_TOKENS` if none is too long.
     """
 
     name: str
@@ -195,7 +195,7 @@ def plan(
     come: Arrival | None = None,
     most: int | None = None,
 ) -> Plan:
-    """Bytes, and the largest batch and context by bisection.
+    """Plan of a cache: bytes, and the largest batch and context by bisection.
 
     Args:
         config: see `cache_bytes`.
@@ -206,8 +206,8 @@ def plan(
         context: asked for.
         batch: asked for.
         dtype: of the cache.
-        overhead: bytes of whatever else is on the device.
-        come: how tokens come; its prompt is the context less what is generated.
+        overhead: other bytes on the device.
+        come: lengths of tokens; its prompt is the context less the generated tokens.
         most: longest context that is looked for.
     """
     model, come = outline_of(config), come or Arrival(0)

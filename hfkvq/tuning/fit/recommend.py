@@ -1,4 +1,4 @@
-"""One answer to "which preset": what fits, what it loses, and the rule that chooses."""
+"""Choice of a preset: rows of caches with their bytes and losses, and the rule that chooses among them."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from .model import Plan
 Record = dict[str, Any]
 
 KLD = 2.0
-"""Divergence that goes with a growth of perplexity: 0.02 nats with 1 %, somewhat more than what was measured together.
-Of text that a model does not know perplexity may fall, though its predictions have changed."""
+"""Largest divergence beside a growth of perplexity: 0.02 nats for 1 %, somewhat more than was measured together.
+Perplexity of text that a model does not know may fall, though its predictions have changed."""
 
 
 def is_candidate(preset: Preset) -> bool:
-    """Whether a preset is offered to somebody who names none: those keep every token, and read no tags."""
+    """True for default candidates: presets that keep every token, and read no tags."""
     return not any(scheme.evicts for scheme in preset.schemes) and not preset.needs & {"tags", "turns"}
 
 
 def candidates() -> list[str]:
-    """What is offered: of those that are measured, or that `hfkvq fit` shows; each scheme once, the widest first."""
+    """Default candidates that are measured, or that `hfkvq fit` shows; each scheme once, the widest first."""
     found: dict[Any, str] = {}
     for name in in_order():
         entry = entry_of(name)[1]
         shown = "fit" in entry.lists or figure("loss", name) is not None
         if shown and entry.group == "scheme" and is_candidate(get_preset(name)):
-            # Of several names the first, which is the short one.
+            # First names are the short ones.
             found.setdefault(get_scheme(name), name)
     return widest_first(found.values())
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a cache does to predictions.
+    """Loss of a cache's predictions.
 
     Attributes:
         perplexity: beside `DynamicCache`'s, as a ratio.
@@ -53,7 +53,7 @@ class Loss:
         kld_interval: of it.
         verdict: safe, lossy or unsafe (`hfkvq.measure.doctor`), by divergence on the model itself; None of the figures
             that the package brings along.
-        against: what speaks against it.
+        against: reasons against it.
     """
 
     perplexity: float
@@ -66,14 +66,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Row:
-    """A cache that might be taken.
+    """A cache to choose among.
 
     Attributes:
-        plan: its bytes, and what fits.
+        plan: its bytes, largest batch and context.
         preset: None for Transformers' own cache.
         bits: least and most of a token that is kept, in a long context.
-        loss: None if nobody measured it.
-        step_ms: of a step on an H200, see `hfkvq.measure.figures`; None if nobody measured it.
+        loss: None if it was not measured.
+        step_ms: of a step on an H200, see `hfkvq.measure.figures`; None if it was not measured.
     """
 
     plan: Plan
@@ -85,7 +85,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is recommended.
+    """Recommended cache.
 
     Attributes:
         row: the cache.
@@ -97,7 +97,7 @@ class Choice:
 
 
 def known_loss(name: str) -> Loss | None:
-    """What was measured on SmolLM2."""
+    """Loss that was measured on SmolLM2."""
     found = figure("loss", name)
     if found is None:
         return None
@@ -105,7 +105,7 @@ def known_loss(name: str) -> Loss | None:
 
 
 def measured_losses(record: Record) -> dict[str, Loss]:
-    """Of a record of `hfkvq kld`, by name."""
+    """Losses in a record of `hfkvq kld`, by name."""
     found = {}
     for row in record["rows"]:
         ratio, kld = row["perplexity_ratio"], row["kld"]
@@ -120,7 +120,7 @@ def make_rows(done: Computed, measured: dict[str, Loss] | None = None) -> list[R
     """A row for each cache that was computed.
 
     Args:
-        done: what fits.
+        done: plans of all caches.
         measured: losses of this model, by name; None takes those of SmolLM2, of which latents tell nothing.
     """
     rows = []
@@ -139,17 +139,17 @@ def make_rows(done: Computed, measured: dict[str, Loss] | None = None) -> list[R
 
 
 def is_unsafe(row: Row) -> bool:
-    """Whether it was measured on the model, and writes something else."""
+    """True if the cache was measured on the model and is unsafe."""
     return row.loss is not None and row.loss.verdict == UNSAFE
 
 
 def fits_users(row: Row, users: int) -> bool:
-    """Whether so many rows of the context asked for fit."""
+    """True if so many rows fit at the context."""
     return row.plan.batch >= users
 
 
 def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice | None:
-    """Of the caches that fit, one; None if none does, or all that do are unsafe on the model.
+    """Chooses one of the caches that fit; None if none does, or all that do are unsafe on the model.
 
     Args:
         rows: of all caches.
@@ -185,18 +185,18 @@ def choose(rows: Sequence[Row], users: int | None, most_loss: float) -> Choice |
 
 
 def python_line(name: str) -> str:
-    """To copy."""
+    """Line of Python to copy."""
     return f"cache = MixedKVCache(model.config{'' if name == DEFAULT_SCHEME else f', {json.dumps(name)}'})"
 
 
 def command_line(model: str | None, row: Row, done: Computed) -> str:
-    """To copy: a server, or where that does not take the model, the scheme or this Transformers a look at it."""
+    """Command to copy: a server, or a demo if the server does not take the model, the scheme or this Transformers."""
     own = "" if model is None else f" --model {model}"
     look = f"hfkvq demo{own} --schemes {row.plan.name}"
     if model is None or row.preset is None or row.preset.layers:
         return look
     try:
-        # Raises ImportError with Transformers before 5.19.
+        # Serving needs Transformers 5.19, else this raises ImportError.
         from hfkvq.serving.engine import check
 
         check(done.found.config, row.preset.scheme)

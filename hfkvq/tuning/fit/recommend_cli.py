@@ -13,7 +13,7 @@ import typer
 from hfkvq.progress import duration, progress_bar, stop
 from hfkvq.terminal import Device, DType, fail, make_console, number_option, pick_device, print_notes, tokens_option
 
-# torch and Transformers are imported inside the command, so that help comes at once.
+# Imports of torch and Transformers are inside the command, so that help is fast.
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -130,7 +130,7 @@ def recommend(
 def _measure(
     model: str | None, names: list[str], text: list[Path], windows: int, window: int, device: Any, dtype: DType
 ) -> Record:
-    """What the candidates lose on the text, and the floor."""
+    """Losses of the candidates on the text, and of unquantized pages."""
     import torch
 
     from hfkvq.measure.divergence.intervals import check_scipy

@@ -1,4 +1,4 @@
-"""Bytes of a model's weights, and an estimate of what a forward needs beside them and the cache."""
+"""Bytes of a model's weights, and an estimate of a forward's activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _METHOD_BITS = {"fp8": 8, "fbgemm_fp8": 8, "finegrained_fp8": 8, "mxfp4": 4.25, 
 """Bits of a weight where a quantization config names none."""
 
 METADATA_BITS = 0.5
-"""What scales and zeros add to a weight of 4 bits in groups of 64 to 128, generously."""
+"""Bits of scales and zeros of a weight of 4 bits in groups of 64 to 128, generously."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Weights:
     Attributes:
         parameters: of the model, tied ones once.
         total: bytes.
-        source: where the bytes come from, in words.
-        exact: whether they are counted, not estimated.
+        source: origin of the bytes, in words.
+        exact: True if they are counted, not estimated.
     """
 
     parameters: int
@@ -49,7 +49,7 @@ def _quantized_bits(config: Any) -> float | None:
 
 
 def weights_of(outline: Outline, dtype: torch.dtype, stored: int | None = None) -> Weights:
-    """Parameters times the dtype's bytes; of quantized checkpoints what is ``stored``, or an estimate by their bits.
+    """Bytes by parameters and dtype; of quantized checkpoints ``stored``, or an estimate by their bits.
 
     Args:
         outline: of the model.
