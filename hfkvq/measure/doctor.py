@@ -19,9 +19,9 @@ from hfkvq.kernels import await_kernels
 
 from .demo.answers import answer, make_cache, texts
 from .demo.prompts import Batch, Subject, is_right, make_batches
-from .demo.schemes import long_context_bits
 from .divergence.measurement import NotNumbers, measure
 from .divergence.values import Measured
+from .presets import long_context_bits
 from .records import BASELINE, device_name, now
 
 Record = dict[str, Any]
