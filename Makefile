@@ -34,7 +34,7 @@ FOR_GPU := $(FOR_DEV)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo style format test test-cpus test-gpu bench docs dist clean
+.PHONY: help demo style format test test-cpus test-gpu bench docs docs-check dist clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  \1\t/' | expand -t 14
@@ -68,6 +68,9 @@ test-gpu: $(FOR_GPU)  ## the tests that need a CUDA device
 
 bench: $(FOR_GPU)  ## time decode attention against bf16 (needs a CUDA device)
 	PYTHONPATH=. $(GPU_PYTHON) -m hfkvq.cli bench kernels $(BENCH_ARGS)
+
+docs-check: $(FOR_DEV)  ## compare the documents' generated tables with the figures (--write in ARGS writes them)
+	PYTHONPATH=. $(BIN)/python evals/docs.py $(ARGS)
 
 # The first page is the README, also for whoever opens the folder.
 docs: $(FOR_DOCS)  ## guides and API reference as a site with search, in build/docs

@@ -1,9 +1,9 @@
-"""What the papers claim of their own parts, tried on the reference model: JSON, a picture, the section of README.md.
+"""What the papers claim of their own parts, tried on the reference model: JSON and a picture.
 
     python evals/ablations.py [measure | table] [--samples 12] [--parts mixkvq,arkv,triaxial]
 
-"measure" takes about eight minutes on a CPU core; it writes results/ablations.json and its picture, then the table.
-"table" writes the table alone, from what was measured.
+"measure" takes about eight minutes on a CPU core; it writes results/ablations.json and its picture.
+"table" prints the tables of README.md, which `evals/docs.py --write` puts there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from hfkvq.measure.reference import load_reference, recall, tools, with_outliers
 from hfkvq.tuning import Conversation, Sensitivity, calibrate, make_table
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- ablations: begin -->", "<!-- ablations: end -->"
 
 PARTS = ("mixkvq", "arkv", "triaxial")
 
@@ -374,12 +372,6 @@ def markdown(measured: Row) -> str:
     return "\n\n".join(sections)
 
 
-def put_table(text: str, measured: Row) -> str:
-    """README's text with the tables in their place."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{markdown(measured)}\n\n{END}{rest.split(END)[1]}"
-
-
 def save_picture(measured: Row, path: Path) -> None:
     """Mean KLD and its 95 % interval of each cache, a panel a part."""
     figure, grid = new_figure(15, 6, len(PARTS))
@@ -413,7 +405,7 @@ def main(
     ),
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = RESULTS,
 ) -> None:
-    """Measures, and writes what README.md shows."""
+    """Measures, writes figures and picture, and prints the tables."""
     if what not in ("measure", "table"):
         raise typer.BadParameter(f"got {what!r}, allowed measure or table.")
     chosen = parts.split(",")
@@ -429,8 +421,6 @@ def main(
         (out / "ablations.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
     measured = json.loads((out / "ablations.json").read_text(encoding="utf-8"))
     save_picture(measured, out / "ablations.png")
-    if out == RESULTS:
-        README.write_text(put_table(README.read_text(encoding="utf-8"), measured), encoding="utf-8")
     typer.echo(markdown(measured))
 
 

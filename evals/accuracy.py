@@ -1,12 +1,12 @@
-"""Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures, the table in docs.
+"""Accuracy of every preset on the reference model, plain and with outlier channels: JSON, pictures.
 
     python evals/accuracy.py [measure | slice | table] [--device auto] [--samples 64] [--commit NAME]
 
-"measure" takes minutes on a GPU and hours on a CPU; it writes results/accuracy.json, two pictures and the table.
+"measure" takes minutes on a GPU and hours on a CPU; it writes results/accuracy.json and two pictures.
 With --only, of presets, options or typed forms such as best-2.5:fit=0, the rows of these are put among those that are
 there.
 "slice" writes results/accuracy-slice.json, the small fixed part that the tests measure again, on the CPU. "table"
-writes the table alone, from what was measured.
+prints the table of docs/results.md, which `evals/docs.py --write` puts there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ from hfkvq.measure.presets import describe
 from hfkvq.measure.records import BASELINE
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
-BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 
 OUTLIERS = 8.0
 """Factor on some key channels of the second model; large models have such channels."""
@@ -155,12 +153,6 @@ def markdown(measured: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def put_table(text: str, measured: dict[str, Any]) -> str:
-    """The document's text with the table in its place."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{markdown(measured)}\n{END}{rest.split(END)[1]}"
-
-
 def picture(kind: str, measured: dict[str, Any], path: Path) -> None:
     """Bits, right answers and KLD of all rows, by bits."""
     rows = sorted(measured["rows"], key=lambda row: row["total_bits"])
@@ -189,7 +181,7 @@ def main(
     only: Annotated[str, typer.Option(help="Presets and options to measure; the others stay as they are.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = RESULTS,
 ) -> None:
-    """Measures, and writes what docs/results.md shows."""
+    """Measures, writes figures and pictures, and prints the table."""
     if what not in ("measure", "slice", "table"):
         raise typer.BadParameter(f"got {what!r}, allowed measure, slice or table.")
     if what == "slice":
@@ -220,8 +212,6 @@ def main(
     measured = json.loads((out / "accuracy.json").read_text(encoding="utf-8"))
     for kind in ("plain", "outliers"):
         picture(kind, measured[kind], out / f"accuracy-{kind}.png")
-    if out == RESULTS:
-        DOCUMENT.write_text(put_table(DOCUMENT.read_text(encoding="utf-8"), measured), encoding="utf-8")
     typer.echo(markdown(measured))
 
 

@@ -1,9 +1,7 @@
 """The figures that ship in the package, from what was measured: hfkvq/measure/figures.json.
 
-    python evals/figures.py
-
-`hfkvq schemes` and `hfkvq recommend` show them. A preset has a figure where a file measured its very knobs; knobs that
-a file does not name are at their defaults.
+`evals/docs.py --write` writes the file, and `hfkvq schemes` and `hfkvq recommend` show it. A preset has a figure where
+a file measured its very knobs; knobs that a file does not name are at their defaults.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hfkvq.caches import Scheme, get_scheme, list_schemes
-from hfkvq.measure.figures import KIND, PATH
+from hfkvq.measure.figures import KIND
 
 RESULTS = Path(__file__).parent / "results"
 # Of several files with a preset the first one counts.
@@ -135,7 +133,3 @@ def figures() -> dict[str, Any]:
 def text() -> str:
     """As the file has it."""
     return json.dumps(figures(), indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    PATH.write_text(text(), encoding="utf-8")

@@ -1,8 +1,7 @@
 """SmolLM2's table in docs/results.md and its picture, from what `hfkvq kld` wrote.
 
-    PYTHONPATH=. python evals/frontier.py
-
-Reads results/kld-smollm2-*-h200.json; where two files have a row, the newer one's counts.
+`evals/docs.py --write` writes them. Reads results/kld-smollm2-*-h200.json; where two files have a row, the newer
+one's counts.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from hfkvq.measure.presets import describe, long_context_bits
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
-BEGIN, END = "<!-- smollm2: begin -->", "<!-- smollm2: end -->"
 FILES = (
     "kld-smollm2-ablation-h200.json",
     "kld-smollm2-pages-h200.json",
@@ -208,10 +205,3 @@ def write_names(
             axes.annotate(name, at, xytext=(8, 0), textcoords="offset points", fontsize=8.5, color=colors[name])
         else:
             taken.append(best)
-
-
-if __name__ == "__main__":
-    before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
-    picture(RESULTS / "frontier-smollm2.png")

@@ -2,7 +2,6 @@
 
     PYTHONPATH=. python evals/reference/train.py --shape mla --minutes 3 --evaluate 0 --text gsm8k_train.jsonl --out mla
     PYTHONPATH=. python evals/latents.py mla --gsm8k gsm8k_test.jsonl
-    PYTHONPATH=. python evals/latents.py  # writes the table of docs/results.md
 
 Every row is measured through the cache itself, by `hfkvq kld`'s code, on three texts: the tasks that the model was
 trained on, problems of GSM8K as it was trained on others, and GSM8K's answers as the file has them, which look like
@@ -31,8 +30,6 @@ from hfkvq.measure.records import commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results/latents-kld-h200.json"
-DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
-BEGIN, END = "<!-- latents: begin -->", "<!-- latents: end -->"
 HEAD = ("cache", "total bits", "KLD, GSM8K", "95 %", "perplexity, GSM8K", "KLD, tasks")
 
 NONE = "sink_length=0:local_length=0"
@@ -109,7 +106,7 @@ def add(path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path, nargs="?", help="folder that train.py wrote; without, the table is written")
+    parser.add_argument("model", type=Path, nargs="?", help="folder that train.py wrote")
     parser.add_argument("--gsm8k", type=Path, help="test.jsonl")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -124,12 +121,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="no group is begun later")
     parser.add_argument("--add", type=Path, help="what another run with the same weights has written, for the table")
     args = parser.parse_args()
+    if args.add is not None:
+        return add(args.add)
     if args.model is None:
-        if args.add is not None:
-            add(args.add)
-        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-        return
+        parser.error("the model's folder is needed, or --add")
     begin = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)

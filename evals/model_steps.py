@@ -1,7 +1,6 @@
 """Decode steps of models that are no plain decoders, ours beside `DynamicCache`: latents, windows, hybrids, ALiBi.
 
     PYTHONPATH=. python evals/model_steps.py [--rows gemma3-12b:12@131072=kitty-pro+saw-int4,...] [--json FILE]
-    PYTHONPATH=. python evals/model_steps.py --table  # writes the table of docs/results.md from what was measured
 
 Models have published shapes and random weights. A row is SHAPE[:LAYERS]@TOKENS=PRESET+PRESET: the context is a
 random prompt, in chunks of 4,096 tokens (in the figures that are committed random keys and values, but for latents and
@@ -46,8 +45,6 @@ from hfkvq.tuning.fit import cache_bytes
 from hfkvq.tuning.fit.model import outline_of
 
 RESULTS = Path(__file__).parent / "results/model-steps-h200.json"
-DOCUMENT = Path(__file__).parent.parent / "docs/results.md"
-BEGIN, END = "<!-- model steps: begin -->", "<!-- model steps: end -->"
 HEAD = (
     "shape, layers", "tokens", "cache", "a step", "`DynamicCache`", "times faster", "held", "bits: pages", "all",
     "with room", "with room now",
@@ -268,12 +265,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="most for the timed steps of a row")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--table", action="store_true", help="measure nothing, and write the table of docs/results.md")
     args = parser.parse_args()
-    if args.table:
-        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-        return
     rows = parse(args.rows)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     record: dict[str, Any] = {

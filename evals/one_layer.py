@@ -1,9 +1,6 @@
-"""Writes what documents say of one layer's decode attention, from what `evals.other_kernels` measured.
+"""Tables and picture of one layer's decode attention, from what `evals.other_kernels` measured.
 
-    PYTHONPATH=. python evals/one_layer.py
-
-Reads evals/results/kernels-h200.json and, if it is there, kernels-h100.json. Writes the picture of the first, the
-tables in docs/results.md between markers, and the speed-ups in docs/choosing.md.
+`evals/docs.py --write` puts the tables into docs/results.md, and the speed-ups into docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hfkvq.measure.bench import kernels
 from hfkvq.measure.bench.kernels import KINDS, Record, Row, unquantized
 from hfkvq.measure.charts import Column, Mark, save_chart
 
@@ -145,15 +141,6 @@ def refused(record: Record) -> Iterator[tuple[str, str]]:
             yield name, words if len(words) <= CLIP else words[:CLIP].rstrip() + "..."
 
 
-def replace(text: str, name: str, lines: Sequence[str]) -> str:
-    """The text with what stands between two markers replaced."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    before, found, rest = text.partition(begin)
-    if not found or end not in rest:
-        raise ValueError(f"docs: got a page without the markers of {name!r}.")
-    return "\n".join([before + begin, "", *lines, "", end + rest.partition(end)[2]])
-
-
 def choosing(text: str, record: Record) -> str:
     """The last two columns of the table of costs: speed-ups at 32 x 32k and 1 x 1k."""
     ours = by_name(record, ("format",))
@@ -187,23 +174,3 @@ def picture(record: Record, path: Path) -> bool:
         "bars: to where the bytes read would take it at the bandwidth of a copy; grey: not this library's"
     )
     return save_chart(names, columns, title, path, {row["name"] for row in rows if row["kind"] != "format"})
-
-
-def main() -> None:
-    """Everything."""
-    record = kernels.load(RESULTS / f"{RUN}.json")
-    picture(record, RESULTS / f"{RUN}.png")
-    page = DOCS / "results.md"
-    text = replace(page.read_text(encoding="utf-8"), "one layer", [*speedups(record)])
-    text = replace(text, "one layer, others", [*beside(record)])
-    other = RESULTS / "kernels-h100.json"
-    text = replace(
-        text, "one layer, H100", [*speedups(kernels.load(other))] if other.exists() else ["An H100 was not measured."]
-    )
-    page.write_text(text, encoding="utf-8")
-    page = DOCS / "choosing.md"
-    page.write_text(choosing(page.read_text(encoding="utf-8"), record), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

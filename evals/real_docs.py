@@ -1,6 +1,6 @@
 """Two real models in the README and docs/results.md, and their picture, from what `evals/real.py` found.
 
-Run it as ``PYTHONPATH=. python evals/real_docs.py``.
+`evals/docs.py --write` writes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from hfkvq.tuning.fit import cache_bytes
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "evals" / "results"
 SMOLLM2, QWEN = "real-smollm2-h100.json", "real-qwen2.5-coder-1.5b-h100.json"
-BEGIN, END = "<!-- real models: begin -->", "<!-- real models: end -->"
 MOVED = ":smooth_keys=false"
 """Tasks of some presets were measured before their keys were smoothed; then a mark stands behind them."""
 
@@ -163,15 +162,3 @@ def picture(path: Path) -> None:
     handles.append(Line2D([], [], color=GREY, linestyle="--", label="16 bits: rounding alone"))
     grid[0][0].legend(handles=handles, frameon=False, loc="upper right", fontsize=8.5)
     figure.savefig(path, dpi=150)
-
-
-def put(path: Path, table: str) -> None:
-    """Writes a table between the marks of a document."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    put(ROOT / "README.md", readme())
-    put(ROOT / "docs" / "results.md", results())
-    picture(RESULTS / "real-models.png")

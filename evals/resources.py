@@ -3,7 +3,7 @@
     PYTHONPATH=. python evals/resources.py [--gpus 80,89,90,100,120] [--presets kitty-pro,saw-int4]
 
 Kernels are compiled by Triton and its own ptxas (ptxas-blackwell from sm_100 on), and their binaries are read by its
-cuobjdump. Writes evals/results/resources.json and the table in docs/speed.md. Nothing is launched, so nothing is timed.
+cuobjdump. Writes evals/results/resources.json. Nothing is launched, so nothing is timed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from hfkvq.kernels.triton.worker import leave_gpu_alone
 from hfkvq.kernels.warm import SEVERAL, normal
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGE = ROOT / "evals" / "results" / "resources.json", ROOT / "docs" / "speed.md"
-BEGIN, END = "<!-- resources: begin -->", "<!-- resources: end -->"
+RESULTS = ROOT / "evals" / "results" / "resources.json"
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 PRESETS = ("kitty-pro", "saw-int4", "kivi-2", "mixkvq", "triaxial", "kvarn", "full")
@@ -169,10 +168,6 @@ def main() -> None:
     text = json.dumps({**record, "rows": []}, indent=1).removesuffix('"rows": []\n}')
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     given.json.write_text(f'{text}"rows": [\n{lines}\n ]\n}}\n', encoding="utf-8")
-    if given.json == RESULTS:
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition(END)[2]
-        PAGE.write_text("\n".join([before + BEGIN, "", *table(record), "", END + after]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     PYTHONPATH=. python evals/serving.py [--shape qwen3-8b] [--layers N] [--blocks 256] [--batch-tokens 8192]
         [--schemes none,saw-int4,kitty-pro,best-2.5] [--rows long:all,chat:all,chat:8,chat:1,ask:8,ask:1]
         [--seconds 8] [--budget 600] [--json FILE]
-    python evals/serving.py --show FILE [FILE ...]
 
 A model of a real architecture with random weights, and users who ask again when they are answered. A row is a kind of
 request and how many users there are; "all" is more than any cache holds. Kinds:
@@ -20,7 +19,7 @@ per element that they held at the end, and the attention: the engine takes Flash
 have as many bytes; those of schemes that keep tokens in 16 bits include windows for as many requests of the kind's mean
 length as there is room for. A row is written to --json when it is done, and none begins after --budget seconds.
 
---show draws results/serving.png and writes the tables of docs/serving.md; of two files with a row, the later's counts.
+`evals/docs.py --write` draws results/serving.png and writes the tables of docs/serving.md.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from hfkvq.measure.records import commit, device_name, now, versions
 from hfkvq.measure.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
-DOCUMENT = Path(__file__).parent.parent / "docs/serving.md"
 ALL = 160
 """Users, where there shall be more than any cache holds."""
 SETTLED = 1.5
@@ -344,8 +342,8 @@ def picture(rows: dict[tuple[str, str, str], dict[str, Any]], path: Path) -> Non
     figure.savefig(path, dpi=150)
 
 
-def show(files: list[Path]) -> None:
-    """The picture and the table, from what was measured."""
+def rows(files: Sequence[Path]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Rows of what was measured, by requests, load and scheme."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for file in files:
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
@@ -356,15 +354,11 @@ def show(files: list[Path]) -> None:
         kind, load, scheme = key
         return order[0].index(kind), -(ALL if load == "all" else int(load)), order[1].index(scheme)
 
-    found = {key: found[key] for key in sorted(found, key=place)}
-    before, begin, rest = DOCUMENT.read_text(encoding="utf-8").partition("<!-- serving: begin -->")
-    _, end, after = rest.partition("<!-- serving: end -->")
-    DOCUMENT.write_text(f"{before}{begin}\n{table(found)}\n{end}{after}", encoding="utf-8")
-    picture(found, RESULTS / "serving.png")
+    return {key: found[key] for key in sorted(found, key=place)}
 
 
 def main() -> None:
-    """Runs, prints and writes; or shows."""
+    """Runs, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--layers", type=int)
@@ -378,11 +372,7 @@ def main() -> None:
     parser.add_argument("--tell", type=int, default=600, help="seconds after which all stacks are printed")
     parser.add_argument("--commit")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     args = parser.parse_args()
-    if args.show:
-        show(args.show)
-        return
 
     def write(found: dict[str, Any]) -> None:
         if args.json:

@@ -1,11 +1,11 @@
 """Several queries of each row: steps of up to 16 tokens, as in assisted decoding, and prompts behind a context.
 
-    PYTHONPATH=. python evals/several.py --json FILE  # measures, on a GPU
-    PYTHONPATH=. python evals/several.py              # writes the tables of docs/speed.md
+    PYTHONPATH=. python evals/several.py --json FILE
 
-The tables are of evals/results/queries-h200.json. cuDNN aligns its triangle to the upper left, so it is given a mask,
-or shows every token: the same work for a context that is long beside the queries, and a bound, not a baseline. So are a
-step's queries with the heads of a KV head packed, which keeps a kernel from reading keys once for each of them.
+`evals/docs.py --write` puts the tables into docs/speed.md, of evals/results/queries-h200.json. cuDNN aligns its
+triangle to the upper left, so it is given a mask, or shows every token: the same work for a context that is long beside
+the queries, and a bound, not a baseline. So are a step's queries with the heads of a KV head packed, which keeps a
+kernel from reading keys once for each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from evals.one_layer import DOCS, RESULTS, replace, said
+from evals.one_layer import said
 from evals.other_kernels.__main__ import check_peers, measure_peer, present
 from hfkvq.caches import behind
 from hfkvq.kernels import await_kernels
@@ -139,11 +139,6 @@ def steps(record: Record) -> Iterator[str]:
         yield line(f"{queries} at {short(context)}", rows, list(STEPS), names, right)
 
 
-def text_of(text: str, record: Record) -> str:
-    """The page with both tables."""
-    return replace(replace(text, "prompts", [*prompts(record)]), "several queries", [*steps(record)])
-
-
 # Measuring.
 
 
@@ -228,17 +223,13 @@ def measure(asked: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measures, or writes both tables."""
+    """Measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="measure, and save figures here")
+    parser.add_argument("--json", type=Path, required=True, help="where figures are saved")
     parser.add_argument("--sizes", default="1x8k,1x32k,1x128k")
     parser.add_argument("--queries", default="2,4,8,16,1k,4k")
     parser.add_argument("--formats", default=FORMATS)
-    asked = parser.parse_args()
-    if asked.json:
-        return measure(asked)
-    page = DOCS / "speed.md"
-    page.write_text(text_of(page.read_text(encoding="utf-8"), kernels.load(RESULTS / f"{RUN}.json")), encoding="utf-8")
+    measure(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What the documents say can be typed can be typed, and their figures are those of the repository."""
+"""Commands that the documents name can be typed, and their examples run."""
 
 import importlib.util
-import json
 import re
 import runpy
 import shlex
@@ -12,15 +11,11 @@ import torch
 import typer
 
 import hfkvq
-from evals import frontier, latents, model_steps, real_docs
-from evals.shapes import get_config
 from hfkvq import caches
-from hfkvq.caches import get_scheme, list_schemes, placement, registry
+from hfkvq.caches import get_scheme, list_schemes, registry
 from hfkvq.caches.cache import DEFAULT_SCHEME
 from hfkvq.cli import app
-from hfkvq.measure.presets import describe, eviction_markdown, schemes_markdown
-from hfkvq.tuning.fit import Weights, outline_of, plan, weights_of
-from hfkvq.tuning.fit.layer import Arrival, layer_bytes
+from hfkvq.measure.presets import schemes_markdown
 
 # PyTorch looks up once which functions a device context redirects; it must not find the poisoned ones of `everywhere`.
 with torch.device("meta"):
@@ -29,7 +24,6 @@ with torch.device("meta"):
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GROUP = typer.main.get_command(app)
-GIB = 1024**3
 
 
 def blocks(path):
@@ -106,15 +100,6 @@ def test_folders_lead_to_their_readme_on_the_site():
     assert contents.count("```{toctree}") == len(site["PAGES"]) - 1
 
 
-def test_the_list_of_presets_is_that_of_the_registry():
-    text = (ROOT / "docs" / "schemes.md").read_text(encoding="utf-8")
-    expected = schemes_markdown()
-    found = re.search(r"<!-- presets: begin -->\n(.*?)\n<!-- presets: end -->", text, re.DOTALL)[1]
-    evicting = re.search(r"<!-- eviction: begin -->\n(.*?)\n<!-- eviction: end -->", text, re.DOTALL)[1]
-    assert evicting == eviction_markdown()
-    assert found == expected, f"the table is to be that of `hfkvq schemes --markdown`:\n{expected}"
-
-
 def test_decisions_are_dated_and_short():
     text = (ROOT / "DECISIONS.md").read_text(encoding="utf-8")
     assert len(text.encode()) <= 40_000
@@ -145,123 +130,12 @@ def test_the_schemes_of_contributing_run_as_they_stand(tmp_path, monkeypatch, ca
     assert "| `lean-2` | The same in 2 bits. |" in schemes_markdown()
 
 
-def rows(text, heading):
-    """Cells by first cell of the table whose header begins so."""
-    table = text[text.index(heading) :].split("\n\n")[0]
-    return {cells[0]: cells[1:] for line in table.splitlines()[2:] for cells in [re.split(r"\s*\|\s*", line[2:-2])]}
-
-
-def fitted(name, *contexts):
-    """Plans of Qwen3-8B on 24 GiB, the prompt in pieces of 2,048, for a cell that names a preset."""
-    model = outline_of(get_config("qwen3-8b"))
-    weights: Weights = weights_of(model, model.dtype)
-    preset = None if name == "bf16" else re.match("`([^`]+)`", name)[1]
-    return [
-        plan(model, "", preset, weights, 24 * GIB, tokens, 1, None, GIB, Arrival(0, 0, 2048)) for tokens in contexts
-    ]
-
-
-def steps_of_a_token():
-    """Milliseconds of a step after 32k of Qwen3-8B's shape, by engine; where several files have one, all of them."""
-    found = {}
-    for part in ("steps", "heavy-layer"):
-        path = ROOT / "evals" / "results" / f"generate-{part}-qwen3-8b-h200.json"
-        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
-            if (row["kind"], row["batch"], row["context"]) == ("decode", 1, 32768):
-                found.setdefault(row["engine"], set()).add(f"{row['ms']['p50']:.1f} ms")
-    return found
-
-
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-@pytest.mark.parametrize(("path", "table"), [("README.md", real_docs.readme), ("docs/results.md", real_docs.results)])
-def test_the_tables_of_two_models_are_what_was_measured(path, table):
-    """Bits and bytes are computed, the rest measured."""
-    assert f"{real_docs.BEGIN}\n{table()}\n{real_docs.END}" in (ROOT / path).read_text(encoding="utf-8")
-
-
-def test_the_tables_of_two_models_have_the_default_and_what_loses():
-    assert {DEFAULT_SCHEME, "kivi-2", "arkv"} <= real_docs.README.keys()
-    for name in (*real_docs.README, *real_docs.MORE, *real_docs.PLAIN):
-        assert all(name in real_docs.losses(model) for model in (real_docs.SMOLLM2, real_docs.QWEN)), name
-
-
-def test_the_steps_of_the_readme():
-    text, steps = (ROOT / "README.md").read_text(encoding="utf-8"), steps_of_a_token()
-    (ours, stock) = re.search(r"takes ([0-9.]+ ms) with `best-3.4` and ([0-9.]+ ms) with `DynamicCache`", text).groups()
-    assert ours in steps["best-3.4"]
-    assert stock in steps["dynamic-nocudnn"]
-
-
-def test_the_bits_of_the_first_picture():
-    """Of pages alone at heads of 64; what has no windows has them as its total bits."""
-    found = {row["name"]: (frontier.bits_of_smollm2(row), row["total_bits"]) for row in frontier.rows()}
-    assert (found["full"][0], found["saw-int4"][0], found["triaxial"][0]) == (16.0, 4.5, 5.0)
-    for name, (bits, total) in found.items():
-        assert bits == pytest.approx(total) if "turboquant" in name else bits < total, name
-
-
-def test_the_table_of_the_real_model_is_what_was_measured():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert f"{frontier.BEGIN}\n{frontier.table()}\n{frontier.END}" in text
-
-
-def test_the_table_of_latents_is_what_was_measured():
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert f"{latents.BEGIN}\n{latents.table()}\n{latents.END}" in text
-
-
-class TestModelSteps:
-    ROWS = json.loads(model_steps.RESULTS.read_text(encoding="utf-8"))["rows"]
-
-    def test_the_table_is_what_was_measured(self):
-        text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-        assert f"{model_steps.BEGIN}\n{model_steps.table()}\n{model_steps.END}" in text
-
-    def test_the_planner_agrees_with_what_was_measured(self, monkeypatch):
-        """To the byte, with the room that buffers had then."""
-        monkeypatch.setattr(placement, "MOST_HEADROOM", 1 << 30)
-        # Bytes of a layer are kept by what they follow from, which this is not.
-        layer_bytes.cache_clear()
-        try:
-            for row in self.ROWS:
-                grown = row["shape"] in ("bloom-7b1", "gpt-j-6b") and row["cache"] == "kitty-pro"
-                # These kept no tokens whole then.
-                bare = ":sink_length=0:local_length=0" if row["cache"].startswith("latent") else ""
-                if row["cache"] != "DynamicCache" and not grown:
-                    planned = model_steps.planned(row | {"cache": row["cache"] + bare})
-                    assert planned == row["bytes"], (row["shape"], row["cache"])
-        finally:
-            layer_bytes.cache_clear()
-
-
-class TestChoosing:
-    TEXT = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
-    RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-
-    def test_what_fits_is_what_is_computed(self):
-        for name, cells in rows(self.TEXT, "| cache | 32k tokens").items():
-            found = []
-            for one in fitted(name, 32768, 131072):
-                found += [f"{one.cache / GIB:.2f} GiB", f"{one.left / GIB:.2f} GiB", str(one.batch or "none")]
-            assert cells == found, name
-
-    def test_what_is_advised_exists(self):
-        taken = [line.split(" | ")[1] for line in self.TEXT.splitlines() if line.count(" | ") == 2]
-        named = {name for each in taken for name in re.findall("`([a-z0-9.-]+)`", each)}
-        assert {DEFAULT_SCHEME, "full"} <= named <= list_schemes().keys()
-
-    def test_costs_are_those_that_were_measured(self):
-        measured, speed = rows(self.RESULTS, "| cache | code bits"), rows(self.RESULTS, "| kernel | bits | 32 x 32k")
-        for name, (bits, plain, outliers, long, short) in rows(self.TEXT, "| cache | bits | KLD").items():
-            preset = name.strip("`")
-            known = measured.get(name) or measured.get(f"`{preset}-fractions`")
-            assert (plain, outliers) == (known[5], known[7]), name
-            least, most = describe(preset, get_scheme(preset))["long_context_bits"]
-            assert bits.removesuffix(" per kept token") == (
-                f"{least:.2f}" if least == most else f"{least:.2f} to {most:.2f}"
-            )
-            if name in speed:
-                assert (long, short) == (speed[name][1], speed[name][5])
+def test_presets_that_are_advised_exist():
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    taken = [line.split(" | ")[1] for line in text.splitlines() if line.count(" | ") == 2]
+    named = {name for each in taken for name in re.findall("`([a-z0-9.-]+)`", each)}
+    assert {DEFAULT_SCHEME, "full"} <= named <= list_schemes().keys()

@@ -5,7 +5,7 @@
 Packages that are not installed are named and left out. Every variant of a peer is first held against an fp32 reference
 over the keys and values that its cache stands for; a wrong one is not timed, and the others go on. Of the right ones
 the fastest counts. The file has the rows of `hfkvq bench kernels --json` with further baselines (plain Triton, the best
-of a few settings) and peers; `evals/one_layer.py` writes the tables of the documents from it.
+of a few settings) and peers; `evals/docs.py --write` puts its tables into the documents.
 """
 
 from __future__ import annotations

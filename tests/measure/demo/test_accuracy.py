@@ -74,18 +74,3 @@ def test_slice(monkeypatch, which):
     stock = measured[BASELINE]["outliers"]
     assert stock["right"] >= stock["total"] - 1
     assert measured["kivi-2"]["outliers"]["kl_mean"] > 10 * measured["saw-int4"]["outliers"]["kl_mean"]
-
-
-def test_table_has_every_row_once():
-    recorded = json.loads((EVALS / "results/accuracy.json").read_text(encoding="utf-8"))
-    lines = accuracy.markdown(recorded).splitlines()
-    assert len(lines) == 2 + len(recorded["plain"]["rows"])
-    assert len({line.count("|") for line in lines}) == 1
-    text = f"a\n{accuracy.BEGIN}\nold\n{accuracy.END}\nb"
-    assert accuracy.put_table(text, recorded) == accuracy.put_table(accuracy.put_table(text, recorded), recorded)
-
-
-def test_the_document_shows_what_was_measured():
-    recorded = json.loads((EVALS / "results/accuracy.json").read_text(encoding="utf-8"))
-    text = (EVALS.parent / "docs/results.md").read_text(encoding="utf-8")
-    assert accuracy.put_table(text, recorded) == text
