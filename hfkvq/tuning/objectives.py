@@ -119,6 +119,7 @@ class LmEvalTasks:
         evaluate: Any = lm_eval.simple_evaluate
         self.model.use(preset)
         right: dict[str, list[float]] = {task: [] for task in self.metrics}
+        cost: dict[str, Any] = {}
         for step, numbers in enumerate(_split(self.samples, self.parts)):
             results = evaluate(
                 self.model,
