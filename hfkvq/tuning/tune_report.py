@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -101,6 +101,6 @@ def save_front(study: TuningStudy, picked: Point, path: Path) -> None:
             axes.legend()
         if study.direction == "minimize" and min(point.score.value for point in study.points()) > 0:
             axes.set_yscale("log")
-        figure = axes.get_figure()
+        figure: Any = axes.get_figure()
         figure.savefig(path, dpi=150, format="png", bbox_inches="tight")
         pyplot.close(figure)
