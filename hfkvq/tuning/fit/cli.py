@@ -91,17 +91,16 @@ def fit(
 
 
 def _table(about: dict[str, Any], plans: list[Plan], weights: Weights) -> Table:
-    from rich import box
     from rich.markup import escape
-    from rich.table import Table
 
     from hfkvq.caches.memory_report import format_bytes
+    from hfkvq.measure.tables import new_table
 
     title = (
         f"{escape(about['model'])}: {format_bytes(about['gpu_memory'])}, of which weights "
         f"{format_bytes(weights.total)}, {about['batch']} x {about['context']:,} tokens"
     )
-    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = new_table(title)
     table.add_column("cache", no_wrap=True)
     for name in ("bytes", "bytes per token", "prompt's peak*", "left", "largest batch", "longest context"):
         table.add_column(name, justify="right")
