@@ -25,6 +25,7 @@ PAGES = {
         "DECISIONS",
         "notebooks/README",
         "docs/history/decisions-2026-11",
+        "docs/history/results-2026-11",
     ],
 }
 
