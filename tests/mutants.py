@@ -24,7 +24,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 
 TESTS = {
-    "windows": "tests/caches/test_row_states.py tests/kernels/test_windows.py tests/kernels/test_due.py tests/caches/test_layer.py "
+    "windows": "tests/caches/test_row_states.py tests/kernels/test_windows.py tests/kernels/test_due.py "
+    "tests/caches/test_layer.py "
     "tests/caches/test_schemes.py tests/caches/test_routing.py",
     "append": "tests/kernels/test_append.py tests/caches/test_layer.py",
     "step": "tests/kernels/test_step.py tests/caches/test_static.py tests/caches/test_graphs.py",
