@@ -32,6 +32,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hfkvq.kernels.hadamard import hadamard
+from hfkvq.kernels.windows import tokens_due
 from hfkvq.measure.capture import Capture, capture, compressed_layers
 from hfkvq.measure.divergence.naming import OtherCache
 from hfkvq.measure.texts import KINDS, read_text
@@ -75,15 +76,15 @@ class SimulatedLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         form = self.form
         before = super().update(key_states, value_states, *args, **kwargs)
-        due = max(0, before[0].shape[-2] - form.sink - form.recent) // form.unit * form.unit
-        if due <= self.rounded:
+        due = tokens_due(before[0].shape[-2] - form.sink, self.rounded, form.recent, form.unit)
+        if not due:
             return before
-        first, last = form.sink + self.rounded, form.sink + due
+        first, last = form.sink + self.rounded, form.sink + self.rounded + due
         self.keys, self.values = (
             torch.cat([x[..., :first, :], rounds(x[..., first:last, :]).to(x.dtype), x[..., last:, :]], -2)
             for x, rounds in zip(before, (form.keys, form.values), strict=True)
         )
-        self.rounded = due
+        self.rounded += due
         return (self.keys, self.values) if form.step_reads_stored and key_states.shape[-2] == 1 else before
 
     def crop(self, *args: Any, **kwargs: Any) -> None:

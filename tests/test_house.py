@@ -138,3 +138,22 @@ def test_circles_are_found():
     known = {"p", "p.q", "p.q.x", "p.t", "p.u", "p.v", "p.w"}
     assert loads("p.q", ast.parse(source), True, known) == known
     assert loads("p.q.m", ast.parse(source), False, known) == known
+
+
+def callers(*functions: str) -> set[str]:
+    """Modules that call functions of `hfkvq.kernels`: as ``kernels.f(...)``, or within that package as ``f(...)``."""
+    names = {f"kernels.{name}" for name in functions}
+    return {
+        module
+        for module, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (
+            ast.unparse(node.func) in names or (is_in(module, "hfkvq.kernels") and ast.unparse(node.func) in functions)
+        )
+    }
+
+
+def test_pages_have_one_writer():
+    """A side's tokens become bytes in `kernels.seal_side` alone."""
+    assert callers("seal", "page_norms") == {"hfkvq.kernels.seal"}

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from hfkvq.bounded import parse_json
 from hfkvq.kernels.decode import RUNS
+from hfkvq.kernels.step import MAX_STEP
 
 from .layers.layer import KVLayer
 from .saved import SavedCache
 from .saved_file import THREADS
 from .store import KVStore
-from .store.growth import MAX_STEP
 from .store.packing import Packed
 
 Tensors = dict[str, Tensor]

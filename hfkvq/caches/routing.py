@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import LENGTH, RUNS, START, run_count, sealed_count
+from hfkvq.kernels.windows import tokens_due_by_row
 
 from .row_states import RowState, WindowSizes, forecast, sealed_target
 from .scheme import UNTAGGED, Layout, Scheme
@@ -229,7 +230,7 @@ def route_by_width(
     sink, own, formats = layout.sink, layout.keys, layout.keys.formats
     length, sealed, device = counters[LENGTH], sealed_count(counters, "keys"), counters.device
     rest = (length - sink).clamp(min=0)
-    new = ((rest - max(own.local, hold)).clamp(min=0) // own.unit * own.unit - sealed).clamp(min=0)
+    new = tokens_due_by_row(rest, sealed, max(own.local, hold), own.unit)
     step = torch.arange(bound, dtype=torch.int32, device=device)
     behind = sealed[:, None] + step
     position = behind + sink

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from hfkvq.kernels.step import MAX_STEP
+from hfkvq.kernels.windows import most_due
 
 from . import registry
 from .layout import Layout as Layout
@@ -245,7 +246,7 @@ class Scheme:
         if keys.formats[-1].raised and self.step_rule(key_dim) is None:
             return "this choice of raised channels is no rule that the sealing kernel knows"
         if len(keys.formats) > 1 and type(self).token_bits is not Scheme.token_bits:
-            most = (keys.unit - 1 + MAX_STEP) // keys.unit * keys.unit
+            most = most_due(MAX_STEP, keys.unit)
             if any(not fmt.whole or fmt.page_size <= most for fmt in keys.formats[:-1]):
                 return "tokens that a step seals may belong in several runs"
         return None

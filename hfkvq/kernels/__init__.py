@@ -15,7 +15,7 @@ from .pages import PageFormat, RunView, StoreFormat
 from .products import qk_pages, sv_pages
 from .quantize import dequantize_pages, quantize_pages
 from .query_sums import query_sums
-from .seal import channel_widths, seal
+from .seal import channel_widths, seal, seal_side
 from .smooth import smooth, unsmooth
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "quantize_pages",
     "query_sums",
     "seal",
+    "seal_side",
     "seal_tail",
     "smooth",
     "store_attention",

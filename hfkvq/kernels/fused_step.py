@@ -15,7 +15,7 @@ from torch import Tensor
 from .dispatch import launches
 from .due import due
 from .pages import SIDES, RunView, StoreFormat
-from .seal import seal
+from .seal import seal_side
 from .step_tensors import Observing, Sealing, StepTensors
 
 FEW = 16
@@ -105,6 +105,5 @@ def seal_tail(
     for at, side in enumerate(SIDES):
         if most[at]:
             parts, fmt = (run.keys, run.values)[at], store.runs[-1][at]
-            own = rule if fmt.raised else None
             new, source, index = found.new[at], windows[2 + at], found.index[at]
-            seal(parts, run.table, found.count[at], new, source, index, None, fmt, side, own)
+            seal_side(parts, run.table, found.count[at], new, source, index, fmt, side, rule)

@@ -12,6 +12,7 @@ from .chance import chance
 from .dispatch import call, define, triton_slot
 from .exact import keep_exact
 from .groups import F16_MAX, Groups
+from .norms import BALANCE, Balance, page_norms
 from .pages import PageFormat, Side
 from .quantize import quantize_pages
 
@@ -261,3 +262,43 @@ def seal(
     call(
         _seal, source, list(parts), table, count, new, source, index, widths, fmt.spec, side, choose or "", q_abs, norm
     )
+
+
+def seal_side(
+    parts: Sequence[Tensor],
+    table: Tensor,
+    count: Tensor,
+    new: Tensor,
+    source: Tensor,
+    index: Tensor,
+    fmt: PageFormat,
+    side: Side,
+    rule: str | None = None,
+    query: Tensor | None = None,
+    balance: Balance = BALANCE,
+    widths: Tensor | None = None,
+) -> None:
+    """Seals tokens of one side of a layer: balances normed pages, raises channels, keeps exact keys, then `seal`.
+
+    All of the library's pages are written here. The first arguments are those of `seal`.
+
+    Args:
+        parts: tensors of the side's pages, written in place.
+        table: i32 (B, n).
+        count: i32 (B,).
+        new: i32 (B,).
+        source: (B, H, L, D).
+        index: i32 (B, m).
+        fmt: the page format.
+        side: "keys" or "values".
+        rule: rule by which raised channels are chosen, see `channel_widths`; "" or None for none. Formats without
+            raised channels ignore it.
+        query: f32 (B, H, D), mean of the queries: exact keys are chosen by it where the format has any, and else it
+            weighs channels under ``rule``. None chooses and weighs by keys alone.
+        balance: how normed pages are balanced, see `page_norms`.
+        widths: u8 (B, H, m/G, D), bits of each channel, instead of a rule.
+    """
+    norm = page_norms(source, index, fmt.axis, fmt.page_size, *balance, new) if fmt.normed else None
+    rule = rule if rule and fmt.raised else None
+    weight, exact = (None, query) if fmt.exact else (query if rule else None, None)
+    seal(parts, table, count, new, source, index, widths, fmt, side, rule, weight, norm, exact)

@@ -21,8 +21,8 @@ def tokens_due(rest: int, sealed: int, local: int, unit: int) -> int:
     return max(max(rest - local, 0) // unit * unit - sealed, 0)
 
 
-def tokens_due_by_row(rest: Tensor, sealed: Tensor, local: int, unit: int) -> Tensor:
-    """`tokens_due` of every row: i32 (B,), as ``rest`` and ``sealed`` are."""
+def tokens_due_by_row(rest: Tensor, sealed: Tensor | int, local: int, unit: int) -> Tensor:
+    """`tokens_due` of every row: (B,), of the dtype of ``rest``; ``sealed`` likewise, or one number for all rows."""
     return ((rest - local).clamp(min=0) // unit * unit - sealed).clamp(min=0)
 
 

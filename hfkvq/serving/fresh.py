@@ -110,16 +110,9 @@ class Fresh(NamedTuple):
         sides = (layout.keys, form.rotate_keys), (layout.values, form.rotate_values)
         for at, (x, (own, rotation)) in enumerate(zip(tokens, sides, strict=True)):
             x, index, new = kernels.hadamard(x, rotation), self.columns[0][at], self.counts[at]
-            source, fmt, norm = x.expand(count, -1, -1, -1), form.runs[0][at], None
-            if fmt.normed:
-                norm = kernels.page_norms(source, index, fmt.axis, fmt.page_size, *own.balance, new)
-            raises = rule if fmt.raised and rule else None
-            weight = q_abs if raises and not fmt.exact else None
-            query = q_abs if fmt.exact else None
             if index.shape[1]:
-                kernels.seal(
-                    parts[at], self.table, none, new, source, index, None, fmt, SIDES[at], raises, weight, norm, query
-                )
+                pages = parts[at], self.table, none, new, x.expand(count, -1, -1, -1), index
+                kernels.seal_side(*pages, form.runs[0][at], SIDES[at], rule, q_abs, own.balance)
             for window, columns in ((windows[at], self.columns[1][at]), (windows[2 + at], self.columns[1][2 + at])):
                 window[self.slot] = x[0][:, columns].transpose(0, 1)
 

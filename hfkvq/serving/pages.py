@@ -267,7 +267,7 @@ class CompressedPages(FullAttentionCacheAllocator):
         count = rows.past.shape[0]
         for parts, fmt, side, x in zip(self._parts[layer], form.runs[0], SIDES, stored, strict=True):
             source = x.expand(count, -1, -1, -1)
-            kernels.seal(parts, rows.table, rows.past, rows.new, source, rows.columns, None, fmt, side)
+            kernels.seal_side(parts, rows.table, rows.past, rows.new, source, rows.columns, fmt, side)
         return out
 
     def _step_rows(self, given: dict[str, Any], query: Tensor) -> Rows:

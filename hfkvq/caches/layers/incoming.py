@@ -11,7 +11,7 @@ from hfkvq import kernels
 from hfkvq.kernels.decode import sealed_count
 from hfkvq.kernels.quantize import F16_MAX
 
-from ..store import SIDES, KVStore
+from ..store import MAX_STEP, SIDES, KVStore
 from .base import LayerBase
 from .queries import QueryStatistics
 from .tags import TokenTags
@@ -108,7 +108,7 @@ def push_staged(layer: LayerBase, mask: Tensor | None, queries: int, waits: bool
     """
     store = layer.held()
     if layer.staged is None:
-        return queries <= 16 and not waits
+        return queries <= MAX_STEP and not waits
     keys, values = layer.staged
     tokens = keys.shape[2]
     # With shared keys and values, a later layer may come without a mask: what was found stays.

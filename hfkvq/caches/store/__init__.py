@@ -24,8 +24,10 @@ Outside of the kernels of steps, pages are quantized by one function, `sealing.w
   contradicts itself.
 """
 
+from hfkvq.kernels.step import MAX_STEP
+
 from .accounting import StoreBytes
-from .growth import EVICTING_GROWTH, GROWTH, MAX_STEP
+from .growth import EVICTING_GROWTH, GROWTH
 from .kvstore import KVStore
 from .sealing import clipped
 from .state import SIDES, StoreState

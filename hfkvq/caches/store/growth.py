@@ -10,13 +10,11 @@ from torch.nn.functional import pad
 
 from hfkvq.kernels.decode import ABSENT, column_positions
 from hfkvq.kernels.pages import Side, StoreFormat
+from hfkvq.kernels.step import MAX_STEP
 
 from ..lasting import lasting
 from ..scheme import Layout
 from .state import SIDES, StoreState, in_turn
-
-MAX_STEP = 16
-"""Most tokens that a step may append to the tail before attention; longer input is a prompt."""
 
 GROWTH = 1.25
 """Factor by which pages grow in eager use: amortized like doubling, with a fifth of the unused room at the most."""

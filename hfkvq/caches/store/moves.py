@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hfkvq.kernels.decode import ABSENT, LENGTH, run_count
 from hfkvq.kernels.pages import Side
+from hfkvq.kernels.windows import tokens_due_by_row
 
 from ..scheme import Layout
 from .columns import positions, run_columns
@@ -116,8 +117,8 @@ def moves_of_one_run(state: StoreState, plan: Plan, layout: Layout, hold: int) -
         if not fmt.whole:
             found[side] = [Moves.of(paged, torch.zeros_like(paged))]
             continue
-        rest = plan.length - state.sizes.sink - max(own.local, hold)
-        sealed = plan.free & (behind < (rest.clamp(min=0) // own.unit * own.unit)[:, None])
+        due = tokens_due_by_row(plan.length - state.sizes.sink, 0, max(own.local, hold), own.unit)
+        sealed = plan.free & (behind < due[:, None])
         found[side] = [Moves.of(sealed & paged, sealed & ~paged)]
     return found
 

@@ -173,7 +173,7 @@ def write_pages(
     scheme: Scheme,
     q_abs: Tensor | None = None,
 ) -> None:
-    """Quantizes tokens as the layout and the scheme say: the one place, outside of steps, where page bytes are made.
+    """Quantizes tokens as the layout and the scheme say.
 
     Args:
         pages: where they go: tensors in the order of ``fmt.names``, table i32 (B, n), tokens there and new ones (B,).
@@ -197,7 +197,4 @@ def write_pages(
     if fmt.raised and rule is None:
         keys = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
         widths = scheme.channel_bits(keys.unflatten(2, (-1, fmt.page_size)), q_abs)
-    norm = kernels.page_norms(source, index, fmt.axis, fmt.page_size, *own.balance) if fmt.normed else None
-    weight = q_abs if rule and not fmt.exact else None
-    query = q_abs if fmt.exact else None
-    kernels.seal(parts, table, count, new, source, index, widths, fmt, side, rule, weight, norm, query)
+    kernels.seal_side(parts, table, count, new, source, index, fmt, side, rule, q_abs, own.balance, widths)

@@ -11,13 +11,14 @@ from hfkvq import kernels
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from hfkvq.kernels.pages import RunView, Side
+from hfkvq.kernels.step import MAX_STEP
 from hfkvq.kernels.step_tensors import StepTensors
 
 from ..row_states import Forecast, RowState, WindowSizes, forecast
 from ..scheme import Layout, Scheme
 from . import accounting
 from .accounting import PayloadBits, StoreBytes
-from .growth import GROWTH, MAX_STEP, grow, grow_tail, pages_for, tail_limits
+from .growth import GROWTH, grow, grow_tail, pages_for, tail_limits
 from .reading import dense_alike
 from .state import SIDES, StoreState
 

@@ -19,9 +19,8 @@ from ..arguments import AttentionArguments
 from ..decode import LENGTH, START, sealed_count
 from ..dispatch import call, define, reference, triton_slot
 from ..latent import store_attention
-from ..norms import page_norms
 from ..pages import SIDES
-from ..seal import seal
+from ..seal import seal_side
 from ..windows import tokens_due_by_row
 from .buffer import Ahead, StepState, views_of_buffer
 from .plan import StepPlan
@@ -153,16 +152,9 @@ def seal_due(state: StepState, plan: StepPlan, tokens: int, sides: Sequence[int]
     run, formats, index = state.runs[-1], plan.format.runs[-1], state.due_slots(plan, tokens)
     for at in sides:
         side, fmt = SIDES[at], formats[at]
-        parts, source = (run.keys, run.values)[at], state.sources[at]
-        new = state.due_now[at]
-        norm = None
-        if fmt.normed:
-            norm = page_norms(source, index[at], fmt.axis, fmt.page_size, *plan.balance[at], new)
-        rule = plan.rule if fmt.raised and plan.rule else None
-        weight = state.weight if rule and plan.weighs_channels else None
-        query = state.weight if fmt.exact and plan.query == "signed" else None
-        pages = parts, run.table, state.last_counts[at], new, source, index[at], None
-        seal(*pages, fmt, side, rule, weight, norm, query)
+        pages = (run.keys, run.values)[at], run.table, state.last_counts[at], state.due_now[at]
+        query = state.weight if plan.sums_queries else None
+        seal_side(*pages, state.sources[at], index[at], fmt, side, plan.rule, query, plan.balance[at])
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,7 @@ from ..pages import StoreFormat
 from ..windows import most_due
 
 MAX_STEP = 16
-"""Most tokens of a step."""
+"""Most tokens of a step, which join the tail before attention; longer input is a prompt."""
 
 
 @dataclass(frozen=True)

@@ -204,9 +204,8 @@ def _constants(axis: str, page: int, head_dim: int, rounds: int, rule: str) -> d
 
 
 def norms_wanted(fmt: PageFormat, heads: int, head_dim: int, balance: Balance, dtype: torch.dtype) -> Iterator[Wanted]:
-    """The variants for prompts and for steps."""
+    """The variant for prompts and for steps."""
     if power(fmt.page_size) * power(head_dim) <= MOST_ELEMENTS:
         constants = _constants(fmt.axis, fmt.page_size, head_dim, *balance)
-        for new in (None, torch.int32):
-            tensors = (torch.float16, dtype, torch.int32, new)
-            yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)
+        tensors = (torch.float16, dtype, torch.int32, torch.int32)
+        yield Wanted(page_norms_kernel, (*tensors, 16, 16, 16, 1, heads, 1, 1), constants)
