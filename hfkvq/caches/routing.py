@@ -77,14 +77,14 @@ class SealSource(NamedTuple):
         tensor: (B, H, L, D).
         ring: slots of the tail, a ring buffer, which come first in the tensor; 0 for none.
         tokens: new tokens, which come behind them, the last one of each row last.
-        first: where the oldest token stands that is not sealed, and its successors behind it, if that is so in every
-            row.
+        first: column of the oldest token that is not sealed, with its successors behind it: a number for all rows, or
+            i32 (B, 1). None where the tail comes first, or the host does not know.
     """
 
     tensor: Tensor
     ring: int
     tokens: int = 0
-    first: int | None = None
+    first: int | Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -102,7 +102,7 @@ class SealSource(NamedTuple):
     def oldest(self, count: Tensor, span: int, length: Tensor, sink: int) -> Tensor:
         """i32 (B, span): where the oldest tokens stand of which none is sealed, ``count`` (i32 (B,)) of them are."""
         if self.first is not None:
-            index = torch.arange(self.first, self.first + span, dtype=torch.int32, device=count.device)
+            index = self.first + torch.arange(span, dtype=torch.int32, device=count.device)
             return index.clamp(max=self.tensor.shape[2] - 1).expand(count.shape[0], -1).contiguous()
         behind = count[:, None] + torch.arange(span, dtype=torch.int32, device=count.device)
         return self.columns(behind, length, sink).to(torch.int32)

@@ -9,7 +9,7 @@ Schemes whose tokens wait in 16 bits have `hfkvq.serving.windows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -112,11 +112,11 @@ class Rows(NamedTuple):
         table: i32 (R, N), blocks of each request.
         past: i32 (R,), tokens that its blocks hold.
         new: i32 (R,), tokens that come.
-        columns: i32 (R, n), where they stand among the tokens of the batch.
+        columns: i32 (R, n), where they stand among the tokens of the batch, or in a step in the rows' tails.
         counters: i32 (4, R), as `kernels.decode_attention` wants them, if all requests have one token.
         lengths: tokens held and tokens to come of each request, known to the host; None in a step.
         steps: rows with one token and something held, of such a list.
-        slot: i64 (n, 1, 1, 1), where the newest token of each row with one token waits.
+        tails: i32 (n,), the tail of each row with one token.
     """
 
     table: Tensor
@@ -126,7 +126,7 @@ class Rows(NamedTuple):
     counters: Tensor
     lengths: list[tuple[int, int]] | None = None
     steps: Tensor | None = None
-    slot: Tensor | None = None
+    tails: Tensor | None = None
 
 
 class CompressedPages(FullAttentionCacheAllocator):
@@ -255,18 +255,17 @@ class CompressedPages(FullAttentionCacheAllocator):
         rows = self._rows
         if rows is None:
             return query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
-        arguments, form = arguments_of(scaling, given), self.forms[layer]
-        stored = [hadamard(x, rotation) for x, rotation in ((key, form.rotate_keys), (value, form.rotate_values))]
+        arguments, form, count = arguments_of(scaling, given), self.forms[layer], rows.past.shape[0]
         if rows.lengths is None:
             # Every token is a request: rows of one token.
-            out = self._step(layer, query.transpose(0, 2), [x.transpose(0, 2) for x in stored], rows, arguments)
-            out = out.transpose(0, 2).transpose(1, 2)
+            out = self._step(layer, *(x.transpose(0, 2) for x in (query, key, value)), rows, arguments)
+            out, sources = out.transpose(0, 2).transpose(1, 2), [tail[:count] for tail in self._tails]
         else:
-            out = self._batch(layer, module, query, (key, value), stored, rows, arguments)
+            out = self._batch(layer, module, query, key, value, rows, arguments)
+            rotations = (key, form.rotate_keys), (value, form.rotate_values)
+            sources = [hadamard(x, rotation).expand(count, -1, -1, -1) for x, rotation in rotations]
         # Keys and values go where their tokens' blocks are, and requests that pad the batch have none.
-        count = rows.past.shape[0]
-        for parts, fmt, side, x in zip(self._parts[layer], form.runs[0], SIDES, stored, strict=True):
-            source = x.expand(count, -1, -1, -1)
+        for parts, fmt, side, source in zip(self._parts[layer], form.runs[0], SIDES, sources, strict=True):
             kernels.seal_side(parts, rows.table, rows.past, rows.new, source, rows.columns, fmt, side)
         return out
 
@@ -276,10 +275,10 @@ class CompressedPages(FullAttentionCacheAllocator):
         ends = given["cu_seq_lens_k"][self.layer_type][: count + 1]
         lengths = (ends[1:] - ends[:-1]).to(torch.int32)
         past, new = (lengths - 1).clamp(min=0), lengths.clamp(max=1)
-        index = torch.arange(count, dtype=torch.int32, device=past.device)[:, None]
         table = given["block_table"][self.index].clamp(min=0)
-        counters = torch.stack([torch.zeros_like(past), lengths, past, past])
-        return Rows(table, past, new, index, counters, slot=_slot(past))
+        counters = torch.stack([torch.zeros_like(past), past + 1, past, past])
+        tails = torch.arange(count, dtype=torch.int32, device=past.device)
+        return Rows(table, past, new, (past % TAIL)[:, None], counters, tails=tails)
 
     def _batch_rows(self, given: dict[str, Any]) -> Rows | None:
         """Of a batch with prompts, or parts of them: asks the device once for the lengths. None without a token."""
@@ -295,7 +294,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         lengths = list(zip(held, news, strict=True))
         steps = [i for i, (past_, new_) in enumerate(lengths) if past_ and new_ == 1]
         at = torch.tensor(steps).to(device) if steps else None
-        return Rows(table, past, new, index, counters, lengths, at, None if at is None else _slot(past[at]))
+        tails = torch.arange(len(steps), dtype=torch.int32, device=device)
+        return Rows(table, past, new, index, counters, lengths, at, tails)
 
     def _columns(self, given: dict[str, Any]) -> Columns | None:
         """See there; asks the device."""
@@ -308,18 +308,15 @@ class CompressedPages(FullAttentionCacheAllocator):
         return read if read.numel() else given["write_index"][self.index]
 
     def _step(
-        self, layer: int, query: Tensor, stored: Sequence[Tensor], rows: Rows, arguments: AttentionArguments
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rows: Rows, arguments: AttentionArguments
     ) -> Tensor:
-        """Attention of one token of each request, (R, Hq, 1, D), over its blocks and itself."""
-        count = query.shape[0]
-        assert rows.slot is not None
-        slot = rows.slot.expand(-1, self.num_key_value_heads, 1, self.head_dim)
-        tails = [tail[:count].scatter_(2, slot, x) for tail, x in zip(self._tails, stored, strict=True)]
-        sink = tails[0][:, :, :0]
-        keys, values = self._parts[layer]
+        """Attention of one token of each request, (R, Hq, 1, D), over its blocks and itself, which joins its tail."""
+        tails = [tail[: query.shape[0]] for tail in self._tails]
+        windows, (keys, values) = [*(tail[:, :, :0] for tail in tails), *tails], self._parts[layer]
+        kernels.append(key, value, rows.counters, windows, self.forms[layer], rows.tails)
         return kernels.decode_attention(
-            query, rows.counters, [sink, sink, *tails], [rows.table, *keys, *values], None, arguments.sinks,
-            arguments.scaling, arguments.softcap, self.forms[layer],
+            query, rows.counters, windows, [rows.table, *keys, *values], None, arguments.sinks, arguments.scaling,
+            arguments.softcap, self.forms[layer],
         )  # fmt: skip
 
     def _batch(
@@ -327,8 +324,8 @@ class CompressedPages(FullAttentionCacheAllocator):
         layer: int,
         module: Any,
         query: Tensor,
-        new: Sequence[Tensor],
-        stored: Sequence[Tensor],
+        key: Tensor,
+        value: Tensor,
         rows: Rows,
         arguments: AttentionArguments,
     ) -> Tensor:
@@ -336,11 +333,9 @@ class CompressedPages(FullAttentionCacheAllocator):
         out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
         if rows.steps is not None:
             at = rows.columns[rows.steps, 0].long()
-            own = rows._replace(
-                table=rows.table[rows.steps], past=rows.past[rows.steps], counters=rows.counters[:, rows.steps]
-            )
-            tokens = [x[:, :, at].transpose(0, 2) for x in (query, *stored)]
-            out[0, at] = self._step(layer, tokens[0], tokens[1:], own, arguments)[:, :, 0]
+            own = rows._replace(table=rows.table[rows.steps], counters=rows.counters[:, rows.steps])
+            q, k, v = (x[:, :, at].transpose(0, 2) for x in (query, key, value))
+            out[0, at] = self._step(layer, q, k, v, own, arguments)[:, :, 0]
         assert rows.lengths is not None
         start = 0
         for row, (past, count) in enumerate(rows.lengths):
@@ -348,7 +343,7 @@ class CompressedPages(FullAttentionCacheAllocator):
             start += count
             if past and count == 1:
                 continue
-            sides = [x[:, :, own] for x in new]
+            sides = [x[:, :, own] for x in (key, value)]
             if past:
                 sides = [torch.cat([self._dense(layer, at, rows.table[row], past), x], 2) for at, x in enumerate(sides)]
             out[:, own] = prompt_attention(module, query[:, :, own], sides[0], sides[1], arguments)
@@ -364,11 +359,6 @@ class CompressedPages(FullAttentionCacheAllocator):
         dense = dense.transpose(0, 1).flatten(1, 2)[None, :, :tokens]
         rotation = form.rotate_values if at else form.rotate_keys
         return saturated(hadamard(dense, rotation, back=True), self.cache_dtype)
-
-
-def _slot(past: Tensor) -> Tensor:
-    """Where the token behind so many, (R,), waits in its row's tail: (R, 1, 1, 1)."""
-    return (past % TAIL).long()[:, None, None, None]
 
 
 def arguments_of(scaling: float, given: dict[str, Any]) -> AttentionArguments:

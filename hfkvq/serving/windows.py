@@ -1,11 +1,12 @@
 """Attention of schemes whose tokens wait in 16 bits, over the engine's blocks and each request's slot of windows.
 
 What is stored is what a `MixedKVCache` of the scheme stores, by the same code: prompts go through a `KVStore` over
-views of a request's blocks and slot, steps through the kernels of recorded steps.
+requests' blocks and slots, steps through the kernels of recorded steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,14 +16,13 @@ from hfkvq import kernels
 from hfkvq.caches.layers.plan import sealing_rules
 from hfkvq.caches.layers.queries import QueryStatistics
 from hfkvq.caches.row_states import RowState
-from hfkvq.caches.store import KVStore, StoreState
+from hfkvq.caches.store import KVStore, Ragged, StoreState
 from hfkvq.kernels.arguments import AttentionArguments
-from hfkvq.kernels.decode import sealed_count
+from hfkvq.kernels.decode import START, sealed_count
 from hfkvq.kernels.pages import SIDES, RunView
 from hfkvq.kernels.step import StepPlan, StepState, attend_and_seal
 from hfkvq.kernels.windows import tokens_due_by_row
 
-from .fresh import Fresh
 from .pages import arguments_of
 from .prompts import prompt_attention
 from .slots import SlotPages
@@ -73,6 +73,27 @@ class Prompt(NamedTuple):
     again: Tensor
 
 
+class FirstPrompts(NamedTuple):
+    """P requests that have nothing yet, the same in all layers.
+
+    Attributes:
+        own: the tokens of each in the batch.
+        slot: i64 (P,), their windows.
+        table: i32 (P, N), their blocks.
+        rows: where their tokens stand, for the store.
+        ranges: i32 (3, 2 * P), as `kernels.query_sums` wants them: all tokens of each request, and those of them that
+            are not sealed at once.
+        counts: i32 (2, P), how many these are.
+    """
+
+    own: tuple[slice, ...]
+    slot: Tensor
+    table: Tensor
+    rows: Ragged
+    ranges: Tensor
+    counts: Tensor
+
+
 class WindowedPages(SlotPages):
     """Blocks of pages and slots of windows, which are attended to and written."""
 
@@ -81,7 +102,7 @@ class WindowedPages(SlotPages):
         self._scheme_of = dict(zip(self.layer_indices, self.schemes, strict=True))
         self._steps: Steps | None = None
         self._prompts: list[Prompt] = []
-        self._fresh: Fresh | None = None
+        self._first: FirstPrompts | None = None
         self._plans: dict[tuple[int, int, int], StepPlan] = {}
         self._stores: dict[int, KVStore] = {}
 
@@ -92,7 +113,7 @@ class WindowedPages(SlotPages):
         layer, arguments = module.layer_idx, arguments_of(scaling, given)
         if layer == self.layer_indices[0]:
             if given["block_table"] is not None:
-                self._prompts, self._fresh, self._steps = [], None, self._steps_of(given, query.shape[2])
+                self._prompts, self._first, self._steps = [], None, self._steps_of(given, query.shape[2])
             else:
                 self._sort(given)
         steps = self._steps
@@ -105,11 +126,11 @@ class WindowedPages(SlotPages):
             at = steps.columns
             q, k, v = (x[:, :, at].transpose(0, 2) for x in (query, key, value))
             out[0, at] = self._take_step(layer, q, k, v, steps, arguments)[:, :, 0]
-        if self._fresh is not None:
-            for own in self._fresh.own:
+        if self._first is not None:
+            for own in self._first.own:
                 q, k, v = (x[:, :, own] for x in (query, key, value))
                 out[:, own] = prompt_attention(module, q, k, v, arguments)
-            self._store_fresh(layer, query, (key, value), self._fresh)
+            self._store_first(layer, query, key, value, self._first)
         for prompt in self._prompts:
             q, k, v = (x[:, :, prompt.own] for x in (query, key, value))
             out[:, prompt.own] = self._take_prompt(layer, module, q, k, v, prompt, arguments)
@@ -152,7 +173,7 @@ class WindowedPages(SlotPages):
         """Of a batch with prompts, or parts of them: asks the device for lengths and slots."""
         slots, device = len(self._again), self._again.device
         columns = self._columns(given)
-        self._fresh, self._prompts, self._steps = None, [], None
+        self._first, self._prompts, self._steps = None, [], None
         if columns is None:
             return
         starts, news, pasts, blocks = columns.first, columns.new, columns.held, columns.blocks
@@ -165,11 +186,7 @@ class WindowedPages(SlotPages):
         again = self._begin_anew(slot[first + later], 0)[len(first) :] if self.observes else slot[later]
         own = [slice(start, start + new) for start, new in zip(starts, news, strict=True)]
         if first:
-            sealed = [(self.sealed(news[row], 0), self.sealed(news[row], 1)) for row in first]
-            sizes = self.sizes.sink, self.sizes.sink, *self.tails
-            self._fresh = Fresh.of(
-                [own[row] for row in first], sealed, slot[first], table[first], sizes, self.sizes.sink
-            )
+            self._first = self._first_of([own[row] for row in first], slot[first], table[first])
         numbers = slot.tolist() if later else []
         had = torch.tensor([[0, x, self.sealed(x, 0), self.sealed(x, 1)] for x in pasts], dtype=torch.int32).to(device)
         self._prompts = [
@@ -182,6 +199,18 @@ class WindowedPages(SlotPages):
         if alone:
             past, columns = torch.tensor([[x[row] for row in alone] for x in (pasts, starts)]).to(device)
             self._steps = self._made(table[alone], slot[alone], past.to(torch.int32), columns)
+
+    def _first_of(self, own: list[slice], slot: Tensor, table: Tensor) -> FirstPrompts:
+        """Requests whose tokens, slots and blocks these are."""
+        counts: list[list[int]] = [[each.stop - each.start for each in own], []]
+        for tokens in counts[0]:
+            sealed = self.sealed(tokens, 0)
+            counts[1].append(tokens - self.sizes.sink - sealed if sealed else tokens)
+        stops = [each.stop for each in own]
+        starts = [stop - count for row in counts for stop, count in zip(stops, row, strict=True)]
+        numbers = torch.tensor([[0] * len(starts), starts, stops * 2, [*counts[0], *counts[1]]], dtype=torch.int32)
+        ranges, rows = numbers.to(table.device), Ragged([each.start for each in own], counts[0], table.device)
+        return FirstPrompts(tuple(own), slot.long(), table, rows, ranges[:3], ranges[3].view(2, -1))
 
     def _take_step(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, steps: Steps, arguments: AttentionArguments
@@ -223,7 +252,9 @@ class WindowedPages(SlotPages):
         arguments: AttentionArguments,
     ) -> Tensor:
         """Attention of a request's tokens, (1, n, Hq, D), over what it has, dequantized, and themselves."""
-        store, sides = self._store(layer, prompt), (key, value)
+        row = RowState(prompt.past, self.sealed(prompt.past, 0), self.sealed(prompt.past, 1))
+        windows = [window[prompt.slot : prompt.slot + 1] for window in self._windows[layer]]
+        store, sides = self._store(layer, prompt.table, prompt.counters.clone(), windows, row), (key, value)
         sides = [torch.cat([store.dense(SIDES[at], prompt.past), x], 2) for at, x in enumerate(sides)]
         out = prompt_attention(module, query, sides[0], sides[1], arguments)
         scheme, own = self._scheme_of[layer], store.layout.keys
@@ -242,26 +273,39 @@ class WindowedPages(SlotPages):
         sums[at], counts[:, at] = queries.sums, queries.counts
         return out
 
-    def _store_fresh(self, layer: int, query: Tensor, tokens: tuple[Tensor, Tensor], fresh: Fresh) -> None:
+    def _store_first(self, layer: int, query: Tensor, key: Tensor, value: Tensor, first: FirstPrompts) -> None:
         """Stores the first tokens of requests."""
-        scheme, layout, mean = self._scheme_of[layer], self.layouts[layer], None
-        if "query" in scheme.needs:
-            mean, held, shown = fresh.observe(query, self.num_key_value_heads, scheme)
-            sums, counts = self._sums[layer]
-            sums[fresh.slot], counts[:, fresh.slot] = held, shown.expand(len(counts), -1)
-        fresh.store(tokens, self._parts[layer], self._windows[layer], layout, scheme, mean)
+        mean = self._observe_first(layer, query, first) if "query" in self._scheme_of[layer].needs else None
+        count, windows = len(first.own), self._windows[layer]
+        # Rows of these windows give the store their shape; what it makes instead goes to the requests' slots.
+        shapes = [window[:1].expand(count, -1, -1, -1) for window in windows]
+        counters = torch.zeros(4, count, dtype=torch.int32, device=key.device)
+        store = self._store(layer, first.table, counters, shapes, RowState(0, 0, 0))
+        store.extend_ragged(key, value, first.rows, mean)
+        for window, new in zip(windows, store.windows, strict=True):
+            window[first.slot] = new
 
-    def _store(self, layer: int, prompt: Prompt) -> KVStore:
-        """A request's windows and blocks of a layer as a store of one row."""
-        windows = [window[prompt.slot : prompt.slot + 1] for window in self._windows[layer]]
+    def _observe_first(self, layer: int, query: Tensor, first: FirstPrompts) -> Tensor:
+        """Starts the statistics of requests with their first queries; means, f32 (P, H, D), of all of these."""
+        needs, (sums, counts) = self._scheme_of[layer].needs, self._sums[layer]
+        row, start, stop = first.ranges.unbind()
+        most, heads = max(first.rows.lengths), self.num_key_value_heads
+        found = kernels.query_sums(query, row, start, stop, most, heads, "signs" in needs)
+        total, left = found.chunk(2)
+        # Queries of sealed tokens count on only where all do.
+        kept = 0 if "history" in needs else 1
+        sums[first.slot], counts[:, first.slot] = (total, left)[kept], first.counts[kept].expand(len(counts), -1)
+        return (total / first.counts[0, :, None, None]).float()
+
+    def _store(self, layer: int, table: Tensor, counters: Tensor, windows: Sequence[Tensor], row: RowState) -> KVStore:
+        """Requests' windows and blocks of a layer as a store, whose rows are alike."""
         store = self._stores.get(layer)
         if store is None:
             like = windows[2][:, :, :1]
             store = self._stores[layer] = KVStore(self.layouts[layer], self._scheme_of[layer], like, like)
-        past, (keys, values) = prompt.past, self._parts[layer]
-        row = RowState(past, self.sealed(past, 0), self.sealed(past, 1))
+        keys, values = self._parts[layer]
         store.state = StoreState(
-            store.format, self.sizes, prompt.counters.clone(), store.dropped, tuple(windows),
-            (RunView(prompt.table, None, keys, values),), frozenset({row}),
+            store.format, self.sizes, counters, counters[START], tuple(windows), (RunView(table, None, keys, values),),
+            frozenset({row}),
         )  # fmt: skip
         return store

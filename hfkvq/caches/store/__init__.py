@@ -32,7 +32,7 @@ from .kvstore import KVStore
 from .sealing import clipped
 from .state import SIDES, StoreState
 from .view import StoreView
-from .windows import Padding
+from .windows import Padding, Ragged
 
 __all__ = [
     "EVICTING_GROWTH",
@@ -41,6 +41,7 @@ __all__ = [
     "SIDES",
     "KVStore",
     "Padding",
+    "Ragged",
     "StoreBytes",
     "StoreState",
     "StoreView",

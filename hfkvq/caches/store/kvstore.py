@@ -37,7 +37,7 @@ from hfkvq.kernels.step_tensors import Observing, Sealing
 
 from ..lasting import lasting
 from ..routing import ColumnTags, HostCounters, SealSource, SealStart, read_counters
-from ..row_states import forecast, row_states
+from ..row_states import RowState, forecast, row_states
 from .cropping import cropped
 from .growth import grow_tail, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
@@ -45,7 +45,7 @@ from .rows import reordered, selected
 from .sealing import seal
 from .state import EMPTY, SIDES
 from .view import StoreView
-from .windows import Padding, fill_windows
+from .windows import Padding, Ragged, fill_windows
 
 
 class KVStore(StoreView):
@@ -196,6 +196,26 @@ class KVStore(StoreView):
             seal(self, source_of(keys, self.windows[2]), source_of(values, self.windows[3]), hold, q_abs, tags, start)
             self.grow_tails(1, fresh)
             fill_windows(self.state, keys, values, counters[LENGTH], padding)
+
+    @lasting
+    def extend_ragged(self, keys: Tensor, values: Tensor, rows: Ragged, q_abs: Tensor | None = None) -> None:
+        """`extend` for rows of any lengths, which hold nothing yet. The store gets other windows, as long as before.
+
+        Args:
+            keys: (1, H, n, Dk), not rotated: of all rows, one row behind another.
+            values: (1, H, n, Dv), likewise.
+            rows: where each row's tokens stand.
+            q_abs: f32 (B, H, Dk), see `Scheme.channel_bits`.
+        """
+        assert not self.longest, "first tokens"
+        keys, values = self._rotated(keys, "keys"), self._rotated(values, "values")
+        with self._counting(empty=True):
+            self.replace(states=frozenset(RowState(length, 0, 0) for length in rows.lengths), host_counters=None)
+            self.counters[LENGTH].copy_(rows.length)
+            first = rows.first[:, None] + self.layout.sink
+            sources = [SealSource(x.expand(self.batch, -1, -1, -1), 0, x.shape[2], first) for x in (keys, values)]
+            seal(self, sources[0], sources[1], 0, q_abs, None)
+            self.replace(windows=rows.windows(self.state, keys, values))
 
     @contextlib.contextmanager
     def _counting(self, empty: bool = False) -> Iterator[Tensor]:

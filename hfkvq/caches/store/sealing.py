@@ -118,7 +118,9 @@ def seal_last(
                     # What a window will have let go of has no page: no launch writes two blocks of one page.
                     end = -(-(count + new) // fmt.page_size) * fmt.page_size
                     skipped = torch.minimum(new, (end - room - count).clamp(min=0))
-                    count, new, span, own = count + skipped, new - skipped, room, source._replace(first=None)
+                    count, new, span = count + skipped, new - skipped, room
+                    if source.first is not None:
+                        own = source._replace(first=source.first + skipped[:, None])
                 index = found.index[at] if from_tail else own.oldest(count, span, counters[LENGTH], sink)
                 pages = parts, view.table, count, new
                 write_pages(pages, fmt, side, source.tensor, index, store.layout, store.scheme, q_abs)
@@ -193,7 +195,11 @@ def write_pages(
     if own.clip < 1.0:
         source = clipped(source, index, own.clip)
         index = torch.arange(index.shape[1], dtype=torch.int32, device=index.device).expand_as(index)
-    widths, rule = None, scheme.channel_rule if fmt.raised else None
+    widths = rule = None
+    if fmt.raised:
+        rule = scheme.channel_rule
+        if rule is None and (q_abs is not None or "query" not in scheme.needs):
+            rule = scheme.step_rule(source.shape[3])
     if fmt.raised and rule is None:
         keys = source.gather(2, index.long()[:, None, :, None].expand(-1, source.shape[1], -1, source.shape[3]))
         widths = scheme.channel_bits(keys.unflatten(2, (-1, fmt.page_size)), q_abs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,53 @@ class Padding:
     lead: Tensor
     amounts: frozenset[int]
     source: Tensor | None
+
+
+class Ragged:
+    """First tokens of rows of any lengths, which stand one row behind another in one row of columns.
+
+    One object serves all layers of a forward, which share the columns that it works out.
+
+    Args:
+        first: column of each row's first token.
+        lengths: tokens of each row, one at least.
+        device: of the tokens.
+
+    Attributes:
+        first: i32 (B,).
+        length: i32 (B,).
+        lengths: the distinct lengths, on the host.
+    """
+
+    def __init__(self, first: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+        self.first, self.length = torch.tensor([first, lengths], dtype=torch.int32).to(device)
+        self.lengths = frozenset(lengths)
+        self._columns: dict[tuple[int, int], Tensor] = {}
+
+    def windows(self, state: StoreState, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Windows of an empty store that takes these rows; slots without a token hold any token of their row.
+
+        Args:
+            state: its windows say how long they are.
+            keys: (1, H, n, Dk), in the basis of the store.
+            values: (1, H, n, Dv), likewise.
+        """
+        found = []
+        for at, x in enumerate((keys, values, keys, values)):
+            columns = self._window_columns(state.sizes.sink, 0 if at < 2 else state.windows[at].shape[2])
+            found.append(x[0][:, columns].transpose(0, 1))
+        return found
+
+    def _window_columns(self, sink: int, tail: int) -> Tensor:
+        """Columns of the tokens in a tail of so many slots, or with 0 in the sink: i64 (B, n)."""
+        if (sink, tail) not in self._columns:
+            slot = torch.arange(tail or sink, dtype=torch.int32, device=self.first.device)
+            length = self.length[:, None]
+            if tail:
+                newest = length - sink - 1
+                slot = sink + (newest - (newest - slot) % tail).clamp(min=0)
+            self._columns[sink, tail] = (self.first[:, None] + torch.minimum(slot, length - 1)).long()
+        return self._columns[sink, tail]
 
 
 def fill_windows(state: StoreState, keys: Tensor, values: Tensor, old: Tensor, padding: Padding | None) -> None:
