@@ -15,7 +15,7 @@ from hfkvq.kernels.pages import Side
 
 from .evidence import ELEMENTS, Attention, Evidence, Kind
 from .headwise import HeadwiseStore
-from .store import SIDES
+from .store import SIDES, StoreState
 from .store.columns import gather
 
 
@@ -36,7 +36,7 @@ class Observation:
     prompt: Tensor | None
 
 
-def token_order(store: HeadwiseStore, where: Tensor) -> Tensor:
+def token_order(store: HeadwiseStore | StoreState, where: Tensor) -> Tensor:
     """Columns of each row's tokens, oldest first: i64 (B*H, n), n the longest row; anything behind a row's end.
 
     ``where`` is what `positions` says.

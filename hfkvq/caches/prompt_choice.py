@@ -24,6 +24,7 @@ class Choice(NamedTuple):
     Attributes:
         keys: (B, H, n, Dk), each KV head's own tokens, in order.
         values: (B, H, n, Dv), likewise.
+        columns: i64 (B*H, n), of the prompt, where these tokens stand.
         scores: f32 (B*H, n), of the same tokens.
         padding: rows that keep fewer than n tokens begin with padding; None where none does.
         shorter: columns by which every row is shorter than the prompt: ``start`` is to be greater by so many.
@@ -33,6 +34,7 @@ class Choice(NamedTuple):
 
     keys: Tensor
     values: Tensor
+    columns: Tensor
     scores: Tensor
     padding: Padding | None
     shorter: int
@@ -67,7 +69,7 @@ def choose(
         hold: newest tokens that have to stay, beyond the scheme's window.
         padding: of the prompt.
     """
-    batch, heads, tokens, _ = keys.shape
+    heads, tokens = keys.shape[1:3]
     if padding is not None and padding.source is not None:
         return None
     lengths = torch.tensor([tokens - lead for lead in ([0] if padding is None else padding.amounts)])
@@ -82,23 +84,44 @@ def choose(
     ]
     scores, most, newest = shared(scheme, torch.cat(parts), heads), max(rooms), max(scheme.window, hold)
     if lead is None:
-        columns, after = keep_columns(scores, most, scheme.first, newest), None
-        evicted = torch.full((batch,), tokens - most, dtype=torch.int32, device=keys.device)
-        scores = scores.gather(1, columns)
-    else:
-        length = tokens - lead
-        room = scheme.room(length, length, layer, layers, hold)
-        evicted = (length - room).int()
-        folded = [x.repeat_interleave(heads) for x in (length, room, lead)]
-        stays = keep_mask(scores, folded[0], folded[1], scheme.first, newest)
-        # Those that stay are last, in order; what is before them in shorter rows is padding now.
-        rank = stays.to(torch.int8).argsort(dim=1, stable=True)[:, -most:]
-        scores, columns = scores.gather(1, rank), (rank + folded[2][:, None]).clamp(max=tokens - 1)
-        after = Padding((most - room).int(), frozenset(most - own for own in rooms), None)
-    columns = columns.view(batch, heads, most, 1)
-    kept = [x.gather(2, columns.expand(-1, -1, -1, x.shape[3])) for x in (keys, values)]
+        return keep(scores, keys, values, most, scheme.first, newest)
+    length = tokens - lead
+    room = scheme.room(length, length, layer, layers, hold)
+    folded = [x.repeat_interleave(heads) for x in (length, room, lead)]
+    stays = keep_mask(scores, folded[0], folded[1], scheme.first, newest)
+    # Those that stay are last, in order; what is before them in shorter rows is padding now.
+    rank = stays.to(torch.int8).argsort(dim=1, stable=True)[:, -most:]
+    columns = (rank + folded[2][:, None]).clamp(max=tokens - 1)
+    after = Padding((most - room).int(), frozenset(most - own for own in rooms), None)
     rows = frozenset(zip(lengths.tolist(), rooms, strict=True))
-    return Choice(kept[0], kept[1], scores, after, tokens - most, evicted, rows)
+    evicted = (length - room).int()
+    return Choice(
+        *_gathered(columns, keys, values), columns, scores.gather(1, rank), after, tokens - most, evicted, rows
+    )
+
+
+def keep(scores: Tensor, keys: Tensor, values: Tensor, room: int, first: int, newest: int) -> Choice:
+    """The tokens of highest score of a prompt without padding.
+
+    Args:
+        scores: f32 (B*H, T).
+        keys: (B, H, T, Dk).
+        values: (B, H, T, Dv).
+        room: tokens of a row that stay; at least those that always do, at most T.
+        first: first tokens that always stay.
+        newest: newest tokens that always stay.
+    """
+    (batch, _, tokens, _), columns = keys.shape, keep_columns(scores, room, first, newest)
+    evicted = torch.full((batch,), tokens - room, dtype=torch.int32, device=keys.device)
+    sides, rows = _gathered(columns, keys, values), frozenset({(tokens, room)})
+    return Choice(*sides, columns, scores.gather(1, columns), None, tokens - room, evicted, rows)
+
+
+def _gathered(columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, H, n, D) of each head's columns, i64 (B*H, n)."""
+    index = columns.view(*keys.shape[:2], -1, 1)
+    keys, values = (x.gather(2, index.expand(-1, -1, -1, x.shape[3])) for x in (keys, values))
+    return keys, values
 
 
 def shared(scheme: EvictionScheme, scores: Tensor, heads: int) -> Tensor:

@@ -13,6 +13,7 @@ from hfkvq import ARKVCache
 from hfkvq.caches.layers.build import group_layers
 from hfkvq.caches.layers.tiers import TierEvictor
 from hfkvq.caches.schemes import Arkv
+from hfkvq.caches.store import sealing
 from hfkvq.kernels.arguments import AttentionArguments
 from hfkvq.kernels.decode import LENGTH
 from tests.caches.driver import DIM, HEADS, SHARE, assert_close, make
@@ -85,7 +86,7 @@ def run(layers, rows, chunks, mask=None, dtype=torch.bfloat16, **more):
 
 
 def general(monkeypatch):
-    monkeypatch.setattr(TierEvictor, "_older_that_stay", lambda self: 0)
+    monkeypatch.setattr(TierEvictor, "_room_of_prompt", lambda self: 0)
 
 
 @pytest.mark.parametrize(("name", "rows"), [*((name, 3) for name in KNOBS), ("mixed", 1), ("bytes", 1)])
@@ -93,7 +94,6 @@ def test_it_leaves_what_the_general_way_leaves(name, rows, monkeypatch):
     """The same tokens in the same tiers, and the same from then on, trims and another prompt included."""
     chunks = [90, 1, 1, *[1] * 20, 30, 1]
     first, second = layers_of(KNOBS[name]), layers_of(KNOBS[name])
-    assert all(layer.eviction.first_cut is None for layer in first)
     got = run(first, rows, chunks)
     with monkeypatch.context() as patch:
         general(patch)
@@ -119,7 +119,6 @@ def test_right_after_the_prompt(name, monkeypatch):
         run(second, 2, [90])
     for a, b in zip(first, second, strict=True):
         assert a.eviction.scores is None
-        assert a.eviction.first_cut is None
         assert a.eviction.provisional is None
         assert a.evicted
         assert a.store.state.settled == a.seen - 8
@@ -142,7 +141,7 @@ def test_nothing_is_asked_but_once_for_all_layers(name):
         # Numbers of tokens that stay go to the host, of all layers in one tensor.
         assert len(watch.asked) <= (2 if at == 3 else 1), (at, watch.asked)
         if at < 3:
-            assert layer.eviction.first_cut is not None
+            assert layer.eviction.provisional is not None
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -184,7 +183,7 @@ def test_what_moves_before_tiers_are_final():
         layers = layers_of({}, 2)
         first, last = layers
         forward(first, *tensors(0, 2, 90, 1))
-        assert first.eviction.first_cut is not None
+        assert first.eviction.provisional is not None
         if change == "reorder":
             first.reorder_cache(torch.tensor([1, 0]))
         elif change == "copy":
@@ -196,7 +195,6 @@ def test_what_moves_before_tiers_are_final():
         forward(last, *tensors(1, 2, 90, 3))
         for layer in (first, last):
             assert layer.eviction.provisional is None
-            assert layer.eviction.first_cut is None
             assert int(layer.store.counters[LENGTH].max()) <= 41
         held = first.dense("keys")
         keys = tensors(0, 2, 90, 1)[1]
@@ -207,21 +205,19 @@ def test_what_moves_before_tiers_are_final():
 
 
 def test_no_memory_leaves_the_prompt_staged(monkeypatch):
-    from hfkvq.caches.store import prompt_eviction
-
     layers = layers_of({}, 1)
-    real = prompt_eviction._gathered
 
     def fails(*args):
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(prompt_eviction, "_gathered", fails)
     queries, keys, values = tensors(0, 1, 90, 1)
-    with pytest.raises(torch.OutOfMemoryError):
-        forward(layers[0], queries, keys, values)
+    with monkeypatch.context() as patch:
+        patch.setattr(sealing, "write_pages", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            forward(layers[0], queries, keys, values)
     assert layers[0].staged_length == 90
+    assert torch.equal(layers[0].staged[0], keys)
     assert layers[0].store.longest == 0
-    monkeypatch.setattr(prompt_eviction, "_gathered", real)
     forward(layers[0], *tensors(0, 1, 1, 2))
     assert torch.equal(layers[0].dense("keys")[:, :, 83:90], keys[:, :, 83:])
 
@@ -239,7 +235,7 @@ def test_prompts_of_models_are_not_trimmed(capacity, monkeypatch):
     model(prompt(2, 90), past_key_values=cache, use_cache=True)
     for layer in cache.layers:
         assert layer.evicted
-        assert layer.eviction.first_cut is None
+        assert layer.eviction.provisional is None
         assert layer.eviction.trim_at
 
 

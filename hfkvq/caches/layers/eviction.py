@@ -15,10 +15,12 @@ from hfkvq.kernels.decode import LENGTH
 from ..eviction import EvictionScheme
 from ..headwise import HeadwiseStore
 from ..observe import Observation
+from ..prompt_choice import Choice
 from ..store import MAX_STEP
 from ..store.packing import Packed
 from .base import LayerBase, Part, unchanged_on_error
 from .group import Group
+from .incoming import store_tokens
 from .queries import QueryStatistics
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,31 @@ class Eviction(Part, Generic[S]):
             queries: of the layer.
         """
         raise NotImplementedError
+
+    def store_choice(self, choice: Choice, queries: QueryStatistics | None, keeps_columns: bool = False) -> None:
+        """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
+
+        Args:
+            choice: the tokens that stay.
+            queries: of the layer.
+            keeps_columns: whether sealed tokens keep their logical columns; else they move up to newer ones.
+        """
+        layer, store = self.layer, self.store()
+        before = layer.staged, layer.padding
+        layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
+        try:
+            store_tokens(layer, queries, None)
+        except BaseException:
+            layer.staged, layer.padding = before
+            raise
+        self.pending = None
+        if any(given > held for given, held in choice.rows):
+            # Newer tokens have their columns still.
+            settled, evicted = layer.seen - max(self.policy.window, layer.hold), choice.evicted
+            columns = choice.columns if keeps_columns else None
+            store.note_evicted(choice.shorter, evicted.repeat_interleave(store.fold), settled, columns)
+            layer.evicted = True
+            layer.edition += 1
 
     # Judging.
 

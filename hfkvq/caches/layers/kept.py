@@ -15,14 +15,13 @@ from ..eviction import EvictionScheme
 from ..evidence import keep_mask
 from ..observe import Observation, stored_evidence, token_order
 from ..once import say_once
-from ..prompt_choice import Choice, choose, shared
+from ..prompt_choice import choose, shared
 from ..store import MAX_STEP
 from ..store.columns import positions
 from ..store.packing import Packed
 from ..store.requantize import keep_tokens
 from .base import LayerBase
 from .eviction import EvictingGroup, Eviction
-from .incoming import store_tokens
 from .queries import QueryStatistics
 
 NEVER = 1 << 62
@@ -115,34 +114,17 @@ class TokenEvictor(Eviction[EvictionScheme]):
         choice = choose(self.policy, *self.place, *given, hold=layer.hold, padding=layer.padding)
         if choice is None:
             return False
-        before = layer.staged, layer.padding
-        layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
-        try:
-            store_tokens(layer, queries, None)
-        except BaseException:
-            layer.staged, layer.padding = before
-            raise
-        self._note_choice(choice)
-        return True
-
-    def _note_choice(self, choice: Choice) -> None:
-        layer, store = self.layer, self.store()
-        self.pending = None
-        if any(given > held for given, held in choice.rows):
-            # Newer tokens have their columns still.
-            settled = layer.seen - max(self.policy.window, layer.hold)
-            store.note_evicted(choice.shorter, choice.evicted.repeat_interleave(store.fold), settled)
-            layer.evicted = True
-            layer.edition += 1
+        self.store_choice(choice, queries)
         self._rows, self._rows_at = choice.rows, layer.seen
         if self.asks_every_step:
             scores = choice.scores
             if choice.padding is not None:
                 rank = torch.arange(scores.shape[1], device=scores.device)
-                lead = choice.padding.lead.long().repeat_interleave(store.fold)
+                lead = choice.padding.lead.long().repeat_interleave(self.store().fold)
                 scores = scores.gather(1, (rank + lead[:, None]).clamp(max=scores.shape[1] - 1))
             self._remember(scores)
         self._plan_trim()
+        return True
 
     # What the host knows of rows.
 

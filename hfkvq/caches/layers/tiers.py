@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from hfkvq.kernels.decode import LENGTH
+from torch.nn.functional import pad
 
 from ..eviction import TieredEviction
 from ..evidence import Evidence, prompt_evidence
-from ..first_prompt import Waiting, first_tiers, older_that_stay
 from ..headwise import HeadwiseStore
+from ..lasting import lasting
 from ..observe import Observation, stored_evidence, token_order
-from ..store import SIDES
+from ..prompt_choice import keep
 from ..store.columns import positions
+from ..store.growth import pages_for
 from ..store.packing import Packed
-from ..store.prompt_eviction import Cut, Tiers, store_best, store_tiers
+from ..store.requantize import Requantized, requantize_by_tiers, requantized
+from ..store.rows import joined, part, used_blocks
 from .base import LayerBase
 from .budget import Budget
 from .eviction import EvictingGroup, Eviction
 from .queries import QueryStatistics
-from .trim import trim
+from .trim import tier_targets
 
 
 class TierEvictor(Eviction[TieredEviction]):
     """Gives tokens their tiers, by their scores and by the layer's share of whole ones.
 
     A layer's share is relative to the strongest layer's, which is known when the last layer is done: until then the
-    strongest so far stands for it, or, of a first prompt, all stay whole (see `hfkvq.caches.first_prompt`). In this
-    time a layer holds less than twice a budget in bytes.
+    strongest so far stands for it, or, of a first prompt, all stay whole. In this time a layer holds less than twice a
+    budget in bytes.
 
     Attributes:
         budget: of each KV head; known with the first update.
         strength: f32 (B,), by which layers are compared; None before a prompt, or where nobody asks attention.
         prompts: that have come.
         provisional: bool (B*H,), rows whose tiers are not final yet; None if there are none.
-        first_cut: what a first prompt was cut to, until tiers are final.
     """
 
     budget: Budget
@@ -54,7 +54,6 @@ class TierEvictor(Eviction[TieredEviction]):
         self.strength: Tensor | None = None
         self.prompts = 0
         self.provisional: Tensor | None = None
-        self.first_cut: Cut | None = None
 
     def new_store(self, keys: Tensor, values: Tensor) -> HeadwiseStore:
         """See `Eviction.new_store`."""
@@ -78,56 +77,56 @@ class TierEvictor(Eviction[TieredEviction]):
         """See `Eviction.most_held`; all in few bits, and all whole."""
         return self.budget.most
 
+    @property
+    def newest(self) -> int:
+        """Newest tokens of a row, which stay as they are."""
+        return max(self.policy.window, self.layer.hold)
+
     # A first prompt.
 
     def cut_prompt(self, queries: QueryStatistics | None) -> bool:
-        """See `Eviction.cut_prompt`."""
-        seen, best = self.pending, 0
-        if seen is not None and self.may_be_cut(seen) and self.layer.padding is None:
-            best = self._older_that_stay()
-        if seen is not None and best:
-            self._cut(seen, best)
-        return best > 0
-
-    def _older_that_stay(self) -> int:
-        """Tokens that a first prompt is cut to, beside the newest; 0 where it has to go the general way."""
-        layer, newest = self.layer, max(self.policy.window, self.layer.hold)
-        if layer.seen < self.full_at:
-            return 0
-        return older_that_stay(self.policy, self.store().layout, self.budget.costs, layer.seen, newest)
-
-    def _cut(self, seen: Observation, best: int) -> None:
-        """Does of a first prompt what `KVStore.extend` and `judge` would, without asking the device anything."""
-        layer, store, policy = self.layer, self.store(), self.policy
-        assert layer.staged is not None
-        keys, values = (store._rotated(store.folded(x), side) for x, side in zip(layer.staged, SIDES, strict=True))
-        rows, tail = keys.shape[0], max(policy.window, layer.hold)
-        scores, statistics = torch.empty(rows, layer.seen, device=layer.device), []
-        given = seen.query, *layer.staged, seen.arguments
-        for own, found in prompt_evidence(policy.evidence, policy.queries, *given):
-            scores[own] = policy.scores(found)
+        """See `Eviction.cut_prompt`; the host asks the device nothing until the last layer is done."""
+        layer, policy, seen = self.layer, self.policy, self.pending
+        if seen is None or layer.staged is None or layer.padding is not None or not self.may_be_cut(seen):
+            return False
+        room = self._room_of_prompt()
+        if not room:
+            return False
+        scores, statistics, (keys, values) = [], [], layer.staged
+        for _, found in prompt_evidence(policy.evidence, policy.queries, seen.query, keys, values, seen.arguments):
+            scores.append(policy.scores(found))
             statistics += self._statistics(found)
         strength = self._strength_of(statistics)
-        order = scores[:, : layer.seen - tail].argsort(dim=1, descending=True, stable=True)
-        chosen = order[:, :best].sort(dim=1).values
-        left = torch.cat([scores.gather(1, chosen), scores[:, -tail:]], 1)
-        provisional = torch.ones(rows, dtype=torch.bool, device=layer.device)
-        first = store_best(store, keys, values, chosen, tail)
-        # Not earlier: if there was no memory, the tokens are still staged.
-        layer.staged = self.pending = None
-        layer.uncommitted, self.strength = False, strength
-        self.scores, self.provisional = left, provisional
-        layer.evicted = True
-        layer.edition += 1
-        self.first_cut = first._replace(edition=layer.edition)
+        choice = keep(torch.cat(scores), keys, values, room, 0, max(self.newest, *self.store().sizes.local))
+        provisional = torch.ones(len(choice.scores), dtype=torch.bool, device=layer.device)
+        self.store_choice(choice, queries, keeps_columns=True)
+        self.strength, self.scores, self.provisional = strength, choice.scores, provisional
         self.prompts += 1
         self.group.report(self.prompts)
+        return True
+
+    def _room_of_prompt(self) -> int:
+        """Tokens of a row that a first prompt is cut to; 0 where it has to go the general way."""
+        layer, policy, store, costs = self.layer, self.policy, self.store(), self.budget.costs
+        sizes = store.sizes
+        newest, unit = max(self.newest, *sizes.local), sizes.unit[0]
+        past, alike = layer.seen - newest, sizes.local[0] == sizes.local[1] and sizes.unit[1] == unit
+        # Columns are kept of what is sealed, which is to be all but the newest tokens.
+        if layer.seen < self.full_at or past <= 0 or policy.remembers:
+            return 0
+        if not store.seals_widely or sizes.sink or not alike:
+            return 0
+        # As many as the budget could hold in few bits.
+        best = int(policy.kept(torch.tensor([past]), torch.zeros(1), costs, torch.ones(1, dtype=torch.bool)))
+        # All whole, they would be many bytes where a whole token takes more than two in few bits.
+        budget, held = policy.budget_bytes, (best + newest) * costs[1]
+        if not best or (budget is not None and held >= 2 * budget):
+            return 0
+        return min(-(-best // unit) * unit, past) + newest
 
     # Judging and trimming.
 
     def _judge(self, seen: Observation) -> None:
-        # Tokens have come since; what a cut left need not be kept for layers that never had their prompt.
-        self.first_cut = None
         store, policy, due = self.store(), self.policy, self.layer.seen >= self.full_at
         where = positions(store)
         order = token_order(store, where)
@@ -145,7 +144,7 @@ class TierEvictor(Eviction[TieredEviction]):
             self.prompts += 1
         if due:
             prompt = torch.zeros_like(seen.real[:, 0]) if seen.prompt is None else seen.prompt
-            self._trim(scores, prompt.repeat_interleave(store.fold), None, where, order)
+            self._trim(scores, prompt.repeat_interleave(store.fold), where, order)
         elif policy.remembers:
             self._remember(scores)
         if seen.prompt is not None:
@@ -162,60 +161,59 @@ class TierEvictor(Eviction[TieredEviction]):
             return None
         return self.policy.strength(torch.cat(statistics).unflatten(0, (self.layer.batch_size, -1)))
 
-    def waiting(self) -> Waiting | None:
-        """What the tiers of a first prompt follow from, if this layer has cut one and holds nothing else."""
-        cut = self.first_cut
-        if cut is None or self.scores is None or self.layer.store is None:
-            return None
-        store = self.store()
-        if not cut.stands(store.state, self.layer.edition):
-            return None
-        costs, heads = self.budget.costs, self.layer.heads
-        return Waiting(store.state, store.layout, cut, self.policy, costs, heads, self.scores, self.strength)
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal in layers whose tiers can be assigned together."""
+        state = self.store().state
+        windows = tuple(window.shape[2] for window in state.windows)
+        sizes = state.batch, tuple(state.dims.values()), windows, used_blocks(state)
+        return state.device, state.dtype, sizes, self.policy, self.budget, self.newest
 
-    def assign(self, tiers: Tiers | None = None) -> None:
-        """Assigns tiers to what a prompt left, now that every layer's share is final; ``tiers`` if they are known."""
-        layer = self.layer
-        if tiers is not None and self.first_cut is not None:
-            store_tiers(self.store(), tiers)
-            layer.edition += 1
-            room = self.budget.least_room(tiers.kept[0], tiers.lengths(self.first_cut.tail))
-            self.trim_at = layer.seen + 1 + max(room, 0)
-        elif self.provisional is not None and self.scores is not None:
-            # Where sealing waits for the next update, this layer may have tokens by now that nobody has judged.
-            store = self.store()
-            since = max(store.longest - self.scores.shape[1], 0)
-            where = positions(store)
-            scores = torch.nn.functional.pad(self.scores, (0, since), value=torch.inf)
-            self._trim(scores, self.provisional, self.provisional, where, token_order(store, where))
-        self.provisional = self.first_cut = None
-        if not self.policy.remembers:
-            self.scores = None
-        layer.bind()
+    def share(self, most: Tensor | None) -> Tensor:
+        """The layer's share of whole tokens in each row, f32 (B*H,); ``most`` is the greatest strength of any layer."""
+        own = self.strength
+        if own is None or most is None:
+            own = most = torch.ones(self.layer.batch_size, device=self.layer.device)
+        return self.policy.share(own, most.to(own.device)).repeat_interleave(self.store().fold)
 
-    def _trim(self, scores: Tensor, prompt: Tensor, rows: Tensor | None, where: Tensor, order: Tensor) -> None:
-        """Cuts rows to their budget: those that have outgrown it, or finally those of ``rows`` (bool (B*H,)).
+    def take_tiers(self, done: Requantized | None, rows: slice, scores: Tensor) -> None:
+        """Takes the layer's part of what was made of several layers' rows.
 
-        ``prompt`` (likewise) are those that have had a prompt just now. ``where`` and ``order`` are what `positions`
+        Args:
+            done: what was made; None where no token has moved.
+            rows: the layer's.
+            scores: f32 (B*H, n), of the tokens that are left.
+        """
+        layer, store = self.layer, self.store()
+        if done is None:
+            self.trim_at = layer.seen + 1 + max(int(self.budget.room(store).min()), 0)
+            return
+        held, states = [each[rows] for each in done.held], done.rows[rows]
+        blocks = [pages_for(store.format, run, max(each)) for run, each in enumerate(held)]
+        store.adopt(part(done.state, rows.start, store.batch, blocks), states, max(held[-1]))
+        layer.evicted = True
+        layer.edition += 1
+        if self.policy.remembers:
+            self._remember(scores[:, : store.longest])
+        room = self.budget.least_room(held[0], [state.length for state in states])
+        self.trim_at = layer.seen + 1 + max(room, 0)
+
+    def _trim(self, scores: Tensor, prompt: Tensor, where: Tensor, order: Tensor) -> None:
+        """Cuts rows that have outgrown their budget.
+
+        ``prompt`` (bool (B*H,)) are those that have had a prompt just now. ``where`` and ``order`` are what `positions`
         and `token_order` say.
         """
         layer, store, policy = self.layer, self.store(), self.policy
-        over = self.budget.room(store) < 0 if rows is None else rows
+        over = self.budget.room(store) < 0
         # Until all layers are done, as many tokens as the budget could hold in few bits.
-        final = rows is not None or all(x.prompts == self.prompts for x in self.group.members)
+        final = all(x.prompts == self.prompts for x in self.group.members)
         left = None
         if over.any():
-            past = (store.counters[LENGTH].long() - max(policy.window, layer.hold)).clamp(min=0)
-            most, own = self.group.greatest_strength(self.prompts, layer.device), self.strength
-            if own is None or most is None:
-                most = own = torch.ones(layer.batch_size, device=layer.device)
-            share = policy.share(own, most).repeat_interleave(store.fold)
-            kept = stay = policy.kept(past, share, self.budget.costs, prompt)
-            if not final:
-                many = policy.kept(past, torch.zeros_like(share), self.budget.costs, prompt)
-                stay = torch.where(prompt, many, kept)
-            counts = stay, policy.whole(kept, share)
-            left = trim(store, scores, over, past, counts, policy.low_bits, where, order)
+            share = self.share(self.group.greatest_strength(self.prompts, layer.device))
+            given = policy, self.budget.costs, self.newest, store.state, scores, share
+            target, left = tier_targets(*given, over, prompt, where, order, final)
+            requantize_by_tiers(store, target, where)
             layer.evicted = True
             layer.edition += 1
             self.provisional = over & prompt if not final else None
@@ -254,7 +252,7 @@ class TierEvictor(Eviction[TieredEviction]):
 
 
 class TierGroup(EvictingGroup[TierEvictor]):
-    """Those that compare their strengths."""
+    """The layers of a cache that compare their strengths."""
 
     def greatest_strength(self, prompts: int, device: torch.device) -> Tensor | None:
         """Greatest strength of the layers that have met as many prompts: f32 (B,), or None if none has."""
@@ -265,7 +263,46 @@ class TierGroup(EvictingGroup[TierEvictor]):
         """A layer has seen its prompt. After the last one every share is final, and tiers are assigned."""
         members = self.members
         if all(member.prompts == prompts for member in members):
-            waiting = [member.waiting() for member in members]
-            most = self.greatest_strength(prompts, members[0].layer.device) if any(waiting) else None
-            for member, tiers in zip(members, first_tiers(waiting, most), strict=True):
-                member.assign(tiers)
+            waits = any(member.provisional is not None for member in members)
+            assign_tiers(members, self.greatest_strength(prompts, members[0].layer.device) if waits else None)
+
+
+def assign_tiers(members: Sequence[TierEvictor], most: Tensor | None) -> None:
+    """Assigns tiers to what a prompt left in each layer.
+
+    Layers that are alike are requantized as one store of all their rows, and the host asks the device once: some
+    hundred small operations for each layer by itself would be waited for when a prompt is done.
+
+    Args:
+        members: the layers' evictors.
+        most: f32 (B,), the greatest strength of any layer; None where none has any.
+    """
+    groups: dict[tuple[object, ...], list[TierEvictor]] = {}
+    for member in members:
+        if member.provisional is not None and member.scores is not None:
+            groups.setdefault(member.kind, []).append(member)
+    for alike in groups.values():
+        _assign_together(alike, most)
+    for member in members:
+        member.provisional = None
+        if not member.policy.remembers:
+            member.scores = None
+        member.layer.bind()
+
+
+@lasting
+def _assign_together(alike: Sequence[TierEvictor], most: Tensor | None) -> None:
+    """`assign_tiers` of layers of one `kind`, which all have scores and rows whose tiers are not final."""
+    one, state = alike[0], joined([member.store().state for member in alike])
+    store, where = one.store(), positions(state)
+    order, over = token_order(state, where), torch.cat([x.provisional for x in alike if x.provisional is not None])
+    share = torch.cat([member.share(most) for member in alike])
+    # Layers where sealing waits for the next update may hold tokens that have no score yet.
+    padded = [pad(x.scores, (0, state.longest), value=torch.inf) for x in alike if x.scores is not None]
+    scores = torch.cat([x[:, : state.longest] for x in padded])
+    given = one.policy, one.budget.costs, one.newest, state, scores, share
+    target, left = tier_targets(*given, over, over, where, order)
+    done, rows = requantized(state, store.layout, store.scheme, target, where), store.batch
+    for i, member in enumerate(alike):
+        mine = slice(i * rows, (i + 1) * rows)
+        member.take_tiers(done, mine, scores[mine].gather(1, left[mine]))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
 from typing import Any
 
@@ -43,7 +43,7 @@ from .growth import grow_tail, pages_for, tail_limits
 from .packing import Packed, packed, unpacked
 from .rows import reordered, selected
 from .sealing import seal
-from .state import EMPTY, SIDES
+from .state import EMPTY, SIDES, StoreState
 from .view import StoreView
 from .windows import Padding, Ragged, fill_windows
 
@@ -73,6 +73,24 @@ class KVStore(StoreView):
         self.state = self.state.replace(states=states, host_counters=None)
         self.counters[START].add_(padding.lead)
         self.counters[LENGTH].add_(tokens - padding.lead)
+
+    def adopt(self, state: StoreState, rows: Sequence[RowState], widest: int) -> None:
+        """Holds what another state of the same format and as many rows holds.
+
+        Args:
+            state: the other one.
+            rows: what its rows are like.
+            widest: tokens that a row has in the last run at the most.
+        """
+        self.replace(
+            widest,
+            counters=state.counters,
+            dropped=state.dropped,
+            windows=state.windows,
+            runs=state.runs,
+            states=frozenset(rows),
+            settled=state.settled,
+        )
 
     def pack(self) -> Packed:
         """What the store holds, for a file: see `packing.packed`."""
@@ -257,17 +275,23 @@ class KVStore(StoreView):
         return seal(self, keys, values, hold, q_abs, tags)
 
     @lasting
-    def note_evicted(self, shorter: int, evicted: Tensor, settled: int) -> None:
+    def note_evicted(self, shorter: int, evicted: Tensor, settled: int, columns: Tensor | None = None) -> None:
         """Counts tokens of the prompt that has just come which were chosen not to be stored.
 
         Args:
             shorter: columns by which every row is shorter than the prompt.
             evicted: i32 (B,), tokens of each row that went.
             settled: column before which tokens cannot be taken back any more.
+            columns: i64 (B, n), columns of the tokens that are stored, which those keep that are sealed to the last of
+                several runs; rows are alike, and there is no sink. None for columns without gaps.
         """
         counters = self.counters.clone()
         counters[START] += shorter
         self.replace(counters=counters, dropped=self.dropped + evicted, settled=settled)
+        if columns is not None:
+            (row,), pos = self.states, self.runs[-1].pos
+            assert pos is not None, "a run of several has positions"
+            pos[:, : row.keys] = columns[:, : row.keys] - shorter
 
     # Room.
 

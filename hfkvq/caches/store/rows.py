@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+
 import torch
 from torch import Tensor
 
 from hfkvq.kernels.decode import run_count
 from hfkvq.kernels.pages import RunView
 
+from ..lasting import lasting
 from ..scheme import Layout
-from .growth import enlarge
-from .state import PageWrite, StoreState, as_bytes, in_turn
+from .growth import enlarge, pages_for
+from .state import PageWrite, StoreState, as_bytes, in_turn, own_table
 
 
 def reordered(state: StoreState, layout: Layout, rows: Tensor) -> StoreState:
@@ -52,6 +56,51 @@ def selected(state: StoreState, rows: Tensor) -> StoreState:
         table = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device).view(pages.shape)
         runs.append(RunView(in_turn(table, blocks), pos, keys, values))
     return take_rows(state.replace(runs=runs), rows)
+
+
+@lasting
+def joined(states: Sequence[StoreState]) -> StoreState:
+    """A state of the rows of several, which are of one format and have windows and runs of one size; copies pages."""
+    one = states[0]
+    rows, runs = sum(state.batch for state in states), []
+    for run, blocks in enumerate(used_blocks(one)):
+        views = [state.runs[run] for state in states]
+        ids = [view.table[:, :blocks].flatten().long() for view in views]
+        sides = [
+            [
+                torch.cat([as_bytes(part)[own] for part, own in zip(parts, ids, strict=True)]).view(parts[0].dtype)
+                for parts in zip(*each, strict=True)
+            ]
+            for each in ([view.keys for view in views], [view.values for view in views])
+        ]
+        slots, parts = blocks * one.format.runs[run][0].page_size, [view.pos for view in views]
+        pos = torch.cat([part[:, :slots] for part in parts if part is not None]) if parts[0] is not None else None
+        runs.append(RunView(own_table(one.format, rows, blocks, one.device), pos, sides[0], sides[1]))
+    return one.replace(
+        counters=torch.cat([state.counters for state in states], 1),
+        dropped=torch.cat([state.dropped for state in states]),
+        windows=[torch.cat(windows) for windows in zip(*(state.windows for state in states), strict=True)],
+        runs=runs,
+        states=frozenset().union(*(state.states for state in states)),
+        host_counters=None,
+        settled=max(state.settled for state in states),
+    )
+
+
+def used_blocks(state: StoreState) -> tuple[int, ...]:
+    """Blocks of each run that may hold tokens; a run of a buffer has more."""
+    longest = state.longest
+    return tuple(min(view.table.shape[1], pages_for(state.format, i, longest)) for i, view in enumerate(state.runs))
+
+
+@lasting
+def part(state: StoreState, first: int, rows: int, blocks: Sequence[int]) -> StoreState:
+    """The state of some rows one behind another, with so many blocks in each run."""
+    runs = []
+    for view, count, (fmt, _) in zip(state.runs, blocks, state.format.runs, strict=True):
+        pos = None if view.pos is None else view.pos[:, : count * fmt.page_size]
+        runs.append(replaced(view, table=view.table[:, :count], pos=pos))
+    return selected(state.replace(runs=runs), torch.arange(first, first + rows, device=state.device))
 
 
 def _slack(layout: Layout) -> int:
