@@ -162,31 +162,6 @@ class Eviction(Part, Generic[S]):
         """
         raise NotImplementedError
 
-    def store_choice(self, choice: Choice, queries: QueryStatistics | None, keeps_columns: bool = False) -> None:
-        """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
-
-        Args:
-            choice: the tokens that stay.
-            queries: of the layer.
-            keeps_columns: whether sealed tokens keep their logical columns; else they move up to newer ones.
-        """
-        layer, store = self.layer, self.store()
-        before = layer.staged, layer.padding
-        layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
-        try:
-            store_tokens(layer, queries, None)
-        except BaseException:
-            layer.staged, layer.padding = before
-            raise
-        self.pending = None
-        if any(given > held for given, held in choice.rows):
-            # Newer tokens have their columns still.
-            settled, evicted = layer.seen - max(self.policy.window, layer.hold), choice.evicted
-            columns = choice.columns if keeps_columns else None
-            store.note_evicted(choice.shorter, evicted.repeat_interleave(store.fold), settled, columns)
-            layer.evicted = True
-            layer.edition += 1
-
     # Judging.
 
     def judge_pending(self) -> None:
@@ -285,3 +260,32 @@ class EvictingGroup(Group[E]):
         """Layers that wait with sealing do what is due before the rows of any of them move."""
         for member in self.members:
             member.layer.settle()
+
+
+def store_choice(
+    eviction: Eviction[Any], choice: Choice, queries: QueryStatistics | None, keeps_columns: bool = False
+) -> None:
+    """Stores what stays of a staged first prompt as if it were all of it; it is staged still if that fails.
+
+    Args:
+        eviction: of the layer.
+        choice: the tokens that stay.
+        queries: of the layer.
+        keeps_columns: whether sealed tokens keep their logical columns; else they move up to newer ones.
+    """
+    layer, store = eviction.layer, eviction.store()
+    before = layer.staged, layer.padding
+    layer.staged, layer.padding = (choice.keys, choice.values), choice.padding
+    try:
+        store_tokens(layer, queries, None)
+    except BaseException:
+        layer.staged, layer.padding = before
+        raise
+    eviction.pending = None
+    if any(given > held for given, held in choice.rows):
+        # Newer tokens have their columns still.
+        settled, evicted = layer.seen - max(eviction.policy.window, layer.hold), choice.evicted
+        columns = choice.columns if keeps_columns else None
+        store.note_evicted(choice.shorter, evicted.repeat_interleave(store.fold), settled, columns)
+        layer.evicted = True
+        layer.edition += 1

@@ -21,7 +21,7 @@ from ..store.columns import positions
 from ..store.packing import Packed
 from ..store.requantize import keep_tokens
 from .base import LayerBase
-from .eviction import EvictingGroup, Eviction
+from .eviction import EvictingGroup, Eviction, store_choice
 from .queries import QueryStatistics
 
 NEVER = 1 << 62
@@ -114,7 +114,7 @@ class TokenEvictor(Eviction[EvictionScheme]):
         choice = choose(self.policy, *self.place, *given, hold=layer.hold, padding=layer.padding)
         if choice is None:
             return False
-        self.store_choice(choice, queries)
+        store_choice(self, choice, queries)
         self._rows, self._rows_at = choice.rows, layer.seen
         if self.asks_every_step:
             scores = choice.scores

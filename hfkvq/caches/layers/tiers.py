@@ -22,7 +22,7 @@ from ..store.requantize import Requantized, requantize_by_tiers, requantized
 from ..store.rows import joined, part, used_blocks
 from .base import LayerBase
 from .budget import Budget
-from .eviction import EvictingGroup, Eviction
+from .eviction import EvictingGroup, Eviction, store_choice
 from .queries import QueryStatistics
 from .trim import tier_targets
 
@@ -99,7 +99,7 @@ class TierEvictor(Eviction[TieredEviction]):
         strength = self._strength_of(statistics)
         choice = keep(torch.cat(scores), keys, values, room, 0, max(self.newest, *self.store().sizes.local))
         provisional = torch.ones(len(choice.scores), dtype=torch.bool, device=layer.device)
-        self.store_choice(choice, queries, keeps_columns=True)
+        store_choice(self, choice, queries, keeps_columns=True)
         self.strength, self.scores, self.provisional = strength, choice.scores, provisional
         self.prompts += 1
         self.group.report(self.prompts)

@@ -1,25 +1,25 @@
 """One layer's storage: `sink | runs of pages | tail`. See `KVStore` for what it promises.
 
-There are four routes from a token to the bytes of a page:
+There are three routes from a token to the bytes of a page:
 
 1. A prompt. `KVStore.extend` seals straight from the new tokens (`sealing.seal`), so that a prompt is never copied into
-   a tail that would have to hold all of it.
+   a tail that would have to hold all of it. Of a prompt beyond a budget only the tokens that stay come here.
 2. A step. New tokens join the tail, and what has left the local window is sealed from there: in one kernel with
    attention (`KVStore.step`), as a recorded graph replays it (`hfkvq.kernels.step.run_step`), or by `KVStore.push` and
    `KVStore.commit`, which is the reference of both. Steps have kernels of their own because a step waits for launches.
-3. An eviction. A first prompt beyond its budget stores its best tokens whole, as they are, and nothing is quantized
-   until all layers are done (`prompt_eviction.store_best`): in between the host must not wait for the device.
-4. A requantization. Stored tokens change their run or are forgotten (`requantize.requantized`): tokens that stay keep
-   their bits, others are quantized from what is stored of them. An eviction ends with one, for all layers together.
+3. A requantization. Stored tokens change their run or are forgotten (`requantize.requantized`): tokens that stay keep
+   their bits, others are quantized from what is stored of them. Tiers of a first prompt are assigned by one, for all
+   layers together (`rows.joined`), since the host must not wait for the device within a prompt.
 
-Outside of the kernels of steps, pages are quantized by one function, `sealing.write_pages`.
+Serving seals blocks of its own engine by the same two functions: `sealing.write_pages`, where a prompt goes through a
+store, and else `kernels.seal_side`, which the former ends in, as steps do.
 
 - `state`: all that changes, tensors and what the host knows of them, as one value with one ``replace``.
 - `view`: what can be asked of a store. `kvstore`: `KVStore`, its verbs.
 - `windows`: tokens come into sink and tail. `growth`: room in tails and pages.
 - `sealing`: tokens leave the tail, or a prompt, for pages; `rules`: by which kernels.
 - `requantize`: the operation; `moves`: which tokens stay, come and go; `columns`: tokens of pages, bit for bit.
-- `cropping`: the newest tokens are taken back. `rows`: rows are reordered, shared and dropped.
+- `cropping`: the newest tokens are taken back. `rows`: rows are reordered, shared, dropped and joined.
 - `reading`: dense tensors. `packing`: a state for a file. `accounting`: bytes and bits. `integrity`: whether all that
   contradicts itself.
 """
