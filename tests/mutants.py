@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant("seal-window", "seal", SEAL, "torch.minimum(new, (end - room - count).clamp(min=0))", "new * 0"),
     Mutant("seal-position", "seal", SEAL, "torch.arange(sink, sink + most[0]", "torch.arange(0, most[0]"),
     Mutant("seal-counts", "routing", SEAL, "store.counters[RUNS:].add_(route.added)", "pass"),
-    Mutant("seal-weight", "seal", SEAL, "weight = q_abs if rule and not fmt.exact else None", "weight = None"),
+    Mutant("seal-weight", "seal", "kernels/seal.py", "(query if rule else None, None)", "(None, None)"),
     # Bytes of pages.
     Mutant("pages-round", "pages", PAGES, "* inverse + 0.5)", "* inverse)"),
     Mutant("pages-clamp", "pages", PAGES, "code = torch.minimum(code, groups.levels)", "code = code + 0"),
